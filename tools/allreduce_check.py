@@ -1,5 +1,6 @@
-"""One rank of the doctor's all-reduce: reports each stage to its log, sums a tensor over all ranks
-and checks the sum.
+"""Run one rank of the doctor's all-reduce.
+
+It reports each stage to its log, sums a tensor over all ranks and checks the sum.
 
 tools/doctor.py starts it, once a rank, under the variables that a launched rank gets (RANK,
 RANK_SIZE, MASTER_ADDR, ...); for the check itself run

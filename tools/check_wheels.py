@@ -2,9 +2,9 @@
 
     python tools/check_wheels.py
 
-Checks requirements.txt and the extras `chinese` and `serve` with everything that they need in turn,
-for the Python that runs this. The extra `fast` may lack wheels, and that is said. Nothing is
-installed; pip reads what the package index tells.
+Checks requirements.txt and the extras `chinese`, `peers` and `serve` with everything that they need
+in turn, for the Python that runs this. The extra `fast` may lack wheels, and that is said. Nothing
+is installed; pip reads what the package index tells.
 
 Exit codes: 0 all there, or the package index does not answer; 1 a wheel is missing.
 """
@@ -31,7 +31,7 @@ from common.errors import RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
-PLATFORMS = ("manylinux_2_28", "manylinux2014")
+PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(17, 29)), "manylinux2014")
 """glibc 2.28 and older: PyTorch and MindSpore need 2.28 themselves."""
 _OFFLINE = re.compile(
     r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out"
@@ -88,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = {
         "requirements.txt": [f"--requirement={ROOT}/requirements.txt"],
         "extra chinese": extras["chinese"],
+        "extra peers": extras["peers"],
         "extra serve": extras["serve"],
         "extra fast": extras["fast"],
     }

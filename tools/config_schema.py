@@ -1,9 +1,11 @@
-"""Print the JSON Schema of a run's YAML, which editors use for completion and checks:
+"""Print the JSON Schema of a run's YAML or of a study's, for completion and checks in editors.
 
     python tools/config_schema.py > configs/schema.json
+    python tools/config_schema.py --study > configs/study/schema.json
+    python tools/config_schema.py --reference > docs/config_reference.md
 
-A single key in words: python run_gpt2.py --explain optimizer.learning_rate. Exit code: 0, and 2 for
-an argument.
+--reference prints a table of every key as Markdown. A single key in words:
+python run_gpt2.py --explain optimizer.learning_rate. Exit code: 0, and 2 for an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import json
 from typing import Any
 
 from common.config.aliases import ALIASES
+from common.config.reference import config_reference
 from common.config.schema import RunConfig
+from common.study.definition import definition_schema
 
 
 def config_schema() -> str:
@@ -55,11 +59,26 @@ def config_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
+def study_schema() -> str:
+    return json.dumps(definition_schema(), indent=1) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(arguments)
-    sys.stdout.write(config_schema())
+    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--reference", action="store_true", help="print the reference of keys instead of the schema"
+    )
+    kind.add_argument(
+        "--study", action="store_true", help="print the schema of a study's YAML instead"
+    )
+    chosen = parser.parse_args(arguments)
+    write = (
+        config_reference if chosen.reference else study_schema if chosen.study else config_schema
+    )
+    sys.stdout.write(write())
     return 0
 
 

@@ -1,5 +1,6 @@
-"""Write the YAML that another system's configuration becomes here: behind each key the one it was,
-at the end what has no effect.
+"""Translate the configuration of another system into a YAML of this project.
+
+Behind each key stands the one that it comes from, and at the end what has no effect here.
 
     python tools/convert_config.py FILE.yaml [--output OURS.yaml]
         MindFormers' or PaddleFleetX's, by its content
@@ -8,8 +9,7 @@ at the end what has no effect.
     python tools/convert_config.py --from oneflow [--output OURS.yaml] \\
             -- --num-layers 24 --hidden-size 1024 ...
 
-Words section.key=value behind FILE change keys of ours. Exit code: 0; 2 for a configuration that
-cannot be obeyed.
+Exit code 0: written; 2: bad arguments, or a configuration that this project cannot follow.
 """
 
 from __future__ import annotations
@@ -82,8 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="the other system's YAML or JSON, or a file of command-line flags (.txt, .sh)",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="keys of this project to set in the result",
+    )
     parser.add_argument(
         "--from",
         dest="system",
@@ -91,9 +103,11 @@ def _parser() -> argparse.ArgumentParser:
             *("mindformers", "fleetx", "megatron", "oneflow"),
             *("gpt2_chinese", "gpt2_chinese_generate", "gpt2_chinese_eval"),
         ),
-        help="left out: by the content of FILE",
+        help="system that the configuration comes from (default: told by the content of FILE)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="left out: print it")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="YAML to write (default: print it)"
+    )
     return parser
 
 

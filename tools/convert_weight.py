@@ -5,9 +5,9 @@
     python tools/convert_weight.py --torch_path pytorch_model.bin --mindspore_path gpt2.ckpt
                                                                       as MindFormers' own did
 
-FORMAT: hf, torch_gpt2 and mindspore (our own folder), mindformers, mindformers_r0.3 (a .ckpt, or
-the rank_N folders of a run with its strategy files), megatron, megatron_core, fleetx, oneflow,
-gguf; deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onnx is written only.
+FORMAT: hf, torch_gpt2 and mindspore (our own folder), megatron, megatron_core, fleetx, oneflow,
+gguf. mindformers and mindformers_r0.3 are a .ckpt, or the rank_N folders of a run with its strategy
+files. deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onnx is written only.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="Exit code 0: done; 1: could not be written; 2: input or options at fault; 130 and"
-        " 143: stopped. But for 0 nothing is left.",
+        epilog="Exit code 0: converted; 1: the output could not be written; 2: the input or an"
+        " option is wrong; 130 and 143: stopped. Nothing is left at the output unless it is 0.",
     )
     add = parser.add_argument
     add(
@@ -82,38 +82,75 @@ def _parser() -> argparse.ArgumentParser:
         dest="source_format",
         choices=FORMATS,
         metavar="FORMAT",
-        help="found out when left out",
+        help="format of the input (default: told by its files)",
     )
-    add("--to", dest="target_format", choices=FORMATS, metavar="FORMAT")
-    add("--input", type=Path, help="folder, or a file of weights beside its config")
-    add("--output", type=Path, help="folder, which must not exist or be empty")
+    add(
+        "--to",
+        dest="target_format",
+        choices=FORMATS,
+        metavar="FORMAT",
+        help="format of the output; with --input and --output",
+    )
+    add(
+        "--input",
+        type=Path,
+        metavar="PATH",
+        help="folder of the weights, or a file of weights beside its config",
+    )
+    add(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="folder or file to write; a folder must be empty or absent",
+    )
     add(
         "--dtype",
         choices=(*FLOATS, "int8", "int4"),
-        help="of the output; as in the input when left out. int8: of torch_gpt2, onnx and gguf;"
-        " int4: of the last two",
+        help="type of the weights written (default: as in the input); int8 is for torch_gpt2, onnx"
+        " and gguf, int4 for onnx and gguf",
     )
     add(
         "--model_parallel",
         type=int,
         default=1,
         metavar="N",
-        help="tensor ranks of a target with a file for each",
+        help="tensor-parallel ranks of a target that has a file for each (default: 1)",
     )
-    add("--pipeline_stage", type=int, default=1, metavar="N", help="its pipeline ranks")
+    add(
+        "--pipeline_stage",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pipeline stages of such a target (default: 1)",
+    )
     add(
         "--weights_only",
         action="store_true",
-        help="leave out the optimizer's state and where training stood",
+        help="leave out the optimizer's state and the position of training",
     )
     add(
         "--verify",
         action="store_true",
-        help="read the output back, compare bit for bit, and logits where they run",
+        help="read the output back and compare it bit for bit; compare logits too where both run",
     )
-    add("--layers", type=int, help="blocks of the file at --torch_path; 12 when left out")
-    add("--torch_path", type=Path, help="Hugging Face's pytorch_model.bin")
-    add("--mindspore_path", type=Path, help="the .ckpt to write")
+    add(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="MindFormers' option: blocks of the file at --torch_path (default: 12)",
+    )
+    add(
+        "--torch_path",
+        type=Path,
+        metavar="FILE",
+        help="MindFormers' option: Hugging Face's pytorch_model.bin to read",
+    )
+    add(
+        "--mindspore_path",
+        type=Path,
+        metavar="FILE",
+        help="MindFormers' option: the .ckpt to write",
+    )
     return parser
 
 

@@ -55,7 +55,11 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("data/quickstart"), help="folder to fill"
+        "--output",
+        type=Path,
+        default=Path("data/quickstart"),
+        metavar="DIR",
+        help="folder for the three files (default: data/quickstart)",
     )
     folder: Path = parser.parse_args().output
     try:

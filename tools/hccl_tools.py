@@ -78,14 +78,14 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--hccn_conf",
         type=Path,
         metavar="FILE",
-        help="read addresses from FILE alone (default: ask hccn_tool, else /etc/hccn.conf)",
+        help="read addresses only from FILE (default: ask hccn_tool, else /etc/hccn.conf)",
     )
     parser.add_argument(
         "--output_dir",
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="where the table goes (default: here)",
+        help="folder for the table (default: the current one)",
     )
     parser.add_argument(
         "--check",
@@ -176,7 +176,7 @@ def _device_range(text: str, per_node: int) -> list[int]:
     if first >= end:
         raise DataError(
             f"--device_num {text}: the range is empty; its end is exclusive, so"
-            f" '[{first},{first + 1})' is device {first} alone"
+            f" '[{first},{first + 1})' is only device {first}"
         )
     if end > per_node:
         raise DataError(

@@ -1,6 +1,7 @@
-"""Continue prompts with a model, whatever its folder holds: a run, a checkpoint, an export (ONNX,
-MindIR, GGUF, safetensors), a Hugging Face folder, or other weights that tools/convert_weight.py
-reads.
+"""Continue prompts with the model of a folder, in whatever format it is.
+
+The folder is a run, a checkpoint, an export (ONNX, MindIR, GGUF, safetensors), a Hugging Face
+folder, or other weights that tools/convert_weight.py reads.
 
     python tools/inference.py --model_dir output/first/onnx --prompt "Once upon a time" \\
         [max_new_tokens=40 strategy=sampling top_k=40]
@@ -66,14 +67,28 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model_dir", required=True, type=Path, metavar="DIR", help="the folder, or a file in it")
-    add("--prompt", metavar="TEXT", help="what to continue")
-    add("--prompt_file", metavar="FILE", help="prompts, one a line, or .jsonl")
-    add("--tokenizer", metavar="DIR", help="its files, where they are not beside the model")
-    add("--backend", choices=BACKENDS, default="auto", help="what computes (default: auto)")
-    add("--device", choices=DEVICES, default="auto", help="where (default: auto)")
-    add("--dtype", metavar="TYPE", help="of the computation: float32, bf16, fp16")
-    add("--verify", action="store_true", help="compare the SHA-256 of an export's files")
+    add(
+        "--model_dir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder of the model, or a file in it",
+    )
+    add("--prompt", metavar="TEXT", help="text to continue")
+    add("--prompt_file", metavar="FILE", help="file of prompts: one a line, or .jsonl")
+    add("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the model's own)")
+    add("--backend", choices=BACKENDS, default="auto", help="library that computes (default: auto)")
+    add("--device", choices=DEVICES, default="auto", help="kind of device (default: auto)")
+    add(
+        "--dtype",
+        metavar="TYPE",
+        help="type of the computation: float32, bf16 or fp16 (default: the run's)",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="compare the SHA-256 of an export's files before it is run",
+    )
     add("set", nargs="*", metavar="key=value", help="settings of the section predict")
     return parser
 

@@ -1,5 +1,6 @@
-"""Start the ranks of this host and wait for them: what scripts/run_distribute.sh and
-scripts/run_standalone.sh call.
+"""Start the ranks of this host and wait for them.
+
+scripts/run_distribute.sh and scripts/run_standalone.sh call this program.
 
     bash scripts/run_distribute.sh RANK_TABLE CONFIG '[0,8]' train
         the devices 0-7 of this machine
@@ -8,7 +9,7 @@ scripts/run_standalone.sh call.
     bash scripts/run_distribute.sh none CONFIG '[0,4]' train
         no rank table: GPUs, or processes on CPU
     bash scripts/run_distribute.sh --devices 0,1,4 none CONFIG train
-        these devices alone
+                only these devices
     bash scripts/run_distribute.sh --master 10.0.0.1:29500 --nnodes 2 none CONFIG '[0,4]' train
         the same on each of two machines, which agree on who is which
     bash scripts/run_standalone.sh CONFIG DEVICE_ID train
@@ -71,7 +72,7 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
         "--log_dir",
         type=Path,
         metavar="DIR",
-        help="where mf_parallel{rank}/ goes (default: output_dir of the config)",
+        help="folder for the logs, mf_parallel{rank}/ (default: output_dir of the config)",
     )
     parser.add_argument(
         "--quiet",
@@ -80,17 +81,19 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
     )
     # what happens anyway; scripts may still give it
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
+    # for tools/study.py: a script of another system that takes the words of run_gpt2.py
+    parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--no_pinning", action="store_true", help="let every rank use all cores")
     if kind == "distribute":
         parser.add_argument(
             "--master",
             metavar="IP:PORT",
-            help="where the ranks meet: the host of rank 0, and a port",
+            help="address of the host of rank 0 and a port, where the ranks meet",
         )
         parser.add_argument(
             "--devices",
             metavar="N,N",
-            help="these devices of this machine, in place of the range",
+            help="numbers of the devices of this machine, in place of the range",
         )
         parser.add_argument(
             "--nnodes",
@@ -98,27 +101,27 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
             "--num-nodes",
             type=whole_numbers.argument(1),
             metavar="N",
-            help="without a rank table: how many hosts there are",
+            help="number of hosts, without a rank table",
         )
         parser.add_argument(
             "--node_rank",
             type=whole_numbers.argument(),
             metavar="K",
-            help="without a rank table: which of them this is, from 0 (default: the host of"
-            " --master is 0, the others are numbered by address)",
+            help="number of this host, from 0, without a rank table (default: the host of --master"
+            " is 0, the others are numbered by address)",
         )
         parser.add_argument(
             "--node_ips",
             "--node-ips",
             metavar="IP,IP",
-            help="in place of --master, --nnodes and --node_rank: the hosts, that of rank 0 first;"
-            " each finds its own address among them",
+            help="addresses of all hosts, that of rank 0 first, in place of --master, --nnodes and"
+            " --node_rank; each host finds its own among them",
         )
         parser.add_argument(
             "--use_rdma",
             "--use-rdma",
             action="store_true",
-            help="let NCCL talk to other hosts over InfiniBand or RoCE alone; HCCL always does",
+            help="let NCCL talk to other hosts only over InfiniBand or RoCE; HCCL always does",
         )
         parser.add_argument(
             "--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first"

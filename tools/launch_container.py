@@ -1,5 +1,6 @@
-"""Run a command of the project in a container, with its sources, data and accelerators:
-OneFlow-Benchmark's tool of this name.
+"""Run a command of the project in a container, with its sources, data and accelerators.
+
+OneFlow-Benchmark has a tool of this name; its options are understood.
 
     python tools/launch_container.py --image gpt2-toolkit:cpu --cmd "bash scripts/quickstart.sh"
     python tools/launch_container.py --image gpt2-toolkit:cuda --devices nvidia \\
@@ -37,7 +38,7 @@ ASCEND_MOUNTS = (
     "/etc/ascend_install.info",
     "/etc/hccn.conf",
 )
-"""Of the host's driver, read-only. Source: Ascend Docker Runtime's guide, mounting by hand."""
+"""Read-only paths of the host's driver. Source: Ascend Docker Runtime's guide, manual mounts."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -125,14 +126,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--image", required=True, metavar="NAME", help="image of the container")
     parser.add_argument(
-        "--cmd", default="bash", metavar="TEXT", help="what bash runs inside (default: a shell)"
+        "--cmd",
+        default="bash",
+        metavar="TEXT",
+        help="command that bash runs inside (default: a shell)",
     )
     parser.add_argument(
         "--src",
         type=Path,
         default=ROOT,
         metavar="DIR",
-        help="mounted under its own path, where --cmd starts",
+        help="folder to mount under its own path; --cmd starts there (default: the project)",
     )
     parser.add_argument(
         "--devices",
@@ -145,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="HOST[:INSIDE]",
-        help="a further folder; may be repeated",
+        help="another folder to mount; may be repeated",
     )
     parser.add_argument(
         "--wheel",
@@ -161,9 +165,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="shared memory, for the ranks of a host (default: 8g)",
     )
-    parser.add_argument("--proxy", metavar="URL", help="for http and https")
+    parser.add_argument("--proxy", metavar="URL", help="proxy for http and https")
     parser.add_argument(
-        "--no-interactive", action="store_true", help="without a terminal, for jobs"
+        "--no-interactive", action="store_true", help="run without a terminal, for jobs"
     )
     parser.add_argument(
         "--program",

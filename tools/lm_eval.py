@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with the model ``gpt2_toolkit``; everything else is its own command line.
+"""Run lm-evaluation-harness with the model ``gpt2_toolkit``; all options are the harness's own.
 
     python tools/lm_eval.py --model gpt2_toolkit --model_args path=output/first,backend=torch \\
         --batch_size 8 --include_path configs/lm_eval --tasks lambada_local \\

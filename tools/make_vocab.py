@@ -1,5 +1,7 @@
-"""Write the vocabulary of a Chinese corpus, one token a line: [SEP] [CLS] [MASK] [PAD] [UNK], then
-its characters, the most frequent ones first.
+"""Write the vocabulary of a Chinese corpus, one token a line.
+
+The file begins with [SEP] [CLS] [MASK] [PAD] [UNK]. The characters of the corpus follow, the most
+frequent ones first.
 
     python tools/make_vocab.py --raw_data_path data/train.json --vocab_file cache/vocab_user.txt \\
             --vocab_size 50000
@@ -80,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=[Path("data/train.json")],
         metavar="FILE",
-        help=".json (array of texts), .jsonl or .txt, each also .gz (default: data/train.json)",
+        help="corpora: .json (array of texts), .jsonl or .txt, each also .gz (default:"
+        " data/train.json)",
     )
     parser.add_argument(
         "--vocab_file",
@@ -88,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("vocab_processed.txt"),
         metavar="FILE",
-        help="to write (default: vocab_processed.txt)",
+        help="vocabulary to write (default: vocab_processed.txt)",
     )
     parser.add_argument(
         "--vocab_size",
@@ -99,13 +102,16 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens to keep, without the special ones (default: 50000)",
     )
     parser.add_argument(
-        "--segment", action="store_true", help="words instead of characters, for BertWordLevel"
+        "--segment", action="store_true", help="take words instead of characters, for BertWordLevel"
     )
     parser.add_argument(
         "--cased", action="store_true", help="keep upper case, for BertWordPieceCase"
     )
     parser.add_argument(
-        "--encoding", default="utf-8", metavar="NAME", help="of the corpus (default: utf-8)"
+        "--encoding",
+        default="utf-8",
+        metavar="NAME",
+        help="encoding of the corpus (default: utf-8)",
     )
     return parser
 

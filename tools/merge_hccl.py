@@ -1,9 +1,9 @@
-"""Merge the rank tables of several machines into one, which each of them then gets a copy of.
+"""Merge the rank tables of several machines into one, for a copy on each of them.
 
     python tools/merge_hccl.py hccl_8p_01234567_10.0.0.1.json hccl_8p_01234567_10.0.0.2.json
         hccl_2s_16p.json
 
-Ranks are counted on in the order of the files. Exit code 0: written; 2: bad tables or arguments; 1:
+Ranks are numbered in the order of the files. Exit code 0: written; 2: bad tables or arguments; 1:
 the file could not be written.
 """
 

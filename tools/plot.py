@@ -1,7 +1,6 @@
-"""Compare runs: their metrics, one panel each, as one PNG.
+"""Compare runs as curves over steps: one PNG with a panel for each metric.
 
-    python tools/plot.py runs/one runs/two --output compare.png \\
-        [--metric loss,tokens_per_second] [--smoothing 50]
+    python tools/plot.py output/first output/two --output compare.png --metric loss --smoothing 5
 
 Exit code 0: success; 2: bad arguments or metrics; 1: the picture could not be written.
 """
@@ -26,13 +25,16 @@ from common.whole_numbers import shortened, whole_number
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="plot.py", description="Compare runs as curves over steps.", allow_abbrev=False
+        prog="plot.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl"
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE.png", help="where the picture goes"
+        "--output", required=True, type=Path, metavar="FILE.png", help="picture to write"
     )
     parser.add_argument(
         "--metric",
@@ -47,7 +49,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         type=_rows,
         default=0,
         metavar="ROWS",
-        help="rows that are averaged (default: a fiftieth of a run)",
+        help="rows of metrics.jsonl that a point averages (default: a fiftieth of a run)",
     )
     return parser.parse_args(words)
 

@@ -104,24 +104,37 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="FILE",
-        help=".txt, .jsonl, .json (array), each also .gz",
+        help="texts: .txt, .jsonl, .json (array), each also .gz",
     )
     parser.add_argument(
-        "--output-folder", required=True, type=Path, metavar="FOLDER", help="for the files"
+        "--output-folder",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the tokenizer's files",
     )
     parser.add_argument(
-        "--vocab-size", required=True, type=int, metavar="N", help="all tokens, special ones too"
+        "--vocab-size",
+        required=True,
+        type=int,
+        metavar="N",
+        help="number of tokens, special ones included",
     )
     parser.add_argument(
         "--type",
         default="GPT2BPETokenizer",
         metavar="KIND",
-        help=f"{', '.join(TRAINERS)}, or what Megatron or transformers calls it (default:"
-        " GPT2BPETokenizer)",
+        help=f"kind of tokenizer: {', '.join(TRAINERS)}, or the name that Megatron or"
+        " transformers has for it (default: GPT2BPETokenizer)",
     )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="of JSON objects")
     parser.add_argument(
-        "--encoding", default="utf-8", metavar="NAME", help="of the input (default: utf-8)"
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="key of JSON objects that holds the text (default: text)",
+    )
+    parser.add_argument(
+        "--encoding", default="utf-8", metavar="NAME", help="encoding of the input (default: utf-8)"
     )
     return parser
 

@@ -1,1 +1,1 @@
-"""The configuration of a run: schema, files, derived values."""
+"""Configuration of a run: schema, files and derived values."""

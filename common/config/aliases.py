@@ -1,7 +1,7 @@
-"""Keys of MindFormers' files that have another name here, so that its files are read as they are.
+"""Keys that MindFormers names differently, so that its files are read without changes.
 
-``rename`` moves sections and keys of one file or one word of the command line. ``merge_aliases``
-combines what all of them say under two names.
+``rename`` moves sections and keys of one file or one override. ``merge_aliases`` combines values
+that several places give under two names.
 """
 
 from __future__ import annotations
@@ -46,24 +46,26 @@ _NAMES: dict[Path_, tuple[Path_, Callable[[Any], Any]]] = {
         "recompute_slice_activation")
     },
 }  # fmt: skip
-"""Their path -> ours, and what the value becomes."""
+"""Path in MindFormers' files -> our path, and the function that converts the value."""
 
 _FIXED: dict[Path_, Any] = {
     ("parallel_config", "expert_parallel"): 1,
     ("parallel", "loss_repeated_mean"): True,
 }
-"""Keys with one value here, which need no place."""
+"""Keys of MindFormers that have one supported value and no key of ours."""
 
 
 def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
-    """Our path and value of theirs; any other as it is; None for one that says what is so anyway.
-    Raises ConfigError for what is not so.
+    """Return our path and value for a MindFormers key, and any other key unchanged.
+
+    Returns None for a key whose only supported value is the default, and raises ConfigError for any
+    other value of it.
     """
     if path in _FIXED:
         if value != _FIXED[path]:
             raise ConfigError(
-                f"{where}: {_dotted(path)}={value}: this version has {_FIXED[path]} alone; set"
-                " that, or leave the key out"
+                f"{where}: {_dotted(path)}={value}: this version supports only {_FIXED[path]};"
+                " set that, or leave the key out"
             )
         return None
     name, change = _NAMES.get(path, (path, _same))
@@ -71,8 +73,9 @@ def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
 
 
 def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
-    """Move what one file says under MindFormers' names to ours, in place. Raises ConfigError where
-    it says both and they differ.
+    """Move MindFormers' keys of one file to ours, in place.
+
+    Raises ConfigError where the file gives both names different values.
     """
     for path in (*_NAMES, *_FIXED):
         section = _section(tree, path[:-1])
@@ -118,15 +121,15 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """A key that is held against one of ours, and then left out."""
+    """A key whose value is merged into one of ours and then removed."""
 
     ours: str
     merge: Callable[[Any, Any], Any]
-    """Their value and ours (None where it is left out) -> ours. Raises ValueError for a
-    contradiction.
+    """Function of their value and ours (None if left out) that returns ours. Raises ValueError for
+    a contradiction.
     """
     values: tuple[Any, ...] = ()
-    """Values that it takes; empty where they are checked as those of our key."""
+    """Accepted values; empty where the checks of our key apply."""
     meaning: str = ""
 
     @property
@@ -136,7 +139,7 @@ class Alias:
 
 def _steps(theirs: Any, ours: Any) -> Any:
     if ours not in (None, theirs):
-        raise ValueError("are two names of one number; make them equal or drop one")
+        raise ValueError("are two names of one number; make them equal or leave one out")
     return theirs
 
 
@@ -162,14 +165,14 @@ def _is_stage(value: Any) -> bool:
 def _gradients_of_the_mean(theirs: bool, ours: Any) -> Any:
     if not theirs and ours not in (1, 2, "semi_auto_parallel", "auto_parallel"):
         raise ValueError(
-            "do not go together: gradients are of the mean over the global batch; leave the second"
+            "contradict each other: gradients are averaged over the global batch; leave the second"
             " out"
         )
     return ours
 
 
 TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
-"""Names of devices in MindFormers' files, and here."""
+"""Names of devices in MindFormers' files -> ours."""
 
 
 def _target(theirs: str, ours: Any) -> Any:
@@ -196,24 +199,24 @@ ALIASES = {
         ours="parallel.parallel_mode",
         merge=_gradients_of_the_mean,
         values=(True, False),
-        meaning="Gradients are of the mean over the global batch. false is accepted in"
+        meaning="Gradients are averaged over the global batch. false is accepted in"
         " parallel.parallel_mode 1 and 2, where it changes nothing.",
     ),
     "train.num_samples": Alias(
         ours="train.max_tokens",
         merge=_steps,
-        meaning="Windows of an epoch, MindFormers' --num_samples: with max_epochs it is the length"
-        " of the run.",
+        meaning="Windows of an epoch, as MindFormers' --num_samples. With max_epochs it sets the"
+        " length of the run.",
     ),
     "context.device_target": Alias(ours="device", merge=_target, values=tuple(TARGETS)),
 }
-"""Keys that files and the command line may hold and the schema does not."""
+"""Keys that are accepted in files and on the command line but are not in the schema."""
 
 
 def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
-    """Take the aliases out of a whole config, in place.
+    """Merge the aliases of a whole config into our keys, in place.
 
-    Raises ConfigError where one contradicts our own key.
+    Raises ConfigError where an alias contradicts our key.
     """
     _length_of_epochs(tree, sources)
     for name, alias in ALIASES.items():
@@ -234,7 +237,7 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
             if target is not None:
                 target.setdefault(ours[depth - 1], {})
         target = _section(tree, ours[:-1])
-        if target is None:  # which the schema refuses
+        if target is None:  # the schema rejects it
             continue
         written = target.get(ours[-1])
         try:
@@ -251,7 +254,7 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
 
 
 def _length_of_epochs(tree: dict[str, Any], sources: Sources) -> None:
-    """Make ``train.num_samples`` with ``max_epochs`` (1 when left out) the tokens of a run."""
+    """Turn ``train.num_samples`` with ``max_epochs`` (1 when left out) into the tokens of a run."""
     train, model = _section(tree, ("train",)), _section(tree, ("model",)) or {}
     samples = train.pop("num_samples", None) if train is not None else None
     if train is None or samples is None:
@@ -264,10 +267,10 @@ def _length_of_epochs(tree: dict[str, Any], sources: Sources) -> None:
         raise ConfigError(f"{named}: expected a whole number above 0")
     if other is not None:
         raise ConfigError(
-            f"{named} is the length of an epoch, and the run has train.{other}={train[other]};"
-            " give train.max_epochs in its place"
+            f"{named} is the length of an epoch, but the run has train.{other}={train[other]};"
+            " give train.max_epochs instead"
         )
-    if type(epochs) is int and type(length) is int:  # else the schema finds the fault
+    if type(epochs) is int and type(length) is int:  # the schema finds the fault
         train["max_tokens"], train["max_epochs"] = epochs * samples * length, None
         if path in sources:
             sources["train", "max_tokens"] = sources[path]

@@ -1,6 +1,4 @@
-"""A key of the configuration as text: its type, default, allowed values and meaning, from the
-schema.
-"""
+"""Explain a key of the configuration: its type, default, allowed values and meaning."""
 
 from __future__ import annotations
 
@@ -18,19 +16,20 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 
 _WIDTH = 100
-_BASE = {
+BASE = {
     "type": "text or list",
     "default": "none",
-    "meaning": "Files that this one builds on, in order; its own values win.",
+    "meaning": "Files that this one builds on, in order. Its own values override theirs.",
 }
 
 
 def explain_key(asked: str) -> str:
-    """The text for a key, a section, or another system's name of either. Raises ConfigError for
-    what is none of these.
+    """Return the text for a key, a section, or another system's name for either.
+
+    Raises ConfigError for any other name.
     """
     if asked == "base":
-        return _of_key("base", _BASE)
+        return _of_key("base", BASE)
     keys = schema_keys()
     if asked in keys:
         return _explained(asked)
@@ -50,7 +49,11 @@ def explain_key(asked: str) -> str:
             if word in keys
         ]
         return "\n".join(
-            [f"{asked} is here: {here}", *("\n" + _explained(key).rstrip() for key in found), ""]
+            [
+                f"{asked} corresponds to {here}",
+                *("\n" + _explained(key).rstrip() for key in found),
+                "",
+            ]
         )
     same = nearest_keys(asked) if "." not in asked else []
     if same and all(key.rpartition(".")[2] == asked for key in same):
@@ -58,6 +61,22 @@ def explain_key(asked: str) -> str:
     raise ConfigError(
         f"--explain {asked}: unknown key{hint(asked)}; the sections are {', '.join(_sections())}"
     )
+
+
+def key_facts(key: str) -> dict[str, str]:
+    """Return type, default, allowed values, backend and meaning of a key or section of the schema.
+
+    ``parallel_mode`` names the modes of a key that only some have.
+    """
+    root, node = _schema(), _node(key)
+    facts = _facts(node, root)
+    if not facts["meaning"] and (section := _section_of(node, root)):
+        facts["meaning"] = _text(section.get("description", ""))
+    parts = key.split(".")
+    for n in range(1, len(parts) + 1):
+        marks = _node(".".join(parts[:n]))
+        facts |= {mark: marks[mark] for mark in ("backend", "parallel_mode") if mark in marks}
+    return facts
 
 
 @lru_cache(maxsize=1)
@@ -91,12 +110,12 @@ def _explained(key: str) -> str:
             subsequent_indent=" " * (width + 2),
         )
     return "\n".join(
-        [*lines, f"One of them in full: --explain {key}.{next(iter(section['properties']))}", ""]
+        [*lines, f"Details of a key: --explain {key}.{next(iter(section['properties']))}", ""]
     )
 
 
 def _node(key: str) -> dict[str, Any]:
-    """The JSON Schema of a key, with what is said about it where it stands."""
+    """Return the JSON Schema of a key, with the description that stands beside it."""
     root = _schema()
     node: dict[str, Any] = root
     for part in key.split("."):
@@ -114,7 +133,7 @@ def _section_of(node: dict[str, Any], root: dict[str, Any]) -> dict[str, Any] | 
 
 
 def _options(node: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a value may be, references followed."""
+    """Yield the alternatives of a value, with references resolved."""
     if "$ref" in node:
         yield from _options(root["$defs"][node["$ref"].rpartition("/")[2]], root)
     elif "anyOf" in node:
@@ -135,7 +154,7 @@ def _of_key(key: str, facts: dict[str, str]) -> str:
 
 def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
     allowed = [text for option in _options(node, root) if (text := _allowed(option))]
-    default = "none: it must be given" if "default" not in node else _literal(node["default"])
+    default = "none; the key is required" if "default" not in node else _literal(node["default"])
     facts = {
         "type": " or ".join(_types(node, root)),
         "default": "left out" if default == "null" else default,
@@ -157,7 +176,7 @@ _NAMES = {
 
 
 def _types(node: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Without null, which stands for leaving a key out."""
+    """Return the names of types, without null, which means that the key is left out."""
     found = []
     for option in _options(node, root):
         if "enum" in option or "const" in option:

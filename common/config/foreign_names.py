@@ -1,5 +1,4 @@
-"""What other systems call our keys, for people who come from there. Data only:
-``common.config.hints`` reads it.
+"""Names that other systems give to our keys. Data only, read by ``common.config.hints``.
 
 The names are those of nanoGPT, Hugging Face's Trainer, LitGPT, Megatron-LM and DeepSpeed,
 PaddleFleetX, MindFormers and GPT2-Chinese.
@@ -29,7 +28,7 @@ HERE: dict[str, str] = {
     "n_inner": "model.ffn_hidden_size",
     "intermediate_size": "model.ffn_hidden_size",
     "expand_ratio": "model.ffn_hidden_size (hidden_size times the ratio)",
-    "padded_vocab_size": "model.vocab_size (the true size; it is padded by itself)",
+    "padded_vocab_size": "model.vocab_size (without padding, which is added automatically)",
     "make_vocab_size_divisible_by": "model.vocab_multiple",
     "padded_vocab_size_multiple": "model.vocab_multiple",
     "embd_pdrop": "model.embedding_dropout",
@@ -53,10 +52,11 @@ HERE: dict[str, str] = {
     "num_epochs": "train.max_epochs",
     "num_train_epochs": "train.max_epochs",
     "train_iters": "train.max_steps",
+    "exit_duration_in_mins": "train.exit_minutes",
     "max_iters": "train.max_steps",
     "num_steps": "train.max_steps",
     "train_tokens": "train.max_tokens",
-    "train_samples": "train.max_steps (their number divided by train.global_batch_size)",
+    "train_samples": "train.max_steps (that number divided by train.global_batch_size)",
     "batch_size": "train.micro_batch_size",
     "per_device_train_batch_size": "train.micro_batch_size",
     "train_batch_size": "train.global_batch_size",
@@ -75,6 +75,7 @@ HERE: dict[str, str] = {
     "Engine": "train, validation, checkpoint and precision",
     "Global": "train.global_batch_size, train.micro_batch_size, device and seed",
     "torch_compile": "train.compile",
+    "torch_compile_mode": "train.compile_mode",
     "deterministic_mode": "train.deterministic",
     "use_recompute": "train.recompute",
     "recompute_activations": "train.recompute",
@@ -161,7 +162,7 @@ HERE: dict[str, str] = {
     "train_dataset": "data.train",
     "train_dataset_dir": "data.train",
     "tokenized_data_path": "data.train",
-    "raw_data_path": "data.train (what tools/preprocess_data.py made of the text)",
+    "raw_data_path": "data.train (the output of tools/preprocess_data.py)",
     "Data": "data",
     "eval_dataset": "data.validation",
     "eval_dataset_dir": "data.validation",
@@ -333,8 +334,8 @@ HERE: dict[str, str] = {
     "_base_": "base",
     "defaults": "base",
 }
-"""Their name -> our key, several keys, a key with its value, or an option of the command line; what
-is in brackets explains.
+"""Their name -> our key, several keys, a key with its value, or an option of the command line.
+Brackets hold an explanation.
 """
 
 HERE_IN: dict[str, str] = {
@@ -371,7 +372,7 @@ HERE_IN: dict[str, str] = {
     "logging.tracker": "logging.trackers",
     "context.device_num": "parallel.data_parallel (or the launcher's range of devices)",
 }
-"""The same for names whose meaning depends on the section in which they stand."""
+"""Names whose meaning depends on their section, with the same values as above."""
 
 ABSENT: dict[str, str] = {
     "auto_tune": "automatic tuning is not in this version; leave it out",
@@ -379,22 +380,21 @@ ABSENT: dict[str, str] = {
     "num_experts": "mixture of experts is not in this version; leave it out",
     "Quantization": "our section is quantization, with keys of its own (docs/quantization.md)",
     "Compress": "our section is quantization, with keys of its own (docs/quantization.md)",
-    "Inference": "for a program that runs elsewhere use --run_mode export; leave the section out",
+    "Inference": "for a model that runs elsewhere use --run_mode export; leave the section out",
     "run_mode": "it is an option of the command line: --run_mode train",
     "trainer": "there is one trainer; leave it out",
     "use_parallel": "the launcher decides it: bash scripts/run_distribute.sh; leave it out",
     "local_rank": "the launcher sets it; leave it out",
     "only_save_strategy": "strategy files are written by every run with parallel.parallel_mode=1 or"
     " 2; leave it out",
-    "auto_trans_ckpt": "checkpoints are read in every layout; leave it out",
+    "auto_trans_ckpt": "every run reads checkpoints of every layout; leave it out",
     **dict.fromkeys(
         ("wandb_log", "wandb", "use_wandb", "mlflow", "use_mlflow", "swanlab", "use_swanlab"),
-        "trackers are a list: logging.trackers: [wandb], with mlflow or swanlab likewise",
+        "trackers are a list: logging.trackers: [wandb] (or mlflow, swanlab)",
     ),
     **dict.fromkeys(
         ("visualdl", "use_visualdl"),
-        "TensorBoard's events are in the run folder, and VisualDL has no place beside them; leave"
-        " it out",
+        "VisualDL is not in this version; TensorBoard's events are in the run folder; leave it out",
     ),
     "bias": "GPT-2 has biases; leave it out",
     "model_type": "every model is a GPT-2; leave it out",
@@ -408,7 +408,7 @@ ABSENT: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("data_impl", "dataset_impl"),
-        "the index of the data says how they were written; leave it out",
+        "the data's index says how they were written; leave it out",
     ),
     **dict.fromkeys(
         ("aicc_config", "remote_save_url"),
@@ -423,16 +423,16 @@ ABSENT: dict[str, str] = {
             "use_flash_attention",
             "use_flash_attn",
         ),
-        "the fastest kernels that the device has are taken; leave it out",
+        "the fastest kernels of the device are used; leave it out",
     ),
     "swap_config": "activations stay on the device; leave it out",
     "layer_scale": "all layers have one learning rate; leave it out",
-    "metric": "loss and perplexity are measured anyway; leave it out",
-    "eval_callbacks": "metrics.jsonl and the log have it; leave it out",
-    "jit_config": "MindSpore's own default is taken; leave it out",
+    "metric": "loss and perplexity are always measured; leave it out",
+    "eval_callbacks": "metrics.jsonl and the log contain it; leave it out",
+    "jit_config": "MindSpore's default is used; leave it out",
     "lr_scale": "the rate is optimizer.learning_rate; leave it out",
     "multi_precision": "the optimizer keeps float32 copies of weights below float32; leave it out",
     "deepspeed_mpi": "the launcher decides it; leave it out",
-    "num_pieces": "data need no pieces here; leave it out",
+    "num_pieces": "data are not split into pieces; leave it out",
 }
-"""Their names of what has no key here, and what to do instead."""
+"""Their names without a key here, and advice for each."""

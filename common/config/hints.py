@@ -1,6 +1,4 @@
-"""What a wrong key of the configuration may have meant, and the sentence that a fault in it
-becomes.
-"""
+"""Suggestions for wrong keys, and the text of configuration errors."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from common.config.foreign_names import ABSENT, HERE, HERE_IN
 from common.config.schema import RunConfig
 
 _SAME_SECTION, _OTHER_SECTION = 0.75, 0.9
-"""How alike two names must be (difflib's ratio), so that a hint is no guess."""
+"""Least similarity of two names (difflib's ratio) for a hint, in the same section and in others."""
 
 
 def explain(fault: Any, sources: Sources) -> str:
-    """One line for a fault that pydantic has found: where, which key, what was expected and what
-    was found.
+    """Return one line for a fault found by pydantic: where, which key, what was expected, what was
+    found.
     """
     path: Path_ = tuple(fault["loc"])
     dotted = ".".join(map(str, path))
@@ -34,7 +32,7 @@ def explain(fault: Any, sources: Sources) -> str:
         return f"{prefix}: unknown key{hint(dotted)}"
     if fault["type"] == "missing":
         return (
-            f"{prefix}: required, and in no file; add it or give {dotted}=... on the command line"
+            f"{prefix}: required, but in no file; add it or give {dotted}=... on the command line"
         )
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "value_error":
@@ -43,9 +41,7 @@ def explain(fault: Any, sources: Sources) -> str:
 
 
 def hint(dotted: str) -> str:
-    """What to put behind "unknown key": ``; did you mean KEY?``, ``; `` and what to do instead, or
-    nothing.
-    """
+    """Return the text that follows "unknown key": a suggestion, advice, or nothing."""
     name = dotted.rpartition(".")[2]
     here = HERE_IN.get(dotted) or HERE.get(name)
     if here is not None:
@@ -57,8 +53,8 @@ def hint(dotted: str) -> str:
 
 
 def key_for_flag(name: str, value: str) -> str | None:
-    """The word of the command line that ``--name value`` may mean, such as ``train.max_steps=5``;
-    None where nothing is like it.
+    """Return the override that ``--name value`` may mean, or None. Example:
+    ``train.max_steps=5``.
     """
     name = name.replace("-", "_")
     here = HERE_IN.get(name) or HERE.get(name)
@@ -73,9 +69,9 @@ def key_for_flag(name: str, value: str) -> str | None:
 
 
 def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
-    """Name the arguments that nobody knows, and for each the key that it may mean, with the value
-    that was given. argparse counts the words behind an unknown option among them; those that are
-    keys are left out.
+    """Name the unknown arguments, and for each the key that it may mean, with the given value.
+
+    argparse also counts the words after an unknown option; those that are overrides are left out.
     """
     unknown = [word for word in unknown if word.partition("=")[0] not in schema_keys()]
     lines = [
@@ -94,8 +90,8 @@ def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
 
 
 def nearest_keys(dotted: str) -> list[str]:
-    """Keys like this one: in its section, else those of just this name in others, else a whole key
-    that differs by a letter or two.
+    """Return similar keys: in the same section, else with the same name elsewhere, else nearly
+    equal.
     """
     keys = schema_keys() | dict.fromkeys(ALIASES, False)
     section, _, name = dotted.rpartition(".")
@@ -111,7 +107,7 @@ def nearest_keys(dotted: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def schema_keys() -> dict[str, bool]:
-    """Every dotted key, and whether it is a section."""
+    """Map every dotted key to whether it is a section."""
     return dict(_keys_of(RunConfig))
 
 
@@ -124,8 +120,8 @@ def _keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bo
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field of this annotation holds, also where it may be left out or has a
-    short form.
+    """Return the section that a field with this annotation holds, even if optional or in short
+    form.
     """
     for option in (annotation, *typing.get_args(annotation)):
         if isinstance(option, type) and issubclass(option, BaseModel):

@@ -1,5 +1,6 @@
-"""From YAML files and ``section.key=value`` words to a RunConfig, with errors that name file, line
-and key.
+"""Load a RunConfig from YAML files and ``section.key=value`` overrides.
+
+Errors name file, line and key.
 """
 
 from __future__ import annotations
@@ -34,22 +35,21 @@ _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
 }
 
 _LENGTHS = ("max_steps", "max_epochs", "max_tokens")
-"""Keys of train of which one sets the length of a run."""
+"""Keys of train that set the length of a run; a run has one of them."""
 
 _LISTS_OF_TEXT = (list[str], list[str | list[int]])
-"""Types of keys that take one text, too."""
+"""Types of keys that also take one text."""
 
 _Read = tuple[dict[str, Any], Sources]
 
 foreign_readers: list[Callable[[Path, Sequence[str]], _Read | None]] = []
-"""Readers of configurations in other systems' words, tried first; each returns None for a file that
-is not its own.
+"""Readers of other systems' configurations, tried first. Each returns None for any other file.
 
 ``common.systems.config.accept_foreign_configs`` adds one; the entry scripts call it.
 """
 
 model_readers: list[Callable[[dict[str, Any], Sources], None]] = []
-"""Fill in the model of a configuration that leaves its sizes out, from the checkpoint it names.
+"""Functions that fill in a model without sizes from the checkpoint that its configuration names.
 
 ``common.inference.from_checkpoint.accept_models_of_checkpoints`` adds one; the entry scripts call
 it.
@@ -66,8 +66,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
-    """Return what the files and the command line say, not yet checked, and where each key was
-    read.
+    """Return the values from files and command line, not yet checked, and the source of each
+    key.
     """
     for reader in foreign_readers:
         if (found := reader(Path(path), overrides)) is not None:
@@ -76,7 +76,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
 
 
 def read_own_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
-    """Do the same for a file in our words, without asking ``foreign_readers``."""
+    """Read a file with our own keys, without asking ``foreign_readers``."""
     tree, sources = _read_with_bases(Path(path), (), {})
     _find_inputs(tree)
     apply_overrides(tree, sources, overrides)
@@ -84,16 +84,16 @@ def read_own_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
 
 
 def apply_overrides(tree: dict[str, Any], sources: Sources, words: Sequence[str]) -> None:
-    """Change what a plain mapping says by words ``section.key=value``. Raises ConfigError."""
+    """Apply ``section.key=value`` overrides to a plain mapping. Raises ConfigError."""
     for word in words:
         _override(tree, sources, word)
     _settle_length(tree, sources)
 
 
 def _find_inputs(tree: dict[str, Any]) -> None:
-    """Look for the data and the vocabulary that files name in the project's folder, too.
+    """Also look in the project's folder for data and vocabularies that files name.
 
-    So a preset finds them from wherever the command is typed; the working directory comes first.
+    The working directory comes first. A preset thus works from any directory.
     """
     data = tree.get("data")
     if not isinstance(data, dict):
@@ -114,14 +114,14 @@ def _find_inputs(tree: dict[str, Any]) -> None:
 
 
 def _found(name: str) -> str:
-    """Return the path in the project's folder where only that one is there, else ``name``."""
+    """Return the path in the project's folder if only that one exists, else ``name``."""
     if not name or "\0" in name or Path(name).is_absolute() or _is_there(Path(name)):
         return name
     return str(ROOT / name) if _is_there(ROOT / name) else name
 
 
 def _is_there(path: Path) -> bool:
-    """Tell whether something has this name, or begins with it, as the files of a prefix do."""
+    """Tell whether a path exists, or is the prefix of a file that does."""
     try:
         return path.exists() or any(
             entry.name.startswith(f"{path.name}{mark}")
@@ -133,7 +133,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _settle_length(tree: dict[str, Any], sources: Sources) -> None:
-    """Let a length of the command line take the place of another one that a file says."""
+    """Let a length from the command line replace another one from a file."""
     train = tree.get("train")
     if not isinstance(train, dict):
         return
@@ -148,7 +148,7 @@ def _settle_length(tree: dict[str, Any], sources: Sources) -> None:
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:
-    """Validate a plain mapping. ``sources`` says where each key was read, for error messages."""
+    """Validate a plain mapping. sources: where each key was read, for error messages."""
     whole, places = copy.deepcopy(dict(tree)), dict(sources or {})
     merge_aliases(whole, places)
     model = _expanded(("model",), whole.get("model"))
@@ -165,7 +165,7 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML text that load_config reads back to an equal config."""
+    """Return YAML text that load_config reads back to an equal config."""
     return dump_yaml(config.model_dump())
 
 
@@ -175,7 +175,7 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys and values of a nested mapping, in order."""
+    """Yield the dotted keys and values of a nested mapping, in order."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
@@ -184,8 +184,9 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def parse_scalar(text: str, where: str) -> Any:
-    """A YAML value from the command line. Text that is no number, boolean, null, list or mapping
-    stays text.
+    """Parse a YAML value from the command line.
+
+    Text that is not a number, boolean, null, list or mapping stays text.
     """
     if text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text):
         return text
@@ -199,17 +200,15 @@ def parse_scalar(text: str, where: str) -> Any:
 
 
 def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Read]) -> _Read:
-    """Return what a file and its bases say. ``known`` holds what was read so far, by real path, so
-    that each file is read once.
-    """
-    real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # which read_yaml refuses
+    """Return the values of a file and its bases. ``known`` caches files by real path."""
+    real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # read_yaml rejects it
     if real in parents:
         raise ConfigError(f"{path}: base files include each other: {' -> '.join((*parents, real))}")
     if real in known:
         return known[real]
     if len(parents) >= MAX_DEPTH:
         raise ConfigError(
-            f"{path}: base files name each other over more than {MAX_DEPTH} levels; put their keys"
+            f"{path}: base files are nested more than {MAX_DEPTH} levels; put their keys"
             " into fewer files"
         )
     own, own_sources = read_yaml(path)
@@ -246,8 +245,9 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
 
 
 def read_yaml(path: Path) -> _Read:
-    """Return the keys and values of a YAML file, and ``file:line`` of every key. Raises
-    ConfigError, also for a key given twice.
+    """Return the keys and values of a YAML file, and ``file:line`` of every key.
+
+    Raises ConfigError, also for a key given twice.
     """
     if "\0" not in str(path) and not os.path.lexists(path):
         raise ConfigError(_absent(path))
@@ -256,7 +256,7 @@ def read_yaml(path: Path) -> _Read:
 
 
 def _absent(path: Path) -> str:
-    """Return the message for a config that is not there, with the name that may be meant."""
+    """Return the message for a config that does not exist, with a similar name if there is one."""
     with reading(path, ConfigError):  # the name may be too long
         names = [other.name for other in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
@@ -273,11 +273,11 @@ def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -
             target[str(key)] = old
             _merge(old, value, here)
         else:
-            target[str(key)] = copy.deepcopy(value)  # the same file may be the base of several
+            target[str(key)] = copy.deepcopy(value)  # one file may be the base of several
 
 
 def _expanded(path: Path_, value: Any) -> Any:
-    """A copy of the mapping that a shorthand stands for; any other value as it is."""
+    """Return a copy of the mapping that a shorthand stands for, and any other value unchanged."""
     if isinstance(value, str) and path in _SHORTHANDS:
         try:
             return dict(_SHORTHANDS[path](value))
@@ -309,8 +309,8 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
 
 
 def _takes_text(path: Path_, text: str) -> bool:
-    """True for fields of text (or one text of a list), so that a prompt of ``42`` or ``Once: upon``
-    arrives as it was typed.
+    """Tell whether a field takes text, so that a prompt of ``42`` or ``Once: upon`` stays as
+    typed.
     """
     annotation = _annotation(path)
     options = (

@@ -1,4 +1,4 @@
-"""Sections of a run with every derived value filled in, and how a config changes its kind."""
+"""Sections of a run with all derived values, and conversion of a config into them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class ResolvedTrain(TrainConfig):
 
 
 class TimedTrain(ResolvedTrain):
-    """The length in steps, which follows from epochs or tokens once the data is open."""
+    """Training section with the length in steps, known once the data is open."""
 
     max_steps: Count
 
 
 class TimedOptimizer(OptimizerConfig):
-    """The schedule in steps."""
+    """Optimizer section with the schedule in steps."""
 
     warmup_steps: NonNegative
     decay_steps: Count
@@ -59,7 +59,7 @@ class ResolvedParallel(ParallelConfig):
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
-    """Fill in the sizes and dropouts that follow from others."""
+    """Fill in the sizes and dropout rates that follow from others."""
     dropouts = ("embedding_dropout", "attention_dropout", "hidden_dropout")
     unsaid = [name for name in dropouts if getattr(model, name) is None]
     derived = {
@@ -75,13 +75,14 @@ _Run = TypeVar("_Run", bound=RunConfig)
 
 
 def as_section(kind: type[_Section], section: Section, values: dict[str, Any]) -> _Section:
-    """Return the section as this kind, with new values. They are taken as they are."""
+    """Return the section as this kind, with new values, which are not validated."""
     return kind.model_construct(**{**dict(section), **values})
 
 
 def as_run(kind: type[_Run], config: RunConfig, **changes: Any) -> _Run:
-    """Return the run as this kind. A mapping in ``changes`` updates a section, any other value
-    replaces one.
+    """Return the run as this kind.
+
+    A mapping in ``changes`` updates a section; any other value replaces one.
     """
     values: dict[str, Any] = {}
     for name, field in kind.model_fields.items():

@@ -1,7 +1,6 @@
-"""The one schema of a run. Every key of every YAML is a field here, documented under its
-definition.
+"""Schema of a run. Every key of every YAML file is a field here, documented under its definition.
 
-A config is data: frozen, strict, with unknown keys refused. Values that follow from others
+A config is data: frozen and strict, and it rejects unknown keys. Values that follow from others
 (the data-parallel size, the accumulation, the inner size of the MLP) are None until
 ``common.resolve.derive`` fills them in.
 """
@@ -18,15 +17,15 @@ from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
 Float = Literal["float32", "bfloat16", "float16"]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 MOST = 2**40
-"""Largest number of anything that is counted."""
+"""Upper limit of every count."""
 Count = Annotated[int, Field(gt=0, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 FLOAT32_LEAST, FLOAT32_MOST, FLOAT32_BELOW_ONE = 2.0**-126, (2 - 2.0**-23) * 2.0**127, 1 - 2.0**-24
-"""The smallest normal number of float32, its largest, and its largest below 1."""
+"""Smallest normal number of float32, its largest number, and its largest number below 1."""
 
 
 def _in_float32(value: float) -> float:
-    """Refuse what the arithmetic of the devices would round to 0 or to infinity."""
+    """Reject numbers that devices would round to 0 or to infinity in float32."""
     if value and not FLOAT32_LEAST <= value <= FLOAT32_MOST:
         raise ValueError(
             f"{value!r} is beyond float32, which holds {FLOAT32_LEAST:.4g} to {FLOAT32_MOST:.4g};"
@@ -82,9 +81,9 @@ _PRECISION_NAMES = {
 
 
 MINDSPORE = Field(json_schema_extra={"backend": "mindspore"})
-"""Marks a key that only backend mindspore has."""
+"""Mark of a key that only backend mindspore has."""
 COMPILED = Field(json_schema_extra={"backend": "mindspore", "parallel_mode": "1 or 2"})
-"""Marks a key that only graphs have that MindSpore's compiler splits."""
+"""Mark of a key that only acts in graphs split by MindSpore's compiler."""
 
 
 class Section(BaseModel):
@@ -93,7 +92,7 @@ class Section(BaseModel):
     )
 
     def changed(self, mark: str) -> list[str]:
-        """Return the keys with this mark that have another value than their default."""
+        """Return the keys that carry this mark and differ from their default."""
         found = []
         for name, field in type(self).model_fields.items():
             marks = field.json_schema_extra
@@ -110,8 +109,8 @@ FloatName = Annotated[Float, BeforeValidator(_float_name)]
 
 
 class PrecisionConfig(Section):
-    """Number types of the parts of a step. O0 is float32, O1 the preset fp16; O2 is fp16 with
-    parameters float16; pure_fp16 is O2 with softmax and layer_norm float16 too.
+    """Number types of the parts of a step. O0 is float32 and O1 is the preset fp16. O2 is fp16 with
+    parameters in float16. pure_fp16 is O2 with softmax and layer_norm in float16 too.
     """
 
     parameters: FloatName = "float32"
@@ -140,16 +139,16 @@ class ModelConfig(Section):
     seq_length: Count
     """Tokens in a training window."""
     vocab_size: Count
-    """True number of token ids. A size that is already padded to a multiple of 128 is understood
-    when the tokenizer is smaller.
+    """Number of token ids, without padding. A size that is already padded to a multiple of 128 is
+    recognized when the tokenizer is smaller.
     """
     ffn_hidden_size: Count | None = None
     """Inner width of the MLP; 4 x hidden_size when left out."""
     max_positions: Count | None = None
     """Rows of the position table; seq_length when left out."""
     dropout: Fraction = 0.0
-    """Dropout of the embedding, attention weights and residual branches, unless the next three say
-    otherwise.
+    """Dropout of the embedding, attention weights and residual branches, unless one of the next
+    three keys overrides it.
     """
     embedding_dropout: Fraction | None = None
     """Dropout after the sum of token and position embeddings."""
@@ -160,11 +159,11 @@ class ModelConfig(Section):
     layer_norm_epsilon: Positive32 = 1e-5
     """Added to the variance inside layer norms."""
     initializer_range: Positive32 = 0.02
-    """Standard deviation of initial weights; residual projections use it divided by sqrt(2 x
+    """Standard deviation of initial weights. Residual projections use it divided by sqrt(2 x
     num_layers).
     """
     vocab_multiple: Count = 128
-    """The embedding table is padded to a multiple of this times parallel.model_parallel; padded
+    """The embedding table is padded to a multiple of this times parallel.model_parallel. Padded
     logits are masked.
     """
 
@@ -176,38 +175,57 @@ class TrainConfig(Section):
     """Length of the run in passes over the training samples."""
     max_tokens: Count | None = None
     """Length of the run in training tokens."""
+    exit_interval: Count | None = None
+    """Save and end with exit code 0 after a step that is a multiple of this. The same command
+    resumes the run.
+    """
+    exit_minutes: Annotated[float, Field(gt=0.0, le=MOST)] | None = None
+    """Save and end with exit code 0 after the step in which the process has trained for so many
+    minutes. The same command resumes the run.
+    """
     micro_batch_size: Count | None = None
-    """Samples that one device takes through the model at once."""
+    """Samples that one device processes at once."""
     global_batch_size: Count | None = None
-    """Samples of one optimizer step over all devices = micro x data parallel x accumulation."""
+    """Samples of one optimizer step over all devices (micro batch x data parallel x accumulation).
+    """
     accumulation_steps: Count | None = None
     """Micro batches per device and optimizer step."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass: of attention and the MLP's inner part
-    (selective) or of whole blocks (full).
+    """Activations to recompute in the backward pass. selective recomputes attention and the inner
+    part of the MLP; full recomputes whole blocks.
     """
     mp_comm_recompute: Annotated[bool, COMPILED] = True
-    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: repeat the
-    communication too.
+    """Repeat the communication when activations are recomputed. Acts with tensor parallelism in
+    parallel.parallel_mode 1 and 2.
     """
     parallel_optimizer_comm_recompute: Annotated[bool, MINDSPORE] = False
-    """A switch of MindFormers' that MindSpore 2.10 takes no notice of: true is refused.
-    parallel.zero_stage=3 is what it did.
+    """Switch of MindFormers that MindSpore 2.10 ignores, so true is rejected. Use
+    parallel.zero_stage=3, which has its effect.
     """
     recompute_slice_activation: Annotated[bool, COMPILED] = False
-    """With recomputation and tensor parallel, in parallel.parallel_mode 1 and 2: split what is kept
-    over the tensor-parallel ranks.
+    """Split the activations kept for recomputation over the tensor-parallel ranks. Acts in
+    parallel.parallel_mode 1 and 2.
     """
     sink_size: Annotated[int, Field(gt=0, le=100), MINDSPORE] = 1
-    """Steps that MindSpore starts before it reads the result of the first; a stop by signal waits
-    for them.
+    """Steps that MindSpore queues before it reads the result of the first. A stop by signal waits
+    for all of them.
     """
-    compile: bool = False
-    """Compile the model (torch.compile); the first step then takes about a minute."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model with torch.compile. auto does so on CUDA. The first step then takes about a
+    minute.
+    """
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """Mode of torch.compile. reduce-overhead replays CUDA graphs; max-autotune tries kernels for
+    each product, which takes minutes.
+    """
+    loss_rows: Count | None = None
+    """Positions whose logits exist at one time. When left out, 1024 on a CPU; on an accelerator
+    more by its memory, 16384 with 80 GB.
+    """
     deterministic: bool = False
-    """Refuse operators whose result changes from run to run."""
+    """Reject operators whose result changes from run to run."""
     max_skipped_steps: Count = 50
-    """Stop after this many skipped steps in a row."""
+    """Stop the run after this many skipped steps in a row."""
     skip_outliers: bool = False
     """Skip the update of a step whose loss or gradient norm is an outlier by
     logging.outlier_deviations.
@@ -216,26 +234,30 @@ class TrainConfig(Section):
 
 class LossScaleConfig(Section):
     mode: Literal["auto", "dynamic", "static", "none"] = "auto"
-    """auto is dynamic when precision.compute is float16 and none otherwise."""
+    """auto is dynamic when precision.compute is float16, and none otherwise."""
     initial: Positive32 = 65536.0
-    """First scale of dynamic mode, the only one of static mode."""
+    """First scale of dynamic mode; constant scale of static mode."""
     factor: Annotated[float, Field(gt=1.0), AfterValidator(_in_float32)] = 2.0
-    """What the scale is multiplied or divided by."""
+    """Factor by which the scale grows or shrinks."""
     window: Count = 1000
     """Finite steps in a row before the scale grows."""
     hysteresis: Count = 1
-    """Overflows at which the scale shrinks. Each further one shrinks it too, until it grows."""
+    """Overflows before the scale shrinks for the first time. Each further overflow shrinks it too,
+    until it has grown again.
+    """
     minimum: Positive32 = 1.0
-    """The scale never shrinks below this."""
+    """Lower limit of the scale."""
 
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adamw decays weights apart from the gradient; adam and sgd add the decay to the gradient."""
+    """Update rule. adamw decays weights apart from the gradient; adam and sgd add the decay to the
+    gradient.
+    """
     learning_rate: Positive32
     """Peak learning rate."""
     min_learning_rate: NonNegative32 = 0.0
-    """Where the schedule ends."""
+    """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "polynomial", "constant"] = "cosine"
     """Shape of the decay after warm-up."""
     power: Positive32 = 1.0
@@ -251,11 +273,11 @@ class OptimizerConfig(Section):
     beta2: Fraction = 0.999
     """Decay of the second moment of adam and adamw."""
     epsilon: Positive32 = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     momentum: Fraction = 0.0
     """Momentum of sgd."""
     weight_decay: NonNegative32 = 0.0
-    """Applied to matrices and embeddings, never to biases and layer norms."""
+    """Weight decay of matrices and embeddings. Biases and layer norms have none."""
     clip_grad: NonNegative32 = 1.0
     """Largest global gradient norm; 0 is off."""
 
@@ -265,19 +287,19 @@ class TokenizerConfig(Section):
         TokenizerKind | None,
         BeforeValidator(kind_named, json_schema_input_type=Literal[*NAMES] | None),  # type: ignore[valid-type]
     ] = None
-    """Kind of tokenizer, or the name that Megatron or transformers has for it; told from the files
-    when left out. BertWordLevel cuts Chinese into words, and must be named.
+    """Kind of tokenizer, or the name that Megatron or transformers has for it; detected from the
+    files when left out. BertWordLevel splits Chinese into words and is never detected.
     """
     folder: Text | None = None
-    """Folder of the tokenizer's files (vocab.json and merges.txt, vocab.txt, a SentencePiece
-    .model, tokenizer.json), instead of naming them.
+    """Folder of the tokenizer's files, instead of naming them: vocab.json and merges.txt,
+    vocab.txt, a SentencePiece .model, or tokenizer.json.
     """
     vocab_file: Text | None = None
-    """vocab.json, encoder.json, vocab.txt, a SentencePiece .model or tokenizer.json."""
+    """Vocabulary: vocab.json, encoder.json, vocab.txt, a SentencePiece .model or tokenizer.json."""
     merge_file: Text | None = None
-    """merges.txt or vocab.bpe."""
+    """Merges of a byte-level BPE: merges.txt or vocab.bpe."""
     backend: Literal["auto", "gigatoken", "tiktoken", "tokenizers"] = "auto"
-    """Library that does the work of GPT2BPETokenizer; all give the same ids."""
+    """Library that tokenizes for GPT2BPETokenizer. All give the same ids."""
 
 
 def _as_list(value: Any) -> Any:
@@ -291,7 +313,7 @@ def _split_text(value: Any) -> Any:
 
 
 def expand_tokenizer(value: Any) -> Any:
-    """The folder of a tokenizer becomes its mapping."""
+    """Turn the folder of a tokenizer into the mapping that it stands for."""
     return {"folder": value} if isinstance(value, str) else value
 
 
@@ -311,18 +333,18 @@ DataPrefixes = Annotated[
 
 class DataConfig(Section):
     train: DataPrefixes | None = None
-    """Prefix of a .bin/.idx pair or of FleetX's _ids.npy and _idx.npz, a MindRecord (file, one of
-    its shards, or folder), or a blend of these: [weight, prefix, weight, prefix, ...].
+    """Training data: the prefix of a .bin/.idx pair or of FleetX's _ids.npy and _idx.npz, or a
+    MindRecord (file, shard or folder). A list [weight, prefix, weight, prefix, ...] blends several.
     """
     validation: DataPrefixes | None = None
-    """Prefix, MindRecord or blend used whole for validation; data.train is then used whole for
-    training, and the split for nothing.
+    """Validation data, all of it used: a prefix, MindRecord or blend. All of data.train is then for
+    training, and data.split has no effect.
     """
     split: Annotated[
         str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])
     ] = "949,50,1"
-    """Weights of the training, validation and test parts of the documents (of a MindRecord: of its
-    rows).
+    """Weights of the training, validation and test parts of the documents, or of the rows of a
+    MindRecord.
     """
     tokenizer: (
         Annotated[
@@ -331,32 +353,32 @@ class DataConfig(Section):
         ]
         | None
     ) = None
-    """The tokenizer, or the folder of its files. Training can do without; text in or out needs
-    it.
+    """The tokenizer, or the folder of its files. Needed to read or write text, and optional in
+    training.
     """
     shuffle: bool = True
-    """Shuffle documents and windows anew in every epoch."""
+    """Shuffle documents and windows again in every epoch."""
     stride: Count | None = None
-    """Tokens between the starts of training windows: below model.seq_length they overlap, and the
-    last one ends with the last token of the epoch. model.seq_length (no overlap) when left out.
+    """Tokens between the starts of training windows; model.seq_length (no overlap) when left out.
+    Below it windows overlap, and the last window ends with the last token of the epoch.
     """
     index_cache: Text | None = None
     """Folder of cached sample indices; beside the data when left out."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
-    """Batches read ahead by a thread; 0 reads when asked."""
+    """Batches that a thread reads ahead; 0 reads each batch when it is needed."""
 
 
 class ValidationConfig(Section):
     interval: NonNegative = 0
-    """Steps between validations; 0 validates at the end only."""
+    """Steps between validations; 0 validates only at the end."""
     max_samples: NonNegative = 0
-    """Windows per validation, always the first ones; 0 is all."""
+    """Windows per validation, always the first ones; 0 uses all."""
     micro_batch_size: Count | None = None
-    """Windows at once; train.micro_batch_size when left out."""
+    """Windows per device at once; train.micro_batch_size when left out."""
 
 
 PARALLEL_MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
-"""In the order of MindFormers' numbers, from 0."""
+"""Names of parallel modes, in the order of MindFormers' numbers from 0."""
 
 
 def _parallel_mode(value: Any) -> Any:
@@ -368,11 +390,11 @@ def _parallel_mode(value: Any) -> Any:
 
 
 class ParallelOptimizerConfig(Section):
-    """How MindSpore's compiler splits the optimizer (zero_stage)."""
+    """Splitting of the optimizer by MindSpore's compiler (zero_stage)."""
 
     parallel_optimizer_threshold: NonNegative = 64
-    """Parameters that take fewer KB than this, after the split over tensor-parallel ranks, stay
-    whole.
+    """Size in KB below which a parameter stays whole, counted after the split over tensor-parallel
+    ranks.
     """
 
 
@@ -380,49 +402,49 @@ class StrategyFileConfig(Section):
     """Files in which MindSpore's compiler writes how each parameter was split."""
 
     save_file: Text | None = None
-    """Where to write; ``{rank}`` in it is the rank. strategy/ckpt_strategy_rank_{rank}.ckpt in
-    output_dir when left out.
+    """File to write, in which ``{rank}`` becomes the rank; strategy/ckpt_strategy_rank_{rank}.ckpt
+    in output_dir when left out.
     """
     load_file: Text | None = None
-    """Splits to take instead of ours, with auto_parallel."""
+    """File of splits that auto_parallel uses instead of ours."""
     only_trainable_params: bool = False
-    """Leave out the optimizer's state, so that the file does for weights alone."""
+    """Leave out the optimizer's state, so that the file describes weights only."""
 
 
 _STRATEGY_NAMES = {"SPS": "parameter_server", "DPS": "ddp"}
-"""Of the study DistributedTrainingGPT2: single and distributed parameter server."""
+"""Names of the study DistributedTrainingGPT2 (single and distributed parameter server) and ours."""
 
 
 class ParallelConfig(Section):
     data_parallel: Count | None = None
-    """Ranks that see different samples, ZeRO's included; derived from the number of processes when
-    left out.
+    """Ranks that see different samples, including those of ZeRO; derived from the number of
+    processes when left out.
     """
     model_parallel: Count = 1
-    """Ranks that split every layer (tensor parallel)."""
+    """Ranks that split every layer (tensor parallelism)."""
     pipeline_stage: Count = 1
-    """Ranks that split the stack of layers (pipeline parallel)."""
+    """Ranks that split the stack of layers (pipeline parallelism)."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"
     ] = "1f1b"
-    """Order of forward and backward passes over the stages; the last three give each rank several
-    stages (virtual_stages).
+    """Order of forward and backward passes over the stages. The last three schedules give each rank
+    several stages (virtual_stages).
     """
     virtual_stages: Count | None = None
-    """Pieces of the model on each pipeline rank: 2 with the interleaved schedules unless said
-    otherwise, 1 with the others.
+    """Stages on each pipeline rank; 2 with the interleaved schedules and 1 with the others when
+    left out.
     """
     stage_layers: list[Count] | None = None
-    """Layers of each stage in order, where they are not to be equally many."""
+    """Layers of each stage in order; equally many when left out."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters
-    too.
+    """ZeRO stage. 1 splits the optimizer's state over data-parallel ranks, 2 also gradients, 3 also
+    parameters.
     """
     shard_size: Count | None = None
-    """Data-parallel ranks over which zero_stage splits; copies in between (hybrid sharding). All of
-    them when left out.
+    """Data-parallel ranks over which zero_stage splits; all when left out. Groups of this size hold
+    copies (hybrid sharding).
     """
     strategy: Annotated[
         Literal["ddp", "parameter_server", "horovod"],
@@ -431,8 +453,9 @@ class ParallelConfig(Section):
             json_schema_input_type=Literal["ddp", "parameter_server", "horovod", "SPS", "DPS"],
         ),
     ] = "ddp"
-    """How replicas meet: ddp sums gradients over all ranks (DDP), parameter_server gathers them on
-    one that updates and hands out the weights (DataParallel), horovod does as ddp with Horovod.
+    """Method that keeps data-parallel replicas equal. ddp sums gradients over all ranks.
+    parameter_server gathers them on one rank, which updates and sends out the weights
+    (DataParallel). horovod is ddp with Horovod.
     """
     parallel_mode: Annotated[
         Annotated[
@@ -454,38 +477,38 @@ class ParallelConfig(Section):
         | None,
         MINDSPORE,
     ] = None
-    """On MindSpore, who splits the work: data_parallel (0) and hybrid_parallel (3) our own
-    collectives, semi_auto_parallel (1) MindSpore's compiler after our plan, auto_parallel (2) the
-    compiler alone. 1 and 2 are for Ascend; left out, 1 there and 3 elsewhere.
+    """Component that splits the work on MindSpore. data_parallel (0) and hybrid_parallel (3): our
+    own collectives. semi_auto_parallel (1): MindSpore's compiler, following our plan. auto_parallel
+    (2): the compiler by itself. 1 and 2 are for Ascend; when left out, 1 on Ascend and 3 elsewhere.
     """
     parallel_optimizer_config: Annotated[ParallelOptimizerConfig, COMPILED] = (
         ParallelOptimizerConfig()
     )
-    """Of modes 1 and 2."""
+    """Settings of the optimizer's split in modes 1 and 2."""
     vocab_emb_dp: Annotated[bool, COMPILED] = False
-    """In modes 1 and 2: every tensor-parallel rank holds the whole embedding table; with a pipeline
-    the ranks split it all the same.
+    """Keep the whole embedding table on every tensor-parallel rank, in modes 1 and 2. With a
+    pipeline the ranks split it nevertheless.
     """
     gradient_aggregation_group: Annotated[Count, COMPILED] = 4
-    """In modes 1 and 2: groups of neighbouring blocks whose gradients are communicated at once."""
+    """Groups of neighbouring blocks whose gradients are communicated at once, in modes 1 and 2."""
     full_batch: Annotated[bool | None, COMPILED] = None
-    """In modes 1 and 2: every rank reads the whole batch (true, also when left out), or only what
-    its data-parallel rank sees.
+    """Let every rank read the whole batch (true, also when left out) or only its data-parallel
+    share, in modes 1 and 2.
     """
     enable_alltoall: Annotated[bool, COMPILED] = False
-    """In modes 1 and 2: the compiler may change layouts by AllToAll."""
+    """Let the compiler change layouts by AllToAll, in modes 1 and 2."""
     search_mode: Annotated[
         Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None,
         COMPILED,
     ] = None
-    """How auto_parallel looks for splits. sharding_propagation, also when left out, starts from our
-    plan; a run ends at its start where one of the others finds other parts of parameters than the
-    plan's, which checkpoints and the gradient norm need.
+    """Search for splits with auto_parallel. sharding_propagation, also when left out, starts from
+    our plan. Checkpoints and the gradient norm need the plan's parts of parameters, so a run ends
+    at its start if a search finds others.
     """
     micro_batch_interleave_num: Annotated[Count, COMPILED] = 1
-    """In modes 1 and 2: parts of a micro batch whose communication and computation overlap."""
+    """Parts of a micro batch whose communication and computation overlap, in modes 1 and 2."""
     strategy_ckpt_config: Annotated[StrategyFileConfig, COMPILED] = StrategyFileConfig()
-    """Of modes 1 and 2."""
+    """Files of splits in modes 1 and 2."""
 
 
 def _resume(value: Any) -> Any:
@@ -494,34 +517,36 @@ def _resume(value: Any) -> Any:
 
 class CheckpointConfig(Section):
     interval: NonNegative = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 saves only at the end."""
     keep: NonNegative = 3
-    """Newest checkpoints that stay on disk; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     resume: Annotated[
         str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)
     ] = "auto"
-    """auto continues the run in output_dir if there is one; latest insists that there is; never
-    insists that there is none; anything else is the folder of a checkpoint or of a run.
+    """Whether to continue a run. auto continues the one in output_dir if it exists. latest requires
+    it to exist; never requires that it does not. Any other value is the folder of a checkpoint or
+    of a run to continue.
     """
     init_from: Text | None = None
-    """Weights to start from (finetune): the folder of a checkpoint or of a run, or what
+    """Weights to start from (finetune): the folder of a checkpoint or of a run, or anything that
     tools/convert_weight.py takes as --input.
     """
     load: Text | None = None
-    """Weights to evaluate or generate with; the newest of output_dir when left out, else
-    init_from.
+    """Weights to evaluate or generate with; when left out, the newest checkpoint of output_dir,
+    else init_from.
     """
     ckpt_prefix: Annotated[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None, MINDSPORE
     ] = None
-    """On MindSpore also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank},
-    with MindFormers' names, and of several ranks checkpoints/ckpt_strategy.ckpt.
+    """On MindSpore, also write PREFIX_rank_{rank}-{epoch}_{step}.ckpt into checkpoints/rank_{rank},
+    with MindFormers' names. With several ranks, also write checkpoints/ckpt_strategy.ckpt.
     """
     asynchronous: bool = True
-    """Write checkpoints from a thread while training goes on."""
+    """Write checkpoints from a thread while training continues."""
     epoch_models: bool = False
-    """Also save at the end of each epoch, and write the weights in GPT2-Chinese's folders of
-    output_dir, for transformers: model_epoch{n} after an epoch, final_model after the last step.
+    """Also save at the end of each epoch, and write the weights for transformers into
+    GPT2-Chinese's folders of output_dir. These are model_epoch{n} after an epoch and final_model
+    after the last step.
     """
 
 
@@ -561,7 +586,7 @@ def _with_text_keys(value: Any) -> Any:
 
 def _without_empty(values: Any) -> Any:
     if "" in values:
-        raise ValueError("an empty text is everywhere; give at least one character")
+        raise ValueError("an empty text matches everywhere; give at least one character")
     return values
 
 
@@ -575,96 +600,100 @@ class PredictConfig(Section):
         list[_TextOrIds],
         BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[_TextOrIds]),
     ] = []
-    """One prompt or a list of them; <|endoftext|> in it is that token. A prompt may be a list of
-    ids.
+    """A prompt or a list of prompts; <|endoftext|> in a prompt is that token. A prompt may also be
+    a list of ids.
     """
     prompt_file: Text | None = None
-    """File of prompts, instead of prompt or besides it: one a line, or .jsonl with the field prompt
-    (or text), or ids for a list of ids.
+    """File of prompts, instead of prompt or in addition to it. A text file has one prompt per line;
+    a .jsonl file has the field prompt (or text), or ids for a list of ids.
     """
     output_file: Text | None = None
-    """Also write the results here: plain text, with an empty line after each, where the name ends
-    in .txt; else one JSON object a line.
+    """File to which results are also written. A name ending in .txt gives plain text with an empty
+    line after each result, any other name one JSON object per line.
     """
     output_folder: Text | None = None
-    """Write each text into a file of its own here, {i}-{j}.txt for continuation j of prompt i, both
-    from 0. What is there already is kept: a run that was stopped goes on.
+    """Folder that gets one file per text: {i}-{j}.txt for continuation j of prompt i, both from 0.
+    Existing files are kept, so a stopped run can be resumed.
     """
     stream: bool = True
-    """Print tokens as they come, where standard output is a terminal and one sequence is generated
-    at a time.
+    """Print tokens as they are generated, if standard output is a terminal and one sequence is
+    generated at a time.
     """
     strategy: Annotated[
         Literal["greedy", "sampling", "beam_search"], BeforeValidator(_strategy)
     ] = "greedy"
-    """greedy takes the most probable token; sampling draws one; beam_search looks for the most
-    probable sequences.
+    """Choice of the next token. greedy takes the most probable token, sampling draws one, and
+    beam_search looks for the most probable sequences.
     """
     num_sequences: Annotated[int, Field(gt=0, le=100_000)] = 1
-    """Continuations of each prompt: drawn independently, or the best of num_beams. 1 with
+    """Continuations of each prompt: drawn independently, or the best of num_beams. Must be 1 with
     greedy.
     """
     num_beams: Annotated[int, Field(gt=0, le=1_000)] = 4
-    """Of beam_search: sequences of each prompt that are followed at once."""
+    """Sequences of each prompt that beam_search follows at once."""
     length_penalty: Annotated[float, Field(ge=-100.0, le=100.0)] = 1.0
-    """Of beam_search: the power of the length that the sum of log-probabilities is divided by;
-    above 0 favours long sequences.
+    """Power of the length by which beam_search divides the sum of log-probabilities. Above 0 it
+    favours long sequences.
     """
     early_stopping: Annotated[Literal["never"] | bool, BeforeValidator(_early_stopping)] = False
-    """Of beam_search: end once num_beams sequences have ended (true), once no better one is likely
+    """End of beam_search: once num_beams sequences have ended (true), once no better one is likely
     (false), or once none is possible (never).
     """
     num_beam_groups: Annotated[int, Field(gt=0, le=1_000)] = 1
-    """Of beam_search: groups of beams that compete among themselves and avoid each other's tokens;
-    divides num_beams.
+    """Groups of beams in beam_search that compete among themselves and avoid each other's tokens.
+    Must divide num_beams.
     """
     diversity_rate: NonNegative32 = 0.0
-    """Of beam_search: subtracted from the log-probability of a token for each beam of an earlier
-    group that has chosen it at the same place.
+    """Amount subtracted in beam_search from the log-probability of a token, for each beam of an
+    earlier group that chose it at the same place.
     """
     batch_size: Count = 8
     """Sequences generated at once."""
     min_new_tokens: NonNegative = 0
-    """The end-of-text token is not chosen before this many new tokens."""
+    """Number of new tokens before which the end-of-text token is not chosen."""
     max_new_tokens: Count | None = None
-    """Most tokens to add to each prompt; 100, or as many as the model has positions for, when left
-    out. Above model.max_positions the window slides: see window.
+    """Most tokens to add to each prompt; when left out, 100 or as many as the model has positions
+    for. To go above model.max_positions, set window.
     """
     window: Count | None = None
-    """Let a text outgrow the model: each token is then chosen after the last window - 1 tokens,
-    which costs a whole pass for each. At most model.max_positions, which it is when left out.
+    """Positions of a sliding window, for texts longer than the model. Each token is then chosen
+    after the last window - 1 tokens, which costs a whole pass per token. At most
+    model.max_positions, its value when left out.
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    """Divides the logits before sampling. This, top_k, top_p and min_p are for strategy sampling
-    alone.
+    """Divisor of the logits before sampling. This key, top_k, top_p and min_p act only with
+    strategy sampling.
     """
     top_k: NonNegative = 0
     """Sample from the k most probable tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 is off, and so is
-    0.
+    """Sample from the smallest set of tokens with at least this total probability; 1 and 0 are off.
     """
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Sample from the tokens with at least this part of the largest probability, after top_k and
-    top_p; 0 is off.
+    """Sample from the tokens with at least this fraction of the largest probability, after top_k
+    and top_p; 0 is off.
     """
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    """Divides positive and multiplies negative logits of tokens already there; 1 is off."""
+    """Factor that divides positive logits and multiplies negative logits of tokens that have
+    already occurred; 1 is off.
+    """
     no_repeat_ngram_size: NonNegative = 0
-    """No sequence of so many tokens comes twice, the prompt's included; 0 is off."""
+    """Length of token sequences that must not occur twice, including those of the prompt; 0 is off.
+    """
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logit of each token that has been generated; 0 is off."""
+    """Amount subtracted from the logit of each token that has been generated; 0 is off."""
     frequency_penalty: Penalty = 0.0
-    """Subtracted from the logit of a token as often as it has been generated; 0 is off."""
+    """Amount subtracted from the logit of a token each time it has been generated; 0 is off."""
     logit_bias: Annotated[
         dict[str, Bias],
         BeforeValidator(_with_text_keys, json_schema_input_type=dict[str, Bias]),
         AfterValidator(_without_empty),
     ] = {}
-    """Added to the logits of tokens by id or by text, -100 to 100: {50256: -100, " the": 2.5}. A
-    text of several tokens has it added to the last one where the others precede it.
+    """Amounts added to the logits of tokens, by id or by text, from -100 to 100: {50256: -100, "
+    the": 2.5}. For a text of several tokens it is added to the last one where the others precede
+    it.
     """
     bad_words: Annotated[
         list[_TextOrIds],
@@ -672,19 +701,20 @@ class PredictConfig(Section):
         AfterValidator(_without_empty),
     ] = []
     """Texts, or lists of ids, whose tokens are never generated one after another. A text without a
-    space in front is also forbidden behind one.
+    leading space is also forbidden with one.
     """
     stop: Annotated[
         list[str],
         BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
         AfterValidator(_without_empty),
     ] = []
-    """A text or a list of them: what is generated ends before the first one in it."""
+    """A text or a list of texts. A continuation ends before the first one that occurs in it."""
     stop_at_end_of_text: bool = True
     """End a sequence at the end-of-text token."""
     logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Write the log-probability of each token, and of so many most probable ones in its place, into
-    the JSON lines: those of the model, before biases, penalties and temperature.
+    """Number of most probable tokens per place whose log-probabilities are written into the JSON
+    lines, beside that of the chosen token. They are those of the model, before biases, penalties
+    and temperature.
     """
 
     @model_validator(mode="after")
@@ -693,8 +723,8 @@ class PredictConfig(Section):
             self._check_beams()
         if self.num_sequences > 1 and self.strategy == "greedy":
             raise ValueError(
-                f"num_sequences={self.num_sequences}: greedy has one continuation, they would all"
-                " be equal; set strategy=sampling"
+                f"num_sequences={self.num_sequences}: greedy gives equal continuations; set"
+                " strategy=sampling"
             )
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
@@ -722,121 +752,125 @@ class PredictConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """What --run_mode eval measures."""
+    """Settings of --run_mode eval."""
 
     task: Literal["validation", "sensitivity", "text", "lambada"] = "validation"
-    """validation: the validation windows of the data; sensitivity: the same with one layer at a
-    time quantized, on torch; text: perplexity of a file; lambada: the last
+    """Measurement. validation: the loss of the validation windows. sensitivity: validation with one
+    layer at a time quantized, on torch. text: perplexity of a file. lambada: accuracy on the last
     word of each passage of a file.
     """
     file: Text | None = None
-    """Of text: plain text (WikiText, Penn Treebank), or .jsonl with the field text, one document a
-    line. Of lambada: .jsonl with the field text. Either may be gzipped.
+    """File to evaluate, which may be gzipped. For text: plain text (WikiText, Penn Treebank), or
+    .jsonl with the field text and one document per line. For lambada: .jsonl with the field text.
     """
     detokenize: Literal["none", "wikitext"] = "none"
-    """Undo the spaces that WikiText puts around punctuation, as Megatron and lm-eval do; words are
+    """Undo the spaces that WikiText puts around punctuation, as Megatron and lm-eval do. Words are
     counted before.
     """
     stride: Count | None = None
-    """Tokens between the starts of the windows over a text: each token is scored once, with more
-    than model.seq_length - stride tokens before it. model.seq_length (no overlap) when left out.
+    """Tokens between the starts of the windows over a text; model.seq_length (no overlap) when left
+    out. Each token is scored once, with more than model.seq_length - stride tokens before it.
     """
     batch_size: Count = 8
-    """Windows, or passages, at once. validation has validation.micro_batch_size."""
+    """Windows or passages at once. The task validation uses validation.micro_batch_size instead."""
     max_samples: NonNegative = 0
-    """Windows of text or passages of lambada, always the first ones; 0 is all. validation has
-    validation.max_samples.
+    """Windows of text or passages of lambada, always the first ones; 0 uses all. The task
+    validation uses validation.max_samples instead.
     """
 
 
 class ExportConfig(Section):
-    """What --run_mode export writes of a checkpoint."""
+    """Settings of --run_mode export."""
 
     format: Literal["safetensors", "mindir", "onnx", "gguf", "pt2"] | None = None
-    """safetensors: its weights as one file, whichever ranks wrote it; onnx: for onnxruntime and
-    optimum; gguf: for llama.cpp; these on either backend. mindir: a program, on MindSpore; pt2: a
-    program of torch.export, on torch. When left out, mindir on mindspore and safetensors on torch.
+    """Format of the export. On either backend: safetensors (one file, whichever ranks wrote the
+    checkpoint), onnx (for onnxruntime and optimum) or gguf (for llama.cpp). On MindSpore: mindir, a
+    program. On torch: pt2, a program of torch.export. When left out, mindir on mindspore and
+    safetensors on torch.
     """
     weights: Literal["float32", "float16", "int8", "int4"] = "float32"
-    """The type of the weights: any of these of onnx and gguf, where int8 and int4 share a scale in
-    blocks of 32; float32 or int8 of safetensors, where each output channel has a scale.
+    """Type of the weights. onnx and gguf have all four; int8 and int4 then share a scale in blocks
+    of 32. safetensors has float32 and int8, with a scale for each output channel.
     """
     cache: bool = True
-    """Of onnx and pt2: the program takes and returns keys and values, so that a step computes one
-    token.
+    """Let the program take and return keys and values, so that a step computes one token (onnx and
+    pt2).
     """
     check: bool = True
-    """Of onnx and pt2: compare it with the backend's model before the folder gets its name."""
+    """Compare the export with the backend's model before its folder is published (onnx and pt2)."""
     overwrite: bool = False
     """Replace an older export of this format in output_dir."""
     batch_size: Annotated[Count | None, MINDSPORE] = None
-    """Of mindir: sequences at once that the files take; any number when left out."""
+    """Sequences at once that a mindir file accepts; any number when left out."""
 
 
 class QuantizationConfig(Section):
     """Quantization-aware training: the linear layers of the blocks compute with numbers rounded to
-    few bits, and learn to bear it. An evaluation with this section measures what rounding costs.
+    few bits, so that the weights adapt. An evaluation with this section measures what rounding
+    costs.
     """
 
     weight_bits: Annotated[int, Field(ge=2, le=8)] = 8
     """Bits of the weights."""
     activation_bits: Annotated[int, Field(ge=2, le=8)] = 8
-    """Bits of what enters a layer."""
+    """Bits of the input of a layer."""
     weights: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
-    """What shares a scale: a whole weight, or each of its output channels."""
+    """Weights that share a scale: a whole matrix, or one output channel."""
     activations: Literal["none", "abs_max", "dynamic", "moving_average_abs_max"] = (
         "moving_average_abs_max"
     )
-    """What shares a scale: a micro batch (abs_max), a token (dynamic), or all batches, by a moving
-    average of their maxima. none leaves activations in float.
+    """Activations that share a scale: a micro batch (abs_max), a token (dynamic), or all batches
+    through a moving average of their maxima. none leaves activations in float.
     """
     moving_rate: Fraction = 0.9
-    """Of moving_average_abs_max: the weight of the maxima before."""
+    """Weight of earlier maxima in moving_average_abs_max."""
     skip: list[str] = Field(default_factory=list)
-    """Layers that stay in float: of a block (h.3), one (h.3.mlp.c_proj), or of all blocks
-    (mlp.c_proj).
+    """Layers that stay in float: a block (h.3), one layer (h.3.mlp.c_proj), or a layer of every
+    block (mlp.c_proj).
     """
     freeze_embedding: bool = False
     """Keep the token and position embeddings as they are."""
 
 
 class ServeConfig(Section):
-    """Completions over HTTP by --run_mode serve. A text may outgrow the model where predict.window
-    is set; of predict nothing else is looked at.
+    """Settings of --run_mode serve, which answers completion requests over HTTP. predict.window
+    lets a text outgrow the model; all other keys of predict are ignored.
     """
 
     host: Text = "127.0.0.1"
-    """Address to listen at: this machine alone when left out, every network with 0.0.0.0."""
+    """Address to listen at; when left out, only this machine can connect. Use 0.0.0.0 for every
+    network.
+    """
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
     """Port to listen at; 0 takes a free one, which the log names."""
     name: Text | None = None
     """The model's name for clients; the last part of output_dir when left out."""
     api_key_file: Text | None = None
     """File with the key that clients must send, on one line; the variable GPT2_API_KEY when left
-    out. Without either no key is asked for.
+    out. Without either no key is required.
     """
     slots: Annotated[int, Field(gt=0, le=1024)] = 8
     """Sequences generated at once. Each has keys and values for all positions in memory."""
     max_waiting: Annotated[int, Field(gt=0, le=100_000)] = 64
-    """Sequences that may wait for a slot, and most of one request. Further requests get status
-    429.
+    """Sequences that may wait for a slot, and the most sequences of one request. Further requests
+    get status 429.
     """
     max_body_bytes: Annotated[int, Field(gt=0, le=2**25)] = 2**20
-    """Largest body of a request."""
+    """Largest body of a request, in bytes."""
     max_prompt_tokens: Count | None = None
-    """Most tokens of a prompt; the model's positions when left out."""
+    """Most tokens of a prompt; the model's number of positions when left out."""
     max_new_tokens: Count | None = None
-    """Most tokens that a request may ask for; the model's positions when left out."""
+    """Most tokens that a request may ask for; the model's number of positions when left out."""
     max_connections: Annotated[int, Field(gt=0, le=100_000)] = 512
-    """Connections at once; further ones get status 503."""
+    """Connections at once; further connections get status 503."""
     read_timeout: Annotated[float, Field(ge=0.1, le=3600.0)] = 30.0
-    """Seconds in which the head of a request must have come, and then its body."""
+    """Seconds within which the head of a request must arrive, and then its body."""
     request_timeout: Annotated[float, Field(ge=0.1, le=1e6)] = 600.0
-    """Seconds that a request may take in all, in the queue and at work."""
+    """Seconds that a request may take in total, waiting and running."""
     drain_timeout: Annotated[NonNegative32, Field(le=1e6)] = 30.0
-    """Seconds that requests at work may still take after SIGTERM or Ctrl-C."""
+    """Seconds that running requests have left after SIGTERM or Ctrl-C."""
     log_prompts: bool = False
-    """Write prompts into the log, which otherwise has one line a request without its text."""
+    """Write prompts into the log, which otherwise has one line per request without its text."""
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
@@ -846,37 +880,35 @@ class LoggingConfig(Section):
     interval: Count = 1
     """Steps between log lines; metrics.jsonl has every step."""
     hash_interval: Annotated[int, Field(ge=0)] = 100
-    """Steps between log lines with the hash of all samples read so far, equal under every layout
-    and on both frameworks; 0: none. metrics.jsonl has it for every step.
+    """Steps between log lines with the hash of all samples read so far; 0 is off. The hash is equal
+    under every layout and on both frameworks. metrics.jsonl has it for every step.
     """
     style: Literal[
         "gpt2", "megatron", "fleetx", "mindformers", "oneflow", "oneflow-normal", "gpt2-chinese"
     ] = "gpt2"
-    """Whose words the log lines of steps and validations use: ours, Megatron-DeepSpeed's,
-    PaddleFleetX's, MindFormers', OneFlow's, as a table or as plain lines, or GPT2-Chinese's, which
-    has its own for generated texts too; metrics.jsonl is the same in all.
+    """System whose format the log lines of steps and validations use: ours, Megatron-DeepSpeed,
+    PaddleFleetX, MindFormers, OneFlow (a table or plain lines) or GPT2-Chinese. gpt2-chinese also
+    formats generated texts. metrics.jsonl does not change.
     """
     outlier_deviations: NonNegative32 = 0.0
-    """Warn when a loss or gradient norm lies this many standard deviations above the mean of the
+    """Warn when a loss or gradient norm is this many standard deviations above the mean of the
     steps before; 0 is off, 6 is usual.
     """
     outlier_window: Annotated[int, Field(ge=8, le=10_000)] = 128
-    """Steps over which mean and deviation are taken, outliers included; there are no warnings
-    before half of it has passed.
+    """Steps over which mean and deviation are taken, outliers included. There are no warnings until
+    half of them have passed.
     """
     tensorboard: bool = True
     """Write TensorBoard events."""
     trackers: Annotated[
         list[Tracker], BeforeValidator(_as_list, json_schema_input_type=Tracker | list[Tracker])
     ] = []
-    """What else records the metrics and the configuration, offline in trackers/NAME of the run
-    folder unless WANDB_MODE, MLFLOW_TRACKING_URI or SWANLAB_MODE says otherwise. tensorboard is
-    logging.tensorboard.
+    """Trackers that also record the metrics and the configuration. They write offline, into
+    trackers/NAME of the run folder, unless WANDB_MODE, MLFLOW_TRACKING_URI or SWANLAB_MODE is set.
+    tensorboard here is the same as logging.tensorboard.
     """
     project: Text = "gpt2"
-    """Name of the project or experiment that a tracker puts the run in; the run has its folder's
-    name.
-    """
+    """Name of the project or experiment in a tracker. The run is named after its folder."""
     plot: bool = True
     """Draw loss.png after the run."""
 
@@ -884,22 +916,22 @@ class LoggingConfig(Section):
     def _agree(self) -> Self:
         if "tensorboard" in self.trackers and not self.tensorboard:
             raise ValueError(
-                "tensorboard=false, and trackers holds tensorboard; leave one of them out"
+                "tensorboard=false contradicts tensorboard in trackers; remove one of them"
             )
         return self
 
 
 class ProfileConfig(Section):
-    """A trace of the operators of some steps, by the framework's own profiler, as
+    """Trace of the operators of some steps, made by the framework's own profiler. It is written to
     profile/steps_FIRST_LAST_rank_RANK.json.gz of the run folder, for Perfetto or TensorBoard.
     """
 
     start: Count | None = None
     """First step to trace; nothing is traced when left out."""
     stop: Count | None = None
-    """Last step to trace; start when left out. A run that ends before ends the trace."""
+    """Last step to trace; start when left out. The trace also ends with the run."""
     memory: bool = False
-    """Also record allocations. On MindSpore not on a CPU."""
+    """Also record memory allocations. MindSpore cannot do so on a CPU."""
 
 
 def _mode(value: Any) -> Any:
@@ -917,23 +949,23 @@ def _memory(value: Any) -> Any:
 
 
 class DeepSpeedConfig(Section):
-    """Of engine deepspeed alone."""
+    """Settings of engine deepspeed."""
 
     config_file: Text | None = None
-    """A ds_config.json of your own, merged with the settings that follow from this file;
-    contradictions are refused.
+    """Your own ds_config.json, merged with the settings that follow from this file. Contradictions
+    are rejected.
     """
     offload_optimizer: bool = False
     """Keep the optimizer's state and update in host memory."""
     offload_parameters: bool = False
-    """Keep parameters that are not in use in host memory (zero_stage 3)."""
+    """Keep parameters that are not in use in host memory (with zero_stage 3)."""
     build_kernels: bool = False
     """Let DeepSpeed compile its own C++ kernels at first use, which takes minutes."""
 
 
 class ContextConfig(Section):
-    """How the device is used, in MindFormers' words. On torch, device_id and max_device_memory
-    only.
+    """Settings of the device, with MindFormers' names. On torch only device_id and
+    max_device_memory act.
     """
 
     mode: Annotated[
@@ -941,13 +973,15 @@ class ContextConfig(Section):
         BeforeValidator(_mode, json_schema_input_type=Literal["graph", "pynative", 0, 1]),
         MINDSPORE,
     ] = "graph"
-    """graph (0) compiles a step whole; pynative (1) runs operator by operator, for debugging."""
+    """Execution mode. graph (0) compiles a whole step; pynative (1) runs operator by operator, for
+    debugging.
+    """
     device_id: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """Which of this machine's devices."""
+    """Number of the device on this machine, from 0."""
     max_device_memory: Annotated[str, BeforeValidator(_memory)] | None = None
-    """Most memory to take of an accelerator, such as 30GB."""
+    """Most memory to use of an accelerator, such as 30GB."""
     max_call_depth: Annotated[int, Field(ge=1000, le=1_000_000), MINDSPORE] = 10000
-    """Deepest nesting of calls in a graph."""
+    """Largest depth of nested calls in a graph."""
     save_graphs: Annotated[bool, MINDSPORE] = False
     """Write the compiled graphs into save_graphs_path."""
     save_graphs_path: Annotated[Text | None, MINDSPORE] = None
@@ -955,15 +989,15 @@ class ContextConfig(Section):
     enable_graph_kernel: Annotated[bool, MINDSPORE] = False
     """Fuse neighbouring operators into one kernel (Ascend and GPU)."""
     graph_kernel_flags: Annotated[Text | None, MINDSPORE] = None
-    """MindSpore's settings of that fusion."""
+    """Flags that MindSpore takes for that fusion."""
 
 
 class RuntimeConfig(Section):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
-    """CPU threads of the framework; its own choice when left out."""
+    """CPU threads of the framework; the framework's default when left out."""
     stall_limit: Annotated[float, Field(ge=1.0, le=1e6)] = 3600.0
-    """Seconds in which every rank must get on: a rank of a launched run that takes longer for one
-    step, for its start or for one message to the others has failed.
+    """Seconds without progress after which a rank counts as failed. In a launched run they limit
+    one step, the start of a rank, and one message to the others.
     """
 
 
@@ -973,31 +1007,30 @@ class RunConfig(Section):
     backend: Literal["torch", "mindspore"] = "torch"
     """Framework that trains."""
     engine: Literal["native", "deepspeed"] = "native"
-    """What makes a training step on torch: our own engine, or DeepSpeed's."""
+    """Engine of a training step on torch: our own (native) or DeepSpeed."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """Kind of device; auto takes an accelerator if there is one. On mindspore, npu is the
-    Ascend.
+    """Kind of device. auto takes an accelerator if there is one. On mindspore, npu is the Ascend.
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of initial weights, data order, dropout and sampling."""
     output_dir: Text
-    """The run folder."""
+    """Folder of the run, for checkpoints, metrics, logs and the plot."""
     precision: Annotated[
         PrecisionConfig,
         BeforeValidator(
             lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig
         ),
     ] = PrecisionConfig()
-    """float32, bf16, fp16, O2, pure_fp16, or a mapping of types."""
+    """Number types: float32, bf16, fp16, O2, pure_fp16, or a mapping of types."""
     model: ModelConfig
-    """Sizes of the model. Left out, or from_checkpoint, they are those of the checkpoint that the
-    run uses; other keys given here win.
+    """Sizes of the model. Left out, or with the value from_checkpoint, they are those of the
+    checkpoint that the run uses. Other keys of the section override it.
     """
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig
     loss_scale: LossScaleConfig = LossScaleConfig()
     quantization: QuantizationConfig | None = None
-    """Train with rounded weights and activations; {} takes the defaults."""
+    """Quantization-aware training; {} takes the defaults. Off when left out."""
     data: DataConfig = DataConfig()
     validation: ValidationConfig = ValidationConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -1014,7 +1047,7 @@ class RunConfig(Section):
 
 
 def expand_model(value: Any) -> Any:
-    """The word from_checkpoint stands for a section without sizes."""
+    """Turn the value from_checkpoint into a section without sizes."""
     if not isinstance(value, str):
         return value
     if value != "from_checkpoint":
@@ -1023,13 +1056,13 @@ def expand_model(value: Any) -> Any:
 
 
 def expand_precision(value: Any) -> Any:
-    """A preset's name becomes its mapping."""
+    """Turn a preset's name into the mapping that it stands for."""
     if not isinstance(value, str):
         return value
     name = _PRECISION_NAMES.get(value, value)
     if name not in PRECISION_PRESETS:
         raise ValueError(
-            f"{value!r} is no preset; choose float32, bf16 or fp16, or give a mapping (O0, O1, O2"
-            " and pure_fp16 are understood too)"
+            f"{value!r} is not a preset; choose float32, bf16 or fp16, or give a mapping (O0, O1,"
+            " O2 and pure_fp16 are accepted too)"
         )
     return PRECISION_PRESETS[name]

@@ -1,4 +1,4 @@
-"""The kinds of tokenizers, and the names that Megatron and transformers have for them."""
+"""Kinds of tokenizers, and their names in Megatron and transformers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ALIASES: dict[str, TokenizerKind | None] = {
     "TokenizersBackend": "HuggingFaceTokenizer",
     "AutoTokenizer": None,
 }
-"""Other name -> kind; None is told from the files."""
+"""Other name -> kind; None means that the files decide."""
 NAMES = (*get_args(TokenizerKind), *ALIASES)
 
 
 def kind_named(value: Any) -> Any:
-    """Return the kind that a name stands for; what is no name of a kind is returned as it is."""
+    """Return the kind that a name stands for; any other value is returned unchanged."""
     return ALIASES.get(value, value) if isinstance(value, str) else value

@@ -76,8 +76,8 @@ def test_the_commands_do_what_their_yaml_does(
     assert [piece[0] for piece in pieces] == ["2", "2", "2"], "[MASK] begins each text"
     assert sum(map(len, pieces)) == 320
     assert {path.name for path in Path("model").iterdir()} - {LOCK} == {
-        "checkpoints", "config.yaml", "final_model", "metrics.jsonl", "model_epoch1",
-        "model_epoch2", "tensorboard", "train.yaml",
+        "checkpoints", "config.yaml", "final_model", "memory.json", "metrics.jsonl",
+        "model_epoch1", "model_epoch2", "tensorboard", "train.yaml",
     }  # fmt: skip
     assert run_gpt2.main(_words("model/train.yaml", "train", "output_dir=again")) == 0
     assert losses("model") == losses("again") and len(losses("model")) >= 6

@@ -65,6 +65,7 @@ def config(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Pa
     return path
 
 
+@pytest.mark.representative  # of the commands of the pages
 def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
     code, out, error = run("--config", str(config), "--run_mode", "train")
     assert code == 0, error
@@ -164,11 +165,11 @@ def test_bad_input_is_one_message_and_exit_code_2(
         ),
         (
             {"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"},
-            "/nowhere/hccl.json: there is no such file",
+            "/nowhere/hccl.json: no such file",
         ),
     ],
 )
-def test_what_a_launcher_cannot_mean_is_one_message(
+def test_impossible_variables_give_one_message(
     config: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
     for name, value in variables.items():
@@ -179,7 +180,7 @@ def test_what_a_launcher_cannot_mean_is_one_message(
 
 
 def test_keys_may_be_flags_too(config: Path) -> None:
-    """As platforms that start jobs by a form write them."""
+    """Arguments as platforms that start jobs by a form write them."""
     words = [
         f"--config={config}",
         "--run_mode=plan",
@@ -201,7 +202,7 @@ def test_usage_errors_exit_with_2(config: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_or_killed_run_goes_on(config: Path, tmp_path: Path, number: int) -> None:
+def test_a_stopped_or_killed_run_resumes(config: Path, tmp_path: Path, number: int) -> None:
     words = [
         "--config",
         str(config),

@@ -174,7 +174,7 @@ def test_a_fleetx_export_generates_from_its_own_folder(
 
 
 def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
-    """As typed in FleetX's folder; other scripts than the training are one process."""
+    """Commands as typed in FleetX's folder. Other scripts than the training are one process."""
     fleetx = COMPAT / "fleetx"
     config = str(ORIGINALS / "fleetx" / "pretrain_gpt_1.3B_dp8.yaml")
     launch = [sys.executable, "-m", "paddle.distributed.launch", "--log_dir", str(tmp_path)]
@@ -315,7 +315,7 @@ def test_env_npu_sets_what_is_not_set_where_cann_is(tmp_path) -> None:
 
 @pytest.mark.long
 def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path) -> None:
-    """The same run by pretrain_gpt.py, by oneflow_gpt.training and by pretrain.sh on two ranks."""
+    """One run by pretrain_gpt.py, by oneflow_gpt.training and by pretrain.sh on two ranks."""
     data, own = (
         str(corpus / "my-gpt_text_sentence"),
         ["data.tokenizer=null", "device=cpu", "precision=float32", "model.dropout=0"],
@@ -408,7 +408,7 @@ def test_oneflows_command_starts_the_devices_of_its_node(tmp_path) -> None:
     assert done.returncode == 2 and "--num-nodes 2 needs --node-ips" in done.stderr
     ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     done = start([*command, "train.global_batch_size=9"], tmp_path, **there, **ranks)
-    assert done.returncode == 2 and "global_batch_size=9 is no multiple" in done.stderr
+    assert done.returncode == 2 and "global_batch_size=9 is not a multiple" in done.stderr
     assert not any(tmp_path.iterdir())
 
 

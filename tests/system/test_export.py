@@ -209,7 +209,7 @@ def test_bad_input(
 
 
 def test_weights_of_8_bits_are_evaluated_on_integers(run: Path, tmp_path: Path) -> None:
-    """The loss is the float model's but for rounding; MindSpore rounds the weights alone."""
+    """The loss is the float model's but for rounding; MindSpore rounds only the weights."""
     losses = []
     assert export(run, "export.format=safetensors", "export.weights=int8") == 0
     for folder, backend in (

@@ -1,4 +1,4 @@
-"""What a launched run does when a rank is killed, stopped or cannot start: exit code, blame, and no
+"""A launched run of which a rank is killed, stopped or cannot start: exit code, blame, and no
 process left.
 """
 
@@ -57,7 +57,7 @@ def launched(run: Path, corpus: Path, ranks: int, **keys: object) -> subprocess.
     )
 
 
-def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on(
+def test_a_killed_rank_ends_the_run_and_the_next_start_resumes(
     tmp_path: Path, corpus_prefix: Path
 ) -> None:
     """Under ZeRO, where each rank writes its part of a checkpoint."""
@@ -109,9 +109,9 @@ def test_an_interrupt_saves_and_a_second_one_kills(tmp_path: Path, corpus_prefix
     assert pids_with(str(run)) == []
 
 
-def test_a_rank_that_fails_alone_at_its_start(tmp_path: Path, corpus_prefix: Path) -> None:
+def test_only_one_rank_fails_at_its_start(tmp_path: Path, corpus_prefix: Path) -> None:
     """Rank 3 of 4 finds a torch that cannot be imported: a folder of that name comes first on its
-    path alone.
+    path only.
     """
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -292,7 +292,7 @@ cores.
 
 
 MOMENTS = ("start", *3 * ("step",), *3 * ("save",))
-"""Of seven kills in a row. Six of them hold at least two in a save."""
+"""Moments of seven kills in a row. Six of them hold at least two in a save."""
 
 
 def last_save(run: Path) -> int:

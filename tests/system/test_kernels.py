@@ -2,7 +2,7 @@
 without instructions for them.
 
 No setting goes beyond what this processor has. On one with AVX512_BF16 and without AMX the setting
-AVX512_CORE_BF16 is the default. Torch heeds all three variables. MindSpore heeds oneDNN's alone,
+AVX512_CORE_BF16 is the default. Torch heeds all three variables. MindSpore heeds only oneDNN's,
 and only in its products: one kind of them has other kernels below AVX-512, and all have below AVX2.
 """
 

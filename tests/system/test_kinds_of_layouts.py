@@ -24,6 +24,7 @@ from tests.torch_gpt2.parallel.test_layouts import (
     tree,
 )
 
+pytestmark = pytest.mark.representative
 CLIPPED = VARIANTS["clip"]
 HALF = STEPS // 2
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ def test_two_ranks_of_torch_equal_one_process(torch_runs: Path, layout: str) -> 
 def test_a_run_changes_its_layout(torch_runs: Path) -> None:
     found = rows_of(torch_runs / "second half")
     assert [row["step"] for row in found] == list(range(HALF + 1, STEPS + 1)), (
-        "it resumes, and does not begin anew"
+        "it resumes, and does not start over"
     )
     require_equal(found, rows_of(torch_runs / "one")[HALF:], TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""A run that stops on one framework and layout and goes on under another: every step is that of one
+"""A run that stops on one framework and layout and resumes on another: every step is that of one
 process that never stopped.
 
 Started as a user starts it: torch on two data-parallel ranks, MindSpore on two tensor-parallel
@@ -54,7 +54,7 @@ def settings(optimizer: str, *, leg: int, clip: float, window: int) -> dict[str,
     """A cosine after a warm-up that ends in the first leg, and a loss scale that grows every
     ``window`` steps, across the joints.
 
-    The deviation is wide since gradients of biases would be rounding alone otherwise.
+    The deviation is wide since gradients of biases would only be rounding otherwise.
     """
     words: dict[str, object] = {
         "model__initializer_range": 0.1,

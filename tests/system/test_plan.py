@@ -137,7 +137,7 @@ def test_a_device_and_devices() -> None:
 
 
 @pytest.mark.parametrize("words", [["--all_ranks"], ["--accelerator", "H100"], ["--devices", "8"]])
-def test_options_of_plans_alone(words: list[str]) -> None:
+def test_options_of_plans_only(words: list[str]) -> None:
     command = [
         sys.executable,
         "run_gpt2.py",

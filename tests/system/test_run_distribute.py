@@ -74,7 +74,7 @@ def table(tmp_path: Path) -> Path:
     ("machine", "numbers"), [(0, "[0,8]"), (1, "[8,16]"), (2, "[16,24]"), (3, "[24,32]")]
 )
 def test_the_tutorials_four_commands(table: Path, machine: int, numbers: str) -> None:
-    """As its text writes them, run from scripts/, the range not in quotes."""
+    """Commands as its text writes them, run from scripts/, the range not in quotes."""
     line = f"bash run_distribute.sh {table} ../configs/gpt2/run_gpt2_13b.yaml {numbers} train 32"
     done = shell(line, cwd=SCRIPTS, DRY_RUN="1")
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_the_tutorials_four_commands(table: Path, machine: int, numbers: str) ->
             }.items()
         )
     assert len(shown_ranks(done.stdout)) == 8
-    assert f"10.155.111.{140 + machine} is no address of this machine" in done.stderr
+    assert f"10.155.111.{140 + machine} is not an address of this machine" in done.stderr
     assert not (SCRIPTS / "output").exists()
 
 
@@ -156,7 +156,7 @@ CONFIG = "../configs/gpt2/run_gpt2_13b.yaml"
             " is not a file\n"),
         (["TABLE", CONFIG, "[a,8]", "train"], "error: start_device=a is not a number\n"),
         (["TABLE", CONFIG, "[0,b]", "train"], "error: end_device=b is not a number\n"),
-        (["TABLE", CONFIG, "0", "train", "32"], "put it in quotes\n"),
+        (["TABLE", CONFIG, "0", "train", "32"], "quote it\n"),
         (["TABLE", CONFIG, "[8,0]", "train", "32"], "'[0,8)' is 0 to 7\n"),
         (["TABLE", CONFIG, "[0,8]", "trian", "32"], "expected train, finetune, eval, predict,"
             " serve, export or plan\n"),
@@ -192,9 +192,7 @@ def test_glob_damage_is_recognized(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert (
-        done.returncode == 2
-        and "DEVICE_RANGE is '8'" in done.stderr
-        and "put it in quotes" in done.stderr
+        done.returncode == 2 and "DEVICE_RANGE is '8'" in done.stderr and "quote it" in done.stderr
     )
 
 
@@ -227,7 +225,7 @@ def test_plan_of_a_cluster(tmp_path: Path, preset: str, servers: int) -> None:
 
 
 def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, shared_data: Path) -> None:
-    """In a dry run only announced; the platform's file itself is no input of MindSpore."""
+    """In a dry run only announced; the platform's file itself is not an input of MindSpore."""
     source = shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
     if not source.is_file():
         pytest.skip(f"no test data: {source} is absent; set GPT2_TEST_DATA")
@@ -347,7 +345,7 @@ def test_detached_ranks_save_when_their_supervisor_is_told_to_stop(
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step + 1
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -395,7 +393,7 @@ def wait_until(holds: Callable[[], bool], log: Path, limit: float = 120.0) -> No
         time.sleep(0.1)
 
 
-def test_closed_streams_are_no_obstacle(tiny: Path, tmp_path: Path) -> None:
+def test_closed_streams_do_not_stop_a_run(tiny: Path, tmp_path: Path) -> None:
     """Numbers 1 and 2 are free then, and must not become the log of a rank."""
     line = f"bash {SCRIPTS}/run_distribute.sh none {tiny} '[0,1)' train >&- 2>&- <&-"
     assert shell(line).returncode == 0
@@ -408,7 +406,7 @@ def test_closed_streams_are_no_obstacle(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_an_interpreter_without_the_project_is_one_message(tmp_path: Path) -> None:
-    """Of all scripts: one that is too old, one without the libraries."""
+    """Environments for all scripts: one that is too old, one without the libraries."""
     old, bare = tmp_path / "old", tmp_path / "bare"
     old.write_text(
         "#!/bin/bash\nsed 's/sys.version_info <.*/True:/; s/sys.version_info\\[/(3, 9)[/' | exec"

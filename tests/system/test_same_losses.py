@@ -1,4 +1,4 @@
-"""run_distribute.sh with two and four ranks against run_gpt2.py alone: one config, one global
+"""run_distribute.sh with two and four ranks against one process: one config, one global
 batch, the same losses.
 """
 
@@ -20,7 +20,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return read_metrics(run / "metrics.jsonl")
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_ranks_that_the_script_starts_reach_the_losses_of_one_process(
     tmp_path: Path, corpus_prefix: Path
 ) -> None:

@@ -110,12 +110,12 @@ def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
         ),
         (
             {"parallel": {"gradients_mean": False}},
-            "gradients_mean=false do not go together: gradients are of the mean over the global"
+            "gradients_mean=false contradict each other: gradients are averaged over the global"
             " batch",
         ),
         (
             {"parallel": {"gradients_mean": False, "parallel_mode": 0}},
-            "parallel.parallel_mode=0 and parallel.gradients_mean=false do not go together",
+            "parallel.parallel_mode=0 and parallel.gradients_mean=false contradict each other",
         ),
         (
             {"parallel": {"enable_parallel_optimizer": 1}},
@@ -159,7 +159,7 @@ def test_samples_of_an_epoch_and_another_length_are_refused(tmp_path: Path) -> N
     path.write_text(yaml.safe_dump(TREE | {"train": {"max_steps": 9}}))
     with pytest.raises(
         ConfigError,
-        match=r"command line: train.num_samples=5 is the length of an epoch, and the run has"
+        match=r"command line: train.num_samples=5 is the length of an epoch, but the run has"
         r" train.max_steps=9",
     ):
         load_config(path, ["train.num_samples=5"])

@@ -42,7 +42,7 @@ def test_each_name_has_one_meaning() -> None:
 
 
 def test_values_in_the_table_are_taken(tmp_path: Path) -> None:
-    """Those that are written key=value."""
+    """Flags that are written key=value."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "output_dir: out\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8,"
@@ -108,7 +108,7 @@ def test_the_hint_is_the_right_key(typed: str, right: str) -> None:
         "run_modes",
     ],
 )
-def test_what_has_no_key_gets_no_guess(typed: str) -> None:
+def test_an_unrelated_word_gets_no_guess(typed: str) -> None:
     assert "did you mean" not in hint(typed)
 
 
@@ -167,10 +167,10 @@ def test_the_command_line_suggests_the_word(
 def test_a_key_is_explained() -> None:
     text = explain_key("optimizer.learning_rate")
     assert text.splitlines()[0] == "optimizer.learning_rate"
-    assert "above 0" in text and "Peak learning rate." in text and "must be given" in text
+    assert "above 0" in text and "Peak learning rate." in text and "the key is required" in text
     assert explain_key("lr").endswith(
         "\n" + text
-    ) and "lr is here: optimizer.learning_rate" in explain_key("lr")
+    ) and "lr corresponds to optimizer.learning_rate" in explain_key("lr")
     assert explain_key("learning_rate") == text
     assert "cosine, linear, polynomial, constant" in explain_key("optimizer.schedule")
     assert "at least 0, at most 3" in explain_key("parallel.zero_stage")
@@ -185,7 +185,7 @@ def test_everything_can_be_explained(key: str) -> None:
     assert key in text and text.endswith("\n") and max(map(len, text.splitlines())) <= 120
 
 
-def test_what_is_no_key_cannot_be_explained() -> None:
+def test_an_unknown_key_cannot_be_explained() -> None:
     with pytest.raises(
         ConfigError, match=r"--explain train.max_step: unknown key; did you mean train.max_steps\?"
     ):

@@ -70,7 +70,9 @@ def test_another_name_with_a_number_that_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("train", ["train: 5\n", "train: x\n", "train: [1]\n"])
-def test_a_section_that_another_name_points_into_is_no_section(tmp_path: Path, train: str) -> None:
+def test_a_section_that_another_name_points_into_is_not_a_section(
+    tmp_path: Path, train: str
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(train + "recompute_config: {recompute: true}\n" + MINIMAL)
     with pytest.raises(

@@ -91,7 +91,7 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
             "command line: model.num_layers: input should be a valid integer, found 'two'",
         ),
         ("model.num_layers=0", "greater than 0, found 0"),
-        ("precision=fp8", "'fp8' is no preset; choose float32, bf16 or fp16"),
+        ("precision=fp8", "'fp8' is not a preset; choose float32, bf16 or fp16"),
         ("precision.compute=int8", "precision.compute"),
         ("optimizer.name=lamb", "'adamw', 'adam' or 'sgd'"),
         ("predict.strategy=beam", "should be 'greedy', 'sampling' or 'beam_search'"),
@@ -238,7 +238,7 @@ def test_broken_files_are_one_error(config_file: Path, text: str) -> None:
     assert len(error_of(config_file).splitlines()) == 1
 
 
-def test_a_folder_is_no_config(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
     assert "cannot be read" in error_of(tmp_path)
 
 

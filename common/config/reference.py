@@ -1,0 +1,146 @@
+"""Page ``docs/config_reference.md``: a table of every key, generated from the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.config.aliases import ALIASES
+from common.config.explain import BASE, key_facts
+from common.config.hints import schema_keys
+from common.config.schema import MOST
+
+_SECTIONS = {
+    "": ("the whole run", "整个训练"),
+    "precision": ("number types", "数据类型与混合精度"),
+    "model": ("sizes and dropout", "模型结构"),
+    "train": ("length, batch, recomputation", "训练长度、批大小、重计算"),
+    "optimizer": ("optimizer and learning rate", "优化器与学习率"),
+    "loss_scale": ("loss scaling with float16", "损失缩放"),
+    "quantization": ("training with rounded weights", "量化训练"),
+    "data": ("data and tokenizer", "数据与分词器"),
+    "validation": ("validation during training", "训练中的验证"),
+    "parallel": ("layout over processes", "并行布局"),
+    "checkpoint": ("saving, resuming, weights to use", "检查点与续训"),
+    "evaluation": ("`--run_mode eval`", "评测"),
+    "predict": ("`--run_mode predict`", "文本生成"),
+    "export": ("`--run_mode export`", "导出"),
+    "serve": ("`--run_mode serve`", "服务"),
+    "logging": ("log lines, plots, trackers", "日志与曲线"),
+    "profile": ("traces of single steps", "性能采集"),
+    "deepspeed": ("settings of `engine=deepspeed`", "DeepSpeed"),
+    "context": ("use of the device", "设备"),
+    "runtime": ("threads and time limits", "线程与时限"),
+}
+"""The sections in the order of the page, with a clause in English and in Chinese."""
+
+TORCH_ONLY = frozenset(
+    {
+        "engine",
+        "train.compile",
+        "train.compile_mode",
+        "parallel.strategy",
+        "parallel.virtual_stages",
+        "deepspeed",
+    }
+)
+"""Keys and sections that ``backend=mindspore`` refuses."""
+
+COMPILED_TOO = frozenset({"parallel.sequence_parallel", "parallel.shard_size"})
+"""Keys of torch that MindSpore has where its compiler splits the work."""
+
+_NUMBERS = {f", at most {MOST}": "", str(2**63): "2^63"}
+"""Limits that the page writes differently, or states only once because all counts share them."""
+
+_HEAD = """# Configuration reference · 配置参考
+
+Every key of the configuration, generated from `common/config/schema.py` by
+`python tools/config_schema.py --reference > docs/config_reference.md`. Do not edit it by hand.
+[configuration.md](configuration.md) explains how files, bases and overrides work together.
+
+本页由程序从配置定义生成，列出全部配置项；用法说明见 [configuration_zh.md](configuration_zh.md)。
+表中各列依次为：键、取值类型与范围、默认值、含义、适用的后端。
+
+A dash as default means that the key is left out. Counts are at most 2^40.
+默认值为“—”表示不填；计数类的值不超过 2^40。
+
+| section 部分 | contents | 内容 |
+| --- | --- | --- |
+"""
+
+_COLUMNS = "| key 键 | type 类型 | default 默认值 | meaning 含义 | backend 后端 |\n" + "| --- " * 5
+
+
+def config_reference() -> str:
+    """Return the page as Markdown."""
+    index = "".join(
+        f"| [{_title(name)}](#{_title(name).replace(' ', '-')}) | {english} | {chinese} |\n"
+        for name, (english, chinese) in _SECTIONS.items()
+    )
+    return f"{_HEAD}{index}\n" + "\n".join(map(_section, _SECTIONS)) + _aliases()
+
+
+def _title(section: str) -> str:
+    return section or "top level"
+
+
+def _section(section: str) -> str:
+    rows = [_row("base", "base", BASE | {"default": "left out"})] if not section else []
+    rows += [_row(key, _short(key, section), key_facts(key)) for key in _keys_of(section)]
+    meaning = key_facts(section)["meaning"] if section else ""
+    lines = [f"## {_title(section)}", "", *([_cell(meaning), ""] if meaning else [])]
+    return "\n".join([*lines, f"{_COLUMNS}|", *rows, ""])
+
+
+def _short(key: str, section: str) -> str:
+    return key.removeprefix(f"{section}.")
+
+
+def _keys_of(section: str) -> Iterator[str]:
+    for key, is_section in schema_keys().items():
+        top, dot, _ = key.partition(".")
+        if top == section if dot else not (section or is_section):
+            yield key
+
+
+def _row(key: str, name: str, facts: dict[str, str]) -> str:
+    values, allowed = facts["type"], facts.get("allowed")
+    if allowed:
+        values = allowed if values == "one of a few values" else f"{values}; {allowed}"
+    for number, shown in _NUMBERS.items():
+        values = values.replace(number, shown)
+    default = {"left out": "—", "none: it must be given": "must be given"}.get(
+        facts["default"], f"`{facts['default']}`"
+    )
+    cells = (f"`{name}`", _cell(values), default, _cell(facts["meaning"]), _backend(key, facts))
+    return f"| {' | '.join(cells)} |"
+
+
+def _backend(key: str, facts: dict[str, str]) -> str:
+    if facts.get("parallel_mode"):
+        return "MindSpore, modes 1 and 2"
+    if facts.get("backend"):
+        return "MindSpore"
+    if key in TORCH_ONLY or key.partition(".")[0] in TORCH_ONLY:
+        return "PyTorch"
+    return "PyTorch; MindSpore in modes 1 and 2" if key in COMPILED_TOO else "both"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _aliases() -> str:
+    lines = [
+        "",
+        "## Other names · 别名",
+        "",
+        "Keys of MindFormers that are taken as they are. 可直接使用的 MindFormers 键名。",
+        "",
+        "| name 名称 | key 键 | meaning 含义 |",
+        "| --- | --- | --- |",
+        *(
+            f"| `{name}` | `{alias.ours}` | {_cell(alias.description)} |"
+            for name, alias in ALIASES.items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,196 @@
+#!/usr/bin/env python
+"""Draw the figures of README and docs beside this script.
+
+    python docs/figures/make_figures.py [--run output/quickstart]
+
+Each SVG is a list of boxes and arrows; one with Chinese labels ends in _zh. With --run the loss of
+the quick start is drawn too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from functools import partial
+from html import escape
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.training.plot import plot_loss
+from docs.figures.flows import FLOWS
+
+FOLDER = Path(__file__).parent
+FONT = "font-family='Helvetica, Arial, Noto Sans CJK SC, PingFang SC, Microsoft YaHei, sans-serif'"
+COLOURS = {
+    "input": ("#fff7e6", "#c98a1b"),
+    "shared": ("#eaf2fb", "#2f6db3"),
+    "torch": ("#fdecea", "#c8452f"),
+    "mindspore": ("#eaf6ec", "#2f8f4e"),
+    "output": ("#f3f0fa", "#6b4fa8"),
+}
+"""Fill and line of each kind of box."""
+
+
+class Figure:
+    """An SVG picture of boxes and arrows; coordinates are pixels from the upper left."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self._parts: list[str] = []
+
+    def box(self, x: int, y: int, width: int, height: int, kind: str, *lines: str) -> None:
+        """Draw a box with its first line in bold and the others below it."""
+        fill, line = COLOURS[kind]
+        self._parts.append(
+            f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='7' fill='{fill}'"
+            f" stroke='{line}' stroke-width='1.4'/>"
+        )
+        middle, first = x + width // 2, y + height // 2 - 9 * (len(lines) - 1) + 5
+        for number, text in enumerate(lines):
+            weight = "600" if number == 0 else "400"
+            size = 15 if number == 0 else 13
+            self._parts.append(
+                f"<text x='{middle}' y='{first + 18 * number}' text-anchor='middle' {FONT}"
+                f" font-size='{size}' font-weight='{weight}' fill='#222'>{escape(text)}</text>"
+            )
+
+    def arrow(self, x1: int, y1: int, x2: int, y2: int) -> None:
+        """Draw an arrow from one point to another."""
+        self._parts.append(
+            f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='#666' stroke-width='1.6'"
+            " marker-end='url(#head)'/>"
+        )
+
+    def svg(self) -> str:
+        """Return the picture as a text."""
+        head = (
+            "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7'"
+            " markerHeight='7' orient='auto'><path d='M0 0 L10 5 L0 10 z' fill='#666'/>"
+            "</marker></defs>"
+        )
+        body = "\n".join([head, *self._parts])
+        return (
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {self.width} {self.height}'"
+            f" width='{self.width}' height='{self.height}'>\n"
+            f"<rect width='{self.width}' height='{self.height}' fill='white'/>\n{body}\n</svg>\n"
+        )
+
+
+PARTS = {
+    "": {
+        "yaml": (
+            "One YAML",
+            "or a file of MindFormers, FleetX,",
+            "Megatron, OneFlow, GPT2-Chinese",
+        ),
+        "data": ("Data", "text, .bin/.idx, MindRecord,", "FleetX's .npy"),
+        "weights": (
+            "Weights",
+            "Hugging Face, Megatron, MindFormers,",
+            "FleetX, OneFlow, DeepSpeed, OpenAI",
+        ),
+        "common": (
+            "common/",
+            "config · tokenizers · datasets · planner · rank tables · launcher ·"
+            " converter · metrics · generation · server",
+        ),
+        "torch": ("torch_gpt2/", "CUDA, Ascend NPU, CPU", "native engine or DeepSpeed"),
+        "mindspore": ("mindformers_gpt2/", "Ascend 910, CPU", "our collectives or its compiler"),
+        "checkpoint": ("Checkpoints", "either framework, any layout"),
+        "results": ("Metrics, plots, text", "logs in six styles"),
+        "exports": ("Exports", "ONNX, GGUF, MindIR, pt2"),
+        "serve": ("Server, Python", "OpenAI's completions"),
+    },
+    "_zh": {
+        "yaml": ("一份 YAML", "或 MindFormers、FleetX、Megatron、", "OneFlow、GPT2-Chinese 的配置"),
+        "data": ("数据", "文本、.bin/.idx、MindRecord、", "FleetX 的 .npy"),
+        "weights": (
+            "权重",
+            "Hugging Face、Megatron、MindFormers、",
+            "FleetX、OneFlow、DeepSpeed、OpenAI",
+        ),
+        "common": (
+            "common/",
+            "配置 · 分词器 · 数据集 · 规划 · rank table · 启动器 · 权重转换 · 指标 · 生成 · 服务",
+        ),
+        "torch": ("torch_gpt2/", "CUDA、昇腾 NPU、CPU", "自带引擎或 DeepSpeed"),
+        "mindspore": ("mindformers_gpt2/", "昇腾 910、CPU", "自带通信或交给编译器切分"),
+        "checkpoint": ("检查点", "两种框架、任意布局通用"),
+        "results": ("指标、曲线、文本", "六种日志格式"),
+        "exports": ("导出", "ONNX、GGUF、MindIR、pt2"),
+        "serve": ("服务、Python 接口", "兼容 OpenAI completions"),
+    },
+}
+"""Labels of the picture of the parts, by the end of its file name."""
+
+
+def parts(ending: str) -> Figure:
+    """Draw what goes into a run, what computes it and what comes out."""
+    say = PARTS[ending]
+    figure = Figure(880, 400)
+    for x, name in ((20, "yaml"), (305, "data"), (590, "weights")):
+        figure.box(x, 16, 270, 78, "input", *say[name])
+        figure.arrow(x + 135, 94, x + 135, 122)
+    figure.box(20, 124, 840, 62, "shared", *say["common"])
+    for x, name in ((20, "torch"), (450, "mindspore")):
+        figure.arrow(x + 205, 186, x + 205, 212)
+        figure.box(x, 214, 410, 76, name, *say[name])
+        figure.arrow(x + 205, 290, x + 205, 322)
+    figure.arrow(430, 244, 448, 244)
+    figure.arrow(450, 262, 432, 262)
+    for number, name in enumerate(("checkpoint", "results", "exports", "serve")):
+        figure.box(20 + 214 * number, 324, 198, 60, "output", *say[name])
+    return figure
+
+
+WIDE, HIGH, GAP, EDGE = 232, 64, 30, 16
+"""Width and height of a box, space between boxes and around them, in pixels."""
+
+
+def flow(name: str, ending: str) -> Figure:
+    """Draw boxes on a grid, with arrows along its rows and columns."""
+    boxes, arrows = FLOWS[name]
+    rows = 1 + max(box[1] for box in boxes)
+    across, down = WIDE + GAP, HIGH + GAP
+    figure = Figure(2 * EDGE + 4 * across - GAP, 2 * EDGE + rows * down - GAP)
+    for column, row, span, kind, english, chinese in boxes:
+        lines = chinese if ending else english
+        place = EDGE + column * across, EDGE + row * down
+        figure.box(*place, span * across - GAP, HIGH, kind, *lines)
+    for start, top, bottom in arrows:
+        x, y = EDGE + round(start * across) - GAP // 2, EDGE + top * down
+        if top < bottom:
+            figure.arrow(x, y + HIGH, x, y + down)
+        elif top > bottom:
+            figure.arrow(x, y, x, y - GAP)
+        elif top % 2:  # the second row of a path is read from right to left
+            figure.arrow(x + GAP // 2, y + HIGH // 2, x - GAP // 2, y + HIGH // 2)
+        else:
+            figure.arrow(x - GAP // 2, y + HIGH // 2, x + GAP // 2, y + HIGH // 2)
+    return figure
+
+
+FIGURES = {f"parts{ending}.svg": partial(parts, ending) for ending in PARTS} | {
+    f"{name}{ending}.svg": partial(flow, name, ending) for name in FLOWS for ending in PARTS
+}
+"""File name -> the function that draws it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="the run folder of a finished quick start"
+    )
+    arguments = parser.parse_args()
+    for name, draw in FIGURES.items():
+        (FOLDER / name).write_text(draw().svg(), encoding="utf-8")
+    if arguments.run:
+        shutil.copyfile(plot_loss(arguments.run), FOLDER / "quickstart_loss.png")
+
+
+if __name__ == "__main__":
+    main()

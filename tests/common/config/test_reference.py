@@ -1,0 +1,82 @@
+"""The generated page of all keys: it is current, whole, and right about the backends."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from common.config.hints import schema_keys
+from common.config.load import load_config
+from common.config.reference import COMPILED_TOO, TORCH_ONLY, config_reference
+from common.errors import ConfigError
+from common.resolve.derive import resolve_config
+from tools.config_schema import main
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "config_reference.md"
+OVERRIDES = {
+    "engine": "engine=deepspeed",
+    "train.compile": "train.compile=true",
+    "train.compile_mode": "train.compile_mode=reduce-overhead",
+    "parallel.strategy": "parallel.strategy=parameter_server",
+    "parallel.virtual_stages": "parallel.virtual_stages=2"
+    " parallel.pipeline_schedule=interleaved_1f1b parallel.pipeline_stage=2"
+    " train.accumulation_steps=2 train.micro_batch_size=4",
+    "deepspeed": "engine=deepspeed deepspeed.offload_optimizer=true parallel.zero_stage=1"
+    " parallel.data_parallel=2 train.micro_batch_size=4",
+    "parallel.sequence_parallel": "parallel.sequence_parallel=true parallel.model_parallel=2",
+    "parallel.shard_size": "parallel.shard_size=2 parallel.zero_stage=1 parallel.data_parallel=2"
+    " train.micro_batch_size=4",
+}
+"""For each key of PyTorch only, a run that uses it; of two processes where it needs them."""
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells of each row behind its key, by the whole name of the key."""
+    found: dict[str, list[str]] = {}
+    for part in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        section = part.partition("\n")[0]
+        for line in re.findall(r"^\| (`\w.*) \|$", part, flags=re.M):
+            name, *cells = re.split(r" (?<!\\)\| ", line)
+            key = name.strip("`")
+            key = key if section == "top level" else f"{section}.{key}"
+            if "Other names" not in section:
+                assert key not in found
+                found[key] = cells
+    return found
+
+
+def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    if os.environ.get("UPDATE_GOLDEN"):
+        PAGE.write_text(config_reference(), encoding="utf-8")
+    assert main(["--reference"]) == 0
+    assert PAGE.read_text(encoding="utf-8") == capsys.readouterr().out, (
+        "python tools/config_schema.py --reference > docs/config_reference.md"
+    )
+
+
+def test_every_key_has_one_row_with_a_type_and_a_meaning() -> None:
+    keys = {key for key, is_section in schema_keys().items() if not is_section or "." in key}
+    found = rows()
+    assert found.keys() == keys | {"base"}
+    for key, (values, default, meaning, backend) in found.items():
+        assert values and default and len(meaning) > 3 and backend, key
+
+
+def test_every_section_is_in_the_index() -> None:
+    sections = {key for key, is_section in schema_keys().items() if is_section and "." not in key}
+    index = re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    assert set(index) == sections and len(index) == len(sections)
+
+
+@pytest.mark.parametrize("key", sorted(TORCH_ONLY | COMPILED_TOO))
+def test_a_key_of_pytorch_is_taken_there_and_refused_on_mindspore(key: str) -> None:
+    words = ["device=cpu", *OVERRIDES[key].split()]
+    world_size = 2 if "=2" in OVERRIDES[key] else 1
+    config = ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml"
+    resolve_config(load_config(config, words), world_size=world_size)
+    with pytest.raises(ConfigError, match="for backend torch"):
+        resolve_config(load_config(config, ["backend=mindspore", *words]), world_size=world_size)

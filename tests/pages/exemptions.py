@@ -1,0 +1,140 @@
+"""Commands of the pages that a test does not run as they are written. Each kind has its reason, and
+what is checked instead.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+ELSEWHERE = {
+    "npu-smi": "a program of Ascend's driver",
+    "hccn_tool": "a program of Ascend's driver",
+    "nvidia-smi": "a program of NVIDIA's driver",
+    "cat": "shows a file of the machine",
+    "pip": "changes the environment, or needs a network",
+    "python -m pip": "changes the environment, or needs a network",
+    "python -m venv": "makes an environment, minutes and a network",
+    "git": "needs a network",
+    "docker": "needs a container engine",
+    "ssh": "needs another host",
+    "python tools/lm_eval.py": "hands its flags to another package, lm-evaluation-harness",
+    "tensorboard": "is another package, and runs until it is stopped",
+    "bash scripts/test.sh": "is the suite that this test belongs to",
+    "sbatch": "needs Slurm",
+    "srun": "needs Slurm",
+    "mpirun": "needs MPI",
+    "horovodrun": "needs Horovod",
+}
+"""The first words of commands of which nothing can be checked here."""
+
+SCRIPTS_ELSEWHERE = {"lm_eval": "fetches its tasks from the network"}
+"""Packages whose blocks of Python are only compiled."""
+
+
+@dataclass(frozen=True)
+class Shorter:
+    """A command that takes minutes as it is written: what the suite changes, and the run folder
+    whose numbers differ for that. The campaign runs it as it is.
+    """
+
+    page: str
+    command: str
+    """A pattern of the commands."""
+    words: str
+    """Overrides that the suite adds."""
+    run: str
+    """A pattern of its name."""
+    replaced: tuple[str, str] = ("", "")
+
+
+_CHINESE = (
+    "model.num_layers=1 model.hidden_size=32 model.num_heads=2 model.seq_length=32"
+    " model.max_positions=64 model.dropout=0 model.vocab_size=5000 data.stride=24"
+    " train.max_epochs=null train.max_steps=6 train.global_batch_size=8 optimizer.warmup_steps=2"
+    " optimizer.learning_rate=0.01 device=cpu logging.plot=false logging.tensorboard=false"
+)
+_SMALL = "model.num_layers=1 model.hidden_size=24 model.num_heads=2 validation.max_samples=16"
+SHORTER = [
+    Shorter(
+        r"README",
+        r"bash scripts/quickstart\.sh",
+        f"train.max_steps=6 {_SMALL}",
+        "output/quickstart",
+    ),
+    Shorter(
+        r"first_hour",
+        r"bash scripts/quickstart\.sh",
+        "train.max_steps=6 validation.max_samples=16",
+        "output/quickstart",
+    ),
+    Shorter(r"README", r"run_gpt2_tiny\.yaml.*\btrain\b", _SMALL, "output/(?:first|twin|two)"),
+    Shorter(r"first_hour", r"run_distribute.*max_steps=80", "train.max_steps=8", r"output/\w+"),
+    Shorter(
+        r"first_hour",
+        r"run_distribute|mine\.yaml --run_mode train",
+        "train.max_steps=6",
+        r"output/\w+",
+    ),
+    Shorter(r"chinese", r"torchrun .*train\.py", f"{_CHINESE} train.micro_batch_size=4", "model_2"),
+    Shorter(r"chinese", r"/(train|eval)\.py|--run_mode train", _CHINESE, "model"),
+    Shorter(r"chinese", r"--run_mode predict", f"{_CHINESE} predict.max_new_tokens=40", "model"),
+    Shorter(r"chinese", r"--length 300", "", "model", ("--length 300", "--length 40")),
+    Shorter(  # a file instead of the driver that it would ask
+        r"ascend|README",
+        r'hccl_tools\.py --device_num "\[0,8\)" --server_ip \S+$',
+        "--hccn_conf docs/examples/hccn_140.conf",
+        "",
+    ),
+    Shorter(
+        r"quantization",
+        r"train\.max_steps=150",
+        "validation.max_samples=16",
+        "output/first_qat",
+        ("max_steps=150", "max_steps=5"),
+    ),
+    Shorter(
+        r"modelarts",
+        r"--config=.* --run_mode=train",
+        "--model.num_layers=1 --model.hidden_size=24",
+        "bucket/out",
+    ),
+]
+"""A model of 82M parameters takes hours on a CPU, and 300 steps of the quickstart minutes."""
+VALIDATION = "validation.max_samples=16"
+"""Word added where a command validates the tiny preset on all its 128 windows, which takes longer
+than ten steps. Lines on validation are then compared by form.
+"""
+
+
+def reason_elsewhere(command: str) -> str | None:
+    """Why a command cannot even be checked in part, None where it can."""
+    bare = re.sub(r"^(?:\w+=\S+ +)+|^sudo +", "", command)
+    for name, reason in ELSEWHERE.items():
+        if re.match(rf"{re.escape(name)}(?![\w./-])", bare):
+            return reason
+    return None
+
+
+def flags(command: str) -> set[str]:
+    return {word.partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
+
+
+def world_size(command: str) -> int:
+    """The number of ranks that a launcher would start."""
+    numbers = re.findall(
+        r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators|nnodes|worker_num)[= ](\d+)", command
+    )
+    size = 1
+    for number in numbers:
+        size *= int(number)
+    return size
+
+
+def shorter(page: str, command: str) -> Shorter | None:
+    """Return how the suite shortens a command, None where it runs as it is."""
+    for entry in SHORTER:
+        if re.search(entry.page, page) and re.search(entry.command, command):
+            return entry
+    return None

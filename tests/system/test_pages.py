@@ -1,0 +1,262 @@
+"""Every command of README and docs runs, and prints what the page shows.
+
+tests/pages/blocks.py reads the pages, printed.py compares output, exemptions.py lists what cannot
+run here. The kinds of blocks are explained in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config.aliases import ALIASES
+from common.config.hints import schema_keys
+from tests.cluster_tables import write_tutorial_table
+from tests.pages import exemptions
+from tests.pages.blocks import (
+    OUTPUT,
+    ROOT,
+    SHOWN,
+    blocks,
+    commands,
+    comparable,
+    pages,
+    read,
+    twin,
+)
+from tests.pages.project import Project, Unavailable, copy_project, make_project, rename_run
+from tests.pages.reader import Reader
+
+PAGES = pages()
+KINDS = {"bash", "python", "yaml", "json", SHOWN, OUTPUT, ""}
+BOTH = ("docs/config_reference.md", "configs/gpt2/README.md")
+"""Pages that serve both languages."""
+FIRST = (
+    "python run_gpt2.py --config configs/gpt2/run_gpt2_tiny.yaml --run_mode train"
+    f" output_dir=output/first train.max_steps=10 {exemptions.VALIDATION}"
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """The project with the quickstart's data."""
+    try:
+        return make_project(tmp_path_factory.mktemp("pages") / "home")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """It with two runs of the tiny preset, for pages that take them as given."""
+    project = copy_project(prepared, tmp_path_factory.mktemp("trained") / "home")
+    project.run(FIRST)
+    rename_run(project.folder, "output/first", "output/quickstart")
+    return project
+
+
+def given_runs(page: str) -> list[str]:
+    """The runs that a page uses and does not make."""
+    text = read(page).replace("\\\n", " ")
+    makes = r"\b(?:train|finetune)\b.*\boutput_dir[=:] ?{}(?![\w/])"
+    runs = ["output/first", *["output/quickstart"] * ("bash scripts/quickstart.sh" not in text)]
+    return [
+        run
+        for run in runs
+        if re.search(rf"{run}\b", text) and not re.search(makes.format(run), text)
+    ]
+
+
+def give_chinese(folder: Path, data: Path) -> None:
+    """Chapters of a novel as texts to train on and to measure, and titles."""
+    file = data / "corpora" / "zh" / "train.json"
+    if not file.is_file():
+        pytest.skip(f"no test data: {file} is absent; set GPT2_TEST_DATA")
+    novel = json.loads(file.read_text(encoding="utf-8"))[:7]
+    for name, texts in (("train", novel[:6]), ("eval", novel[6:])):
+        target = folder / "data" / f"{name}.json"
+        target.write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+    (folder / "titles.txt").write_text("她\n", encoding="utf-8")
+
+
+@pytest.fixture
+def project(page: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Project]:
+    """A copy for one page."""
+    fixture = "trained" if given_runs(page) else "prepared"
+    copy = copy_project(request.getfixturevalue(fixture), tmp_path / "home")
+    if page == "docs/chinese.md":
+        give_chinese(copy.folder, request.getfixturevalue("shared_data"))
+    yield copy
+    copy.close()
+
+
+def check_quickstart(project: Project) -> None:
+    """It leaves these files."""
+    run = project.folder / "output" / "quickstart"
+    for name in (
+        "config.yaml", "metrics.jsonl", "loss.png", "checkpoints/latest", "tensorboard",
+        "evaluation.json",
+    ):  # fmt: skip
+        assert (run / name).exists(), name
+
+
+def check_coming_from(project: Project) -> None:
+    """The plans have the ranks of the systems' own files, and the results are where they belong."""
+    said = project.printed
+    plans = [text for command, text in said.items() if "--run_mode plan" in command]
+    worlds = [re.search(r"^world: (\d+) rank", text, flags=re.M) for text in plans]
+    assert [int(found[1]) for found in worlds if found][:9] == [32, 32, 32, 2, 1, 8, 16, 128, 1]
+    for command, text in said.items():
+        assert "--show_config" not in command or "in the words of this project" in text
+        assert "DRY_RUN" not in command or "# rank " in text
+    for name in (
+        "own_13b.yaml", "../GPT-2_for_PyTorch/own_345m.yaml", "own_fleetx.yaml",
+        "hccl_2s_16p.json", "compat/modelzoo/data/my-gpt_text_sentence.idx",
+        "data/gpt_en_dataset_text_document_ids.npy", "gpt_sample_dataset_text_document.bin",
+    ):  # fmt: skip
+        assert (project.folder / name).is_file(), name
+
+
+def check_ascend(project: Project) -> None:
+    """The table made of four hosts is the tutorial's; each host starts its ranks."""
+    made, tutorials = project.folder / "hccl_4s_32p.json", project.folder / "tutorial.json"
+    assert json.loads(made.read_text()) == json.loads(write_tutorial_table(tutorials).read_text())
+    said = project.printed
+    of_32 = [command for command in said if "own_13b.yaml" in command and " train 32" in command]
+    assert [
+        [int(rank) for rank in re.findall(r"^RANK_ID=(\d+) ", said[command], flags=re.M)]
+        for command in of_32
+    ] == [list(range(first, first + 8)) for first in (0, 0, 8, 16, 24)], "the first is a look"
+    four = [command for command in of_32 if command.startswith("bash")]
+    assert [command.split('"')[1] for command in four] == ["[0,8]", "[8,16]", "[16,24]", "[24,32]"]
+    assert [command.split()[-1] for command in four] == ["logging.style=mindformers"] * 4
+    [plan] = [text for command, text in said.items() if "--run_mode plan" in command]
+    assert "A step may take" in plan
+
+
+def check_modelarts(project: Project) -> None:
+    """The second job resumes the first one on two devices, and the bucket has both logs."""
+    *_, last = project.printed.values()
+    assert "resuming" in last and "micro 4 x data parallel 2" in last, "the log is rank 0's"
+    out = project.folder / "bucket" / "out"
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+    logs = [path.parent.name for path in sorted(out.glob("mf_parallel*/mindformer.log"))]
+    assert logs == ["mf_parallel0", "mf_parallel1"]
+
+
+def check_chinese(project: Project) -> None:
+    """One process, two, and MindSpore have the same losses; texts have the novel's characters."""
+
+    def losses(name: str) -> np.ndarray:
+        text = (project.folder / name / "metrics.jsonl").read_text()
+        rows = map(json.loads, text.splitlines())
+        return np.array([row["loss"] for row in rows if "loss" in row])
+
+    first, two, mindspore = map(losses, ("model", "model_2", "model_ms"))
+    assert len(first) == 6 and first[-1] < first[0] - 0.2
+    assert np.abs(two - first).max() < 1e-5, "two processes sum in another order"
+    assert np.abs(mindspore - first).max() < 1e-4
+    novel = json.loads((project.folder / "data" / "train.json").read_text(encoding="utf-8"))
+    known = set("".join(novel)) | {*"她 \n"}
+    said = project.printed
+    [samples] = [text for command, text in said.items() if "/generate.py" in command]
+    texts = re.findall(r"SAMPLE \d =+\n\n(.*?)\n=", samples, flags=re.S)
+    assert len(texts) == 2 and all(text.startswith("她") for text in texts)
+    assert set("".join(texts)) <= known
+    [predicted] = [text for command, text in said.items() if "--run_mode predict" in command]
+    assert "她" in predicted and "\ufffd" not in predicted
+
+
+AFTERWARDS: dict[str, Callable[[Project], None]] = {
+    "README.md": check_quickstart,
+    "docs/ascend.md": check_ascend,
+    "docs/coming_from.md": check_coming_from,
+    "docs/chinese.md": check_chinese,
+    "docs/modelarts.md": check_modelarts,
+}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page == "docs/ascend.md" else pytest.mark.long)
+        for page in PAGES
+    ],
+)
+def test_the_commands_of_a_page_print_what_it_shows(page: str, project: Project) -> None:
+    Reader(page, project, given_runs(page), short=True).go()
+    AFTERWARDS.get(page, lambda _: None)(project)
+
+
+def takes_minutes(page: str) -> bool:
+    return any(
+        exemptions.shorter(page, command)
+        for block in blocks(read(page))
+        if block.kind == "bash"
+        for command in commands(block)
+    )
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("page", [page for page in PAGES if takes_minutes(page)])
+def test_long_pages_as_they_are_written(page: str, project: Project) -> None:
+    """With all their steps, so that each number is compared."""
+    Reader(page, project, given_runs(page), short=False).go()
+    if page == "README.md":
+        again = project.run("bash scripts/quickstart.sh")
+        assert "already there" in again and "step 1/300" not in again, "it repeats finished work"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in BOTH])
+def test_both_languages_have_the_same_commands_and_outputs(page: str) -> None:
+    english, chinese = (
+        [comparable(block) for block in blocks(read(name)) if block.kind not in (OUTPUT, "")]
+        for name in (page, twin(page))
+    )
+    assert chinese == english
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(twin(page) for page in PAGES if page not in BOTH)])
+def test_each_block_is_of_a_known_kind(page: str) -> None:
+    found = blocks(read(page))
+    assert {block.kind for block in found} <= KINDS
+    assert read(page).count("```") == 2 * len(found) + sum(b.prints is not None for b in found) * 2
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(twin(page) for page in PAGES if page not in BOTH)])
+def test_paths_presets_and_keys_of_a_page_exist(page: str) -> None:
+    """Files of the project, presets, links and keys of the configuration."""
+    text = read(page)
+    made = {block.path for block in blocks(text)}
+    for path in re.findall(
+        r"(?<![\w./])(?:compat|containers|configs|tools|scripts)/[\w./]+\w", text
+    ):
+        folders = (ROOT, *(ROOT / "compat").iterdir())
+        exists = any((folder / path).exists() for folder in folders if folder.is_dir())
+        assert exists or path in made or path.startswith("configs/gpt2/own_"), path
+    for name in re.findall(r"(?<![\w./])(run_gpt2_\w[\w.]*\.yaml)", text):
+        assert (ROOT / "configs" / "gpt2" / name).is_file(), name
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), link
+    known = schema_keys().keys() | ALIASES.keys()
+    sections = {key.partition(".")[0] for key in known}
+    for key in re.findall(r"(?<![\w.])([a-z_]+\.[a-z_.]+)=", text):
+        assert key.partition(".")[0] not in sections or key in known, key
+
+
+def test_small_models_sample() -> None:
+    """Greedily they repeat themselves, or print empty lines."""
+    found = [
+        command
+        for block in blocks(read("README.md"))
+        if block.kind == "bash"
+        for command in commands(block)
+        if "--run_mode predict" in command
+    ]
+    assert found and all("predict.strategy=sampling" in command for command in found)
