@@ -1,13 +1,26 @@
 PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
-.PHONY: check test campaign golden benchmark
+.PHONY: check lint types spelling words shell wheels test campaign golden benchmark
 
-check:  ## lint, format, types, spelling, shell, wheels of the dependencies
+check: lint types spelling words shell wheels  ## lint, format, types, spelling, words, shell, wheels of the dependencies
+
+lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+types:
 	$(PYTHON) -m mypy
+
+spelling:
 	git ls-files -z '*.py' '*.md' '*.sh' '*.yaml' '*.toml' | xargs -0 $(PYTHON) -m codespell_lib
+
+words:
+	$(PYTHON) tools/check_words.py
+
+shell:
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck" -x -P SCRIPTDIR scripts/*.sh compat/*/*.sh compat/*/*/*.sh compat/gpt2_chinese/run.swb .ci/run
+
+wheels:
 	$(PYTHON) tools/check_wheels.py
 
 test:  ## the short suite
@@ -17,7 +30,7 @@ campaign:  ## long fault and size runs, numerical tests with other kernels; read
 	$(PYTHON) -m pytest --all -m campaign -s
 
 golden:  ## rewrite the golden files after a wanted change of a default
-	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/resolve/test_engine_checks.py tests/common/resolve/test_parallel_mode.py
+	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/config/test_reference.py tests/common/resolve/test_engine_checks.py tests/common/resolve/test_parallel_mode.py tests/common/study/test_definition.py
 
-benchmark:  ## speed beside transformers, tokenizers and cp, half an hour or more; data: tools/fetch_quickstart_data.py
+benchmark:  ## speed beside transformers, tokenizers and cp, an hour or more; data: tools/fetch_quickstart_data.py
 	$(PYTHON) benchmarks/run.py

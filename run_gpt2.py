@@ -22,7 +22,7 @@ import argparse
 import os
 from collections.abc import Mapping
 
-# What is imported here loads no library, so that --help answers at once.
+# These imports load no library, so that --help answers at once.
 from common.command_line import parse_arguments
 from common.errors import GPT2Error
 from common.modelarts.arguments import ModelArtsJob, translate

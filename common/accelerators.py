@@ -1,6 +1,4 @@
-"""Accelerators as data: peak rates, memory and links of the devices known by name, with the source
-of each figure.
-"""
+"""Peak rates, memory and links of accelerators by name, with the source of each figure."""
 
 from __future__ import annotations
 
@@ -67,24 +65,23 @@ class Accelerator:
 
     name: str
     pattern: str
-    """Regular expression for the device name that frameworks report; the first match of
-    ACCELERATORS counts.
+    """Regular expression for the device name in frameworks; the first match of ACCELERATORS counts.
     """
     half_flops: float
-    """Peak FLOP/s of bf16 and fp16 matrix products (fp16 alone on V100 and Ascend 910A)."""
+    """Peak FLOP/s of bf16 and fp16 matrix products (only fp16 on V100 and Ascend 910A)."""
     single_flops: float
     """Peak FLOP/s of float32 matrix products as the framework runs them by default."""
     bandwidth: float
-    """Memory bytes per second."""
+    """Memory bandwidth in bytes per second."""
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     source: str
     link: float
     """Bytes per second that a device sends to the others of its server, one way."""
     network: float
     """Bytes per second that a device sends to other servers, one way."""
     server_devices: int
-    """Devices of the server that link and network are of."""
+    """Devices of the server to which link and network refer."""
     link_source: str
 
 
@@ -139,13 +136,14 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """The record of a device by the name its framework reports, or None when it is not known."""
+    """Return a device's record by the name in its framework, or None if unknown."""
     return next((a for a in ACCELERATORS if re.search(a.pattern, device_name, flags=re.I)), None)
 
 
 def require_accelerator(name: str) -> Accelerator:
-    """The record of --accelerator, by its own name or by the one that frameworks report. Raises
-    ConfigError naming those that are known.
+    """Return the record for --accelerator, by its own name or the one in frameworks.
+
+    Raises ConfigError naming the known devices.
     """
     known = {accelerator.name.lower(): accelerator for accelerator in ACCELERATORS}
     found = known.get(name.strip().lower()) or find_accelerator(name)
@@ -158,7 +156,9 @@ def require_accelerator(name: str) -> Accelerator:
 
 
 def accelerator_flops(device_name: str, float_name: str) -> float:
-    """Peak FLOP/s of matrix products in this type by the table; 0 when the device is not in it."""
+    """Return the peak FLOP/s of matrix products in this type by the table; 0 for an unknown
+    device.
+    """
     accelerator = find_accelerator(device_name)
     if accelerator is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""The backend of a run: chosen by its config, imported by name, and asked for one run mode."""
+"""Choice and import of the backend of a run, and call of its run mode."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ENTRIES = {
     "serve": "serve",
     "export": "export",
 }
-"""By run mode the module of a backend, which has a function of the same name."""
+"""Run mode -> module of a backend, with a function of that name."""
 
 
 def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
-    """Run a mode in the backend of a resolved config; an export of weights needs no backend."""
+    """Run a mode in the backend of a resolved config. An export of weights needs no backend."""
     quieten_frameworks()
     ranks = config.topology.world_size
     if process.rank > 0 and run_mode in ONE_DEVICE_MODES and ranks == 1:
@@ -81,6 +81,6 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
 
 
 def serve_as_scheduler(run_mode: str, config: RunConfig) -> None:
-    """Be the process that msrun starts beside the ranks, with their command."""
+    """Run msrun's scheduler, which has the same command as the ranks."""
     if config.backend == "mindspore" and run_mode not in ONE_DEVICE_MODES:
         importlib.import_module("mindformers_gpt2.parallel.world").serve_as_scheduler()

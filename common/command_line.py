@@ -1,4 +1,4 @@
-"""The command line of run_gpt2.py. It loads no library, so that --help answers at once."""
+"""Command line of run_gpt2.py. It loads no library, so that --help answers at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 MODES = {
     "train": (
-        "train, or go on with a run that was stopped",
+        "train, or resume a stopped run",
         "data.train=data/own_text_document output_dir=output/own",
     ),
     "finetune": (
@@ -28,12 +28,12 @@ MODES = {
     "export": ("write the weights of a checkpoint as one file", "output_dir=output/quickstart"),
     "plan": ("show ranks, batch and memory, and start nothing", "parallel.data_parallel=4"),
 }
-"""What each run mode does, and an example of the overrides behind it."""
+"""Purpose of each run mode, and example overrides."""
 RUN_MODES = tuple(MODES)
 
 
 class _Explain(argparse.Action):
-    """Print a key of the schema and end, as --help does."""
+    """Action that prints a key of the schema and ends, as --help does."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None
@@ -71,7 +71,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "action": "append",
         "default": [],
         "metavar": "section.key=value",
-        "help": "the same as section.key=value alone; may be repeated",
+        "help": "same as section.key=value without -o; may be repeated",
     },
     "all_ranks": {"action": "store_true", "help": "plan lists every rank, of more than 64 too"},
     "accelerator": {
@@ -84,7 +84,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "plan suggests layouts for so many of --accelerator",
     },
 }
-"""Each flag, with what argparse is told about it."""
+"""Flags with their argparse settings."""
 _EPILOG = """\
 run modes, each with an example to put behind --config configs/gpt2/run_gpt2_tiny.yaml:
 {modes}

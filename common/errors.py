@@ -1,4 +1,4 @@
-"""The exception tree. A message says what was found, where, what was expected and how to mend it.
+"""The exception tree. A message says what was found, where, what was expected and how to fix it.
 
 GPT2Error
 ├── UserError            exit code 2: the input or the configuration is at fault
@@ -17,9 +17,10 @@ from __future__ import annotations
 
 
 class GPT2Error(Exception):
-    """Base of every error that this project raises on purpose. As text, each line keeps its start
-    and its end and loses what is between: a message quotes what it found, and a hostile value may
-    have any length.
+    """Base of every error that this project raises on purpose.
+
+    A message quotes its input, and a hostile value may have any length. As text, each line
+    therefore keeps its start and end, and loses the middle if it is too long.
     """
 
     exit_code = 1
@@ -75,7 +76,7 @@ class StorageError(RunError):
 
 
 class StopRequested(GPT2Error):
-    """Raised by the loop after it has saved, because signal ``signal_number`` asked it to stop."""
+    """Raised by the loop after it has saved, because signal ``signal_number`` requested a stop."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

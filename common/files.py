@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: write under a temporary name, fsync, rename."""
+"""Files and folders that are complete or absent: write under a temporary name, fsync, rename."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from common.paths import looked_in
 
 @contextmanager
 def reading(path: Path | str, error: type[UserError]) -> Iterator[None]:
-    """Turn what the system says of an input file that it cannot read within the block into
-    ``error``, with a remedy.
-    """
+    """Turn OSError for an unreadable input file into ``error``, with a remedy."""
     try:
         yield
     except OSError as reason:
@@ -31,7 +29,7 @@ def reading(path: Path | str, error: type[UserError]) -> Iterator[None]:
 
 
 def unreadable(reason: OSError) -> str:
-    """Return what is wrong with an input file, and the remedy."""
+    """Return the reason why an input file cannot be read, and the remedy."""
     if isinstance(reason, FileNotFoundError):
         return "no such file; check the path"
     remedies: dict[type[OSError], str] = {
@@ -45,9 +43,7 @@ def unreadable(reason: OSError) -> str:
 
 
 def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
-    """Return a regular file, open for reading. Raises ``error`` with the path, the reason and a
-    remedy.
-    """
+    """Open a regular file for reading. Raises ``error`` with the path, the reason and a remedy."""
     if "\0" in str(path):
         raise error(f"{str(path)!r}: a null byte cannot be part of a path; give the path of a file")
     with reading(path, error):
@@ -63,12 +59,10 @@ def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
 
 @contextmanager
 def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[type-arg]
-    """Open ``path`` for writing so that readers see the old file or the whole new one, never a
-    part.
+    """Open ``path`` for writing so that readers see the old file or the complete new one.
 
-    mode: "wb", or "w" for UTF-8 text with unix line ends. What killed writers of this name have
-    left is removed.
-    Raises StorageError when the disk refuses; the old file is then untouched.
+    mode: "wb", or "w" for UTF-8 text with unix line ends. Leftovers of killed writers of this name
+    are removed. Raises StorageError if the disk fails; the old file is then untouched.
     """
     path = Path(path)
     temporary = _temporary(path)
@@ -97,10 +91,9 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """Make a folder of this process beside ``path``, which goes when the block ends; those of
-    killed processes go first.
+    """Create a folder of this process beside ``path``, which is removed when the block ends.
 
-    OSError is left to the caller.
+    Folders of killed processes are removed first. Raises OSError.
     """
     folder = _temporary(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,11 +107,10 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the files and folders .NAME.PID.tmp of processes that were killed while they wrote
-    ``path``.
+    """Remove the files and folders .NAME.PID.tmp of processes killed while they wrote ``path``.
 
-    Who still writes holds a lock on them, also on another host. Where the file system knows no
-    locks, nothing is removed.
+    Active writers hold a lock on them, also on another host. If the file system has no locks,
+    nothing is removed.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9]+\.tmp")
     with os.scandir(path.parent) as entries:
@@ -134,9 +126,7 @@ def remove_leftovers(path: Path) -> None:
                 _remove(leftover)
             except BlockingIOError:
                 pass
-            except (
-                OSError
-            ):  # no locks here: what has the number of this process cannot be another's
+            except OSError:  # no locks here: a name with this process's number cannot be another's
                 if leftover == _temporary(path):
                     _remove(leftover)
             finally:
@@ -148,8 +138,9 @@ def _temporary(path: Path) -> Path:
 
 
 def _create_locked(path: Path, *, is_folder: bool = False) -> int:
-    """Make a file or a folder that ``remove_leftovers`` of other processes leaves alone; returns
-    its open descriptor. Raises OSError.
+    """Create a file or a folder that ``remove_leftovers`` of other processes keeps.
+
+    Returns its open descriptor. Raises OSError.
     """
     while True:
         if is_folder:
@@ -168,11 +159,10 @@ def _create_locked(path: Path, *, is_folder: bool = False) -> int:
 def refuse_to_overwrite(
     inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str
 ) -> None:
-    """Raise ConfigError if an output is the same file as an input: by its name, through a link, or
-    as a hard link of it.
+    """Raise ConfigError if an output is the same file as an input: by name, link, or hard link.
 
-    remedy: what to do, such as "choose another --output". None among the inputs stands for one that
-    was not given.
+    remedy: advice, such as "choose another --output". None among the inputs stands for one that was
+    not given.
     """
     there = [path for path in outputs if path.exists()]
     for source in inputs:
@@ -194,15 +184,17 @@ _REPLACED = ".replaced.tmp"
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Give ``folder``, whose files are durable, the name ``target``; what has it until now goes
-    last. Raises OSError, nothing lost.
+    """Rename ``folder``, whose files are durable, to ``target``; an existing target is removed
+    last.
+
+    Raises OSError, nothing lost.
     """
     replaced = target.with_name(f".{target.name}{_REPLACED}")
     if target.exists():
         os.replace(target, replaced)
     try:
         os.replace(folder, target)
-    except BaseException:  # a signal too
+    except BaseException:  # after a signal too
         if replaced.exists():
             os.replace(replaced, target)
         raise
@@ -212,11 +204,13 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 
 def clean_up(parent: Path, names: str) -> None:
-    """Finish what a killed writer left of files and folders of these names (a glob): a folder whose
-    replacement never came is put back, .NAME.tmp and the files .NAME.*.tmp go.
+    """Clean up after a killed writer of files and folders with these names (a glob).
+
+    A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are
+    removed.
     """
     _put_back(parent, names)
-    # a folder's name may be longer, and another's
+    # the name may be longer and belong to another folder
     files = (path for path in parent.glob(f".{names}.*.tmp") if not path.is_dir())
     for leftover in (*parent.glob(f".{names}.tmp"), *files):
         _remove(leftover)
@@ -240,9 +234,11 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
-    """A folder to fill, which gets the name ``folder`` at the end; an older one stays until then.
-    Raises StorageError when the disk refuses, with ``remedy``, and where another process fills one
-    of this name.
+    """Yield a folder to fill, which is renamed to ``folder`` at the end; an older one stays until
+    then.
+
+    Raises StorageError with ``remedy`` if the disk fails, and if another process fills a folder of
+    this name.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -255,8 +251,8 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
                 yield temporary
                 fsync_folder(temporary)
                 put_in_place(temporary, folder)
-            # at a signal too; else it has its name by now, and one of this name is the next
-            # writer's
+            # after a signal too; without an error it has its name by now, and one of this name
+            # belongs to the next writer
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
@@ -267,8 +263,9 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Keep other processes from the folder, until the block or this process ends; not where the
-    file system knows no locks.
+    """Lock the folder against other processes until the block or this process ends.
+
+    A file system without locks gives none.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -283,7 +280,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names inside ``folder`` durable (a rename alone may be lost by a power cut)."""
+    """Make the names inside ``folder`` durable; a power cut may undo a rename without it."""
     with _folder_synced(folder):
         pass
 
@@ -292,7 +289,7 @@ def fsync_folder(folder: Path) -> None:
 def _folder_synced(folder: Path) -> Iterator[None]:
     """Open ``folder``, and make its names durable after the block.
 
-    Who sees a file that the block puts there may rename the folder at once.
+    Another process that sees a file of the block may rename the folder at once.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

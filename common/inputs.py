@@ -1,5 +1,6 @@
-"""What a run needs from its user, looked for before a framework is imported: a path that is not
-there is said within a second.
+"""Checks of the inputs that a run needs, before a framework is imported.
+
+A missing path is thus reported within a second.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from common.training.start import checkpoint_to_use, require_weights
 
 
 def check_inputs(run_mode: str, config: ResolvedRun) -> None:
-    """Raises ConfigError, DataError, TokenizerError or CheckpointError naming what is not given, or
-    not there and where it was looked for.
+    """Check the inputs of a run mode, but not the content of files, which is checked at opening.
 
-    What the files hold is checked when they are opened.
+    Raises ConfigError, DataError, TokenizerError or CheckpointError naming a missing setting, or a
+    missing path and where it was looked for.
     """
     try:
         _check(run_mode, config)
@@ -46,7 +47,7 @@ def _check(run_mode: str, config: ResolvedRun) -> None:
     try:
         checkpoint_to_use(config)
     except CheckpointError:
-        # a fault in the prompts comes first, as it does where there is a checkpoint
+        # a fault in the prompts comes first, as it does with a checkpoint
         if run_mode == "predict":
             tokenizer, config = open_tokenizer(config)
             encode_prompts(config, tokenizer)

@@ -1,9 +1,8 @@
-"""Ctrl-C while a program starts, loads its libraries or ends: exit code 130, one line, no
-traceback.
+"""Ctrl-C at the start or end of a program: exit code 130, one line, no traceback.
 
-Python raises KeyboardInterrupt wherever it stands. In the middle of an import that is a traceback,
-or a library that calls itself broken. Until there is anything to clean up, the process therefore
-ends at once. This module loads no library.
+Python raises KeyboardInterrupt at any place. In the middle of an import the result is a traceback,
+or a library that reports itself broken. The process therefore ends at once while there is nothing
+to clean up. This module loads no library.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ _RETRY_SECONDS = 0.01
 
 
 def end_at_interrupts() -> None:
-    """From here on Ctrl-C ends the process at once, until ``raise_interrupts``. No change where
-    SIGINT is ignored.
+    """Let Ctrl-C end the process at once, until ``raise_interrupts``.
+
+    If SIGINT is ignored, it stays ignored.
     """
     if _is_ours_to_set():
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_interrupts() -> None:
-    """From here on Ctrl-C is KeyboardInterrupt again, after ``end_at_interrupts``.
+    """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``.
 
     Python prints and drops an exception in a destructor or in the callback of a weak reference. An
     import runs such a callback for every module, so that Ctrl-C could be lost there. It is
@@ -49,7 +49,7 @@ def raise_interrupts() -> None:
 
 @contextmanager
 def ending_at_interrupts() -> Iterator[None]:
-    """A stretch in which Ctrl-C ends the process at once: the import of a framework."""
+    """Let Ctrl-C end the process at once within the block: the import of a framework."""
     before = signal.getsignal(signal.SIGINT)
     end_at_interrupts()
     try:
@@ -61,8 +61,8 @@ def ending_at_interrupts() -> Iterator[None]:
 
 @contextmanager
 def exiting_at_sigterm() -> Iterator[None]:
-    """A stretch in which SIGTERM, a scheduler's, is SystemExit with its exit code, so that what is
-    half-written can be removed.
+    """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can
+    be removed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,8 +76,10 @@ def exiting_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def holding_signals() -> Iterator[list[int]]:
-    """A stretch of code that would abort at an exception of a signal handler. SIGINT and SIGTERM
-    are added to the list, and raised at its end.
+    """Hold back SIGINT and SIGTERM within code that would abort at an exception of a signal
+    handler.
+
+    Their numbers are added to the list, and raised at its end.
     """
     held: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -110,8 +112,10 @@ def run_script(main: Callable[[], int]) -> NoReturn:
 
 
 def _is_ours_to_set() -> bool:
-    """Handlers belong to the main thread; a program in the background of a shell ignores SIGINT,
-    and goes on to.
+    """Tell whether this code may set handlers: only in the main thread, and if SIGINT is not
+    ignored.
+
+    A program in the background of a shell ignores SIGINT, and must continue to.
     """
     return threading.current_thread() is threading.main_thread() and signal.getsignal(
         signal.SIGINT
@@ -124,8 +128,9 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _raise_dropped_interrupts(others: _Hook) -> _Hook:
-    """Build the hook for exceptions that Python drops. ``others`` is the hook for all but
-    KeyboardInterrupt.
+    """Build the hook for exceptions that Python drops.
+
+    ``others`` is the hook for all but KeyboardInterrupt.
     """
 
     def hook(dropped: sys.UnraisableHookArgs, /) -> None:
@@ -139,8 +144,9 @@ def _raise_dropped_interrupts(others: _Hook) -> _Hook:
 
 
 def _interrupt_soon() -> None:
-    """Send SIGINT to the main thread once it has left the callback. One that is dropped again comes
-    back here.
+    """Send SIGINT to the main thread once it has left the callback.
+
+    A signal that is dropped again comes back here.
     """
     time.sleep(_RETRY_SECONDS)
     _thread.interrupt_main(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The log and the progress bar: rank 0 speaks, and the bar shows only on a terminal."""
+"""Log and progress bar: rank 0 writes the log, and the bar shows only on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOG = logging.getLogger("gpt2")
 
 
 class _LineAboveBar(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints log lines so that they do not tear a progress bar."""
+    """Handler that prints log lines without tearing a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr.isatty():
@@ -23,7 +23,7 @@ class _LineAboveBar(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def start_log(*, rank: int = 0) -> None:
-    """Send the project's log to standard output; ranks above 0 only warn."""
+    """Send the project's log to standard output; ranks above 0 print only warnings."""
     LOG.handlers.clear()
     handler = _LineAboveBar(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -33,7 +33,7 @@ def start_log(*, rank: int = 0) -> None:
 
 
 def progress_bar(*, total: int, initial: int = 0, unit: str = "step", description: str = "") -> Any:
-    """A tqdm bar on standard error, silent where that is no terminal."""
+    """Return a tqdm bar on standard error, silent unless that is a terminal."""
     from tqdm import tqdm
 
     is_seen, scaled = sys.stderr.isatty(), unit == "B"

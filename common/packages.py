@@ -1,4 +1,4 @@
-"""Optional packages, asked for by name before they are imported."""
+"""Checks for optional packages before they are imported."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from common.errors import ConfigError
 
 
 def require_package(name: str, *, extra: str, purpose: str) -> None:
-    """Raise ConfigError unless the package is installed. extra: the extra of ours that brings it.
-    purpose: a clause such as "which writes ONNX".
+    """Raise ConfigError unless the package is installed.
+
+    extra: the extra of this project that installs it. purpose: a clause such as "which writes
+    ONNX".
     """
     if importlib.util.find_spec(name) is None:
         raise ConfigError(

@@ -1,15 +1,16 @@
-"""The project's folder, and words about paths that are not there."""
+"""Folder of the project, and text about missing paths."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The project's folder."""
+"""Folder of the project."""
 
 
 def looked_in(path: str | Path) -> str:
-    """`` (looked in FOLDER)`` behind a relative path, which is relative to the working directory;
-    nothing behind an absolute one.
+    """Return `` (looked in FOLDER)`` for a relative path, and nothing for an absolute one.
+
+    FOLDER is the working directory.
     """
     return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"

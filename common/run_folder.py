@@ -1,6 +1,4 @@
-"""The folder of a run: held against a second run by a lock, and known again by what the lock file
-holds.
-"""
+"""Folder of a run: locked against a second run, and identified by the content of its lock file."""
 
 from __future__ import annotations
 
@@ -18,15 +16,16 @@ LOCK = ".lock"
 
 
 class LostFolderError(StorageError):
-    """The run folder was removed, or replaced by another one, under the run: nothing more is
-    written or removed there.
+    """Another process removed or replaced the run folder, so nothing more is written or removed
+    there.
     """
 
 
 @contextmanager
 def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
-    """Make the run folder and hold it against a second run, for all ranks. The hold ends with the
-    process, however it ends.
+    """Create the run folder and lock it against a second run, for all ranks.
+
+    The lock ends with the process, however it ends.
     """
     if not active:
         yield
@@ -50,15 +49,18 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         except OSError as error:
             LOG.warning(f"{folder}: cannot be held against a second run here ({error.strerror})")
         lock.truncate(0)
-        lock.write(uuid.uuid4().hex)  # by which other ranks see whether theirs is the same folder
+        lock.write(
+            uuid.uuid4().hex
+        )  # other ranks compare it to see whether their folder is the same one
         lock.flush()
         os.fsync(lock.fileno())
         yield
 
 
 def holder(folder: Path) -> str:
-    """What the run that holds the folder wrote into it; empty where the folder is another one, of
-    the same name on another host.
+    """Return the text that the run holding the folder wrote into its lock.
+
+    It is empty if another host has another folder of the same name.
     """
     try:
         return (folder / LOCK).read_text(encoding="utf-8")
@@ -67,12 +69,11 @@ def holder(folder: Path) -> str:
 
 
 def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None]:
-    """Return a function that raises LostFolderError once the run folder is no longer the one that
-    this run holds.
+    """Return a function that raises LostFolderError once this run no longer holds the run folder.
 
-    holders: what ``holder`` has told each rank at the start. A rank that does not see rank 0's
-    folder has nothing to compare. Another folder's lock differs in its text and in its inode: an
-    export of this run may change the one, some file systems the other.
+    holders: text that ``holder`` returned on each rank at the start. A rank that does not see rank
+    0's folder has nothing to compare. Another folder's lock differs in its text and in its inode.
+    An export of this run may change the text, and some file systems change the inode.
     """
     token = holders[rank] if holders[rank] == holders[0] else ""
     inode = (folder / LOCK).stat().st_ino if token else 0
@@ -85,8 +86,7 @@ def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None
             )
         except (FileNotFoundError, NotADirectoryError):
             is_ours = False
-        # a disk that does not answer says nothing about whose folder it is; what is written next
-        # will tell
+        # a disk that does not answer does not reveal whose folder it is; the next write will fail
         except OSError:
             is_ours = True
         if not is_ours:
@@ -100,14 +100,14 @@ def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None
 
 
 def require_free_folder(folder: Path) -> None:
-    """Raise ConfigError where a run holds ``folder``, as ``owned_folder`` does on its rank 0.
-    Nothing is written.
+    """Raise ConfigError if a run holds ``folder``, without writing anything.
 
-    A file system without locks holds nobody back: there rank 0 decides.
+    Rank 0 does the same in ``owned_folder``. A file system without locks prevents nothing here;
+    rank 0 decides there.
     """
     with suppress(OSError), (folder / LOCK).open("rb") as lock:
         try:
-            # shared: two that ask do not see each other
+            # shared: two processes that check do not see each other
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(

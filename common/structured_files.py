@@ -1,10 +1,9 @@
-"""Files and JSON that come from outside, read within limits: the one reader of the project, with
-``yaml_files`` for YAML.
+"""Readers of files and JSON from outside, within limits; ``yaml_files`` reads YAML.
 
-A file may be cut short, deeply nested, endless or hostile. Every way in which its text can be at
-fault is one exception, ``MalformedError``, whose message says what was found and in which line. The
-``read_`` functions add the path and raise the caller's own error. What is returned is plain data:
-dict with str keys, list, str, int, float, bool, None.
+A file may be cut short, deeply nested, endless or hostile. Every fault of its text is one
+exception, ``MalformedError``, whose message has the fault and its line. The ``read_`` functions add
+the path and raise the caller's own error. Results are plain data: dict with str keys, list, str,
+int, float, bool, None.
 
 Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40).
 """
@@ -26,10 +25,10 @@ MAX_DIGITS = 40
 
 
 class MalformedError(ValueError):
-    """Text that is not what its format allows, or beyond the limits. ``line`` and ``column`` count
-    from 1; 0 where unknown.
+    """Text that violates its format or the limits.
 
-    position: characters before the fault, where a JSON text was parsed.
+    ``line`` and ``column`` count from 1; 0 if unknown. position: characters before the fault, if a
+    JSON text was parsed.
     """
 
     def __init__(self, problem: str, line: int = 0, column: int = 0, position: int = 0) -> None:
@@ -37,7 +36,7 @@ class MalformedError(ValueError):
         self.problem, self.line, self.column, self.position = problem, line, column, position
 
     def at(self, path: Path | str) -> str:
-        """Return ``path:line:column``, or the path alone where the line is unknown."""
+        """Return ``path:line:column``, or only the path if the line is unknown."""
         return f"{path}:{self.line}:{self.column}" if self.line else str(path)
 
 
@@ -53,8 +52,9 @@ class DuplicateKeyError(MalformedError):
 
 
 def read_bytes(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes. Raises ``error`` with the
-    path, the reason and a remedy.
+    """Return the content of a regular file of at most ``limit`` bytes.
+
+    Raises ``error`` with the path, the reason and a remedy.
     """
     with open_input(path, error) as file, reading(path, error):
         size = os.fstat(file.fileno()).st_size
@@ -86,7 +86,7 @@ def read_json(
     unique: bool = True,
     finite: bool = True,
 ) -> Any:
-    """Return what a JSON file holds. Raises ``error`` with path, line and reason."""
+    """Return the content of a JSON file. Raises ``error`` with path, line and reason."""
     text = read_text(path, limit=limit, error=error)
     try:
         return parse_json(text, unique=unique, finite=finite)
@@ -103,7 +103,7 @@ def read_json_mapping(
     limit: int = MAX_JSON_BYTES,
     finite: bool = True,
 ) -> dict[str, Any]:
-    """Return what a JSON file with an object at its top holds. Raises ``error``."""
+    """Return the content of a JSON file with an object at its top. Raises ``error``."""
     return require_mapping(
         read_json(path, error=error, limit=limit, finite=finite), str(path), error=error
     )
@@ -136,7 +136,7 @@ def kind_of(value: Any) -> str:
 def parse_json(text: str | bytes, *, unique: bool = True, finite: bool = True) -> Any:
     """Return the value of a JSON text. Raises MalformedError.
 
-    unique: refuse an object that names a key twice. finite: refuse NaN, Infinity and numbers that
+    unique: reject an object with a repeated key. finite: reject NaN, Infinity and numbers that
     overflow a float.
     """
     if len(text) > MAX_JSON_BYTES:
@@ -162,13 +162,13 @@ def parse_json(text: str | bytes, *, unique: bool = True, finite: bool = True) -
 def parse_json_line(line: str | bytes) -> Any:
     """Return the value of one line of a corpus. Raises MalformedError.
 
-    Fast: keys given twice, NaN, and nesting that the parser can follow are not refused.
+    For speed it accepts repeated keys, NaN, and any nesting that the parser can follow.
     """
     try:
         return _FAST.decode(line if isinstance(line, str) else _decoded(line))
     except json.JSONDecodeError as error:
         raise _malformed(error) from None
-    except ValueError as error:  # a number of more digits than Python converts
+    except ValueError as error:  # a number with more digits than Python converts
         raise (
             error
             if isinstance(error, MalformedError)
@@ -179,10 +179,9 @@ def parse_json_line(line: str | bytes) -> Any:
 
 
 def parse_json_item(text: str, start: int = 0) -> tuple[Any, int]:
-    """Return the value that begins at ``start``, and where it ends; what follows may be anything.
-    Raises MalformedError.
+    """Return the value that begins at ``start``, and where it ends; any text may follow.
 
-    As fast as parse_json_line, and as lenient.
+    Raises MalformedError. It is as fast and as lenient as parse_json_line.
     """
     try:
         return _FAST.raw_decode(text, start)
@@ -220,8 +219,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def require_text(text: str) -> str:
-    """Return a text that UTF-8 can hold. Raises MalformedError for half of a surrogate pair, which
-    an escape can name.
+    """Return a text that UTF-8 can hold.
+
+    Raises MalformedError for half of a surrogate pair, which an escape can produce.
     """
     try:
         text.encode("utf-8")
@@ -233,8 +233,9 @@ def require_text(text: str) -> str:
 
 
 def parse_integer(digits: str) -> int:
-    """Return the integer of a text. Raises MalformedError beyond MAX_DIGITS, ValueError for another
-    text.
+    """Return the integer of a text.
+
+    Raises MalformedError beyond MAX_DIGITS, ValueError for any other text.
     """
     if len(digits) > MAX_DIGITS:
         raise MalformedError(f"a number of {len(digits)} digits")
@@ -242,8 +243,9 @@ def parse_integer(digits: str) -> int:
 
 
 def parse_float(text: str) -> float:
-    """Return the float of a text. Raises MalformedError for one that overflows, ValueError for
-    another text.
+    """Return the float of a text.
+
+    Raises MalformedError for one that overflows, ValueError for any other text.
     """
     value = float(text)
     if not math.isfinite(value):
@@ -275,6 +277,6 @@ def _check_depth(value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is quoted in a message, cut where it is long."""
+    """Return a value as quoted in a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,7 +1,7 @@
-"""Whole numbers in text from outside: arguments, environment variables, words of other programs.
+"""Whole numbers in text from outside: arguments, environment variables, output of other programs.
 
 Only the ASCII digits 0 to 9 count. Python's ``int`` also takes signs, blanks, underscores and the
-digits of every other script, and raises an error of its own above 4,300 digits.
+digits of every other script. Above 4,300 digits it raises an error of its own.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable, Collection, Iterable
 
 MOST_DIGITS = 18
-"""So that every number fits into 64 bits."""
+"""Most digits, so that every number fits into 64 bits."""
 MOST_RANKS = 65536
-"""Processes of one run, more than any has. Lists with an entry a rank stay small."""
+"""Most processes of a run, more than any has. Lists with an entry per rank stay small."""
 
 
 def whole_number(text: str, *, most_digits: int = MOST_DIGITS) -> int | None:
-    """Return the number that ``text`` is, or None where it is not a whole number of at most so many
-    digits.
-    """
+    """Return the number in ``text``, or None unless it is a whole number within the digits."""
     return int(text) if len(text) <= most_digits and re.fullmatch("[0-9]+", text) else None
 
 
@@ -41,12 +39,12 @@ def argument(least: int = 0, most: int = 10**MOST_DIGITS - 1) -> Callable[[str],
 
 
 def shortened(text: str) -> str:
-    """Return ``text``, cut to a length that a message can hold."""
+    """Return ``text``, cut to a length that fits a message."""
     return text if len(text) <= 40 else f"{text[:37]}... ({len(text)} characters)"
 
 
 def spans(numbers: Iterable[int], *, least: int = 2) -> str:
-    """Return numbers as text: ``0-2, 8``. least: how many neighbours are written as a span."""
+    """Return numbers as text: ``0-2, 8``. least: number of neighbours that form a span."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -58,5 +56,5 @@ def spans(numbers: Iterable[int], *, least: int = 2) -> str:
 
 
 def rank_names(ranks: Collection[int]) -> str:
-    """Return such as ``rank 3`` or ``ranks 0-3, 8``."""
+    """Return names such as ``rank 3`` or ``ranks 0-3, 8``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks) or 'none'}"

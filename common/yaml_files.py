@@ -1,7 +1,7 @@
-"""YAML that comes from outside, read within limits: the one reader of the project.
+"""Reader of YAML from outside, within limits.
 
-Apart from ``structured_files`` because PyYAML takes 50 ms to load. What is returned is plain data,
-and nothing in it is shared.
+It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data
+without shared parts.
 
 Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40), values
 (100,000, with aliases followed).
@@ -37,8 +37,9 @@ KeyPath = tuple[str | int, ...]
 
 
 def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
-    """Return what a YAML file with keys at its top holds; an empty file holds none. Raises
-    ``error``.
+    """Return the content of a YAML file with keys at its top; an empty file has none.
+
+    Raises ``error``.
     """
     return read_yaml_lines(path, error=error)[0]
 
@@ -46,8 +47,9 @@ def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> di
 def read_yaml_lines(
     path: Path, *, error: type[UserError] = ConfigError
 ) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Return what a YAML file with keys at its top holds, and the line of each key. Raises
-    ``error``.
+    """Return the content of a YAML file with keys at its top, and the line of each key.
+
+    Raises ``error``.
     """
     lines: dict[KeyPath, int] = {}
     try:
@@ -59,7 +61,8 @@ def read_yaml_lines(
 
 class YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text.
-    It composes nodes only.
+
+    It only composes nodes.
     """
 
     def __init__(self, text: str) -> None:
@@ -67,7 +70,7 @@ class YamlLoader(yaml.SafeLoader):
         self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Count the nodes, so that a text of many is given up early: PyYAML takes 15 s for a MiB of
+        """Count the nodes, to reject a text with too many early: PyYAML takes 15 s for a MiB of
         them.
         """
         self._nodes += 1
@@ -102,7 +105,7 @@ for _tag, _pattern, _first in (
 
 
 class YamlDumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, which quotes what YamlLoader would not read as text."""
+    """PyYAML's safe dumper, which quotes text that YamlLoader would read otherwise."""
 
 
 YamlDumper.yaml_implicit_resolvers = YamlLoader.yaml_implicit_resolvers
@@ -114,11 +117,9 @@ def dump_yaml(value: Any) -> str:
 
 
 def parse_yaml(text: str, lines: dict[KeyPath, int] | None = None) -> Any:
-    """Return the value of a YAML text of one document; None where it is empty. Raises
-    MalformedError.
+    """Return the value of a YAML text of one document; None if it is empty. Raises MalformedError.
 
-    Keys become text. A key that is given twice is refused. lines: is filled with the line of each
-    key.
+    Keys become text. A repeated key is rejected. lines: filled with the line of each key.
     """
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
@@ -144,7 +145,7 @@ def parse_yaml(text: str, lines: dict[KeyPath, int] | None = None) -> Any:
 
 
 class _Plain:
-    """Plain data of composed nodes. Aliases are followed, and each place gets a copy of its own."""
+    """Plain data of composed nodes. Aliases are followed, and each place gets its own copy."""
 
     def __init__(self, lines: dict[KeyPath, int] | None) -> None:
         self._lines = lines
@@ -221,6 +222,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def _line(found: Any) -> tuple[int, int]:
-    """Return line and column of a node, an event or an error of PyYAML; zeros where it has none."""
+    """Return line and column of a node, an event or an error of PyYAML; zeros if it has none."""
     mark = getattr(found, "problem_mark", None) or getattr(found, "start_mark", None)
     return (mark.line + 1, mark.column + 1) if mark else (0, 0)

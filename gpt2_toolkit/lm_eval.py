@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness may not be 
         return self.model.encode(string)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness keeps beside its results: what was measured, and how."""
+        """Record that the harness keeps beside its results: what was measured, and how."""
         source = self.model.source
         return {
             "gpt2_toolkit": {

@@ -19,10 +19,10 @@ find_python() {
     fi
 }
 
-# use_python: sets PYTHON to an interpreter that holds the project, or ends with one message; where there is no environment, the
+# use_python: sets PYTHON to an interpreter that holds the project, or ends with one message. Where there is no environment, the
 # python of the PATH may do.
 use_python() {
-    find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; $(how_to_mend)" >&2; exit 2; }
+    find_python || PYTHON=$(command -v python || command -v python3) || { echo "error: no Python found; $(how_to_fix)" >&2; exit 2; }
     check_python
 }
 
@@ -37,10 +37,10 @@ try:
 except Exception as error:
     sys.exit("it does not hold the project's libraries: %s" % error)
 END
-    ) || { echo "error: $PYTHON cannot be used: ${why##*$'\n'}; $(how_to_mend)" >&2; exit 2; }
+    ) || { echo "error: $PYTHON cannot be used: ${why##*$'\n'}; $(how_to_fix)" >&2; exit 2; }
 }
 
-how_to_mend() {
+how_to_fix() {
     echo "run 'bash $ROOT/scripts/quickstart.sh' once, which makes $ROOT/.venv;" \
         "or install into an environment of your own, pip install -c constraints.txt -e '.[torch,fast]' in $ROOT, and activate it;" \
         "or set PYTHON to its interpreter"
@@ -71,7 +71,8 @@ make_environment() {
 }
 
 # install_project EXTRAS: pip installs into .venv unless these extras are there already; returns 1 when pip fails.
-# Leaves an environment of the user's own alone.
+# Does not change an environment of the user's own.
+# Modules are compiled when they are first imported, which is a fraction of them.
 install_project() {
     local extras=$1 stamp=$ROOT/.venv/installed wanted
     [ "$PYTHON" = "$ROOT/.venv/bin/python" ] || return 0
@@ -80,6 +81,6 @@ install_project() {
     echo "installing the project with [$extras] into .venv (minutes, the first time)"
     local quiet=(--quiet)
     if [ -t 1 ]; then quiet=(); fi # pip's progress, for who is watching
-    "$PYTHON" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[$extras]" || return 1
+    "$PYTHON" -m pip install --no-compile ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[$extras]" || return 1
     echo "$wanted" >>"$stamp"
 }

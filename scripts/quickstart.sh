@@ -19,7 +19,7 @@ does only what is missing.
   bash scripts/quickstart.sh train.max_steps=50      any key of the configuration may follow
   QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
 
-exit codes: 0 success, 1 a step failed, 2 a word is at fault, 130 Ctrl-C (the same command goes on from there)
+exit codes: 0 success, 1 a step failed, 2 a word is at fault, 130 Ctrl-C (the same command resumes from there)
 END
     exit 0 ;;
 esac; done
@@ -49,7 +49,7 @@ else
     echo "already there: $DATA/corpus_text_document.{bin,idx}"
 fi
 
-echo "== 3/4 training (a finished run is left as it is, a stopped one goes on)"
+echo "== 3/4 training (a finished run is left as it is, a stopped one resumes)"
 "$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode train "${OVERRIDES[@]}"
 "$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode eval "${OVERRIDES[@]}"
 

@@ -6,7 +6,7 @@
 #
 # Submit from the repository, or set GPT2_ROOT to it. The lines below are the defaults; options before the script's name win.
 # A failed task ends the job. Ten minutes before the time limit every task is sent SIGTERM: the ranks save and end, exit code 143;
-# the same command submitted again goes on from there.
+# the same command submitted again resumes from there.
 #SBATCH --job-name=gpt2
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=4
@@ -18,7 +18,7 @@
 #SBATCH --output=slurm-%x-%j.log
 set -euo pipefail
 
-# What the cluster asks for, such as:
+# Commands that the cluster asks for, such as:
 # module load cuda/12.4
 # conda activate gpt2
 
@@ -34,7 +34,7 @@ set GPT2_ROOT to it. The #SBATCH lines of this file are the defaults; options be
 
   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/run_slurm.sh configs/gpt2/run_gpt2_1.3b_fleetx.yaml train
 
-exit codes: 0 success, 2 a word or the configuration is at fault, 143 the time limit came (submit it again: it goes on), else that of
+exit codes: 0 success, 2 a word or the configuration is at fault, 143 the time limit came (submit it again to resume), else that of
 the first task that failed
 END
     exit 0 ;;

@@ -1,4 +1,4 @@
-"""What the float32 error of a trained weight is relative to, where two runs differ only in the
+"""Scale of the float32 error of a trained weight between two runs that differ only in the
 order of their sums.
 """
 

@@ -1,4 +1,4 @@
-"""Where the tests find real data: the folder GPT2_TEST_DATA, or ../shared/data beside the
+"""Place of real data for the tests: the folder GPT2_TEST_DATA, or ../shared/data beside the
 repository.
 """
 
@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests to the whole suite. The README's commands take minutes: they start first,
-    beside all others.
+    """Leave long tests to the whole suite. The commands of the pages take minutes, so they start
+    first, then the other modules with long tests; short ones fill the end of every worker.
     """
     if not config.getoption("--all"):
         left_out = [
@@ -31,9 +32,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items
             if item.get_closest_marker("long") and not item.get_closest_marker("campaign")
         ]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    else:
+        left_out = [item for item in items if item.get_closest_marker("representative")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+    slow = {item.path for item in items if item.get_closest_marker("long")}
+    quick = ("common", "tools")  # folders whose other modules take a second each
+    items.sort(
+        key=lambda item: (
+            item.path.name != "test_pages.py",
+            item.path not in slow,
+            not set(quick).isdisjoint(item.path.parts),
+        )
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a module on one worker, except those of the pages: each takes a minute."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return (
+                nodeid
+                if "::test_the_commands_of_a_page" in nodeid
+                else super()._split_scope(nodeid)
+            )
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,9 +80,12 @@ def _signals() -> None:
 
 @pytest.fixture(autouse=True)
 def _interrupts() -> Iterator[None]:
-    """Children inherit blocked signals, too: a run of MindSpore in the process of the tests takes
-    SIGINT in a thread of its own, and blocks it elsewhere.
+    """Undo what a run of MindSpore in the process of the tests leaves.
+
+    It turns SIGINT into SIGTERM, takes it in a thread of its own, and blocks it elsewhere, which
+    children inherit.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

@@ -1,4 +1,4 @@
-"""What the messages of a rank take while it trains: how often parameters are gathered, and the
+"""Counters of a rank's messages while it trains: gathered parameters, and the
 buffers that a pipeline receives into.
 """
 

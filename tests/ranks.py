@@ -5,8 +5,8 @@ them.
                                   (fork) when it has imported the framework
     start_ranks(2, [job, job])    starts it twice, for tests that meddle with single ranks
 
-A job is the tree of a configuration, with "run_mode" where that is not train, and "ranks" where it
-is of the first so many alone, while the others wait for the next. One start serves many jobs, and
+A job is the tree of a configuration, with "run_mode" where that is not train. With "ranks" it is
+for the first ranks only, while the others wait for the next. One start serves many jobs, and
 all ranks, since importing the framework takes longer than they do. All jobs of a start have one
 backend; on mindspore its scheduler is started too, and each rank by itself.
 """
@@ -51,7 +51,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets, and one thread."""
+    """Variables that torchrun sets, and one thread."""
     names = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -128,11 +128,12 @@ def run_ranks(
     jobs: Sequence[Job],
     *,
     variables: Mapping[str, str] | None = None,
-    watched: bool = False,
+    watched: str = "",
     seconds: float = 20.0,
 ) -> None:
-    """Start and wait. Every rank must succeed. watched: each leaves ``watched_RANK.json`` beside
-    its output (tests/message_counters.py). seconds: of the time limit, by rank and job.
+    """Start and wait. Every rank must succeed. watched: module of tests/ whose ``watch`` leaves
+    ``watched_RANK.json`` of each rank beside its output, such as message_counters. seconds: of the
+    time limit, by rank and job.
     """
     # its threads do not outlive a fork; it compiles a graph for each job
     if jobs[0].get("backend") == "mindspore":
@@ -189,12 +190,12 @@ def main() -> None:
     sys.exit(int(any(child.exitcode for child in children)))
 
 
-def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: bool) -> None:
+def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: str) -> None:
     os.environ.update(rank_environment(rank, ranks, ports[0]))
     go_through(ports, jobs, watched=watched)
 
 
-def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> None:
+def go_through(ports: list[int], jobs: list[Job], *, watched: str = "") -> None:
     from common.cluster.environment import find_process
     from common.config.load import build_config
     from common.errors import GPT2Error
@@ -216,7 +217,7 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: bool = False) -> N
             config = resolve_mode(build_config(tree), mode, world_size=process.world_size)
             run = {"train": "train", "eval": "evaluate"}[mode]
             with (
-                import_module("tests.message_counters").watch(note)
+                import_module(f"tests.{watched}").watch(note)
                 if watched
                 else contextlib.nullcontext()
             ):

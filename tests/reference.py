@@ -11,12 +11,12 @@ from common.config.schema import ModelConfig
 from common.tokenizer.bpe_files import byte_alphabet
 
 POSITIONS = 64
-"""Of ``save_model``."""
+"""Configuration of ``save_model``."""
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ t"]
 
 
 def write_vocabulary(folder: Path, merges: list[str]) -> Path:
-    """Of 262 tokens, under OpenAI's names, the merges without a header."""
+    """Vocabulary of 262 tokens, under OpenAI's names, the merges without a header."""
     folder.mkdir()
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
     (folder / "encoder.json").write_text(

@@ -84,7 +84,7 @@ def pids_with(text: str) -> list[int]:
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """Where these processes listen, by the kernel's tables: such as 127.0.0.1, ::, or an address of
+    """Addresses that these processes listen on, by the kernel's tables: 127.0.0.1, ::, or one of
     this machine.
     """
     inodes = set()
@@ -109,7 +109,7 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
 
 
 def wait_until(
-    condition: Callable[[], object], what: str, *, seconds: float = 60.0, every: float = 0.05
+    condition: Callable[[], object], what: str, *, seconds: float = 180.0, every: float = 0.05
 ) -> None:
     end = time.monotonic() + seconds
     while not condition():

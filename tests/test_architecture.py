@@ -1,4 +1,4 @@
-"""The import law: tools -> one backend -> common; common needs no framework; the backends never
+"""The import law: tools -> one backend -> common. common needs no framework; the backends never
 meet.
 """
 
@@ -19,7 +19,7 @@ LAYERS = (
     ("accelerators", "files", "packages", "whole_numbers", "run_folder"),
     ("structured_files",),
     ("yaml_files", "processes"),
-    ("config", "tensor_files"),
+    ("config", "tensor_files", "failures"),
     ("cluster", "command_line", "tokenizer", "weights"),
     ("device", "dataset", "parallel", "quantization"),
     ("resolve",),
@@ -28,8 +28,9 @@ LAYERS = (
     ("generation", "evaluation", "systems"),
     ("conversion", "serving"),
     ("inference",),
-    ("inputs", "modelarts"),
+    ("inputs", "modelarts", "bundle"),
     ("backends",),
+    ("study",),
 )
 """The folders and files of common/, lower ones first. Each imports only what is below it."""
 
@@ -157,7 +158,7 @@ _DIRECT = {
     "yaml": None,
     "ruamel": None,
 }
-"""What reads JSON or YAML without limits: names of the module json, and every use of the packages
+"""Readers of JSON or YAML without limits: names of the module json, and every use of the packages
 for YAML.
 """
 
@@ -261,7 +262,7 @@ assert not heavy, heavy
 
 
 _PUBLIC_UNDERSCORES = {"os._exit", "_Entry._fields_", "_thread"}
-"""What Python documents with a leading underscore."""
+"""Names that Python documents with a leading underscore."""
 _KNOWN_ELSEWHERE = {"common/training/tensorboard.py": {"self._writer._py_recordio_writer"}}
 """tensorboardX 2.6, no framework: its writer's file, which the public close() would flush on a full
 disk.
@@ -331,7 +332,7 @@ def private_uses(path: Path, own: set[str]) -> set[str]:
     return found - _PUBLIC_UNDERSCORES
 
 
-def test_private_interfaces_of_others_are_used_in_files_of_that_name_alone() -> None:
+def test_private_interfaces_of_others_are_used_only_in_files_of_that_name() -> None:
     folders = ("common", "torch_gpt2", "mindformers_gpt2")
     own = {folder: own_names(ROOT / folder) for folder in folders}
     found = {

@@ -1,1 +1,1 @@
-"""Which machines and chips a run has: rank tables, placements, and the addresses of devices."""
+"""Machines and chips of a run: rank tables, placements, and addresses of devices."""

@@ -1,5 +1,6 @@
-"""Who this process is among those of its run, by the variables of whoever started it. Nothing is
-started or connected here.
+"""Rank of this process in its run, read from the variables of any launcher.
+
+Nothing is started or connected here.
 """
 
 from __future__ import annotations
@@ -25,32 +26,31 @@ class Process:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Among those of this host."""
+    """Rank among the processes of this host."""
     local_world_size: int = 1
-    """Processes of this host. msrun does not tell it: with several hosts it is a lower bound
-    there.
+    """Processes of this host. msrun does not tell it; with several hosts it is a lower bound there.
     """
     device_id: int | None = None
-    """The device that was assigned; None where none was: local_rank then."""
+    """Device assigned to this process; None means local_rank."""
     master: str | None = None
-    """Address of the host of rank 0, where it is known."""
+    """Address of the host of rank 0, if known."""
     port: int | None = None
     launcher: str = "none"
-    """launch (ours), torchrun, horovodrun, msrun, mpirun, srun, rank table, none."""
+    """One of launch (ours), torchrun, horovodrun, msrun, mpirun, srun, rank table, none."""
     remarks: tuple[str, ...] = ()
-    """For the log: what was taken for granted."""
+    """Assumptions to write into the log."""
 
 
 ALONE = Process()
-"""A process that nobody started as one of several."""
+"""The only process of a run."""
 
 
 def find_process(environ: Mapping[str, str]) -> Process:
-    """Ask each launcher's variables in turn: ours and torchrun's, horovodrun's, msrun's, Ascend's,
-    those of MPI, Slurm's. Default: alone.
+    """Find the rank of this process in each launcher's variables in turn.
 
-    Raises ConfigError for a value that is no number, for a pair of which one is missing, and where
-    two contradict each other.
+    The order is ours and torchrun's, horovodrun's, msrun's, Ascend's, those of MPI, Slurm's.
+    Without any, this is the only process. Raises ConfigError for a value that is not a number, for
+    an incomplete pair, and where two launchers contradict each other.
     """
     for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, _srun):
         process = source(environ)
@@ -61,10 +61,9 @@ def find_process(environ: Mapping[str, str]) -> Process:
 
 
 def announced_world_size(environ: Mapping[str, str]) -> int | None:
-    """Processes of the run as far as any launcher says, for those who only want to know that: a
-    size without a rank is enough.
+    """Return the number of processes that any launcher announces; a size without a rank is enough.
 
-    Raises ConfigError where two say something else.
+    Raises ConfigError where two launchers disagree.
     """
     sizes = {
         name: _size(environ, name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)
@@ -85,8 +84,9 @@ def announced_world_size(environ: Mapping[str, str]) -> int | None:
 
 
 def torch_variables(process: Process) -> dict[str, str]:
-    """What ``torch.distributed`` reads with ``env://``. Raises ConfigError when nobody said where
-    the processes meet.
+    """Return the variables that ``torch.distributed`` reads with ``env://``.
+
+    Raises ConfigError if no address is known at which the processes meet.
     """
     if process.world_size > 1 and process.master is None:
         raise ConfigError(
@@ -104,20 +104,22 @@ def torch_variables(process: Process) -> dict[str, str]:
 
 
 def is_scheduler(environ: Mapping[str, str]) -> bool:
-    """Whether this is the process with which msrun lets the ranks find each other: it starts the
-    same script, but is no rank.
+    """Tell whether this is msrun's scheduler, by which the ranks find each other.
+
+    It runs the same script but is not a rank.
     """
     return environ.get("MS_ROLE") == "MS_SCHED"
 
 
 def in_modelarts(environ: Mapping[str, str]) -> bool:
-    """Whether the platform's own path variables are set; users are told not to define names that
-    start with MA_.
+    """Tell whether the platform's own path variables are set.
+
+    Users are told not to define names that start with MA_.
     """
     return any(environ.get(name) for name in _PLATFORM)
 
 
-# ---- one function a launcher: a Process, or None where its variables are absent ----
+# ---- one function per launcher, which returns a Process, or None without its variables ----
 
 
 def _torchrun(environ: Mapping[str, str]) -> Process | None:
@@ -136,16 +138,16 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
         environ["RANK"],
         environ["WORLD_SIZE"],
     )
-    # of one process they are the same by chance, where the container has RANK_ID=0 and RANK_SIZE=1
+    # for one process both may agree by chance, where the container has RANK_ID=0 and RANK_SIZE=1
     ours = "GPT2_LAUNCHER_PID" in environ or (same_in_both and "TORCHELASTIC_RUN_ID" not in environ)
-    # the second is what DeepSpeed's launcher sets
+    # DeepSpeed's launcher sets the second
     sizes = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environ.get(name)]
     return Process(
         rank=rank[0],
         world_size=rank[1],
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_world_size=_size(environ, sizes[0]) if sizes else 1,
-        # another launcher's DEVICE_ID may be the container's, the same for all its ranks
+        # another launcher's DEVICE_ID may be the container's, equal for all its ranks
         device_id=_optional(environ, "DEVICE_ID") if ours else None,
         master=_master(environ),
         port=_port(environ),
@@ -154,11 +156,11 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
 
 
 def _horovod(environ: Mapping[str, str]) -> Process | None:
-    """Variables: create_slot_env_vars and create_run_envs of horovod/runner/gloo_run.py, 0.28.
-    With MPI below it, horovodrun sets none of them: MPI's own are read.
+    """Find the rank in Horovod's variables.
 
-    Rank 0 is on the first host of -H. The address that all ranks know is that of horovodrun's
-    host.
+    Source: create_slot_env_vars and create_run_envs of horovod/runner/gloo_run.py, 0.28. Over MPI,
+    horovodrun sets none of them, and MPI's own are read. Rank 0 is on the first host of -H. All
+    ranks know the address of horovodrun's host.
     """
     pair = _rank_and_size(environ, "HOROVOD_RANK", "HOROVOD_SIZE")
     if pair is None:
@@ -184,7 +186,7 @@ def _horovod(environ: Mapping[str, str]) -> Process | None:
         local_rank=_number(environ, "HOROVOD_LOCAL_RANK"),
         local_world_size=here,
         master=master,
-        # runs side by side have different ports of horovodrun
+        # simultaneous runs have different ports of horovodrun
         port=_port(environ) or (_own_port(meeting) if meeting else DEFAULT_PORT),
         launcher="horovodrun",
         remarks=(remark,) if elsewhere else (),
@@ -192,8 +194,9 @@ def _horovod(environ: Mapping[str, str]) -> Process | None:
 
 
 def _msrun(environ: Mapping[str, str]) -> Process | None:
-    """Variables: mindspore/parallel/cluster/process_entity/_api.py of MindSpore 2.10. DEVICE_ID is
-    the number on the host.
+    """Find the rank in msrun's variables. DEVICE_ID is the number on the host.
+
+    Source: mindspore/parallel/cluster/process_entity/_api.py of MindSpore 2.10.
     """
     if environ.get("MS_ROLE") not in ("MS_WORKER", "MS_SCHED"):
         return None
@@ -223,12 +226,12 @@ def _msrun(environ: Mapping[str, str]) -> Process | None:
 
 
 def _ascend(environ: Mapping[str, str]) -> Process | None:
-    """RANK_ID with RANK_SIZE, or with the rank table in place of it."""
+    """Find the rank in RANK_ID with RANK_SIZE, or with the rank table instead of it."""
     has_table = bool(environ.get("RANK_TABLE_FILE"))
     if not has_table and _is_ascend_container(environ):
         remark = (
-            "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: this is taken for a"
-            " run of one process"
+            "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of one"
+            " process"
         )
         return Process(device_id=_assigned_device(environ), remarks=(remark,))
     if not has_table:
@@ -244,7 +247,7 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
     if not environ.get("RANK_ID") and world > 1:
         raise ConfigError(
             f"environment: RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} holds {world} ranks, but"
-            " RANK_ID is not set, which says which of them this is; start with"
+            " RANK_ID is not set, so the rank of this process is unknown; start with"
             " scripts/run_distribute.sh, or unset RANK_TABLE_FILE"
         )
     rank = _number(environ, "RANK_ID", 0)
@@ -266,7 +269,9 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
 
 
 def _is_ascend_container(environ: Mapping[str, str]) -> bool:
-    """Whether the variables are those of a container of one host that names a rank 0 of nothing."""
+    """Tell whether the variables are those of a container on one host, whose rank 0 belongs to no
+    run.
+    """
     return (
         not environ.get("RANK_SIZE")
         and environ.get("RANK_ID") == "0"
@@ -275,11 +280,11 @@ def _is_ascend_container(environ: Mapping[str, str]) -> bool:
 
 
 def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process:
-    """Equally many on each of MA_NUM_HOSTS hosts, one where that is not said."""
+    """Return the rank without a table: equally many on each of MA_NUM_HOSTS hosts (default 1)."""
     hosts = _number(environ, "MA_NUM_HOSTS", 1, least=1)
     if world % hosts:
         raise ConfigError(
-            f"environment: RANK_SIZE={world} ranks are not the same number on each of"
+            f"environment: RANK_SIZE={world} ranks cannot be divided equally over"
             f" MA_NUM_HOSTS={hosts} hosts"
         )
     here = world // hosts
@@ -295,7 +300,8 @@ def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process
     )
 
 
-# rank, size, rank on the host, size on the host. Open MPI; MPICH and Intel MPI (hydra); MVAPICH2.
+# rank, size, rank on the host and size on the host, for Open MPI, MPICH and Intel MPI (hydra), and
+# MVAPICH2
 _MPI = (
     (
         "OMPI_COMM_WORLD_RANK",
@@ -315,8 +321,8 @@ _MPI = (
 
 def _mpirun(environ: Mapping[str, str]) -> Process | None:
     for names in _MPI:
-        # srun --mpi=pmi2 sets PMI_RANK too, without a rank on the host: then Slurm's variables are
-        # the ones to read
+        # srun --mpi=pmi2 also sets PMI_RANK, without a rank on the host; Slurm's variables apply
+        # then
         if not environ.get(names[2]):
             continue
         pair = _rank_and_size(environ, names[0], names[1])
@@ -328,7 +334,7 @@ def _mpirun(environ: Mapping[str, str]) -> Process | None:
         if master is None:
             raise ConfigError(
                 f"environment: mpirun started {world} processes, {here} of them here, and"
-                " MASTER_ADDR is not set; say where they meet: mpirun -x"
+                " MASTER_ADDR is not set; name the host of rank 0: mpirun -x"
                 " MASTER_ADDR=HOST_OF_RANK_0 ... (Open MPI), or -genv MASTER_ADDR HOST_OF_RANK_0"
                 " (MPICH, Intel MPI)"
             )
@@ -347,7 +353,8 @@ def _mpirun(environ: Mapping[str, str]) -> Process | None:
 
 
 def _check_mpi(environ: Mapping[str, str]) -> None:
-    """Several processes that take themselves for single ones would all write into one folder.
+    """Reject several processes that would each run as a single one and write into one folder.
+
     Raises ConfigError.
     """
     for rank, size, local_rank, local_size in _MPI:
@@ -359,18 +366,19 @@ def _check_mpi(environ: Mapping[str, str]) -> None:
         ):
             raise ConfigError(
                 f"environment: {rank}={environ[rank]} and {size}={environ[size]}, but {local_rank}"
-                " is not set, which says which process of its host this is; set it and"
+                " is not set, so the rank on this host is unknown; set it and"
                 f" {local_size} for each, use a launcher that does, or unset {rank} for one process"
             )
 
 
-# Slurm's numbers of the batch script, of an interactive shell, of what is outside of steps
+# Slurm's numbers of the batch script, an interactive shell, and anything outside of steps
 _RESERVED_STEPS = 0xFFFFFFF0
 
 
 def _srun(environ: Mapping[str, str]) -> Process | None:
-    """Only inside a step that srun started: a batch script has SLURM_PROCID=0 as well, but no step.
-    Source: srun(1), sbatch(1).
+    """Find the rank in Slurm's variables, only inside a step that srun started.
+
+    A batch script also has SLURM_PROCID=0, but no step. Source: srun(1), sbatch(1).
     """
     if (
         not environ.get("SLURM_STEP_NODELIST")
@@ -390,14 +398,16 @@ def _srun(environ: Mapping[str, str]) -> Process | None:
         local_rank=local,
         local_world_size=counts[node] if node < len(counts) else local + 1,
         master=_master(environ) or first_node(environ["SLURM_STEP_NODELIST"]),
-        # steps of one job that run side by side do not share one
+        # steps of one job that run at the same time have different numbers
         port=_port(environ) or _own_port(job),
         launcher="srun",
     )
 
 
 def first_node(nodes: str) -> str:
-    """The first name of a Slurm list: ``gpu[03-05,9],login1`` -> ``gpu03``. Raises ConfigError."""
+    """Return the first name of a Slurm list: ``gpu[03-05,9],login1`` -> ``gpu03``. Raises
+    ConfigError.
+    """
     first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", nodes.strip())
     name = re.sub(r"\[(\w+)(?:[-,][\w,-]*)?\]", r"\1", first.group()) if first else ""
     if not name or "[" in name:
@@ -409,8 +419,9 @@ def first_node(nodes: str) -> str:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``4(x2),3`` -> [4, 4, 3]; nothing of a text of another form, or of more nodes than a job can
-    have.
+    """Expand ``4(x2),3`` to [4, 4, 3].
+
+    Empty for any other form, and for more nodes than a job can have.
     """
     found: list[int] = []
     for word in text.split(","):
@@ -461,7 +472,7 @@ def _checked(process: Process) -> Process:
     if process.local_world_size > process.world_size:
         raise ConfigError(
             f"environment: {process.launcher}: {process.local_world_size} processes on this host,"
-            f" but {process.world_size} in all; unset what is left of an earlier launch"
+            f" but {process.world_size} in total; unset variables left by an earlier launch"
         )
     return process
 
@@ -514,7 +525,7 @@ def _port(environ: Mapping[str, str], name: str = "MASTER_PORT") -> int | None:
 
 
 def _own_port(number: int) -> int:
-    """Return a port for a run of this number, above those that the system gives out by itself."""
+    """Return a port for a run of this number, above those that the system assigns."""
     return 61440 + number % 4095
 
 
@@ -523,8 +534,9 @@ def _first_worker(environ: Mapping[str, str]) -> str | None:
 
 
 def _table(environ: Mapping[str, str]) -> RankTable:
-    """RANK_TABLE_FILE; a platform fills it while the processes start, so there it is waited for as
-    long as HCCL waits.
+    """Read RANK_TABLE_FILE.
+
+    A platform fills it while the processes start; the wait for it is as long as HCCL's.
     """
     path = Path(environ["RANK_TABLE_FILE"])
     return (

@@ -26,7 +26,9 @@ _ADDRESS_KEY = re.compile(r"(IPv6)?address_([0-9]{1,9})", re.IGNORECASE)
 
 
 def npu_numbers(root: Path = Path("/")) -> list[int]:
-    """Return the Ascend devices that this machine (or container) shows: /dev/davinciN."""
+    """Return the numbers of Ascend devices visible to this machine (or container):
+    /dev/davinciN.
+    """
     numbers = (
         whole_number(path.name.removeprefix("davinci"))
         for path in (root / "dev").glob("davinci[0-9]*")
@@ -35,12 +37,12 @@ def npu_numbers(root: Path = Path("/")) -> list[int]:
 
 
 def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[int, str]:
-    """Physical device number -> address, for each of ``devices``.
+    """Map the physical number of each of ``devices`` to its address.
 
-    conf: read this file and do not ask hccn_tool; None: ask ``hccn_tool -i N -ip -g`` when it is on
-    PATH, and read /etc/hccn.conf when it is absent or fails for any device (addresses of the two
-    are never mixed).
-    Raises DataError when a device has no address, saying what was tried.
+    conf: file to read instead of asking hccn_tool. With None, ``hccn_tool -i N -ip -g`` is asked if
+    it is on PATH, and /etc/hccn.conf is read if it is absent or fails for any device. Addresses of
+    the two are never mixed. Raises DataError if a device has no address, naming the sources that
+    were tried.
     """
     tried = ""
     if conf is None:
@@ -93,7 +95,7 @@ def _ask(tool: str, device: int) -> str:
 
 
 def _read_conf(conf: Path, tried: str) -> dict[int, str]:
-    """Lines KEY=VALUE; a device's IPv4 address wins over its IPv6 address."""
+    """Read lines KEY=VALUE; a device's IPv4 address overrides its IPv6 address."""
     try:
         lines = read_text(conf, limit=_CONF_BYTES, error=DataError).splitlines()
     except DataError as error:

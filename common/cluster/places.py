@@ -1,6 +1,4 @@
-"""Which rank runs on which device of which host: from a rank table and a range, or from a range
-alone.
-"""
+"""Placement of ranks on devices and hosts, from a rank table, a range, or both."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ from common.whole_numbers import MOST_RANKS, shortened, spans
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """Where a rank runs. local_rank: 0, 1, ... on its host. host: server_id, or an address, or
-    ``node 1`` where none is known.
+    """Place of a rank.
+
+    local_rank: 0, 1, ... on its host. host: server_id or address; ``node 1`` and so on if unknown.
     """
 
     rank: int
@@ -28,8 +27,9 @@ class RankPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Those of all ranks, in order, and of which host this is. ``hosts``: that of rank 0 first;
-    ``master``: its address for the others.
+    """Places of all ranks in order, and the index of this host.
+
+    ``hosts``: the host of rank 0 first. ``master``: address of that host for the others.
     """
 
     all: tuple[RankPlacement, ...]
@@ -53,14 +53,15 @@ class Placement:
 
 
 def parse_range(text: str) -> range:
-    """``[0,8)``; ``[0,8]`` means the same: the end is exclusive in both. Raises ConfigError with
-    what would be right.
+    """Parse ``[0,8)``; ``[0,8]`` is equal, as both ends are exclusive.
+
+    Raises ConfigError with a correct range.
     """
     word = text.strip()
     if re.fullmatch(r"[0-9]*|,", word):
         raise ConfigError(
             f"DEVICE_RANGE is {text!r}, expected a range such as '[0,8]'; the shell replaces an"
-            " unquoted [0,8] by the name of a file 0 or 8 that is here: put it in quotes"
+            " unquoted [0,8] with the name of a file 0 or 8 in this folder; quote it"
         )
     first, comma, last = word[1:-1].partition(",")
     if not comma or word[0] not in "[(" or word[-1] not in ")]":
@@ -71,29 +72,29 @@ def parse_range(text: str) -> range:
     start, end = first.strip(), last.strip()
     if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9}){2,}", word[1:-1].strip()):
         raise ConfigError(
-            f"end_device={end} is not a number: {word} has a start and an end; for these devices"
-            f" alone give --devices {word[1:-1].replace(' ', '')} in place of the range"
+            f"end_device={end} is not a number: {word} has a start and an end; to use only these"
+            f" devices, give --devices {word[1:-1].replace(' ', '')} instead of the range"
         )
     for name, number in (("start_device", start), ("end_device", end)):
         if not re.fullmatch("[0-9]{1,9}", number):
             raise ConfigError(f"{name}={number} is not a number")
     if word[0] == "(":
         raise ConfigError(
-            f"DEVICE_RANGE is {text!r}: the start belongs to the range; write '[{start},{end})'"
+            f"DEVICE_RANGE is {text!r}: the start is inclusive; write '[{start},{end})'"
         )
     low, high = sorted((int(start), int(end)))
     if int(start) >= int(end):
         better = (
             f"'[{low},{high})' is {low} to {high - 1}"
             if low < high
-            else f"'[{low},{low + 1})' is {low} alone"
+            else f"'[{low},{low + 1})' is only {low}"
         )
         raise ConfigError(f"DEVICE_RANGE {word} is empty, because its end is exclusive; {better}")
     return range(low, high)
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """``0,1,4``, in the order of the ranks. Raises ConfigError."""
+    """Parse ``0,1,4``, in the order of the ranks. Raises ConfigError."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
         raise ConfigError(
@@ -103,13 +104,14 @@ def parse_devices(text: str) -> tuple[int, ...]:
     numbers = tuple(map(int, words))
     if len(set(numbers)) < len(numbers):
         again = next(number for at, number in enumerate(numbers) if number in numbers[:at])
-        raise ConfigError(f"--devices {shortened(text)}: {again} is there twice; name it once")
+        raise ConfigError(f"--devices {shortened(text)}: {again} is given twice; name it once")
     return numbers
 
 
 def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
-    """Every rank's, in order. A version 2.0 table names networks, not machines: see
-    ``find_places``.
+    """Return the place of every rank, in order.
+
+    A version 2.0 table names networks rather than machines; see ``find_places``.
     """
     local = {
         device.rank_id: index
@@ -130,9 +132,7 @@ def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
 def place_hosts(
     places: tuple[RankPlacement, ...], own_host: str, master: str | None = None
 ) -> Placement:
-    """Return a placement whose hosts are known. master: goes before the address of rank 0's
-    host.
-    """
+    """Return a placement with known hosts. master: overrides the address of rank 0's host."""
     several = len({place.host for place in places}) > 1
     return Placement(
         all=places, own_host=own_host, master=master or (places[0].host if several else LOOPBACK)
@@ -148,12 +148,12 @@ def find_places(
     nodes: int | None = None,
     node_rank: int | None = None,
 ) -> Placement:
-    """The places of a run, from the words of ``run_distribute.sh``.
+    """Return the placement of a run from the arguments of ``run_distribute.sh``.
 
     numbers: devices of this machine, or with ``rank_size`` a range of global ranks. master, nodes,
-    node_rank: for several hosts without a table, where every host runs equally many ranks; the last
-    two follow from ``numbers`` when these are ranks. master also goes before the address in a
-    table. Raises ConfigError where two of these contradict each other.
+    node_rank: for several hosts without a table, where every host runs equally many ranks. The last
+    two follow from ``numbers`` if these are ranks. master overrides the address in a table. Raises
+    ConfigError where two of these contradict each other.
     """
     if table is not None and (nodes is not None or node_rank is not None):
         raise ConfigError(
@@ -251,7 +251,9 @@ def _own_server(hosts: Sequence[str], places: Sequence[RankPlacement]) -> str:
 def _in_networks(
     numbers: Sequence[int], rank_size: int | None, table: RankTable, master: str | None
 ) -> Placement:
-    """Version 2.0: equally many ranks on each host, as nothing says where a machine ends."""
+    """Place the ranks of a version 2.0 table equally over hosts, since it does not say where a
+    machine ends.
+    """
     _check_size(numbers, rank_size, table.world_size)
     devices = [device.device_id for _, device in table.places()]
     if rank_size is None:
@@ -298,12 +300,12 @@ def _check_size(numbers: Sequence[int], rank_size: int | None, held: int) -> Non
 def _node_of_ranks(
     numbers: Sequence[int], rank_size: int, nodes: int | None, node_rank: int | None
 ) -> tuple[int, int]:
-    """How many hosts of ``len(numbers)`` ranks there are, and which of them has these."""
+    """Return the number of hosts with ``len(numbers)`` ranks each, and the index of this one."""
     size = len(numbers)
     _check_size(numbers, rank_size, rank_size)
     if rank_size % size or numbers[0] % size:
         raise ConfigError(
-            f"the ranks {_shown(numbers)} are no equal part of RANK_SIZE={rank_size}: without a"
+            f"the ranks {_shown(numbers)} are not an equal part of RANK_SIZE={rank_size}: without a"
             f" rank table every host runs equally many, such as '[0,{size})',"
             f" '[{size},{2 * size})', ... of a multiple of {size}"
         )
@@ -320,7 +322,8 @@ def _node_of_ranks(
 def _host_names(nodes: int, master: str | None) -> list[str]:
     if nodes > 1 and master is None:
         raise ConfigError(
-            f"{nodes} hosts have to meet: give --master IP:PORT, the address of the host of rank 0,"
+            f"{nodes} hosts need a common address: give --master IP:PORT, the address of the host"
+            " of rank 0,"
             " or a rank table of 1.0"
         )
     return [master or LOOPBACK, *(f"node {node}" for node in range(1, nodes))]

@@ -1,6 +1,4 @@
-"""What a rank is started with: its variables, its command, and the network interface that leads to
-the other hosts.
-"""
+"""Variables and command of a rank, and the network interface to the other hosts."""
 
 from __future__ import annotations
 
@@ -35,12 +33,13 @@ FOREIGN = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
 )
-"""Variables of an earlier run in the user's shell that would mislead a rank where it is given none
-of its own.
+"""Variables of an earlier run in the user's shell that would mislead a rank; removed unless set
+again.
 """
 RDMA = {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
-"""InfiniBand or RoCE between hosts, and an error in place of slow sockets where there is none. HCCL
-has no other way between hosts.
+"""Settings for InfiniBand or RoCE between hosts, with an error instead of slow sockets.
+
+HCCL has no other connection between hosts.
 """
 SCHEDULER = (
     sys.executable,
@@ -49,16 +48,19 @@ SCHEDULER = (
     " start_heartbeat; start_heartbeat(); import mindspore.communication;"
     " mindspore.communication.init()",
 )
-"""MindSpore's process that lets the ranks find each other where there is no rank table. Under
-MS_ROLE=MS_SCHED it ends when they do, and as they do with a launcher that dies.
+"""Command of MindSpore's scheduler, by which ranks find each other without a rank table.
+
+Under MS_ROLE=MS_SCHED it ends when they do, and also when its launcher dies.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and how the ranks find each other. table: the rank table's absolute path. own_address:
-    of this host, for the others; None where it needs none or none is known. interface: that which
-    holds it. scheduler: MindSpore meets through its scheduler. rdma: NCCL takes nothing else.
+    """Information by which the ranks find each other.
+
+    table: absolute path of the rank table. own_address: of this host, for the others; None if not
+    needed or unknown. interface: the one that has it. scheduler: whether MindSpore uses its
+    scheduler. rdma: whether NCCL must use RDMA.
     """
 
     address: str = LOOPBACK
@@ -81,12 +83,11 @@ def make_rendezvous(
     on_cpu: bool = False,
     rdma: bool = False,
 ) -> Rendezvous:
-    """For this host; a plan asks for another ``host`` too, whose interface is not known here unless
-    it is this machine's.
+    """Return the rendezvous for this host, or for another ``host`` in a plan.
 
-    on_cpu: MindSpore reads a rank table on Ascend alone; its processes on CPUs meet through the
-    scheduler. port: else $MASTER_PORT, else a free one, or 29500 where several hosts meet. Raises
-    ConfigError for a MASTER_PORT that is none.
+    The interface of another host is unknown. on_cpu: MindSpore reads a rank table only on Ascend;
+    its processes on CPUs meet through the scheduler. port: overrides $MASTER_PORT; the default is a
+    free one, or 29500 for several hosts. Raises ConfigError for an invalid MASTER_PORT.
     """
     several = len(places.hosts) > 1
     if backend == "mindspore" and on_cpu:
@@ -122,10 +123,10 @@ def rank_variables(
     cores: int | None,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """For MindSpore and for torch, whichever the config names. cores: how many the rank may use;
-    None of a host that is not this.
+    """Return the variables of a rank, for MindSpore and torch alike.
 
-    What only tunes the network or threads is left as the user set it in ``environ``.
+    cores: number that the rank may use; None for another host. Variables that only tune the network
+    or threads stay as the user set them in ``environ``.
     """
     several = len(places.hosts) > 1
     world, local_world = str(places.world_size), str(len(places.of_host(place.host)))
@@ -160,7 +161,7 @@ def rank_variables(
 
 
 def scheduler_variables(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
-    """Of MindSpore's scheduler, as msrun sets them."""
+    """Return the variables of MindSpore's scheduler, as msrun sets them."""
     return {
         "RANK_ID": "0",
         "RANK_SIZE": str(places.world_size),
@@ -177,10 +178,13 @@ def _scheduler_address(places: Placement, rendezvous: Rendezvous) -> dict[str, s
     }
 
 
-def rank_command(config: Path, mode: str, overrides: Sequence[str]) -> tuple[str, ...]:
+def rank_command(
+    config: Path, mode: str, overrides: Sequence[str], *, program: Path | None = None
+) -> tuple[str, ...]:
+    """Return the command of a rank. program: a script that takes the arguments of run_gpt2.py."""
     return (
         sys.executable,
-        str(ROOT / "run_gpt2.py"),
+        str(program or ROOT / "run_gpt2.py"),
         "--config",
         str(config),
         "--run_mode",
@@ -190,32 +194,30 @@ def rank_command(config: Path, mode: str, overrides: Sequence[str]) -> tuple[str
 
 
 def shell_text(variables: Mapping[str, str], command: Sequence[str]) -> str:
-    """A command that a shell takes as it is: a variable a line, then the command."""
+    """Return a command to paste into a shell: one variable per line, then the command."""
     lines = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " \\\n".join([*lines, shlex.join(command)]) + "\n"
 
 
 def given_port(environ: Mapping[str, str]) -> int | None:
-    """MASTER_PORT, where it is set. Raises ConfigError."""
+    """Return MASTER_PORT if it is set. Raises ConfigError."""
     text = environ.get("MASTER_PORT")
     return parse_port(text, "environment: MASTER_PORT") if text else None
 
 
 def parse_port(text: str, where: str) -> int:
-    """Return the port. The one above it is taken too, by the hosts' launchers. Raises
-    ConfigError.
-    """
+    """Return the port. The launchers of the hosts use the one above it too. Raises ConfigError."""
     port = whole_number(text)
     if port is None or not 0 < port < 65535:
         raise ConfigError(
-            f"{where}: {shortened(text)!r} is no port; expected 1024 to 65534, and the one above it"
-            " free too"
+            f"{where}: {shortened(text)!r} is not a usable port; expected 1024 to 65534, with the"
+            " next port free too"
         )
     return port
 
 
 def parse_master(text: str | None) -> tuple[str | None, int | None]:
-    """Host and port of ``IP:PORT`` or ``[IPv6]:PORT``; of nothing, nothing. Raises ConfigError."""
+    """Split ``IP:PORT`` or ``[IPv6]:PORT``; (None, None) for None. Raises ConfigError."""
     if text is None:
         return None, None
     host, colon, port = text.rpartition(":")
@@ -226,9 +228,9 @@ def parse_master(text: str | None) -> tuple[str | None, int | None]:
 
 
 def network_of_one_host(process: Process) -> Mapping[str, str]:
-    """Return variables by which gloo and NCCL keep to the loopback interface.
+    """Return variables that keep gloo and NCCL on the loopback interface.
 
-    None where the run has several hosts.
+    Empty if the run has several hosts.
     """
     if process.local_world_size < process.world_size:
         return {}
@@ -237,5 +239,5 @@ def network_of_one_host(process: Process) -> Mapping[str, str]:
 
 
 def _network(interface: str) -> dict[str, str]:
-    # =: this name, no prefix
+    # = means this exact name, not a prefix
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

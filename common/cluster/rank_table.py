@@ -1,6 +1,4 @@
-"""Which rank runs on which device of which server: the records of an Ascend rank table, and what
-must hold among them.
-"""
+"""Records of an Ascend rank table (which rank is on which device), and their validation."""
 
 from __future__ import annotations
 
@@ -18,11 +16,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, kw_only=True)
 class TableDevice:
-    """One chip. device_ip: address of its network port; None where the table names none (one server
-    needs none).
+    """One chip. device_ip: address of its network port; None if absent, as on one server.
 
-    super_device_id: its number inside a super pod (version 1.2). extra: keys that this project does
-    not know.
+    super_device_id: its number inside a super pod (version 1.2). extra: keys unknown to this
+    project.
     """
 
     rank_id: int
@@ -34,8 +31,8 @@ class TableDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One machine. server_id: usually its IP address; in version 2.0 the name of its innermost
-    network instance.
+    """One machine. server_id: usually its IP address; in version 2.0 its innermost network
+    instance.
     """
 
     server_id: str
@@ -46,8 +43,9 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperPod:
-    """Servers whose chips share memory addresses (version 1.2). servers: server_id -> the unknown
-    keys of its entry.
+    """Servers whose chips share memory addresses (version 1.2).
+
+    servers: server_id -> the unknown keys of its entry.
     """
 
     super_pod_id: str
@@ -57,11 +55,10 @@ class SuperPod:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTable:
-    """A table in which every rank has its place. version: "0", "1.0", "1.2" or "2.0", as it was
-    read.
+    """Table with the place of every rank. version: "0", "1.0", "1.2" or "2.0", as it was read.
 
-    Devices are in the order of their ranks, servers in the order of their first rank, whatever the
-    order in the file.
+    Devices are in the order of their ranks, and servers in the order of their first rank, whatever
+    the order in the file.
     """
 
     version: str
@@ -74,11 +71,13 @@ class RankTable:
         return sum(len(server.devices) for server in self.servers)
 
     def places(self) -> list[tuple[Server, TableDevice]]:
-        """The server and device of rank 0, 1, 2, ..."""
+        """Return servers and devices of ranks 0, 1, 2, ..."""
         return sorted(_pairs(self.servers), key=lambda pair: pair[1].rank_id)
 
     def place(self, rank: int) -> tuple[Server, TableDevice]:
-        """The server and device of ``rank``. Raises DataError when the table has no such rank."""
+        """Return the server and device of ``rank``. Raises DataError for a rank that is not in the
+        table.
+        """
         if not 0 <= rank < self.world_size:
             raise DataError(
                 f"rank {rank} is not in the rank table, which holds ranks 0 to"
@@ -88,7 +87,7 @@ class RankTable:
 
 
 def in_rank_order(servers: Iterable[Server]) -> tuple[Server, ...]:
-    """The same servers and devices, in the order that RankTable promises."""
+    """Sort servers and devices into the order that RankTable promises."""
     inside = [
         replace(server, devices=tuple(sorted(server.devices, key=lambda device: device.rank_id)))
         for server in servers
@@ -99,16 +98,16 @@ def in_rank_order(servers: Iterable[Server]) -> tuple[Server, ...]:
 
 
 def parse_address(text: str, place: str) -> Address:
-    """An IPv4 or IPv6 address that another machine can reach. Raises DataError that opens with
-    ``place``.
+    """Parse an IPv4 or IPv6 address that another machine can reach.
 
-    Loopback passes: whether it is an error depends on who asks.
+    Raises DataError that begins with ``place``. Loopback is accepted: whether it is an error
+    depends on the caller.
     """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
         raise DataError(
-            f"{place}: {text!r} is no IP address; expected one such as 192.168.1.10 or fd00::10"
+            f"{place}: {text!r} is not an IP address; expected one such as 192.168.1.10 or fd00::10"
         ) from None
     if address.is_unspecified or address.is_multicast:
         raise DataError(
@@ -119,12 +118,11 @@ def parse_address(text: str, place: str) -> Address:
 
 
 def validate(table: RankTable, place: str) -> None:
-    """Refuse what the communication library would refuse minutes later. Raises DataError that opens
-    with ``place``.
+    """Reject a table that the communication library would reject minutes later.
 
-    Ranks must be 0, 1, ..., each once; servers, device ids of a server and addresses unique;
-    several servers need addresses that others can reach. Source: the rank table chapters of
-    Huawei's HCCL user guide.
+    Raises DataError that begins with ``place``. Ranks must be 0, 1, ..., each once. Servers, device
+    ids of a server and addresses must be unique. Several servers need addresses that others can
+    reach. Source: the rank table chapters of Huawei's HCCL user guide.
     """
     for server in table.servers:
         if not server.devices:
@@ -158,8 +156,8 @@ def validate(table: RankTable, place: str) -> None:
                 f"{place}: rank {expected} is missing below rank {rank}; {len(ranks)} devices have"
                 f" ranks 0 to {len(ranks) - 1}"
             )
-    # there a server is a network instance, which may span machines: local_id is checked when it is
-    # read
+    # a server is then a network instance, which may span machines; local_id is checked while
+    # reading
     if table.version != "2.0":
         for server in table.servers:
             ids = (device.device_id for device in server.devices)
@@ -172,12 +170,12 @@ def validate(table: RankTable, place: str) -> None:
 
 
 def table_warnings(table: RankTable) -> list[str]:
-    """Return what is allowed but may be meant otherwise, a sentence each."""
+    """Return a warning for each entry that is allowed but probably unintended."""
     found = []
     if any(is_loopback(server.server_id) for server in table.servers):
         found.append(
-            f"server_id {table.servers[0].server_id} is a loopback address: fine on this machine"
-            " alone, but the table cannot be merged with others; make it again with --server_ip"
+            f"server_id {table.servers[0].server_id} is a loopback address: fine on one machine,"
+            " but the table cannot be merged with others; make it again with --server_ip"
         )
     if len({len(server.devices) for server in table.servers}) > 1:
         counts = ", ".join(

@@ -1,5 +1,5 @@
-"""Rank tables as files: every version is read, or waited for; 1.0 and 1.2 are written and
-merged.
+"""Rank tables as files: reading (and waiting for) every version, writing and merging 1.0 and
+1.2.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ _POLL_SECONDS = 1.0
 
 
 def read_table(path: Path) -> RankTable:
-    """Read and validate. Raises DataError that names the file and the place in it."""
+    """Read and validate a table. Raises DataError that names the file and the place in it."""
     table = parse_table(_load(path), str(path))
     validate(table, str(path))
     return table
 
 
 def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
-    """Read a table that a platform is about to fill: while it is absent, half written or
-    'initializing', look again each second.
+    """Read a table that a platform fills, looking again each second until it is complete.
 
-    Raises DataError with the last reason after ``limit_seconds``, and at once for a table that is
-    complete and wrong.
+    It may be absent, half written or 'initializing' meanwhile. Raises DataError with the last
+    reason after ``limit_seconds``, and at once for a table that is complete and wrong.
     """
     deadline = time.monotonic() + limit_seconds
     while True:
@@ -56,8 +55,9 @@ def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
 
 
 def to_json(table: RankTable) -> dict[str, Any]:
-    """The table as version 1.0 (also what was version 0) or 1.2, every value a string. Raises
-    DataError for version 2.0.
+    """Return the table as version 1.0 (also for version 0) or 1.2, with every value as a string.
+
+    Raises DataError for version 2.0.
     """
     servers = [
         _entry(
@@ -91,7 +91,8 @@ def to_json(table: RankTable) -> dict[str, Any]:
 
 
 def write_table(table: RankTable, path: Path) -> None:
-    """Write ``to_json``, indented by 4 and without a line end behind it, as Huawei's own tool does.
+    """Write ``to_json`` with an indent of 4 and no final line end, as Huawei's own tool does.
+
     Raises DataError, StorageError.
     """
     text = json.dumps(to_json(table), indent=4)
@@ -100,11 +101,11 @@ def write_table(table: RankTable, path: Path) -> None:
 
 
 def merge_tables(paths: Sequence[Path]) -> RankTable:
-    """One table of all servers of all files: ranks counted on from file to file, in the order
-    given.
+    """Merge all servers of all files into one table, with ranks counted across files in the given
+    order.
 
-    Raises DataError for a server or an address in two files, versions that differ, and servers with
-    different numbers of devices.
+    Raises DataError for a server or an address in two files, for versions that differ, and for
+    servers with different numbers of devices.
     """
     tables = [(path, read_table(path)) for path in paths]
     owners: dict[str, Path] = {}
@@ -212,7 +213,7 @@ def _refuse_different_counts(tables: Sequence[tuple[Path, RankTable]]) -> None:
 def _entry(
     known: Mapping[str, Any], record: RankTable | Server | SuperPod | TableDevice
 ) -> dict[str, Any]:
-    """The known keys that have a value, then the others as they were read."""
+    """Merge the known keys that have a value with the unknown ones that were read."""
     entry = {key: value for key, value in known.items() if value is not None}
     return entry | {key: value for key, value in record.extra.items() if key not in entry}
 
@@ -227,24 +228,24 @@ def _device(device: TableDevice) -> dict[str, Any]:
 
 
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
-"""A line such as ``# 4机32卡``, with which MindFormers' documents begin their table. No string of
-JSON has a line end in it, so no value is touched.
+"""Line such as ``# 4机32卡``, with which tables in MindFormers' documents begin.
+
+No JSON string contains a line end, so values stay intact.
 """
 
 
 def _load(path: Path) -> Any:
     with reading(path, DataError):
         if not path.exists() and not path.is_symlink():
-            raise NotReadyError(
-                f"{path}: there is no such file; make a rank table with tools/hccl_tools.py"
-            )
+            raise NotReadyError(f"{path}: no such file; make a rank table with tools/hccl_tools.py")
     text = read_text(path, limit=MAX_JSON_BYTES, error=DataError)
     try:
         return parse_json(_COMMENT.sub("", text))
     except MalformedError as error:
-        if error.line:  # half written, perhaps
+        if error.line:  # perhaps half written
             raise NotReadyError(
-                f"{path}, line {error.line}, column {error.column}: no JSON: {error.problem}; make"
+                f"{path}, line {error.line}, column {error.column}: not valid JSON:"
+                f" {error.problem}; make"
                 " the table again"
             ) from None
         raise DataError(f"{path}: {error}; make the table again") from None

@@ -1,5 +1,5 @@
-"""What the JSON of a rank table says: versions 0 (ModelArts' group_list), 1.0, 1.2 (super pods) and
-2.0 (rank_list).
+"""Parsers of rank tables: versions 0 (ModelArts' group_list), 1.0, 1.2 (super pods) and 2.0
+(rank_list).
 
 Formats: Huawei's HCCL user guide, and for version 0 the ModelArts training guide.
 """
@@ -17,14 +17,14 @@ from common.errors import DataError
 
 
 class NotReadyError(DataError):
-    """The platform has yet to fill the file."""
+    """The platform has not filled the file yet."""
 
 
 def parse_table(data: Any, place: str) -> RankTable:
-    """The records of a table's JSON, not yet validated against each other. Raises DataError:
-    ``place``, the key, what was expected.
+    """Return the records of a table's JSON, not yet validated against each other.
 
-    A table that is not completed raises NotReadyError when the platform is still filling it.
+    Raises DataError with ``place``, the key and what was expected. An incomplete table raises
+    NotReadyError while the platform is still filling it.
     """
     data = _mapping(data, place)
     _check_status(data.get("status"), place)
@@ -36,8 +36,9 @@ def parse_table(data: Any, place: str) -> RankTable:
     if version in ("1.0", "1.2") and "server_list" in data:
         return _parse_1(data, version, place)
     raise DataError(
-        f"{place}: version {_shown(version)} with the keys {_keys(data)} is no known rank table;"
-        " expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list; other"
+        f"{place}: version {_shown(version)} with the keys {_keys(data)} is not a known rank"
+        " table; expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list;"
+        " other"
         " clusters start without a table, by msrun"
     )
 
@@ -51,8 +52,8 @@ def _check_status(status: Any, place: str) -> None:
     if status != "completed":
         found = "is missing" if status is None else f"is {_shown(status)}"
         raise DataError(
-            f"{place}: status {found}; expected 'completed': what made the table did not finish,"
-            " make it again"
+            f"{place}: status {found}; expected 'completed': the table was not finished; make it"
+            " again"
         )
 
 
@@ -95,7 +96,7 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
         for member, at in _items(pod, "server_list", where):
             server_id = _text(member, "server_id", at)
             if server_id in members:
-                raise DataError(f"{at}: server {server_id} is there twice; list it once")
+                raise DataError(f"{at}: server {server_id} is listed twice; list it once")
             members[server_id] = _others(member, "server_id")
         pods.append(
             SuperPod(
@@ -111,11 +112,11 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
 
 
 def _parse_0(data: dict[str, Any], place: str) -> RankTable:
-    """Groups in file order; in each, instances by rank_id where they have one, else by the number
-    that ends their pod_name.
+    """Parse version 0: groups in file order, and in each, instances by rank_id or by their
+    pod_name.
 
-    An instance of one device with a rank_id is that rank; a device's own rank_id goes before all.
-    Instances of one server are joined.
+    Without rank_id the number at the end of pod_name decides. An instance of one device with a
+    rank_id has that rank; a device's own rank_id overrides all. Instances of one server are joined.
     """
     groups = _items(data, "group_list", place)
     _check_count(data, "group_count", len(groups), "groups in group_list", place)
@@ -174,8 +175,8 @@ def _in_order(instances: list[tuple[dict[str, Any], str]]) -> list[tuple[dict[st
 
 
 def _parse_2(data: dict[str, Any], place: str) -> RankTable:
-    """The server of a rank is its network instance on the first layer, and its address the first
-    one there.
+    """Parse version 2.0: the first layer's network instance is the server, with its first
+    address.
     """
     servers: dict[str, Server] = {}
     local_ids: set[tuple[str, int]] = set()
@@ -192,14 +193,14 @@ def _parse_2(data: dict[str, Any], place: str) -> RankTable:
         local_id = _number(entry, "local_id", where)
         if (name, local_id) in local_ids:
             raise DataError(
-                f"{where}: local_id {local_id} is there twice in the network instance {name};"
+                f"{where}: local_id {local_id} occurs twice in the network instance {name};"
                 " number its ranks 0, 1, ..."
             )
         local_ids.add((name, local_id))
         addresses = [
             _text(item, "addr", item_at)
             for item, item_at in _items(level, "rank_addr_list", at)
-            if item.get("addr_type") in ("IPV4", "IPV6")  # not EID, which is no IP address
+            if item.get("addr_type") in ("IPV4", "IPV6")  # EID is not an IP address
         ]
         device = TableDevice(
             rank_id=_number(entry, "rank_id", where),
@@ -222,7 +223,7 @@ def _mapping(value: Any, place: str) -> dict[str, Any]:
 
 
 def _items(data: Mapping[str, Any], key: str, place: str) -> list[tuple[dict[str, Any], str]]:
-    """The objects of a list, each with its place."""
+    """Return the objects of a list, each with its place."""
     value = _present(data, key, place)
     if not isinstance(value, list):
         raise DataError(f"{place}: {key}: found {_shown(value)}; expected a list")
@@ -235,9 +236,7 @@ def _items(data: Mapping[str, Any], key: str, place: str) -> list[tuple[dict[str
 def _text(data: Mapping[str, Any], key: str, place: str) -> str:
     value = _present(data, key, place)
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise DataError(
-            f"{place}: {key}: found {_shown(value)}; expected printable text that is not empty"
-        )
+        raise DataError(f"{place}: {key}: found {_shown(value)}; expected non-empty printable text")
     return value.strip()
 
 

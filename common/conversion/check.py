@@ -1,4 +1,4 @@
-"""Compare an exported program with the model that it was made of."""
+"""Compare an exported program with the model that it was made from."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from common.errors import RunError
 from common.generation.exported import ExportedModel
 
 TOLERANCE = 1e-4
-"""Largest difference of logits in float32, of logits up to 10; a part of the largest above that."""
+"""Largest accepted difference of float32 logits: absolute for logits up to 10, relative to the
+largest logit above that.
+"""
 _ROUNDING = {"float16": 2.0e-4, "int8": 0.0077, "int4": 0.087}
-"""Deviation of the rounding of a weight, as a part of the weights' own. float16 has 11 bits. In
-blocks of 32 the largest weight is 2.4 deviations, and a step 1/128 or 1/8 of it; what such weights
-multiply is rounded to 8 bits likewise.
+"""Standard deviation of the rounding error of a weight, relative to that of the weights.
+
+float16 has 11 bits. In blocks of 32 the largest weight is 2.4 deviations, and a step is 1/128
+(int8) or 1/8 (int4) of it. The inputs that such weights multiply are rounded to 8 bits as well.
 """
 _MARGIN = 4
-"""Trained layers have outliers, whose blocks have larger steps."""
+"""Safety factor: trained layers have outliers, and their blocks have larger steps."""
 _MOST_NOISE = 0.5
-"""A wrong order or scale is off by all of the logits."""
+"""Upper limit of the noise: a wrong order or scale makes an error as large as the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of two arrays of logits."""
+    """Difference between two arrays of logits."""
 
     largest: float
     noise: float
-    """Deviation of the difference, as a part of the deviation of the logits."""
+    """Standard deviation of the difference, relative to that of the logits."""
 
 
 def allowed_noise(weights: str, layers: int) -> float | None:
     """Return the largest noise that rounding explains; None for float32, which is not rounded.
 
-    weights: their type. Each of the 4 products of a layer, the embedding and the head add the noise
-    of a rounding, in squares.
+    weights: type of the exported weights. Each of the 4 products of a layer, the embedding and the
+    head add the noise of one rounding; their squares are summed.
     """
     if weights == "float32":
         return None
@@ -46,7 +49,7 @@ def allowed_noise(weights: str, layers: int) -> float | None:
 
 
 def random_rows(vocabulary: int, positions: int) -> NDArray[np.int64]:
-    """Return ids (3, T) to compare logits of."""
+    """Return token ids (3, T) whose logits are compared."""
     shape = (3, min(positions, 48))
     return np.random.default_rng(0).integers(0, vocabulary, shape)
 
@@ -57,12 +60,13 @@ def compare(
     expected: NDArray[np.float32],
     allowed: float | None,
 ) -> dict[str, Difference]:
-    """Return the differences of logits by case, for ids (B, T) whose logits are ``expected``
-    (B, T, vocab_size).
+    """Return the differences of logits by case, for ids (B, T) whose logits are ``expected`` (B, T,
+    vocab_size).
 
-    Cases: all tokens at once, a first part and then token by token, rows of different lengths with
-    padding on the left. allowed: the noise; None: the weights are not rounded, and two ways to add
-    in float32 may differ by TOLERANCE. Raises RunError where a case differs by more.
+    There are three cases: all tokens at once, a first part and then token by token, and rows of
+    different lengths with padding on the left. allowed: the noise that rounding explains; None if
+    weights are not rounded, and two orders of adding in float32 may differ by TOLERANCE. Raises
+    RunError if the difference of a case is larger.
     """
     everywhere = np.ones(ids.shape, bool)
     cases = {
@@ -71,7 +75,7 @@ def compare(
     }
     if model.has_cache:
         cases["token by token"] = (_stepwise(model, ids), everywhere)
-    largest = float(np.abs(expected).max())  # a NaN stays, and fails every case
+    largest = float(np.abs(expected).max())  # a NaN stays a NaN, and fails every case
     differences = {}
     for name, (found, compared) in cases.items():
         errors = np.abs(found - expected)[compared]
@@ -96,7 +100,7 @@ def _whole(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def _stepwise(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Logits of all tokens: the first half at once, each other one after those before it."""
+    """Return the logits of all tokens: the first half at once, then one token at a time."""
     model.forget()
     length = ids.shape[1]
     bounds = [0, *range(max(1, length // 2), length + 1)]
@@ -111,7 +115,9 @@ def _stepwise(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float3
 def _padded(
     model: ExportedModel, ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Logits of the first tokens of each row, whose lengths differ, and where they stand."""
+    """Return the logits of the first tokens of each row, and where they stand. Row lengths
+    differ.
+    """
     model.forget()
     rows, length = ids.shape
     lengths = [max(1, length - row * (length // rows)) for row in range(rows)]

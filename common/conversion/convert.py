@@ -1,5 +1,7 @@
-"""Any format of GPT-2 weights into any other: checked by name and shape, written as a stream into a
-folder that is whole or absent.
+"""Convert GPT-2 weights from any supported format to any other.
+
+Names and shapes are checked, and tensors are written as a stream. The target folder is complete or
+absent.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ REPORT = "conversion.json"
 
 
 def _require_source(path: Path) -> None:
-    """Raise ConfigError where nothing has this name, with the names there that are near."""
+    """Raise ConfigError if nothing has this name, with similar names of the same folder."""
     if path.exists():
         return
     parent = path.absolute().parent
@@ -63,13 +65,15 @@ class ConversionResult:
     moments: int
     """Tensors of the optimizer's state."""
     step: int | None
-    """The step of the run that was converted too; None: only weights were."""
+    """Step of the run that was converted too; None if only weights were converted."""
     ignored: Mapping[str, str]
     """Parts of the source that were left out, and why."""
     logits: Mapping[str, Any] | None = None
-    """How those of source and target compare, or why they were not; None: not asked for."""
+    """Comparison of the logits of source and target, or the reason for its absence. None if it was
+    not requested.
+    """
     read_back: bool = False
-    """Whether the target was read and equals the source bit for bit."""
+    """Whether the target was read back and equals the source bit for bit."""
 
 
 def convert(
@@ -85,17 +89,19 @@ def convert(
     pipeline_stage: int = 1,
     runners: Mapping[str, Runner] | None = None,
 ) -> ConversionResult:
-    """dtype: of the weights; the optimizer's state keeps its own. weights_only: leave that out, and
-    where training stood. verify: read the target back and compare bit for bit, and by ``runners``
-    (of formats) the logits of both. model_parallel, pipeline_stage: ranks of a target that has a
-    file for each.
+    """Convert the weights of ``source`` into ``target`` and return a report.
+
+    dtype: type of the weights; the optimizer's state keeps its own. weights_only: leave out the
+    optimizer's state and the position of the run. verify: read the target back, compare it bit for
+    bit, and compare the logits of both by ``runners`` (one for each format). model_parallel,
+    pipeline_stage: numbers of ranks, for a target that has a file for each rank.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
     target = target.resolve()  # a link stays, and leads to what is written
     if target == Path.cwd():
         raise ConfigError(
-            f"{target}: --output is the folder that you are in, and it is replaced whole; give the"
+            f"{target}: --output is the current folder, which would be replaced; give the"
             " name of one inside it"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -123,7 +129,7 @@ def convert(
         size = sum(
             tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values())
         )
-        reads = model_parallel + verify  # each tensor rank's part is cut out of the whole
+        reads = model_parallel + verify  # the part of each tensor rank is cut from the whole tensor
         bar = stack.enter_context(
             progress_bar(total=size * reads, unit="B", description=target.name)
         )
@@ -182,7 +188,7 @@ def _is_readable(format: str, dtype: str | None) -> bool:
 def _written(
     folder: Path, source: Weights, format: str, dtype: str | None
 ) -> AbstractContextManager[Weights]:
-    """Open what was written. What cannot be read is described by the source's weights: the program
+    """Open what was written. If it cannot be read, the source's weights describe it: the program
     that runs it may compare logits.
     """
     if _is_readable(format, dtype):
@@ -220,10 +226,10 @@ def _writer(
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> ConversionResult:
     """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` with MindFormers' names, as
-    its convert_weight.py did.
+    MindFormers' convert_weight.py does.
 
-    Raises CheckpointError, also where the file has another number of layers, and StorageError;
-    ``target`` is then as it was.
+    Raises StorageError, and CheckpointError, also if the file has another number of layers.
+    ``target`` is then unchanged.
     """
     _require_source(source)
     target = target.resolve()
@@ -264,8 +270,8 @@ def _folder(target: Path) -> AbstractContextManager[Path]:
 
 
 def _compare(weights: Weights, written: Weights) -> dict[str, str]:
-    """sha256 of each tensor as written, by our names. Raises CheckpointError unless each is the
-    source's bit for bit, and the run too.
+    """Return the sha256 of each tensor as written, by our names. Raises CheckpointError unless each
+    tensor, and the run, equal the source bit for bit.
     """
     there, expected = {**written.tensors, **written.moments}, {**weights.tensors, **weights.moments}
     wrong = ["the list of tensors"] if there.keys() != expected.keys() else []

@@ -1,5 +1,5 @@
-"""The weights of a run as GPT2-Chinese leaves them: model_epoch{n} and final_model, folders of
-transformers in output_dir.
+"""Export the weights of a run in the layout of GPT2-Chinese: model_epoch{n} and final_model,
+folders of transformers in output_dir.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from common.training.manifest import MANIFEST, read_manifest
 
 @contextmanager
 def written_after_epochs(run_folder: Path, *, active: bool) -> Iterator[None]:
-    """Write them in the run of this block; at its end those of the last checkpoint too, where an
-    earlier run was killed before it had written them. active: on rank 0.
+    """Write the folders during the run of this block.
+
+    At the end the folders of the last checkpoint are written too, in case an earlier run was killed
+    before it could write them. active: true on rank 0.
     """
     after_saving.append(write_epoch_models)
     try:
@@ -35,10 +37,10 @@ def written_after_epochs(run_folder: Path, *, active: bool) -> Iterator[None]:
 
 
 def write_epoch_models(checkpoint: Path, *, missing: bool = False) -> None:
-    """Write the folders that are due at a checkpoint of a run. missing: but not those that are
-    newer than the checkpoint.
+    """Write the folders that are due at a checkpoint of a run. missing: skip those that are newer
+    than the checkpoint.
 
-    Raises StorageError; an older folder of the name is then untouched.
+    Raises StorageError; an older folder of the same name is then unchanged.
     """
     manifest = read_manifest(checkpoint, checksums=False)
     train, step = manifest["config"]["train"], manifest["state"]["step"]

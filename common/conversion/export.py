@@ -41,21 +41,21 @@ from common.training.start import weights_to_use
 FORMAT_VERSION = 1
 RECORD = "export.json"
 _OWN = "torch_gpt2"
-"""The name of our own folders among FORMATS."""
+"""Name of our own folders among FORMATS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFormat:
-    """How a format is written, and run for the check."""
+    """Functions that write a format and run it for the check."""
 
     write: Callable[[Path, Weights, ResolvedRun], object]
-    """Fills an empty folder."""
+    """Function that fills an empty folder."""
     open: Callable[[Path, ResolvedModel], ExportedModel] | None = None
-    """None: nothing here runs it."""
+    """Function that opens the export for the check; None if nothing here can run it."""
     hugging_face_config: bool = True
-    """Whether transformers' config.json belongs beside it."""
+    """Whether transformers' config.json belongs to the export."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the packages without which the files cannot be read, for the record."""
+    """Versions of the packages needed to read the files, for the record."""
 
 
 PROGRAMS = {
@@ -70,15 +70,15 @@ PROGRAMS = {
         hugging_face_config=False,
     ),
 }
-"""Those that no backend has a part in, by export.format."""
+"""Formats that need no backend, by export.format."""
 
 
 def export_program(config: ResolvedRun, program: ProgramFormat | None = None) -> None:
-    """Write the folder export.format in the run folder.
+    """Write the folder export.format inside the run folder.
 
-    program: how, where the format is one of the backend's own.
-    Raises CheckpointError, ConfigError, StorageError, and RunError where the check fails; an older
-    export is then untouched.
+    program: how to write and run it, if the format is one of the backend's own. Raises
+    CheckpointError, ConfigError and StorageError, and RunError if the check fails. An older export
+    is then unchanged.
     """
     format = config.export.format
     assert format is not None
@@ -137,8 +137,8 @@ def _check(
     source_format: str,
     config: ResolvedRun,
 ) -> dict[str, Any]:
-    """Return what the record says of the logits of the folder beside the backend's, by case.
-    Nothing is compared where export.check is false, or nothing runs the format.
+    """Return the differences between the logits of the folder and of the backend, by case. Nothing
+    is compared if export.check is false or if nothing here runs the format.
     """
     if program.open is None or not config.export.check:
         return {"largest_difference": None}

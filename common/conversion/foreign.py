@@ -1,5 +1,5 @@
-"""The message for a path that is not a checkpoint of this project: what is there, and the commands
-that convert it.
+"""Error for a path that is not a checkpoint of this project: what is there, and the commands that
+convert it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _TOOL = Path("tools") / "convert_weight.py"
 
 
 def explained(error: NoCheckpointError) -> CheckpointError:
-    """Return the error that says what is there instead of a checkpoint, and what to do about it."""
+    """Return the error that says what is there instead of a checkpoint, and what to do."""
     return CheckpointError(
         f"{error.where}: no whole checkpoint here ({error.why}): {explain(error.where, error.why)}"
     )
 
 
 def explain(where: Path, why: str) -> str:
-    """Say what is at ``where``, which holds no checkpoint, and what to do about it. why: the key
-    that names it, or its purpose.
+    """Return a sentence on what is at ``where``, which holds no checkpoint, and what to do. why:
+    the key that names the path, or its purpose.
     """
     if not where.exists():
         return _absent(where, why)
@@ -70,7 +70,7 @@ def _absent(where: Path, why: str) -> str:
 
 
 def _is_name(where: Path) -> bool:
-    """Whether this is a name such as gpt2 or openai-community/gpt2."""
+    """Whether this is a name on Hugging Face, such as gpt2 or openai-community/gpt2."""
     if where.is_absolute() or where.suffix:
         return False
     return len(where.parts) == 1 or (len(where.parts) == 2 and not where.parent.exists())
@@ -82,7 +82,7 @@ def _key(why: str) -> str | None:
 
 
 def _convert(where: Path, output: Path, why: str, format: str) -> str:
-    """The command, and the key for its result."""
+    """Return the command that converts it, and the key that takes the result."""
     tool = _TOOL if _TOOL.is_file() else _ROOT / _TOOL
     key = _key(why)
     if key == "checkpoint.resume" and not FORMATS[format].holds_run:

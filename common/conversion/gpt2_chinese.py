@@ -1,8 +1,7 @@
-"""GPT2-Chinese's commands: their flags become a configuration of run_gpt2.py, with the data made
-before the run and the weights in this project's form.
+"""Run GPT2-Chinese's commands: their flags become a configuration of run_gpt2.py.
 
-All ranks of a run come here. The first one does what there is to do; the others wait, and find it
-done.
+The data are made before the run, and the weights are converted to this project's form. Every rank
+of a run comes here. The first rank does the work; the others wait and find it done.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from common.log import LOG, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
 from common.systems.config import COMMAND_LINES, open_flags
+from common.systems.dialect import To
 from common.systems.flags import read_flags
 from common.systems.gpt2_chinese.shared import CONVERTED, TOKENS
 from common.systems.opened import Opened
@@ -46,16 +46,17 @@ _COMMANDS = {
     "generate_texts.py": ("gpt2_chinese_generate", "predict"),
     "eval.py": ("gpt2_chinese_eval", "eval"),
 }
-"""Each command's key of COMMAND_LINES, and the run mode."""
+"""Key of COMMAND_LINES and run mode of each command."""
 LONGEST_WAIT = 6 * 3600.0
-"""Seconds that a rank waits for the one that makes the data."""
+"""Seconds that a rank waits for the rank that makes the data."""
 
 
 def run_command(main: Callable[..., int], program: str, words: Sequence[str]) -> int:
-    """Start ``main`` of run_gpt2.py with what the flags of ``program`` become; returns its exit
-    code.
+    """Start ``main`` of run_gpt2.py with the arguments that the flags of ``program`` become; return
+    its exit code.
 
-    Words section.key=value are overrides; --show_config prints the YAML and starts nothing.
+    Words of the form section.key=value are overrides; --show_config prints the YAML and starts
+    nothing.
     """
     system, mode = _COMMANDS[program]
     if {"--help", "-h"} & set(words):
@@ -74,7 +75,9 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         start_log(rank=rank)
         flags = COMMAND_LINES[system].DEFAULTS | read_flags(theirs, "command line")[0]
         if "device" in flags:
-            _choose_devices(str(flags["device"]), alone=mode == "train" and process.world_size == 1)
+            _choose_devices(
+                str(flags["device"]), single_training=mode == "train" and process.world_size == 1
+            )
         if mode != "predict":
             make_data(flags, opened, framed=program != "train_single.py")
         for path in (opened.config.checkpoint.load, opened.config.checkpoint.init_from):
@@ -87,7 +90,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
 
 
 def _run(main: Callable[..., int], program: str, mode: str, opened: Opened, rank: int) -> int:
-    """Run the YAML that the flags became, which a training leaves in its folder."""
+    """Run the YAML made from the flags; a training leaves it in its folder."""
     folder = Path(opened.config.output_dir)
     with tempfile.TemporaryDirectory(prefix="gpt2-chinese-") as temporary:
         file = Path(folder if mode == "train" else temporary) / f"{Path(program).stem}.yaml"
@@ -117,7 +120,7 @@ def _own_copy(opened: Opened, folder: Path) -> Path:
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return their flags, and overrides of ours among them."""
+    """Return the flags of that program, and overrides in this project's form among them."""
     overrides = [
         word
         for word, before in zip(words, ["", *words], strict=False)
@@ -131,18 +134,19 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _titles(words: Sequence[str]) -> list[str]:
-    """Return flags that make the command line one of titles, where nothing in it does."""
+    """Return the default of --titles as flags, unless the command line has a flag of titles."""
     module = COMMAND_LINES["gpt2_chinese_generate"]
     given = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
     return [] if given & module.OF_TITLES.keys() else ["--titles", module.OF_TITLES["titles"]]
 
 
-def _choose_devices(devices: str, *, alone: bool) -> None:
-    """Hide other devices, as CUDA_VISIBLE_DEVICES does there, unless the user has done so. alone:
-    this is a training of one process.
+def _choose_devices(devices: str, *, single_training: bool) -> None:
+    """Hide other devices, as CUDA_VISIBLE_DEVICES does there, unless the user has done so.
+
+    single_training: this is a training of one process.
     """
     count = len(devices.split(","))
-    if alone and count > 1:
+    if single_training and count > 1:
         LOG.warning(
             f"--device {devices}: one process trains on one device; for {count}, start torchrun"
             f" --nproc_per_node={count} with this command"
@@ -151,23 +155,79 @@ def _choose_devices(devices: str, *, alone: bool) -> None:
         os.environ.setdefault(name, devices)
 
 
+_MEANINGS = {
+    "articles_per_title": "texts for each title",
+    "batch_size": "windows, or texts, that are computed together",
+    "bpe_token": "use GPT-2's byte-level BPE instead of a vocabulary of characters",
+    "device": "numbers of the GPUs or NPUs to use, such as 0,1,2,3",
+    "encoder_json": "vocabulary of --bpe_token",
+    "epochs": "passes over the data",
+    "fp16": "train in mixed precision",
+    "fp16_opt_level": "Apex's level of mixed precision: O0, O1, O2 or O3",
+    "gradient_accumulation": "micro batches of a step",
+    "length": "tokens of a text; -1 fills the window",
+    "log_step": "steps between lines of the log",
+    "lr": "greatest learning rate",
+    "max_grad_norm": "norm that gradients are clipped to",
+    "min_length": "texts of this many characters or fewer are left out",
+    "model_config": "JSON file with the sizes of the model",
+    "model_path": "folder of the trained model",
+    "nsamples": "number of texts",
+    "num_pieces": "files that the tokenized texts are divided over",
+    "output_dir": "folder of the run",
+    "prefix": "beginning of every text",
+    "pretrained_model": "folder of the weights to begin with, or to measure",
+    "raw": "tokenize --raw_data_path first",
+    "raw_data_path": "JSON array of texts",
+    "repetition_penalty": "divisor of the scores of tokens that occurred",
+    "save_path": "folder of the texts",
+    "save_samples": "write the texts to samples.txt as well",
+    "save_samples_path": "folder of samples.txt",
+    "segment": "split texts into words instead of characters",
+    "stride": "tokens from one window of the corpus to the next",
+    "temperature": "divisor of the logits",
+    "titles": "beginnings of texts, divided by white space",
+    "titles_file": "file of titles, one a line",
+    "tokenized_data_path": "folder of the tokenized texts",
+    "tokenizer_path": "vocabulary, one token a line",
+    "topk": "number of most likely tokens to draw from; 0 for all",
+    "topp": "probability of the most likely tokens to draw from; 0 for all",
+    "vocab_bpe": "merges of --bpe_token",
+    "warmup_steps": "steps until the learning rate is reached",
+}
+
+
 def _help(program: str, module: ModuleType) -> str:
-    lines = [f"usage: {program} FLAGS [section.key=value ...] [--show_config]", "", "flags:"]
+    """Return the text of --help: each flag, its meaning and default, and the key it sets."""
+    example = f"{program} --model_config config/model_config_small.json"
+    lines = [
+        f"usage: {program} FLAGS [section.key=value ...] [--show_config]",
+        "",
+        f"Run GPT2-Chinese's {program} with this project's engine.",
+        "",
+        f"    python {example} --show_config",
+        "        print the YAML that the flags become, and start nothing",
+        "",
+        "flags:",
+    ]
     defaults = {**module.DEFAULTS, **getattr(module, "OF_SAMPLES", {})}
     defaults |= getattr(module, "OF_TITLES", {})
     for flag in sorted(module.FLAGS):
-        default = f" (default: {defaults[flag]})" if flag in defaults else ""
-        lines.append(f"  --{flag}{default}")
-    lines += ["", "--show_config prints the YAML that they become, and starts nothing.", ""]
+        rule = module.TABLE.get(flag)
+        becomes = f"; sets {rule.key}" if isinstance(rule, To) else ""
+        meaning = _MEANINGS.get(flag) or f"no effect here: {rule.why}"
+        default = f" (default: {defaults[flag]})" if defaults.get(flag, "") != "" else ""
+        lines.append(f"  --{flag:<22}{meaning}{becomes}{default}")
+    lines += ["", "Exit codes: those of run_gpt2.py.", ""]
     return "\n".join(lines)
 
 
 def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None:
-    """Make the pieces of --tokenized_data_path, where --raw asks for it, and of them the .bin/.idx
-    pair that the run reads, unless both are there and are made of the same.
+    """Make the pieces of --tokenized_data_path if --raw asks for it, and from them the .bin/.idx
+    pair that the run reads. Work that is done and up to date is skipped.
 
-    framed: put the tokenizer's frame around each text, which train_single.py does not.
-    Raises DataError, TokenizerError and StorageError.
+    framed: put the tokenizer's frame around each text, which train_single.py does not. Raises
+    DataError, TokenizerError and StorageError.
     """
     folder = Path(str(flags["tokenized_data_path"]))
     wish = opened.config.data.tokenizer
@@ -212,7 +272,7 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
 def _once(
     stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inputs: Sequence[Path]
 ) -> None:
-    """Preprocess, unless ``stamp`` says that it was done with the same files and settings."""
+    """Preprocess, unless ``stamp`` says that this was done with the same files and settings."""
     tokenizer = options.tokenizer
     files = [*inputs, tokenizer.vocab_file, *filter(None, (tokenizer.merge_file,))]
     require_files(tokenizer.vocab_file, tokenizer.merge_file)
@@ -248,7 +308,9 @@ def convert_weights(target: Path) -> None:
 
 @contextmanager
 def one_at_a_time(folder: Path, limit: float = LONGEST_WAIT) -> Iterator[None]:
-    """Wait until no other process is in this block for the folder, at most ``limit`` seconds."""
+    """Wait until no other process is in this block for the same folder, at most ``limit``
+    seconds.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -270,6 +332,6 @@ def _lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks holds nobody back
+    except OSError:  # without locks in the file system, nobody is held back
         return True
     return True

@@ -1,5 +1,5 @@
-"""Whether two folders of weights are one function: logits of the same tokens, each computed by a
-framework that opens the folder.
+"""Compare two folders of weights by their logits for the same tokens. Each folder is opened by a
+framework that reads its format.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ NEEDED = {
 }
 """Format -> the packages that compute its logits."""
 TOLERANCE = 1e-4
-"""The largest difference as a part of the largest logit. Frameworks add in other orders; a wrong
-order of heads is off by its size.
+"""Largest accepted difference, relative to the largest logit. Frameworks add in different orders; a
+wrong order of heads makes an error as large as the logits.
 """
 _COPIES = 3
-"""Times the weights that a framework holds while it opens them."""
+"""Memory that a framework needs to open weights, as a multiple of their size."""
 
 
 def compare_logits(
@@ -47,9 +47,7 @@ def compare_logits(
     target: Weights,
     target_format: str,
 ) -> dict[str, Any]:
-    """Return what the report says of the comparison. Raises CheckpointError if the logits
-    differ.
-    """
+    """Return the comparison for the report. Raises CheckpointError if the logits differ."""
     needed = _COPIES * 4 * count_parameters(source.model)
     available = psutil.virtual_memory().available
     missing = sorted({source_format, target_format} - runners.keys())
@@ -78,7 +76,7 @@ def compare_logits(
     if not np.isfinite(expected).all():
         return {"compared": False, "reason": "those of the source are not finite"}
     largest, difference = float(np.abs(expected).max()), float(np.abs(found - expected).max())
-    if not difference <= TOLERANCE * largest:  # NaN too
+    if not difference <= TOLERANCE * largest:  # also true for NaN
         raise CheckpointError(
             f"{target.path}: its logits ({target_format}) differ by {difference:.3g} from those of"
             f" {source.path} ({source_format}), whose largest is {largest:.3g}; expected"
@@ -96,29 +94,29 @@ def _why_not(format: str) -> str:
     absent = [name for name in NEEDED.get(format, ()) if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)}, which computes the logits of {format}, is not installed"
-    return f"nothing computes the logits of {format}: the tensors alone were compared"
+    return f"nothing computes the logits of {format}: only the tensors were compared"
 
 
 def run_logits(
     runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return the logits (B, T, vocab_size) of ids (B, T). Raises CheckpointError where the program
+    """Return the logits (B, T, vocab_size) of ids (B, T). Raises CheckpointError if the program
     that runs the format fails.
     """
     try:
         return runners[format](weights.path, weights.model, ids)
     except GPT2Error:
         raise
-    except Exception as error:  # whatever a framework raises
+    except Exception as error:  # a framework may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{weights.path}: the framework that runs {format} fails with it: {reason}; convert"
-            " without --verify, or mend what it says"
+            f"{weights.path}: its framework for {format} could not run it: {reason}; convert"
+            " without --verify, or fix the cause"
         ) from error
 
 
 def config_of(model: ResolvedModel, folder: Path) -> ResolvedRun:
-    """What a backend needs to open a model on a CPU."""
+    """Return the configuration that a backend needs to open a model on a CPU."""
     needed = {
         "output_dir": str(folder),
         "train": {"micro_batch_size": 1},

@@ -1,4 +1,4 @@
-"""The frameworks of this machine that compute logits of a folder of weights, for
+"""Frameworks installed on this machine that compute the logits of a folder of weights, for
 ``compare_logits``.
 """
 
@@ -23,12 +23,15 @@ _PLACES = {
     "pt2": ("torch_gpt2.program", "logits"),
     "onnx": ("common.systems.onnx.session", "logits"),
 }
-"""By format the module and the function."""
+"""Module and function of each format."""
 
 
 def installed_runners() -> dict[str, Runner]:
-    """Return by format what computes its logits; a framework is imported when it is called."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    """Return the function that computes the logits of each format. A framework is imported when its
+    function is called.
+    """
+    # MindSpore warns about devices that this machine does not have
+    os.environ.setdefault("GLOG_v", "3")
     return {
         format: partial(_run, *place)
         for format, place in _PLACES.items()

@@ -1,6 +1,4 @@
-"""What ``--run_mode eval`` measures, but for the model: rows of tokens to score, and figures from
-their scores.
-"""
+"""Evaluation without the model: rows of tokens to score, and figures from their scores."""
 
 from common.evaluation.report import EvaluationResult, report
 from common.evaluation.rows import (

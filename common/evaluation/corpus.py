@@ -1,4 +1,4 @@
-"""The file of an evaluation: its documents, and what identifies it."""
+"""File of an evaluation: its documents and its SHA-256."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from common.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFile:
-    """texts: the documents that hold more than white space; of a plain text, the whole of it.
-    is_json: a text per item.
+    """Documents of a file.
+
+    texts: those with more than white space, or the whole of a plain text. is_json: whether each
+    item of the file is a text.
     """
 
     path: Path
@@ -30,8 +32,10 @@ class EvaluationFile:
 
 
 def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
-    """Read evaluation.file whole. Raises ConfigError when it is not given, DataError for a file
-    without text, with line and column.
+    """Read evaluation.file whole.
+
+    Raises ConfigError if it is not given. Raises DataError, with line and column, if it cannot be
+    read or holds no text.
     """
     if config.file is None:
         raise ConfigError(f"evaluation.task={config.task} needs a file; set evaluation.file=PATH")

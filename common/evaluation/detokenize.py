@@ -1,5 +1,6 @@
-"""Undo the tokenization of published corpora, whose words a byte-level tokenizer would otherwise
-see in an unnatural spelling.
+"""Undo the tokenization of published corpora.
+
+Otherwise a byte-level tokenizer would see their words in an unnatural spelling.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ def keep(text: str) -> str:
 
 
 def detokenize_wikitext(text: str) -> str:
-    """Take out the spaces that WikiText puts around punctuation, and the marks @-@ @,@ @.@ inside
+    """Remove the spaces that WikiText puts around punctuation, and the marks @-@ @,@ @.@ inside
     words and numbers.
 
-    The rules and their order are those of Megatron-LM, tasks/zeroshot_gpt/detokenizer.py, which
-    lm-eval's task wikitext has too; one is left out: it looks for ' between slashes, and no text
-    has that.
+    Rules and order are those of Megatron-LM, tasks/zeroshot_gpt/detokenizer.py, and of lm-eval's
+    task wikitext. One rule is left out: it looks for ' between slashes, which no text has.
     """
     text = text.replace("s '", "s'")
     for mark in "-,.":
@@ -46,4 +46,4 @@ _PAIRS = [
 ] + [(re.compile(rf"{quote}\s*([^{quote}]*?)\s*{quote}"), rf"{quote}\1{quote}") for quote in "\"'"]
 
 DETOKENIZERS: dict[str, Callable[[str], str]] = {"none": keep, "wikitext": detokenize_wikitext}
-"""By the values of evaluation.detokenize."""
+"""Functions by the values of evaluation.detokenize."""

@@ -17,11 +17,10 @@ from common.training.loop import perplexity
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LambadaTask:
-    """The last word of each passage (Paperno et al. 2016), by the protocol of lm-eval's
-    lambada_openai.
+    """Predict the last word of each passage (Paperno et al. 2016), as lm-eval's lambada_openai.
 
-    The word is what follows the last space, encoded together with its context. It is right when
-    each of its tokens is the most probable one after those before it; the perplexity is of words,
+    The word begins after the last space and is encoded together with its context. It is right when
+    each of its tokens is the most probable one after those before it. The perplexity is of words,
     not of tokens.
     """
 
@@ -35,8 +34,8 @@ class LambadaTask:
 
     @classmethod
     def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: ResolvedRun) -> LambadaTask:
-        """Raises DataError for a plain text, a passage of one word, and a last word that alone
-        fills the window.
+        """Encode the passages. Raises DataError for a plain text, a passage of one word, and a last
+        word that is longer than the window.
         """
         if not file.is_json:
             raise DataError(

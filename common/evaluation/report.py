@@ -1,4 +1,4 @@
-"""The result of an evaluation, in the run folder and in the log."""
+"""Result of an evaluation, in the run folder and in the log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from common.parallel.resolved_run import ResolvedRun
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """One task's figures with the protocol they were measured by.
+    """Figures of one task, with the protocol by which they were measured.
 
-    file_name: where they are kept, a file a task. record: as they are kept. lines: as they are
-    printed.
+    file_name: of the task's own file. record: content of this file. lines: text for the log.
     """
 
     file_name: str
@@ -43,7 +42,7 @@ def report(config: ResolvedRun, checkpoint: Path, result: EvaluationResult) -> N
 
 
 def table(rows: dict[str, float | None]) -> list[str]:
-    """Names and figures in two columns; without those that are None."""
+    """Return names and figures in two columns, without figures that are None."""
     width = max(map(len, rows))
     return [
         f"  {name:<{width}}  {value:>14,.6f}" for name, value in rows.items() if value is not None

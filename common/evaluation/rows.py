@@ -1,5 +1,6 @@
-"""Rows of tokens of which the last few are scored: cut from long texts, packed into batches of one
-shape, scored by a backend.
+"""Rows of tokens of which the last few are scored.
+
+They are cut from long texts, packed into batches of one shape and scored by a backend.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from common.tokenizer.base import Ids
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredRow:
-    """tokens: int32 (n + 1,), n inputs and behind each its target. scored: how many of the targets
-    count, the last ones.
+    """A row to score. tokens: int32 (n + 1,), n inputs, each followed by its target.
+
+    scored: how many targets count, from the end of the row.
     """
 
     tokens: Ids
@@ -27,12 +29,11 @@ class ScoredRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowBatch:
-    """B rows padded on the right to T inputs, and their scored targets one row after the other,
-    padded to N.
+    """B rows padded on the right to T inputs, and their scored targets, padded to N.
 
-    ids: int32 (B, T). targets: int32 (N,), the scored ones. places: int32 (N,), where each is
-    predicted among the B x T inputs laid end to end. owners: int64 (n,), the row of each of the
-    first n targets; those behind are padding, for a backend that compiles a shape.
+    ids: int32 (B, T). targets: int32 (N,), those of the first row first. places: int32 (N,), index
+    of each target's input among the B x T inputs of all rows. owners: int64 (n,), the row of each
+    of the first n targets. The rest is padding, for a backend that compiles a graph for each shape.
     """
 
     ids: Ids
@@ -43,8 +44,9 @@ class RowBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
-    """Of each target of a RowBatch, (n,) or with the padding (N,): its loss in nats, float32, and
-    whether it is the most probable token.
+    """Scores of the targets of a RowBatch, (n,) or with the padding (N,).
+
+    losses: float32, in nats. hits: whether the target is the most probable token.
     """
 
     losses: NDArray[np.float32]
@@ -52,15 +54,16 @@ class TokenScores:
 
 
 Scorer = Callable[[RowBatch], TokenScores]
-"""A model as evaluation sees it. All batches of one ``score_rows`` have the same shape, so that a
+"""A model that scores batches. All batches of one ``score_rows`` have the same shape, so that a
 graph is compiled once.
 """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowScores:
-    """Of each of N rows: the loss summed over its scored targets in nats, float64 (N,), and how
-    many were most probable, int64 (N,).
+    """Scores of N rows, each summed over the scored targets of the row.
+
+    nats: float64 (N,), the loss. hits: int64 (N,), number of targets that were most probable.
     """
 
     nats: NDArray[np.float64]
@@ -68,14 +71,14 @@ class RowScores:
 
 
 def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
-    """Score every token of ``tokens`` but the first, once, in windows of ``window`` inputs that
-    start ``stride`` apart.
+    """Cut windows of ``window`` inputs, ``stride`` apart, that score each token but the first once.
 
-    Each has ``window - stride + 1`` or more tokens before it, where there are so many. The windows
-    are those of Megatron's tasks/zeroshot_gpt (seq_length, overlapping_eval), and of Hugging Face's
-    guide on the perplexity of fixed-length models with max_length = window + 1: it also feeds the
-    last target. Where nothing overlaps, that guide leaves out the first token of each of its
-    windows; here the windows share that token, and none is left out.
+    Each token has ``window - stride + 1`` or more tokens before it, unless it is nearer to the
+    beginning. The windows are those of Megatron's tasks/zeroshot_gpt (seq_length,
+    overlapping_eval). They are also those of Hugging Face's guide on the perplexity of fixed-length
+    models, with max_length = window + 1, since it also feeds the last target. Without overlap that
+    guide leaves out the first token of each window. Here windows share that token, and no token is
+    left out.
     """
     last = len(tokens) - 1
     rows, done = [], 0
@@ -91,7 +94,7 @@ def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
 def score_rows(
     rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row"
 ) -> RowScores:
-    """Scores of all rows, ``batch_size`` at once. unit: what the progress bar counts."""
+    """Score all rows, ``batch_size`` at once. unit: name of a row in the progress bar."""
     nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
     for number, scores in enumerate(score_tokens(rows, scorer, batch_size, unit)):
         np.add.at(nats, np.full(len(scores.losses), number), scores.losses)
@@ -102,8 +105,9 @@ def score_rows(
 def score_tokens(
     rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row"
 ) -> Iterator[TokenScores]:
-    """Yield the scores of each row's scored targets, which ``batch_size`` rows at once have got.
-    unit: what the progress bar counts.
+    """Yield the scores of each row's scored targets. ``batch_size`` rows are computed at once.
+
+    unit: name of a row in the progress bar.
     """
     size = min(batch_size, len(rows))
     batches = [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -121,8 +125,9 @@ def score_tokens(
 
 
 def _pack(rows: Sequence[ScoredRow], size: int, length: int, width: int) -> RowBatch:
-    """``rows`` and empty ones up to ``size``, their targets up to ``width``; padding is 0, which no
-    earlier position sees.
+    """Return a batch of ``size`` rows and ``width`` targets, padded with 0 at the end.
+
+    Earlier positions do not see the padding.
     """
     ids = np.zeros((size, length), np.int32)
     places, targets = np.zeros(width, np.int32), np.zeros(width, np.int32)

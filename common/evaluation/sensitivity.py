@@ -1,5 +1,6 @@
-"""Which layers bear being quantized: the validation loss with one layer rounded at a time, as a
-table, as JSON and as a picture.
+"""Sensitivity of layers to quantization: the validation loss with one layer rounded at a time.
+
+The result is a table, a JSON file and a picture.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class Sensitivity:
 
     unquantized: float
     quantized: float
-    """With all layers of the section ``quantization``."""
+    """Loss with all layers of the section ``quantization`` rounded."""
     alone: Mapping[str, float]
-    """By layer, with this one rounded and all others in float."""
+    """Losses by layer, with this layer rounded and all others in float."""
     without_worst: float
-    """With all layers but ``layers_to_skip``. Damages do not add up, so this is measured too."""
+    """Loss without rounding ``layers_to_skip``. It is measured, since damages do not add up."""
 
     @property
     def damage(self) -> dict[str, float]:
-        """By layer, how much more its rounding alone loses; the worst layer first."""
+        """Rise of the loss by layer when only this layer is rounded, the largest first."""
         found = {name: loss - self.unquantized for name, loss in self.alone.items()}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -44,7 +45,7 @@ class Sensitivity:
     def measure(
         cls, layers: Sequence[str], loss_with: Callable[[Collection[str]], float]
     ) -> Sensitivity:
-        """loss_with: returns the loss with these layers rounded, and no other."""
+        """Measure all losses. loss_with: returns the loss with only these layers rounded."""
         with progress_bar(total=len(layers) + 3, unit="loss", description="sensitivity") as bar:
 
             def loss(*some: str) -> float:
@@ -82,8 +83,8 @@ def sensitivity_result(task: ValidationTask, found: Sensitivity) -> EvaluationRe
         f" ({found.quantized - found.unquantized:+.6f}) with {len(damage)} layers quantized",
         f"one layer at a time, the worst {min(_SHOWN, len(damage))}:",
         *(f"  {name:<{width}}  {value:+.6f}" for name, value in damage[:_SHOWN]),
-        f"half of all damage is theirs: quantization.skip=[{','.join(skip)}], with which the loss"
-        f" is {found.without_worst:.6f} ({found.without_worst - found.unquantized:+.6f})",
+        f"these layers do half of all damage: quantization.skip=[{','.join(skip)}], with which the"
+        f" loss is {found.without_worst:.6f} ({found.without_worst - found.unquantized:+.6f})",
         f"picture: {picture}",
     ]
     record: dict[str, Any] = {
@@ -98,7 +99,7 @@ def sensitivity_result(task: ValidationTask, found: Sensitivity) -> EvaluationRe
 
 
 def require_quantization(config: ResolvedRun) -> None:
-    """Raise ConfigError where task sensitivity has nothing to compare, or cannot be computed."""
+    """Raise ConfigError if task sensitivity has nothing to compare, or cannot be computed."""
     if config.evaluation.task != "sensitivity":
         return
     if config.backend != "torch":
@@ -108,7 +109,7 @@ def require_quantization(config: ResolvedRun) -> None:
         )
     if config.quantization is None:
         raise ConfigError(
-            "evaluation.task=sensitivity measures the section quantization, and there is none; add"
+            "evaluation.task=sensitivity measures the section quantization, which is missing; add"
             " quantization={} for 8 bits"
         )
 

@@ -1,4 +1,4 @@
-"""The task of a run of --run_mode eval, opened from its config."""
+"""Task of a run of --run_mode eval, opened from its config."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from common.training.data import TrainingData, open_data, open_tokenizer
 from common.training.loop import perplexity
 
 VALIDATION_TASKS = ("validation", "sensitivity")
-"""Those that measure on the validation windows of the data."""
+"""Tasks that measure on the validation windows of the data."""
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "validation": (),
     "sensitivity": (),
     "text": ("file", "detokenize", "stride", "batch_size", "max_samples"),
     "lambada": ("file", "batch_size", "max_samples"),
 }
-"""What each task reads of EvaluationConfig; the rest is refused, not ignored."""
+"""Fields of EvaluationConfig that each task reads; others are refused, not ignored."""
 
 
 def open_task(
     config: ResolvedRun, *, rank: int = 0
 ) -> tuple[ValidationTask | TextTask | LambadaTask, ResolvedRun]:
-    """Read the file of the task and settle the vocabulary. rank: data-parallel rank, of validation
-    windows.
+    """Read the file of the task and set the size of the vocabulary.
 
-    Raises ConfigError, TokenizerError.
+    rank: data-parallel rank, which selects validation windows. Raises ConfigError and
+    TokenizerError.
     """
     _check_settings(config.evaluation)
     if config.evaluation.task in VALIDATION_TASKS:
@@ -44,8 +44,8 @@ def open_task(
     window, stride = config.model.seq_length, config.evaluation.stride
     if stride is not None and stride > window:
         raise ConfigError(
-            f"evaluation.stride={stride} is above model.seq_length={window}, so that tokens between"
-            f" the windows were left out; give {window} or less"
+            f"evaluation.stride={stride} is above model.seq_length={window}, and tokens between the"
+            f" windows would be left out; give {window} or less"
         )
     file = read_evaluation_file(config.evaluation)
     tokenizer, config = open_tokenizer(config)
@@ -67,9 +67,7 @@ def _check_settings(config: EvaluationConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationTask:
-    """Loss on the validation windows of the data, which an engine sums as it does while
-    training.
-    """
+    """Loss on the validation windows of the data, summed by an engine as during training."""
 
     config: ResolvedRun
     data: TrainingData
@@ -79,13 +77,13 @@ class ValidationTask:
         return self.data.tokenizer_record
 
     def windows(self) -> Iterator[Tokens]:
-        """Raises DataError when there are none."""
+        """Yield the validation windows. Raises DataError when there are none."""
         for number, tokens in enumerate(self.data.require_validation()):
             beat(number, "evaluating")
             yield tokens
 
     def result(self, total_loss: float, tokens: int) -> EvaluationResult:
-        """total_loss: in nats, over ``tokens``."""
+        """Return the result. total_loss: in nats, the sum over ``tokens`` tokens."""
         loss, config = total_loss / tokens, self.config
         record = {
             "data": config.data.validation or config.data.train,

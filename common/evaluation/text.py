@@ -25,31 +25,32 @@ from common.training.loop import perplexity
 class TextTask:
     """Perplexity of a text in sliding windows.
 
-    A plain text is one stream of tokens, ``<|endoftext|>`` in it is that token, and its first token
-    is context alone, as in Hugging Face's guide and in Megatron: every token but the first of a
-    plain text is scored once, after more than window - stride tokens where there are so many. The
-    texts of a .jsonl are scored one by one, each with the end-of-text token as its first context,
-    so that all their tokens are scored, as lm-eval, but for the last window of a long document,
-    which lm-eval moves back to full length.
+    A plain text is one stream of tokens, in which ``<|endoftext|>`` is that token. Every token but
+    the first is scored once, as in Hugging Face's guide and in Megatron. Each has more than
+    window - stride tokens before it, unless it is nearer to the beginning.
+
+    The texts of a .jsonl file are scored one by one. The first context of each is the end-of-text
+    token, so that all its tokens are scored, as in lm-eval. The last window of a long document
+    differs: lm-eval moves it back to full length.
     """
 
     file: EvaluationFile
     tokenizer_record: dict[str, Any]
     rows: list[ScoredRow]
     tokens: int
-    """Of the texts, scored or not."""
+    """Number of tokens of the texts, scored or not."""
     whole: bool
     """False when evaluation.max_samples left windows out."""
     scored_bytes: int
-    """UTF-8 bytes to which the scored tokens belong: of the whole texts, or where windows were left
-    out, of these tokens; 0 if unknown.
+    """UTF-8 bytes of the scored tokens, or of the whole texts if no window was left out; 0 if
+    unknown.
     """
     config: ResolvedRun
     unit = "window"
 
     @classmethod
     def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: ResolvedRun) -> TextTask:
-        """Raises DataError for a plain text of one token."""
+        """Encode the texts and cut windows. Raises DataError for a plain text of one token."""
         detokenize = DETOKENIZERS[config.evaluation.detokenize]
         texts = [detokenize(text) for text in file.texts]
         if file.is_json:
@@ -78,8 +79,7 @@ class TextTask:
                 len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows
             )
         else:
-            # which bytes of the file a part of a changed text, or an unknown token, stands for is
-            # not known
+            # A part of a changed text, or an unknown token, does not tell its bytes in the file.
             size = 0
         return cls(
             file=file,
@@ -92,14 +92,14 @@ class TextTask:
         )
 
     def result(self, scores: RowScores) -> EvaluationResult:
-        """Figures a word are of the whole file alone: None when ``max_samples`` cut it."""
+        """Return the figures. Those per word are None if ``max_samples`` cut the file."""
         nats, scored = float(scores.nats.sum()), sum(row.scored for row in self.rows)
         loss, window = nats / scored, self.config.model.seq_length
         texts = self.file.texts
         words = sum(len(text.split()) for text in texts)
         size = sum(len(text.encode()) for text in texts)
-        # Megatron's count of words: newlines between spaces are words too, as in WikiText's own; of
-        # a plain text, without the first.
+        # Megatron's count of words: newlines between spaces are words too, as in WikiText's own
+        # count. The first word of a plain text does not count.
         originals = sum(len(text.strip().split(" ")) for text in texts) - (not self.file.is_json)
         token_ratio = scored / originals if self.whole and originals else None
         figures: dict[str, float | None] = {

@@ -1,4 +1,4 @@
-"""A folder with a file for each generated text, which a run that was stopped goes on filling.
+"""A folder with a file for each generated text. A run that was stopped resumes filling it.
 
 {i}-{j}.txt          continuation j of prompt i, both from 0, as GPT2-Chinese's generate_texts.py
                      names them: the prompt and what follows it
@@ -31,15 +31,17 @@ _DECISIVE = (
     "repetition_penalty", "stop_at_end_of_text", "presence_penalty", "frequency_penalty",
     "logit_bias", "bad_words", "stop", "no_repeat_ngram_size", "min_p",
 )  # fmt: skip
-"""Settings of predict on which a text depends. It does not on how many are asked for."""
+"""Settings of predict on which a text depends. The number of texts is not among them."""
 
 
 class ArticleFolder:
-    """``done``: index and number of the texts that are there."""
+    """Writes one file for each text. ``done``: index and number of the texts already written."""
 
     def __init__(self, folder: Path, prompts: Sequence[Prompt], config: ResolvedRun) -> None:
-        """Make the folder, or take it up again. Raises ConfigError where its texts come from other
-        weights, settings or prompts, and StorageError.
+        """Make the folder, or resume one that exists.
+
+        Raises StorageError, and ConfigError if its texts come from other weights, settings or
+        prompts.
         """
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"predict.output_folder={folder}: is a file; name a folder")
@@ -54,14 +56,14 @@ class ArticleFolder:
             ],
         }
         if (folder / RECORD).exists():
-            self._take_up(record)
+            self._resume(record)
         with atomic_write(folder / RECORD, "w") as file:
             json.dump(record, file, ensure_ascii=False, indent=1)
         names = (re.fullmatch(r"(\d+)-(\d+)\.txt", path.name) for path in folder.iterdir())
         self.done = {(int(found[1]), int(found[2])) for found in names if found}
 
-    def _take_up(self, record: dict[str, Any]) -> None:
-        """Prompts may be added at the end of those that were there, or left out there."""
+    def _resume(self, record: dict[str, Any]) -> None:
+        """Check that the folder fits this run. Only the end of the list of prompts may differ."""
         before = read_json_mapping(self._folder / RECORD, finite=False)
         unset = PredictConfig().model_dump()  # a folder may be older than a setting
         pairs = [
@@ -98,5 +100,5 @@ def _identity(config: ResolvedRun) -> str:
 
 
 def _quoted(name: str, value: Any) -> str:
-    """Return a value as a message has it; two paths may differ in their last letters only."""
+    """Return a value for a message. Paths are not cut; their ends may differ."""
     return str(value) if name == "checkpoint" else shown(value)

@@ -1,4 +1,4 @@
-"""Beam search over whatever decodes, in numpy, the same on both backends.
+"""Beam search with any decoder, in numpy, the same on both backends.
 
 Tokens and scores are those of transformers 5 (``GenerationMixin._beam_search``). Groups of beams
 that avoid each other's tokens follow Vijayakumar et al. 2016, as PaddleFleetX has them.
@@ -39,8 +39,9 @@ def search_beams(
 ) -> Iterator[Continuation]:
     """Yield the num_sequences best continuations of each prompt, the best one first.
 
-    vocab_size: ids from here on are not chosen, nor is unknown. biases and read: as ``generate``
-    has them. Raises RunError when logits are not finite, and when rules leave too few sequences.
+    vocab_size: ids from this one upwards are not chosen. unknown: an id that is not chosen.
+    biases, read: as in ``generate``. Raises RunError when logits are not finite, and when rules
+    leave too few sequences.
     """
     assert read is not None or not settings.stop
     rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
@@ -99,7 +100,7 @@ class _Search:
 
     @property
     def parents(self) -> list[int]:
-        """The rows, within the prompt's, that the beams continue."""
+        """The row that each beam continues, counted from the first row of the prompt."""
         return [
             number * self._size + parent
             for number, group in enumerate(self._groups)
@@ -114,8 +115,8 @@ class _Search:
     def advance(self, logits: Logits) -> None:
         """Choose the next token of each beam from logits (num_beams, vocab_size).
 
-        A token that beams of earlier groups have chosen at this place costs diversity_rate for
-        each of them.
+        diversity_rate is subtracted from a token's score for each beam of an earlier group that
+        has chosen it at this place.
         """
         chosen: list[int] = []
         for number, group in enumerate(self._groups):
@@ -191,7 +192,7 @@ class _Group:
     """Records of the tokens of the running beams, where predict.logprobs asks for them."""
     parents: list[int]
     finished: list[_Finished] = field(default_factory=list)
-    """At most as many as there are beams, best first."""
+    """Finished sequences, best first, at most one for each beam."""
     chosen: list[int] = field(default_factory=list)
     """The tokens that the beams have chosen at the newest place."""
     length: int = 0
@@ -199,7 +200,7 @@ class _Group:
 
     @classmethod
     def of(cls, size: int) -> _Group:
-        """Return a group before its first token, in which the beams are one."""
+        """Return a group before its first token, when only its first beam counts."""
         scores = np.full(size, _NEVER, np.float32)
         scores[0] = 0
         nothing: list[list[Any]] = [[] for _ in range(size)]
@@ -213,10 +214,10 @@ class _Group:
         most: int,
         settings: PredictConfig,
     ) -> None:
-        """Take scores (beams, vocab_size) of the next tokens in.
+        """Choose the next tokens by their scores (beams, vocab_size).
 
-        logits: of the model, of the same shape. ends: whether a sequence ends with its newest
-        token. most: tokens that a sequence has at most.
+        logits: of the model, of the same shape. ends: tells whether a sequence ends with its
+        newest token. most: limit of new tokens in a sequence.
         """
         size, vocabulary = scores.shape
         sums = (scores + self.scores[:, None]).ravel()
@@ -245,7 +246,7 @@ class _Group:
         if not going or self._is_decided(float(sums[best[going[0]]]), most, settings):
             self.is_done = True
             return
-        # stop strings may end so many that an ended one takes the place of a running beam
+        # stop strings may end so many beams that an ended one fills the place of a running one
         self.scores = np.array(
             [_NEVER if ended[number] else sums[best[number]] for number in order], np.float32
         )
@@ -265,6 +266,6 @@ class _Group:
 
 
 def _largest(values: Logits, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Places of the largest values, in descending order; of equal ones the first go first."""
+    """Return places of the largest values, in descending order; equal ones in their own order."""
     places = largest_ids(values, count) if count < values.size else np.arange(values.size)
     return places[np.argsort(-values[places], kind="stable")][:count]

@@ -1,4 +1,4 @@
-"""Continuations of prompts, by whichever strategy the settings name."""
+"""Continuations of prompts, by the strategy that the settings name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def continuations(
 ) -> Iterator[Continuation]:
     """Return the finished continuations, predict.num_sequences of each prompt, in order.
 
-    stepwise: as ``generate`` has it; beam search knows its sequences at the end only. done: index
-    and number of those that may be left out. Raises ConfigError for more beams than the decoder
-    has rows.
+    stepwise: as in ``generate``; beam search knows its sequences only at the end. done: index and
+    number of those that may be left out. Raises ConfigError if there are more beams than the
+    decoder has rows.
     """
     settings = config.predict
     limits: dict[str, Any] = {
@@ -58,8 +58,9 @@ def continuations(
 
 
 def read_text(sequence: Continuation) -> str:
-    """Return what is sure of the text that a sequence adds to its prompt: all, once it is
-    finished.
+    """Return the part that can no longer change of the text that a sequence adds to its prompt.
+
+    It is the whole text once the sequence is finished.
     """
     assert sequence.growing is not None
     sequence.growing.advance(sequence.tokens, final=sequence.finish_reason is not None)

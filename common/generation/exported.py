@@ -1,4 +1,4 @@
-"""Generate with an exported program, whatever runs it."""
+"""Generate with an exported program, independent of the library that runs it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 
 class ExportedModel(Protocol):
-    """A program that computes logits, and remembers keys and values where it was written so."""
+    """A program that computes logits. It may have been exported with a cache of keys and values."""
 
     @property
     def has_cache(self) -> bool: ...
     def forget(self) -> None:
-        """Begin with new sequences."""
+        """Forget the sequences, so that new ones can begin."""
 
     def reorder(self, rows: list[int]) -> None:
-        """Let row i be followed by what ``rows[i]`` remembers."""
+        """Put into row i the sequence that row ``rows[i]`` remembers."""
 
     def run(
         self,
@@ -26,7 +26,7 @@ class ExportedModel(Protocol):
         mask: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        """Add tokens (B, T) to what is remembered; logits (B, T, vocab_size).
+        """Add tokens (B, T) to what is remembered; return logits (B, T, vocab_size).
 
         mask: (B, all tokens so far), 0 for padding. positions: (B, T).
         """
@@ -36,7 +36,7 @@ class ExportedDecoder:
     """Implements ``common.generation.generate.Decoder``. Prompts are padded on the left."""
 
     def __init__(self, model: ExportedModel, positions: int, rows: int) -> None:
-        """positions: how many the model has. rows: most sequences at once."""
+        """positions: number of positions of the model. rows: limit of sequences at once."""
         self.rows = rows
         self._model = model
         self._last = positions - 1
@@ -65,7 +65,7 @@ class ExportedDecoder:
         self._model.reorder(rows)
 
     def _positions(self) -> NDArray[np.int64]:
-        """The place of each new token in its own sequence; that of padding is 0."""
+        """Return the place of each new token in its own sequence; that of padding is 0."""
         places = (self._mask.cumsum(1) - 1).clip(0, self._last)
         positions: NDArray[np.int64] = places[:, -self._ids.shape[1] :]
         return positions

@@ -1,5 +1,6 @@
-"""Continue prompts in batches with whatever decodes them: the same loop, and the same draws, on
-both backends.
+"""Continue prompts in batches with any decoder.
+
+Both backends share the loop and the random draws.
 """
 
 from __future__ import annotations
@@ -20,30 +21,33 @@ from common.processes.heartbeat import beat
 
 
 class Decoder(Protocol):
-    """A model that remembers up to ``rows`` sequences, of different lengths, and takes one more
-    token of each.
+    """A model that remembers up to ``rows`` sequences of different lengths.
+
+    Each step adds one token to each of them.
     """
 
     @property
     def rows(self) -> int: ...
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
-        """Forget what was, take these prompts in, with room for so many more tokens; logits (B,
-        vocab_size) of what follows each. With room 0 there is no step after it.
+        """Forget earlier sequences and read these prompts; return the logits (B, vocab_size) of
+        the token that follows each. room: most tokens to add; with 0 no step comes after it.
         """
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        """Add a token to each; logits (B, vocab_size) of what follows. A sequence at its last
-        position may be given any token.
+        """Add a token to each sequence; return the logits (B, vocab_size) of the next ones. A
+        sequence at its last position may be given any token.
         """
 
     def reorder(self, parents: Sequence[int]) -> None:
-        """Let row i be followed by what row ``parents[i]`` remembers."""
+        """Put into row i the sequence that row ``parents[i]`` remembers."""
 
 
 @dataclass(kw_only=True)
 class Continuation:
-    """One sequence that grows; ``number`` counts those of one prompt from 0, and ``index`` the
-    prompts. End-of-text is not among its tokens.
+    """One sequence that grows. End-of-text is not among its tokens.
+
+    index: number of its prompt, from 0. number: its number among the continuations of this prompt,
+    from 0.
     """
 
     prompt: Prompt
@@ -53,32 +57,33 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     finish_reason: Literal["length", "end_of_text", "stop_string"] | None = None
     growing: GrowingText | None = field(default=None, repr=False)
-    """Its text, which stop strings end; the tokens go on to the end of the stop string."""
+    """Its text, which ends before a stop string; the tokens include the stop string."""
     scored: list[ScoredToken] = field(default_factory=list, repr=False)
     """A record of each token, where predict.logprobs asks for them."""
     score: float | None = None
-    """Of beam search: the sum of the tokens' log-probabilities / length ** length_penalty."""
+    """Score in beam search: sum of the tokens' log-probabilities / length ** length_penalty."""
 
     @property
     def text(self) -> str:
-        """What is sure of its text, as far as it has been read."""
+        """The part of its text that can no longer change, as far as its tokens have been read."""
         return self.growing.text if self.growing else ""
 
     def context(self, window: int | None) -> list[int]:
-        """The tokens after which the next one is chosen."""
+        """Return the tokens after which the next one is chosen."""
         ids = self.prompt.ids + self.tokens
         return ids if window is None else ids[1 - window :]
 
     def room(self, window: int | None) -> int:
-        """How many tokens can be added before the length or the window ends it."""
+        """Return how many tokens can be added before the length limit or the window is reached."""
         left = self.prompt.new_tokens - len(self.tokens)
         length = len(self.prompt.ids) + len(self.tokens)
         return left if window is None else min(left, max(0, window - length))
 
 
 def rows_at_once(settings: PredictConfig, prompts: int) -> int:
-    """Return how many rows a decoder needs for so many prompts, in batches of batch_size: a row for
-    each sequence, or for each beam.
+    """Return how many rows a decoder needs for this number of prompts in batches of batch_size.
+
+    There is a row for each sequence, or for each beam.
     """
     if settings.strategy == "beam_search":
         return settings.num_beams * min(prompts, max(1, settings.batch_size // settings.num_beams))
@@ -102,13 +107,13 @@ def generate(
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
-    Each draws from a generator of its own, keyed by seed, prompt and number: neither its batch nor
-    its neighbours change what it says. vocab_size: ids from here on are not chosen, nor is unknown,
-    the id of text that the vocabulary lacks. window: a sequence that outgrows it is followed by its
-    last window - 1 tokens, taken in anew for each token; None: none does. stepwise: also yield a
-    sequence after each of its tokens, unfinished, while it is the only one at work. done: index and
-    number of those that are left out. biases: what ``sequence_biases`` makes of the settings. read:
-    makes the text of a continuation, which stop strings need.
+    Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does
+    not depend on its batch. vocab_size: ids from this one upwards are not chosen. unknown: the id
+    of text that the vocabulary lacks, not chosen either. window: once a sequence is longer, its
+    last window - 1 tokens are computed again for each new token; None if no sequence is. stepwise:
+    while a sequence is the only one at work, also yield it unfinished after each token. done: index
+    and number of those that are left out. biases: result of ``sequence_biases``. read: makes the
+    text of a continuation, which stop strings need.
     """
     assert read is not None or not settings.stop
     rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
@@ -157,7 +162,7 @@ def grow(
     rules: LogitRules,
     end_of_text: int,
 ) -> None:
-    """Choose what follows where logits (vocab_size,) are those after all of ``sequence``."""
+    """Add the next token to ``sequence``. logits: (vocab_size,), those after its last token."""
     tokens, prompt = sequence.tokens, sequence.prompt
     changed = rules.apply(logits, prompt.ids, tokens)
     token = choose_token(changed, settings, sequence.generator)

@@ -1,5 +1,6 @@
-"""Log-probabilities of tokens as the model itself gives them, before biases, penalties,
-temperature, top-k and top-p, as OpenAI and vLLM report them.
+"""Log-probabilities of tokens as OpenAI and vLLM report them.
+
+They are the model's own, before biases, penalties, temperature, top-k and top-p.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class ScoredToken:
 
 
 def score_token(logits: Logits, token: int, count: int) -> ScoredToken:
-    """Score what follows where logits (vocab_size,) are those of the model, of the true vocabulary.
+    """Score a token. logits: (vocab_size,) at its place, of the vocabulary without padding.
 
-    count: how many of the most probable tokens to name; of equal ones the lower id first.
+    count: how many of the most probable tokens to name; equal ones in order of their ids.
     """
     largest = logits.max()
     log_sum = float(np.log(np.exp(logits - largest).sum(dtype=np.float64))) + float(largest)
@@ -41,7 +42,7 @@ def score_token(logits: Logits, token: int, count: int) -> ScoredToken:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return what a token adds to a text; ``bytes:\\xe2\\x80`` where it is no whole character."""
+    """Return what a token adds to a text; ``bytes:\\xe2\\x80`` for a part of a character."""
     raw = tokenizer.token_bytes(token)
     try:
         return raw.decode()
@@ -50,7 +51,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def as_record(scored: ScoredToken, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return one as an object of JSON."""
+    """Return a scored token as a JSON object."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"id": token, "token": token_text(tokenizer, token), "logprob": logprob}

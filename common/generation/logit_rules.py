@@ -1,4 +1,4 @@
-"""What the settings change in logits before a token is chosen, the same for every strategy."""
+"""Changes that the settings make to logits before a token is chosen, by any strategy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 
 Biases = Mapping[tuple[int, ...], float]
-"""Sequence of ids -> what is added to the logit of its last one where the others precede it; minus
-infinity forbids it.
+"""Sequence of ids -> number added to the logit of its last id where the others precede it.
+
+Minus infinity forbids the last id.
 """
 
 
 class LogitRules:
-    """Changes logits, or log-probabilities in beam search, in the order of transformers: biases
-    (logit_bias and bad_words), repetition penalty, sequences that do not come twice, presence and
-    frequency penalties, the earliest end of text.
+    """Changes logits, or log-probabilities in beam search, in the order of transformers.
+
+    The order is: biases (logit_bias and bad_words), repetition penalty, no_repeat_ngram_size,
+    presence and frequency penalties, min_new_tokens.
     """
 
     def __init__(
@@ -57,11 +59,11 @@ class LogitRules:
         self._is_active = bool(biases) or self._looks_back or self._counts
 
     def apply(self, logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
-        """Return the changed logits (vocab_size,) of what follows prompt and tokens.
+        """Return the changed logits (vocab_size,) of the token after prompt and tokens.
 
-        Those given stay as they are. The penalties for presence and frequency look at tokens
-        alone, as OpenAI defines them; the one for repetition at the prompt too (Keskar et al.
-        2019).
+        ``logits`` itself is not changed. The penalties for presence and frequency count only
+        ``tokens``, as OpenAI defines them. The repetition penalty counts the prompt too (Keskar et
+        al. 2019).
         """
         is_early = len(tokens) < self._least
         if not (self._is_active or is_early):
@@ -87,7 +89,7 @@ class LogitRules:
 
 
 def _next_of_repeated(seen: list[int], size: int) -> list[int]:
-    """Return the ids that would make the last ``size`` ones a sequence that was there before."""
+    """Return the ids that would repeat an earlier sequence of ``size`` ids."""
     last = seen[len(seen) - size + 1 :]
     return [
         seen[at + size - 1]
@@ -107,8 +109,9 @@ def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple
 
 
 def logit_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
-    """Return predict.logit_bias by ids: the sum where an id and a text mean the same. Raises
-    ConfigError as ``sequence_biases`` does.
+    """Return predict.logit_bias by ids. Biases of an id and of a text with this id are added up.
+
+    Raises ConfigError as ``sequence_biases`` does.
     """
     name = "predict.logit_bias"
     found: dict[tuple[int, ...], float] = {}
@@ -120,8 +123,10 @@ def logit_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[in
 
 
 def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Return predict.bad_words by ids: a text that does not begin with white space also as it is
-    written behind a space. Raises ConfigError as ``sequence_biases`` does.
+    """Return predict.bad_words by ids.
+
+    A text that does not begin with white space is forbidden after a space, too. Raises ConfigError
+    as ``sequence_biases`` does.
     """
     name = "predict.bad_words"
     found = []

@@ -1,5 +1,6 @@
-"""Continuations on standard output, as they come where one is generated at a time, in a file of
-JSON lines or of plain text, and in a folder with a file each.
+"""Continuations on standard output, in a file of JSON lines or plain text, or in a folder.
+
+A folder has one file for each text. A single continuation is printed token by token.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from common.tokenizer import Tokenizer
 def write_continuations(
     decoder: Decoder, prompts: Sequence[Prompt], config: ResolvedRun, tokenizer: Tokenizer
 ) -> None:
-    """Generate, print, and write predict.output_file, whole or not at all. Raises StorageError when
-    the file cannot be written.
+    """Generate and print continuations, and write predict.output_file whole or not at all.
+
+    Raises StorageError when the file cannot be written.
     """
     settings = config.predict
     if (
@@ -37,8 +39,8 @@ def write_continuations(
         and not Path(settings.output_file).is_file()
     ):
         raise ConfigError(
-            f"predict.output_file={settings.output_file}: is no regular file; give the name of a"
-            " file"
+            f"predict.output_file={settings.output_file}: is not a regular file; give the name of"
+            " a file"
         )
     if settings.prompt_file and settings.output_file:
         refuse_to_overwrite(
@@ -114,7 +116,7 @@ def _remarks(settings: PredictConfig) -> Iterator[str]:
 
 
 def unused_by_greedy(settings: PredictConfig) -> str | None:
-    """A warning where settings of sampling are given and the strategy does not look at them."""
+    """Return a warning if settings of sampling are given that the strategy ignores."""
     fields = type(settings).model_fields
     given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     unused = [
@@ -148,19 +150,20 @@ def _json_line(sequence: Continuation, tokenizer: Tokenizer) -> str:
 
 
 class Printer:
-    """Writes ``Prompt:`` and ``Generation:`` lines, each token once. What is not yet a whole
-    character, or may begin a stop string, waits for the next token.
+    """Writes ``Prompt:`` and ``Generation:`` lines, each token once.
+
+    A part of a character, and text that may begin a stop string, wait for the next token.
     """
 
     def __init__(self, *, numbered: bool) -> None:
         self._numbered = numbered
         self.head = ""
-        """The banner of the present sequence, which a file of plain text has too."""
+        """The banner of the current sequence, which is also written into a plain text file."""
         self._shown: int | None = None
-        """Characters of the present sequence that are out; None before its first line."""
+        """Characters of the current sequence that are printed; None before its first line."""
 
     def show(self, sequence: Continuation, final: bool = False) -> None:
-        """Print what is new of ``sequence``."""
+        """Print the new part of ``sequence``."""
         text = ""
         if self._shown is None:
             self._shown = 0
@@ -174,20 +177,20 @@ class Printer:
         _say(text.encode(encoding, "replace").decode(encoding))
 
     def begin(self, sequence: Continuation) -> str:
-        """Return what stands before its first token."""
+        """Return the text to print before the first token of ``sequence``."""
         prompt = sequence.prompt.text
         number = f" {sequence.number + 1}" if self._numbered else ""
         title = f"Prompt: {prompt}\n" if sequence.number == 0 else ""
         return f"{title}Generation{number}: {prompt}"
 
     def finish(self, sequence: Continuation, *, last: bool) -> None:
-        """Print the rest of ``sequence`` and end its line; ``last``: of its prompt."""
+        """Print the rest of ``sequence`` and end its line. last: it is the last of its prompt."""
         self.show(sequence, final=True)
         _say("\n\n" if last else "\n")
         self._shown = None
 
     def close(self) -> None:
-        """Print what stands behind the last sequence."""
+        """Print the end of the output, after the last sequence."""
 
 
 class SamplePrinter(Printer):

@@ -27,15 +27,15 @@ class Prompt:
     new_tokens: int
     """Most tokens to add."""
     is_given_as_ids: bool = False
-    """Whether text is what the ids say, and not where they come from."""
+    """Whether the prompt was given as ids, and ``text`` was decoded from them."""
 
 
 def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of predict.prompt, then those of predict.prompt_file; each fits the model
-    together with what is to be added, unless the window slides.
+    """Return the prompts of predict.prompt, then those of predict.prompt_file.
 
-    Raises ConfigError or DataError, with the line of a file. What logit_bias and bad_words say is
-    looked at here too, before weights are loaded.
+    Each fits the model together with the tokens to be added, unless the window slides. logit_bias
+    and bad_words are checked here too, before weights are loaded. Raises ConfigError or DataError,
+    with the line of a file.
     """
     sequence_biases(config.predict, tokenizer)
     positions = config.model.max_positions
@@ -46,8 +46,10 @@ def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def sliding_window(config: ResolvedRun) -> int | None:
-    """Return predict.window, or the positions where max_new_tokens is above them; None: a text
-    stays within the positions. Raises ConfigError with beam search, which cannot slide.
+    """Return predict.window, or the number of positions if max_new_tokens is above it.
+
+    None means that texts stay within the positions. Raises ConfigError with beam search, which
+    cannot slide.
     """
     settings, positions = config.predict, config.model.max_positions
     if settings.window is None and (settings.max_new_tokens or 0) <= positions:
@@ -68,8 +70,8 @@ def encode_given(given: Sequence[Given], config: ResolvedRun, tokenizer: Tokeniz
 
 
 def given_prompts(config: ResolvedRun) -> list[tuple[str, Given]]:
-    """Where each prompt stands, and its text or ids: predict.prompt, then predict.prompt_file.
-    Raises ConfigError or DataError.
+    """Return the place and the text or ids of each prompt: predict.prompt, then
+    predict.prompt_file. Raises ConfigError or DataError.
     """
     settings = config.predict
     found: list[tuple[str, Given]] = [("predict.prompt", given) for given in settings.prompt]
@@ -84,8 +86,9 @@ def given_prompts(config: ResolvedRun) -> list[tuple[str, Given]]:
 
 
 def read_prompts(path: Path) -> list[tuple[str, Given]]:
-    """Where each prompt of a file stands, and its text or ids. A blank line is no prompt. Raises
-    DataError.
+    """Return the place and the text or ids of each prompt of a file. Blank lines are skipped.
+
+    Raises DataError.
     """
     try:
         content = read_bytes(path, limit=MAX_JSON_BYTES, error=DataError).decode("utf-8-sig")

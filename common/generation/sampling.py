@@ -17,13 +17,13 @@ NOTHING_LEFT = "every token is forbidden; shorten predict.bad_words"
 
 
 def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.Generator) -> int:
-    """The next token of one sequence.
+    """Return the next token of one sequence.
 
-    logits: (vocab_size,) float32, of the true vocabulary, as ``LogitRules`` leaves them. Order as
+    logits: (vocab_size,) float32 from ``LogitRules``, without padding of the vocabulary. Order as
     in transformers: temperature, top-k, top-p (Holtzman et al. 2020), min-p, draw. Raises RunError
     when the logits are not finite.
     """
-    best = int(logits.argmax())  # a nan, if there is one
+    best = int(logits.argmax())  # the index of a NaN, if there is one
     if not np.isfinite(logits[best]):
         if logits[best] == -np.inf:
             raise RunError(NOTHING_LEFT)
@@ -40,10 +40,10 @@ def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.G
 
 
 def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, Probabilities]:
-    """What to draw from after temperature, top-k, top-p and min-p: ids in ascending order and their
-    probabilities, of sum 1.
+    """Return the ids to draw from after temperature, top-k, top-p and min-p, and their
+    probabilities.
 
-    Ties at the k-th logit are all kept.
+    Ids are in ascending order; probabilities add up to 1. Ties at the k-th logit are all kept.
     """
     ids = (
         largest_ids(logits, settings.top_k)
@@ -65,11 +65,11 @@ def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, P
 
 
 def largest_ids(logits: Logits, count: int) -> Ids:
-    """Ids of the ``count`` largest logits and of those that tie with the last of them.
+    """Return ids of the ``count`` largest logits and of those that tie with the last of them.
 
-    Of 50,257 logits a partition takes half a millisecond. The count-th largest of the maxima of
-    blocks is no larger than the count-th largest of all, so what lies below it need not be looked
-    at.
+    A partition of 50,257 logits takes half a millisecond, so only candidates are partitioned. The
+    count-th largest maximum of a block is at most the count-th largest logit. Logits below it need
+    not be looked at.
     """
     whole = logits.size // _BLOCK * _BLOCK
     if count <= logits.size // (4 * _BLOCK):
@@ -83,12 +83,11 @@ def largest_ids(logits: Logits, count: int) -> Ids:
 
 
 def _nucleus(weights: Probabilities, mass: float) -> Ids:
-    """Places, ascending, of the fewest largest weights whose sum reaches ``mass``; of equal ones
-    the first go first.
+    """Return places, ascending, of the fewest largest weights whose sum reaches ``mass``; equal
+    weights are taken in order of their places.
 
-    Positive floats are ordered as their bits are: the exponent and four bits of the fraction sort
-    them into buckets without comparing, and only the bucket in which the sum reaches ``mass`` must
-    be sorted.
+    Positive floats have the same order as their bits. The exponent and four bits of the fraction
+    sort them into buckets. Only the bucket in which the sum reaches ``mass`` must be sorted.
     """
     buckets = weights.view(np.int64) >> 48
     sums = np.bincount(buckets, weights)

@@ -1,4 +1,4 @@
-"""Text that ends before a stop string, as its pieces come."""
+"""Text that arrives in pieces and ends before a stop string."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from common.tokenizer.base import TextStream
 
 
 class StopText:
-    """Text in, text out, up to the first stop string.
+    """Passes text through, up to the first stop string.
 
-    The first one is the one that is complete first; of several that end at the same character, the
-    longest. So it does not matter into which pieces the text is cut.
+    The stop string that is complete first counts. If several end at the same character, the
+    longest one counts. So it does not matter into which pieces the text is cut.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -22,8 +22,8 @@ class StopText:
         self._held = ""
 
     def push(self, text: str, final: bool = False) -> str:
-        """Return what is sure to be shown once ``text`` follows what was pushed before: never the
-        beginning of a stop string that may still come. final: nothing follows.
+        """Add ``text`` and return what can be shown now. The possible beginning of a stop string is
+        held back. final: nothing follows.
         """
         if self.found is not None:
             return ""
@@ -64,7 +64,7 @@ class GrowingText:
         return self._stop.found is not None
 
     def advance(self, tokens: Sequence[int], final: bool = False) -> None:
-        """Read what is new of ``tokens``, the whole sequence. final: it will not grow."""
+        """Read the new part of ``tokens``, the whole sequence. final: it will not grow."""
         new = self._stream.push(tokens[self._read :], final)
         self._read = len(tokens)
         self.text += self._stop.push(new, final)

@@ -1,3 +1,4 @@
-"""A language model out of any folder that holds one: found, checked, opened, asked for text and for
-scores. ``gpt2_toolkit`` is its public name.
+"""Open a language model from any folder that holds one, and ask it for text and scores.
+
+``gpt2_toolkit`` is the public name of this package.
 """

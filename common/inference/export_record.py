@@ -1,4 +1,4 @@
-"""The folder of an export: its ``export.json`` is read, and the files are held against it."""
+"""The folder of an export: read its ``export.json`` and check the files against it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _File(BaseModel):
 class _Tensor(BaseModel):
     model_config = ConfigDict(strict=True)
     shape: Annotated[list[Annotated[int, Field(gt=0)] | str], Field(min_length=1)]
-    """A word is a size that may vary."""
+    """Size of each dimension; a name stands for a size that may vary."""
 
 
 class Graph(BaseModel):
-    """Of MindIR: the file of a graph, and what it takes."""
+    """A graph of MindIR: its file and its inputs."""
 
     model_config = ConfigDict(strict=True)
     file: str
@@ -35,23 +35,23 @@ class Graph(BaseModel):
 
 
 class ExportRecord(BaseModel):
-    """What ``--run_mode export`` writes of a folder. Keys that are not named here are free."""
+    """Content of the ``export.json`` that ``--run_mode export`` writes. Other keys are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     format: str = "mindir"
-    """Named since there is more than one."""
+    """Format of the export; records from the time of a single format do not name it."""
     files: Annotated[dict[str, _File], Field(min_length=1)]
-    """By the path from the folder."""
+    """Files by their path in the folder."""
     model: dict[str, Any]
     """The section model of a config."""
     tokenizer: dict[str, Any] | None = None
-    """Kind, vocab_size and sha256 of the tokenizer, and where it was, as far as known."""
+    """Kind, vocab_size, sha256 and paths of the tokenizer, as far as known."""
     precision: dict[str, Any] | None = None
     predict: dict[str, Any] | None = None
-    """How the run generates."""
+    """The section predict of the run."""
     graphs: dict[str, Graph] = {}
-    """Of mindir, by name."""
+    """Graphs of a MindIR export, by name."""
 
     def graph(self, name: str) -> Graph:
         """Return a graph whose file is among those of the record. Raises CheckpointError."""

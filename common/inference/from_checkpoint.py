@@ -18,8 +18,9 @@ _DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
 
 def accept_models_of_checkpoints() -> None:
-    """Let configurations leave their model to the checkpoint from now on, and let
-    checkpoint.init_from, load and resume take other systems' weights.
+    """Let configurations take their model from the checkpoint from now on.
+
+    checkpoint.init_from, load and resume accept weights of other systems too.
     """
     accept_foreign_weights()
     if _fill_model not in model_readers:
@@ -27,14 +28,15 @@ def accept_models_of_checkpoints() -> None:
 
 
 def _fill_model(tree: dict[str, Any], sources: Sources) -> None:
-    """Fill in what ``tree`` does not say of its model. Nothing is done where no checkpoint is
-    named. Raises CheckpointError and ConfigError where one is named that cannot be read.
+    """Fill in the keys of the model that ``tree`` leaves out, if it names a checkpoint.
+
+    Raises CheckpointError and ConfigError when the checkpoint cannot be read.
     """
     path = _checkpoint(tree)
     if path is None:
         if tree.get("model") is not None:
             raise ConfigError(
-                "model: its sizes are left to the checkpoint, and none is named; give"
+                "model: its sizes come from the checkpoint, and none is named; give"
                 " checkpoint.load or checkpoint.init_from, an output_dir that holds a run, or the"
                 " sizes"
             )
@@ -52,8 +54,8 @@ def _fill_model(tree: dict[str, Any], sources: Sources) -> None:
 
 
 def _checkpoint(tree: Mapping[str, Any]) -> Path | None:
-    """Return what the config names: checkpoint.load or resume, a run in output_dir, else
-    checkpoint.init_from.
+    """Return the first of checkpoint.load, checkpoint.resume, a run in output_dir, and
+    checkpoint.init_from that the config names.
     """
     section = tree.get("checkpoint")
     settings = section if isinstance(section, Mapping) else {}

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, asked for text and for scores: the same words on every backend."""
+"""A model and its tokenizer, with one interface for text and scores on every backend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_HERE = ("prompt", "prompt_file", "output_file", "output_folder", "stream")
 
 
 class LanguageModel:
-    """A GPT-2 that is open. One call works at a time: another one meanwhile raises RunError."""
+    """An open GPT-2. One call works at a time; a second call meanwhile raises RunError."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LanguageModel:
         tokenizer: Tokenizer,
         runner: Runner,
     ) -> None:
-        """backend: torch, mindspore or onnx. config: of one device, with the model's sizes."""
+        """backend: torch, mindspore or onnx. config: for one device, with the model's sizes."""
         self.source = source
         self.backend = backend
         self.config = config
@@ -56,7 +56,7 @@ class LanguageModel:
 
     @property
     def max_positions(self) -> int:
-        """Tokens that the model sees at once."""
+        """Number of tokens that the model sees at once."""
         return self.config.model.max_positions
 
     def encode(self, text: str) -> list[int]:
@@ -70,7 +70,7 @@ class LanguageModel:
     # ---- generating ----
 
     def generate(self, prompt: Given | Sequence[Given], **settings: Any) -> Generations:
-        """Continue a prompt or several: texts, or lists of ids.
+        """Continue one prompt or several. A prompt is a text or a list of ids.
 
         settings: keys of the section predict, such as max_new_tokens, strategy, temperature, top_k,
         seed; their defaults are the section's. Returns num_sequences continuations of each prompt,
@@ -97,7 +97,7 @@ class LanguageModel:
     def stream(self, prompt: Given, **settings: Any) -> Iterator[str]:
         """Return the text that follows a prompt in pieces of whole characters, as it comes.
 
-        settings: as ``generate`` takes them, for one continuation. Raises ConfigError.
+        settings: as for ``generate``, for one continuation. Raises ConfigError.
         """
         config, prompts = self._prepared(prompt, settings)
         if len(prompts) > 1 or config.predict.num_sequences > 1:
@@ -125,9 +125,9 @@ class LanguageModel:
         return config, encode_given(cast("Sequence[Given]", given), config, self.tokenizer)
 
     def _settings(self, settings: dict[str, Any]) -> PredictConfig:
-        """Raises ConfigError for unknown ones, and for values that are not allowed."""
+        """Return the section predict. Raises ConfigError for unknown keys and forbidden values."""
         if wrong := [name for name in _NOT_HERE if name in settings]:
-            raise ConfigError(f"{wrong[0]}: is for --run_mode predict; leave it out here")
+            raise ConfigError(f"{wrong[0]}: belongs to --run_mode predict; leave it out here")
         return checked_settings({"batch_size": self.config.predict.batch_size, **settings})
 
     # ---- scoring ----
@@ -137,11 +137,11 @@ class LanguageModel:
     @overload
     def score(self, text: list[str], *, stride: int | None = None) -> list[Score]: ...
     def score(self, text: str | list[str], *, stride: int | None = None) -> Score | list[Score]:
-        """Score every token of a text, or of several: the first one after end-of-text, as lm-eval
-        and the perplexity of .jsonl files do.
+        """Score every token of one text or several.
 
-        stride: tokens between the windows over a text that is longer than the model's positions;
-        as many as there are positions (no overlap) when left out. Raises ConfigError.
+        The context of the first token is end-of-text, as in lm-eval and in the perplexity of .jsonl
+        files. stride: tokens from one window to the next in a text that is longer than the model's
+        positions; without it windows do not overlap. Raises ConfigError.
         """
         window = self.max_positions
         if stride is not None and not 1 <= stride <= window:
@@ -158,10 +158,10 @@ class LanguageModel:
         return found[0] if isinstance(text, str) else found
 
     def score_ids(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
-        """Score the tokens of each row from ``starts`` on, each after all before it in its row.
+        """Score the tokens of each row from the place in ``starts`` to the end of the row.
 
-        starts: 1 or more each; the first token of a row has nothing before it. Of a row longer than
-        the model's positions + 1 tokens, the first ones are left out. Raises ConfigError.
+        starts: 1 or more each; the first token of a row has nothing before it. If a row is longer
+        than the model's positions + 1 tokens, its first ones are left out. Raises ConfigError.
         """
         longest, size, scored = self.max_positions + 1, self.config.model.vocab_size, []
         for number, (ids, start) in enumerate(zip(rows, starts, strict=True)):
@@ -178,7 +178,7 @@ class LanguageModel:
         return self._scored(scored)
 
     def _scored(self, rows: Sequence[ScoredRow]) -> list[Score]:
-        """Scores of all rows, longest first where that saves padding."""
+        """Return the scores of all rows, in their order. Long rows run first, to save padding."""
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
         size = len(rows) if self.runner.has_fixed_shapes else self.config.predict.batch_size
         found: dict[int, Score] = {}
@@ -209,7 +209,7 @@ class LanguageModel:
             self._lock.release()
 
     def _decoder_for(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Decoder:
-        """Return a decoder of as many rows as these prompts need; the last one is kept."""
+        """Return a decoder with as many rows as these prompts need. The last one is kept."""
         rows = max(1, rows_at_once(config.predict, len(prompts)))
         if self._decoder is None or self._rows != rows:
             self._decoder = None  # its memory is free before another one is made
@@ -218,9 +218,7 @@ class LanguageModel:
 
 
 def checked_settings(settings: Mapping[str, Any]) -> PredictConfig:
-    """Return the section predict. Raises ConfigError for unknown keys, and for values that are not
-    allowed.
-    """
+    """Return the section predict. Raises ConfigError for unknown keys and forbidden values."""
     try:
         return PredictConfig.model_validate(dict(settings))
     except ValidationError as error:

@@ -30,8 +30,8 @@ PROGRAM_RUNNERS = {
     "pt2": ("torch", "torch_gpt2.program", "open_program"),
     "mindir": ("mindspore", "mindformers_gpt2.mindir", "open_mindir"),
 }
-"""By format of ``PROGRAMS`` the backend that runs it, and the module and the function that opens
-it.
+"""For each format of ``PROGRAMS``: the backend that runs it, the module and the function that
+opens it.
 """
 
 
@@ -49,11 +49,11 @@ def load_model(
     """Open a language model; its sizes and its tokenizer come from the folder.
 
     path: a run folder, a checkpoint, an export, a Hugging Face folder, or any other weights that
-    tools/convert_weight.py reads. backend: what computes; auto takes the one that the format needs,
-    else the run's own where it is installed, else torch or MindSpore. dtype: as the section
-    precision has it, such as float32 or bf16; the run's own when left out. tokenizer: one, or the
-    folder of its files, where these are not beside the model. batch_size: sequences at once, unless
-    a call says otherwise. threads: of a CPU. verify: compare the SHA-256 of an export's files.
+    tools/convert_weight.py reads. backend: auto takes the one that the format needs, else that of
+    the run if it is installed, else torch or MindSpore. dtype: the section precision, such as
+    float32 or bf16; that of the run when left out. tokenizer: a tokenizer, or the folder of its
+    files if these are not beside the model. batch_size: sequences at once, unless a call sets
+    it. threads: number of CPU threads. verify: compare the SHA-256 of an export's files.
 
     Raises CheckpointError, ConfigError, TokenizerError and DeviceError.
     """
@@ -81,7 +81,7 @@ def load_model(
 
 
 def choose_backend(source: Source, wish: str) -> Backend:
-    """Return the backend for a source. Raises ConfigError where the wish cannot run it."""
+    """Return the backend for a source. Raises ConfigError if the one wished for cannot run it."""
     only = PROGRAM_RUNNERS[source.format][0] if source.is_program else None
     if wish not in ("auto", "torch", "mindspore", "onnx"):
         raise ConfigError(f"backend={wish}: expected auto, torch, mindspore or onnx")
@@ -92,7 +92,7 @@ def choose_backend(source: Source, wish: str) -> Backend:
         )
     if only is None and wish == "onnx":
         raise ConfigError(
-            f"backend=onnx: {source.path} is no ONNX folder; write one with --run_mode export"
+            f"backend=onnx: {source.path} is not an ONNX folder; write one with --run_mode export"
             " export.format=onnx, or choose torch or mindspore"
         )
     if wish != "auto" or only is not None:
@@ -108,7 +108,7 @@ def choose_backend(source: Source, wish: str) -> Backend:
 
 
 def _config(source: Source, **sections: Any) -> ResolvedRun:
-    """Return what a backend needs to open the source on one device. Raises ConfigError."""
+    """Return the config that opens the source on one device. Raises ConfigError."""
     sections["precision"] = sections["precision"] or source.run.get("precision") or "float32"
     for name in ("seed", "quantization"):
         if source.run.get(name) is not None and not source.is_program:
@@ -124,7 +124,7 @@ def _config(source: Source, **sections: Any) -> ResolvedRun:
 
 
 def _model(model: ResolvedModel) -> dict[str, Any]:
-    """The section model, whose vocabulary is not taken for a padded one."""
+    """Return the section model, with a vocab_multiple that leaves the vocabulary unpadded."""
     multiple = multiple_for(model.vocab_size, model.vocab_multiple)
     return model.model_dump(exclude_none=True) | {"vocab_multiple": multiple}
 
@@ -132,8 +132,9 @@ def _model(model: ResolvedModel) -> dict[str, Any]:
 def open_runner(
     source: Source, backend: str, config: ResolvedRun, tokenizer: dict[str, Any] | None
 ) -> Runner:
-    """Open the model in what runs it. tokenizer: the record of the one to be used. Raises
-    CheckpointError, ConfigError and DeviceError.
+    """Open the model with the backend that runs it. tokenizer: record of the tokenizer to use.
+
+    Raises CheckpointError, ConfigError and DeviceError.
     """
     if backend in PACKAGES:
         import_backend(backend)
@@ -146,7 +147,7 @@ def open_runner(
 
 
 def import_backend(backend: str) -> None:
-    """Import a framework. Raises ConfigError where that fails."""
+    """Import a framework. Raises ConfigError if that fails."""
     quieten_frameworks()
     try:
         importlib.import_module(backend)
@@ -157,7 +158,7 @@ def import_backend(backend: str) -> None:
 
 
 def quieten_frameworks() -> None:
-    """Set what frameworks read from the environment when they are imported."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of devices that are not here
+    """Set the environment variables that frameworks read when they are imported."""
+    os.environ.setdefault("GLOG_v", "3")  # silences MindSpore about absent devices
     # An installed torch_npu breaks `import torch` without CANN; the device that needs it loads it.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

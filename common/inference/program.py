@@ -1,4 +1,4 @@
-"""Exports that are run as they are, and the runners of programs that compute logits."""
+"""Exports that run without conversion, and the runners of programs that compute logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProgramRunner:
     has_fixed_shapes = False
 
     def __init__(self, model: ExportedModel, positions: int) -> None:
-        """positions: how many the model has."""
+        """positions: number of positions of the model."""
         self._model = model
         self._positions = positions
 
@@ -32,8 +32,9 @@ class ProgramRunner:
         return ExportedDecoder(self._model, self._positions, rows)
 
     def slots(self, count: int) -> OnnxSlots:
-        """Return what serves so many sequences at once with an ONNX graph. Raises ConfigError where
-        the graph keeps no keys and values.
+        """Return slots that serve ``count`` sequences at once with an ONNX graph.
+
+        Raises ConfigError if the graph keeps no keys and values.
         """
         assert isinstance(self._model, OnnxModel)
         return OnnxSlots(self._model, count)
@@ -47,7 +48,7 @@ class ProgramRunner:
 
 
 def open_onnx(source: Source, config: ResolvedRun) -> ProgramRunner:
-    """Open a folder of ONNX, or the file of a graph. Raises ConfigError."""
+    """Open an ONNX folder, or the file of a graph. Raises ConfigError."""
     require_cpu(config, "ONNX")
     file = source.path / GRAPH_FILE if source.path.is_dir() else source.path
     model = OnnxModel(file, threads=config.runtime.threads or 0)
@@ -55,14 +56,14 @@ def open_onnx(source: Source, config: ResolvedRun) -> ProgramRunner:
 
 
 def require_cpu(config: ResolvedRun, program: str) -> None:
-    """Raise ConfigError where another device is asked for."""
+    """Raise ConfigError if the config asks for another device."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device={config.device}: {program} runs on a CPU here; leave it out")
 
 
 def score_by_logits(logits: Callable[[NDArray[np.int64]], NDArray[np.float32]]) -> Scorer:
-    """Return a scorer that runs one row at a time, since a program returns the logits of all its
-    tokens. logits: ids (1, T) -> (1, T, vocab_size).
+    """Return a scorer that runs one row at a time, because a program returns the logits of all its
+    tokens. logits: maps ids (1, T) to (1, T, vocab_size).
     """
 
     def score(batch: RowBatch) -> TokenScores:

@@ -1,4 +1,4 @@
-"""What a language model answers."""
+"""Results of a language model: generated text and scores."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ from common.generation.log_probabilities import ScoredToken
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A continuation of a prompt. As text it is the prompt and what follows."""
+    """A continuation of a prompt. ``str`` gives the prompt and its continuation."""
 
     prompt: str
     text: str
-    """What follows the prompt."""
+    """The continuation, without the prompt."""
     prompt_tokens: list[int]
     tokens: list[int]
-    """Those of the continuation, without end-of-text."""
+    """Tokens of the continuation, without end-of-text."""
     finish_reason: str
     """length, end_of_text, or another reason of ``Continuation.finish_reason``."""
     score: float | None = None
-    """Of beam search: the sum of the tokens' log-probabilities / length ** length_penalty."""
+    """Score in beam search: sum of the tokens' log-probabilities / length ** length_penalty."""
     logprobs: Sequence[ScoredToken] = ()
     """A record of each token, where the setting logprobs asks for them."""
     index: int = 0
-    """Which prompt it continues."""
+    """Number of its prompt, from 0."""
     number: int = 0
-    """Which continuation of its prompt it is."""
+    """Its number among the continuations of its prompt, from 0."""
 
     def __str__(self) -> str:
         return self.prompt + self.text
 
 
 class Generations(tuple[Generation, ...]):
-    """Continuations, those of one prompt after those of the one before. As text they have an empty
-    line in between.
-    """
+    """Continuations in the order of their prompts. ``str`` puts an empty line between them."""
 
     __slots__ = ()
 
@@ -50,10 +48,10 @@ class Generations(tuple[Generation, ...]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Score:
-    """How probable n tokens are, each after those before it."""
+    """Log-probabilities of n tokens, each after the tokens before it."""
 
     tokens: list[int]
-    """The scored ones."""
+    """Ids of the scored tokens."""
     logprobs: NDArray[np.float32]
     """(n,): natural logarithm of the probability of each."""
     greedy: NDArray[np.bool_]
@@ -61,7 +59,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of all tokens together."""
+        """Log-probability of all tokens together."""
         return float(self.logprobs.sum(dtype=np.float64))
 
     @property
@@ -71,7 +69,7 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy of a token in nats; NaN of no token."""
+        """Mean cross-entropy of a token in nats; NaN if there is no token."""
         return -self.logprob / len(self.tokens) if self.tokens else math.nan
 
     @property

@@ -1,4 +1,4 @@
-"""The run modes predict, eval and serve, whatever opens the model."""
+"""The run modes predict, eval and serve, with any function that opens the model."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from common.training.data import describe_tokenizer, open_tokenizer
 from common.training.fits import multiple_for, require_same_model
 
 _OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
-"""Settings of a run that the next command does not take over."""
+"""Settings of predict that a command does not take over from the run of the model."""
 
 Opener: TypeAlias = Callable[[ResolvedRun, dict[str, Any] | None], Runner]
-"""Called with a config whose vocabulary is settled, and the record of the tokenizer."""
+"""Opens a model from a config with the final vocab_size and the record of the tokenizer."""
 
 
 def continue_prompts(config: ResolvedRun, opener: Opener) -> None:
-    """Continue the prompts of the config, which are in order before the model is opened, and write
-    what follows.
+    """Continue the prompts of the config and write the results.
+
+    Prompts are checked before the model is opened.
     """
     tokenizer, config = open_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
@@ -47,8 +48,9 @@ def continue_prompts(config: ResolvedRun, opener: Opener) -> None:
 
 
 def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
-    """Do the same with an open model. words: settings ``predict.key=value``; the others are those
-    of the folder. Raises ConfigError.
+    """Continue prompts with an open model. words: settings ``predict.key=value``.
+
+    Other settings are those of the model's folder. Raises ConfigError.
     """
     own = model.source.run.get("predict") or {}
     known = PredictConfig.model_fields.keys() - set(_OF_A_COMMAND)
@@ -62,8 +64,9 @@ def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
 
 
 def program_to_use(config: ResolvedRun) -> Source | None:
-    """Return the export that checkpoint.load names, if it is one that is run as it is. Raises
-    CheckpointError for a broken export.
+    """Return the export that checkpoint.load names, if it runs without conversion, else None.
+
+    Raises CheckpointError for a broken export.
     """
     path = Path(config.checkpoint.load or "")
     is_export = (path / RECORD).is_file() or (path.parent / RECORD).is_file()
@@ -75,8 +78,10 @@ def program_to_use(config: ResolvedRun) -> Source | None:
 
 
 def run_program(run_mode: str, config: ResolvedRun, source: Source) -> None:
-    """Predict, evaluate or serve with an export. Raises CheckpointError unless its model is the
-    config's, and its tokenizer that of data.tokenizer; without one, that of the export is taken.
+    """Predict, evaluate or serve with an export.
+
+    Without data.tokenizer, the tokenizer of the export is used. Raises CheckpointError if the
+    config has another model, and TokenizerError if data.tokenizer is another tokenizer.
     """
     opener = partial(_open, source)
     require_same_model({"config": {"model": source.model.model_dump()}}, config, source.path)
@@ -107,7 +112,7 @@ def _serve(config: ResolvedRun, opener: Opener, source: Source) -> None:
     if source.format != "onnx":
         raise ConfigError(
             f"checkpoint.load={source.path}: --run_mode serve runs exports of ONNX, not of"
-            f" {source.format}; give the checkpoint that it was made of"
+            f" {source.format}; give the checkpoint from which it was exported"
         )
     tokenizer, config = open_tokenizer(config)
 

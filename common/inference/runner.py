@@ -1,4 +1,4 @@
-"""What a backend, or a program that runs exports, gives to generation and evaluation."""
+"""Interface of backends and exported programs to generation and evaluation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Runner(Protocol):
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether each new shape of a batch costs a compilation, so that few of them are better
-        than small ones.
+        """Whether each new shape of a batch costs a compilation, so that few shapes are better than
+        little padding.
         """
 
     def decoder(self, rows: int) -> Decoder:
         """Return a decoder of up to ``rows`` sequences. One decoder works at a time."""
 
     def scorer(self) -> Scorer:
-        """Return what scores batches of tokens."""
+        """Return a function that scores batches of tokens."""

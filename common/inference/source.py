@@ -1,6 +1,4 @@
-"""What a path holds that a language model is made of: the format of its weights, the sizes of the
-model, and the tokenizer.
-"""
+"""Find the parts of a language model at a path: format of the weights, sizes, tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from common.training.data import describe_tokenizer
 from common.training.manifest import MANIFEST, read_manifest
 
 PROGRAMS = ("onnx", "pt2", "mindir")
-"""Formats of exports that are run as they are. The others are weights, which a backend takes."""
+"""Formats of exports that run without conversion. Others are weights, which a backend loads."""
 _OWN = "torch_gpt2"
 _OF_HUGGING_FACE = (".safetensors", ".bin", ".json")
 """Endings of files that may be given in place of their folder."""
@@ -34,14 +32,12 @@ _OF_HUGGING_FACE = (".safetensors", ".bin", ".json")
 @dataclass(frozen=True, kw_only=True)
 class Source:
     path: Path
-    """Of the weights: a checkpoint, a folder or a file."""
+    """Path of the weights: a checkpoint, a folder or a file."""
     format: str
     """A key of ``FORMATS``, or one of ``PROGRAMS``."""
     model: ResolvedModel
     tokenizer: Mapping[str, Any]
-    """Kind, vocab_size and sha256 of the tokenizer it was trained with, and where its files were,
-    as far as known.
-    """
+    """Kind, vocab_size, sha256 and paths of the tokenizer of the training, as far as known."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """The config of the run, where one is known."""
 
@@ -58,7 +54,7 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     """Look at a run folder, a checkpoint, an export, or weights of another system.
 
     verify: compare the SHA-256 of the files of an export. Raises CheckpointError and ConfigError
-    where there is none of these, and where it is broken.
+    if none of these is there, or if it is broken.
     """
     folder = path.parent
     if path.is_file() and (
@@ -114,7 +110,7 @@ def _of_export(folder: Path, *, verify: bool) -> Source:
 
 
 def _of_onnx(path: Path) -> Source:
-    """A folder with a graph and transformers' config.json, as optimum writes it."""
+    """Return the source of a folder with a graph and transformers' config.json, as by optimum."""
     folder = path if path.is_dir() else path.parent
     return Source(path=path, format="onnx", model=read_config(folder / CONFIG), tokenizer={})
 
@@ -134,8 +130,9 @@ def _of_weights(path: Path, format: str) -> Source:
 
 
 def open_tokenizer(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
-    """Load the tokenizer: the given one, else the files beside the weights, else those that the run
-    was trained with. Raises TokenizerError unless it fits the model.
+    """Load the given tokenizer, else the files beside the weights, else those of the training.
+
+    Raises TokenizerError unless it fits the model.
     """
     tokenizer = _load(source, given)
     require_same_tokenizer(source, describe_tokenizer(tokenizer))
@@ -143,8 +140,9 @@ def open_tokenizer(source: Source, given: str | Path | Tokenizer | None) -> Toke
 
 
 def require_same_tokenizer(source: Source, record: Mapping[str, Any]) -> None:
-    """Raise TokenizerError unless a tokenizer fits the model, and is the one it was trained with,
-    as far as that is known. record: of the tokenizer, kind, vocab_size and sha256.
+    """Raise TokenizerError unless a tokenizer fits the model and is that of its training, if known.
+
+    record: kind, vocab_size and sha256 of the tokenizer.
     """
     size, trained = source.model.vocab_size, source.tokenizer
     if record["vocab_size"] > size:
@@ -170,7 +168,7 @@ def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
     if files is None:
         raise TokenizerError(
             f"{source.path}: no files of a tokenizer beside the model, and it names none; copy"
-            " vocab.json and merges.txt (or what else it was) there, or name their folder"
+            " vocab.json and merges.txt (or other tokenizer files) there, or name their folder"
         )
     return load_tokenizer(
         files["type"], files["vocab_file"] or files["folder"] or "", files["merge_file"]
@@ -178,8 +176,9 @@ def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
 
 
 def tokenizer_files(source: Source) -> dict[str, str | None] | None:
-    """Return the section data.tokenizer of a source: the files beside the weights, else those that
-    the run was trained with; None where neither is known.
+    """Return the section data.tokenizer of a source, or None if no files are known.
+
+    Files beside the weights come before those of the training.
     """
     record = source.tokenizer
     found = dict.fromkeys(("type", "folder", "vocab_file", "merge_file"))
@@ -197,8 +196,8 @@ def tokenizer_files(source: Source) -> dict[str, str | None] | None:
 
 
 def _still_there(path: Path, folder: Path) -> Path:
-    """Return the path of a run's file. A relative one is taken from here, else from the folders
-    above the run.
+    """Return the path of a run's file. A relative path is looked up in the working directory, then
+    in the folders above the run.
     """
     if path.is_absolute() or path.exists():
         return path

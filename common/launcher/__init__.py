@@ -1,3 +1,3 @@
-"""Starts the ranks of a host, waits for them, and ends them all when one fails; hosts tell each
-other.
+"""Launcher: starts the ranks of a host, waits for them, and ends all when one fails, on every
+host.
 """

@@ -1,6 +1,4 @@
-"""The processes that a host's launcher starts for its ranks, and the hosts whose launchers it talks
-to.
-"""
+"""Processes that a host's launcher starts, and the hosts whose launchers it talks to."""
 
 from __future__ import annotations
 
@@ -27,10 +25,10 @@ def make_children(
     environ: Mapping[str, str],
     pinned: bool = True,
 ) -> tuple[ProcessSpec, ...]:
-    """One for each rank of this host, all with the same command; on the host of rank 0 MindSpore's
-    scheduler too, where it needs one.
+    """Return one process per rank of this host, all with the same command.
 
-    pinned: each rank has cores of its own, where there are enough.
+    The host of rank 0 also has MindSpore's scheduler if needed. pinned: each rank has its own
+    cores, if there are enough.
     """
     own = places.own
     shares = cores_of_ranks(len(own))
@@ -65,9 +63,9 @@ def make_children(
 def make_hosts(
     places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()
 ) -> Hosts | None:
-    """Return all hosts, for the channel between their launchers; None where there is one.
+    """Return all hosts, for the channel between their launchers; None for one host.
 
-    addresses: by which they reach each other, where the placement does not say it.
+    addresses: those by which they reach each other, if the placement does not have them.
     """
     if len(places.hosts) == 1:
         return None

@@ -1,9 +1,8 @@
-"""Launchers of several hosts tell each other of life, failure, stop and end; host 0 is in the
-middle.
+"""Messages between the launchers of several hosts: life, failure, stop and end, through host 0.
 
-Every client opens with ``hello`` (the index of its host and a digest of the list of hosts) and is
-answered by ``welcome`` or ``refused``. Then both sides send ``life`` every two seconds, and
-``failed``, ``stop``, ``finished`` and ``end`` as these happen.
+Every client begins with ``hello`` (the index of its host and a digest of the list of hosts). The
+answer is ``welcome`` or ``refused``. Then both sides send ``life`` every two seconds, and
+``failed``, ``stop``, ``finished`` and ``end`` when these happen.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from common.whole_numbers import rank_names
 LIFE_SECONDS = 2.0
 LOST_SECONDS = 30.0
 REMIND_SECONDS = 10.0
-"""A host that has not come by then is spoken of."""
+"""Seconds after which a missing host is reported."""
 _CLOSE_SECONDS = 3.0
 _RETRY_SECONDS = 0.5
 _PEER = "a launcher"
 ROLL_CALL = "roll call"
-"""What a host says first that asks for its number; see ``roll_call.py``."""
+"""First word of a host that asks for its number; see ``roll_call.py``."""
 _LAST_WORDS = ("failed", "finished", "end")
-"""After one of these a connection may close."""
+"""Messages after which a connection may close."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """address: a name or an IP address that all hosts reach. ranks: those it runs."""
+    """One host. address: a name or an IP address that all hosts reach. ranks: those it runs."""
 
     address: str
     ranks: tuple[int, ...]
@@ -50,14 +49,16 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """all: host 0, which listens on its address and ``port``, first. own: index of this host."""
+    """Hosts of a run. all: first host 0, which listens on its address and ``port``. own: index of
+    this host.
+    """
 
     all: tuple[Host, ...]
     own: int
     port: int
 
     def digest(self) -> str:
-        """The same on all hosts of one run."""
+        """Digest that is equal on all hosts of one run."""
         return hashlib.sha256(
             json.dumps([[host.address, host.ranks] for host in self.all]).encode()
         ).hexdigest()
@@ -65,7 +66,7 @@ class Hosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A message of host ``host``; kind "arrived" when it has been welcomed."""
+    """Message of host ``host``; kind "arrived" when it has been welcomed."""
 
     host: int
     kind: str
@@ -79,28 +80,30 @@ class HostEvent:
 
 
 class HostFailed(HostEvent):
-    """A host was lost or refused this one."""
+    """Event: a host was lost, or rejected this one."""
 
 
 class HostMissing(HostEvent):
-    """The launcher of a host has not come within the connect limit; its ranks may have come."""
+    """Event: a host's launcher did not arrive within the connect limit, though its ranks may
+    have.
+    """
 
 
 class HostNote(HostEvent):
-    """Something that ends nothing, such as that a host is waited for."""
+    """Event that does not end the run, such as waiting for a host."""
 
 
 def host_name(address: str) -> str:
-    """Return a host as messages call it. ``find_places`` names one of unknown address ``node
+    """Return a host's name for messages. ``find_places`` calls one without an address ``node
     1``.
     """
     return address if address.startswith("node ") else f"host {address}"
 
 
 class Control:
-    """The end of this host. events: gets what is heard: Message, HostFailed, HostMissing, HostNote.
+    """This host's end of the channel. events: gets Message, HostFailed, HostMissing, HostNote.
 
-    connect_limit: seconds within which every host should have come; later ones are taken too.
+    connect_limit: seconds within which every host should arrive; later ones are still accepted.
     """
 
     def __init__(self, hosts: Hosts, events: queue.SimpleQueue[Any], connect_limit: float) -> None:
@@ -126,19 +129,17 @@ class Control:
             threading.Thread(target=target, name=f"control {target.__name__}", daemon=True).start()
 
     def missing(self) -> list[Host]:
-        """Return the hosts that have never come: for host 0 all others, for these host 0."""
+        """Return the hosts that never arrived: for host 0 any other, for the others host 0."""
         others = range(1, len(self._hosts.all)) if self._server else [0]
         with self._lock:
             return [self._hosts.all[host] for host in others if host not in self._links]
 
     def should_give_up(self, since: float) -> bool:
-        """Whether hosts that never came have been waited for long enough. since:
-        time.monotonic().
-        """
+        """Tell whether missing hosts have been waited for long enough. since: time.monotonic()."""
         return time.monotonic() - since > LOST_SECONDS
 
     def tell(self, kind: str, *, keep: bool = True, **values: Any) -> None:
-        """Send to host 0, from host 0 to all others. keep: also to those who come later."""
+        """Send to host 0, or from host 0 to all others. keep: also to those who arrive later."""
         message = {"kind": kind, **values}
         with self._lock:
             if keep:
@@ -148,15 +149,15 @@ class Control:
             _send(link, message)
 
     def close(self) -> None:
-        """Let what was told arrive, also at hosts that are just coming, for a few seconds at
-        most.
+        """Let sent messages arrive, also at hosts that are connecting now, for at most a few
+        seconds.
         """
         if self._kept:
             self._all_here.wait(_CLOSE_SECONDS)
         self._closed.set()
         if self._server is not None:
             with suppress(OSError):
-                # a close alone leaves accept waiting, and the port taken
+                # closing by itself would leave accept waiting and the port taken
                 self._server.shutdown(socket.SHUT_RDWR)
             self._server.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -201,7 +202,7 @@ class Control:
             try:
                 link = Channel(self._server.accept()[0], _PEER)
             except OSError:
-                if self._closed.wait(1.0):  # closed; or out of file descriptors for a while
+                if self._closed.wait(1.0):  # closed, or out of file descriptors for a while
                     return
                 continue
             threading.Thread(
@@ -275,9 +276,7 @@ class Control:
             self._all_here.set()
 
     def _call(self, address: tuple[str, int]) -> str:
-        """Try to reach host 0, and do all that follows. Returns why it failed and is worth a
-        retry.
-        """
+        """Try to reach host 0, and do everything that follows. Returns the reason for a retry."""
         link: Channel | None = None
         answer: Mapping[str, Any] = {}
         why = "something else answers there"
@@ -314,7 +313,7 @@ class Control:
         return why
 
     def _serve(self, host: int, link: Channel) -> None:
-        """Pass on what a host says until it closes or is lost."""
+        """Pass on a host's messages until it closes or is lost."""
         with self._lock:
             told = list(self._kept)
         for message in told:
@@ -339,7 +338,7 @@ class Control:
                 f"has not been heard from for {LOST_SECONDS:g} s; it has crashed, or the network"
                 " between the hosts is cut"
             )
-        except ConnectionError:  # closed with something of ours unread
+        except ConnectionError:  # closed with unread data of ours
             pass
         except OSError as error:
             why = f"cannot be reached any more ({error.strerror or error})"
@@ -349,14 +348,14 @@ class Control:
 
 
 def _send(link: Channel, message: Mapping[str, Any]) -> None:
-    """A peer that cannot be sent to is found lost by those who listen to it."""
+    """Send a message. The listening thread notices a lost peer, so an error is ignored here."""
     with suppress(OSError):
         link.send(message)
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Listen for the launchers of the other hosts. Raises ConfigError when the port cannot be
-    had.
+    """Listen for the launchers of the other hosts. Raises ConfigError if the port is not
+    available.
     """
     try:
         return listen(address, port)

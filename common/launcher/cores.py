@@ -1,4 +1,4 @@
-"""Which processor cores each rank of this host is pinned to."""
+"""Pinning of ranks to processor cores of this host."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ _SYSTEM = Path("/sys/devices/system/cpu")
 
 
 def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
-    """The cores that this process may use, a share for each of ``ranks``; empty shares where there
-    are fewer cores than ranks.
+    """Divide the cores of this process among ``ranks``; shares are empty if there are fewer cores.
 
-    Neighbours share caches and memory: the cores are ordered by package, core and thread, and cut
-    into runs of equal length, the first ones a core longer where the number does not divide.
+    Neighbours share caches and memory, so cores are ordered by package, core and thread. They are
+    then split into runs of equal length, the first ones longer by a core if the number does not
+    divide.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return share(in_order(allowed), ranks)
 
 
 def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
-    """Sorted by (package, core, thread) where ``system`` tells them of every core, else by
-    number.
-    """
+    """Sort by (package, core, thread) if ``system`` has them for every core, else by number."""
     numbers = sorted(cores)
     try:
         places = {
@@ -37,7 +35,7 @@ def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
 
 
 def share(cores: list[int], ranks: int) -> list[tuple[int, ...]]:
-    """Cut into ``ranks`` runs whose lengths differ by one at most."""
+    """Split into ``ranks`` runs whose lengths differ by at most one."""
     if len(cores) < ranks:
         return [()] * ranks
     length, longer = divmod(len(cores), ranks)

@@ -32,14 +32,14 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, kw_only=True)
 class HostCommand:
-    """host: as ssh takes it. text: what a shell there runs."""
+    """Command of one host. host: as ssh takes it. text: for a shell there."""
 
     host: str
     text: str
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """``a,b`` or ``user@a,user@b``, that of rank 0 first. Raises ConfigError."""
+    """Parse ``a,b`` or ``user@a,user@b``, with the host of rank 0 first. Raises ConfigError."""
     hosts = tuple(word.strip() for word in text.split(","))
     for host in hosts:
         if not host or host.startswith("-") or not host.isprintable() or " " in host:
@@ -54,8 +54,9 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPart:
-    """What one host of the list starts. numbers: its devices or ranks; options: the words of
-    run_distribute.sh that make it meet others.
+    """Processes of one host of the list. numbers: its devices or ranks.
+
+    options: the arguments of run_distribute.sh by which it meets the others.
     """
 
     host: str
@@ -72,11 +73,11 @@ def divide(
     master: str | None,
     port: int,
 ) -> list[HostPart]:
-    """Each host's part of the whole run, that of rank 0 first.
+    """Return each host's part of the whole run, that of rank 0 first.
 
-    table: the places of a rank table, whose servers the hosts are; empty without one. master: the
-    address of the first host for the others, where the list does not say it. Raises ConfigError
-    where the parts do not fit.
+    table: the places of a rank table, whose servers are the hosts; empty without one. master: the
+    address of the first host for the others, if the list does not have it. Raises ConfigError where
+    the parts do not fit.
     """
     address = master or hosts[0].rpartition("@")[2]
     meet = (
@@ -118,8 +119,9 @@ def divide(
 def _in_table_order(
     hosts: Sequence[str], places: Sequence[RankPlacement]
 ) -> list[tuple[str, range]]:
-    """Each server's host and ranks. Hosts that are the table's own addresses are matched with them,
-    other names follow its order.
+    """Return each server's host and ranks.
+
+    Hosts that are the table's own addresses are matched with them; other names follow its order.
     """
     servers = list(dict.fromkeys(place.host for place in places))
     if len(hosts) != len(servers):
@@ -132,15 +134,15 @@ def _in_table_order(
     if named and set(bare) != set(servers):
         odd = min(set(bare) - set(servers))
         raise ConfigError(
-            f"--hosts: {odd} is no server of the rank table, which has {', '.join(servers)}"
+            f"--hosts: {odd} is not a server of the rank table, which has {', '.join(servers)}"
         )
     found = []
     for index, server in enumerate(servers):
         ranks = [place.rank for place in places if place.host == server]
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
             raise ConfigError(
-                f"the ranks of {server} in the rank table are no range; make the table again with"
-                " tools/merge_hccl.py"
+                f"the ranks of {server} in the rank table are not a range; make the table again"
+                " with tools/merge_hccl.py"
             )
         found.append(
             (bare[server] if named else hosts[index], range(ranks[0], ranks[0] + len(ranks)))
@@ -149,8 +151,8 @@ def _in_table_order(
 
 
 def host_command(host: str, words: Sequence[str], environ: Mapping[str, str]) -> HostCommand:
-    """The same folder, repository and interpreter there as here, and what the user set for the
-    network.
+    """Return the command for a host, with this host's folder, repository, interpreter and network
+    settings.
     """
     variables = {"PYTHON": sys.executable} | {
         name: environ[name] for name in _PASSED_ON if environ.get(name)
@@ -163,13 +165,12 @@ def host_command(host: str, words: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def run_over_ssh(host: str, text: str) -> int:
-    """Run a command on a host and return its exit code. SIGTERM here is Ctrl-C on the terminal
-    there, so that its ranks save.
+    """Run a command on a host and return its exit code.
 
-    When this process dies, ssh dies with it, and what it started is told by the loss of its
-    terminal.
+    SIGTERM here becomes Ctrl-C on the terminal there, so that its ranks save. When this process
+    dies, ssh dies with it, and the command loses its terminal.
     """
-    stops: list[int] = []  # before ssh starts: its first line may bring a stop
+    stops: list[int] = []  # before ssh starts, because its first line may bring a stop
     signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
     start_heartbeat()
     ssh = subprocess.Popen(  # noqa: S603 - the user's own hosts and command
@@ -181,7 +182,7 @@ def run_over_ssh(host: str, text: str) -> int:
     assert ssh.stdin is not None
     while True:
         try:
-            # a signal just before a wait without end would be seen only after it
+            # a wait without a limit would see an earlier signal only after it
             code = ssh.wait(timeout=_STOP_CHECK_SECONDS)
             break
         except subprocess.TimeoutExpired:

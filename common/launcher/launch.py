@@ -48,7 +48,7 @@ from common.resolve.engine_checks import check_here
 from common.run_folder import require_free_folder
 
 TOOL = ROOT / "tools" / "launch.py"
-"""What starts a launch anew: on another host, or in the background."""
+"""Script that starts a launch again, on another host or in the background."""
 TABLE_LIMIT = 1800.0
 
 
@@ -62,7 +62,7 @@ def distribute(request: LaunchRequest) -> int:
     except NotReadyError:
         if not starts:
             raise
-        # the waiting too
+        # including the wait
         return _detach(
             _log_folder(request, load_config(request.config, request.overrides)), request
         )
@@ -100,14 +100,14 @@ def distribute(request: LaunchRequest) -> int:
 def standalone(request: LaunchRequest, plan: Callable[[list[str]], int]) -> int:
     """Show, or start and supervise, one process on one device. Returns the exit code.
 
-    plan: ``run_gpt2.main``, for a plan, which needs no process of its own.
+    plan: ``run_gpt2.main`` for a plan, which needs no process of its own.
     """
     command = rank_command(request.config, request.mode, request.overrides)
     config = resolve_mode(
         load_config(request.config, request.overrides), request.mode, world_size=1
     )
     if request.mode == "plan":
-        return plan(list(command[2:]))  # one more process would outlive a launcher that is killed
+        return plan(list(command[2:]))  # an additional process would outlive a killed launcher
     places = find_places(request.numbers)
     rendezvous = make_rendezvous(
         places, port=None, table=None, backend=config.backend, environ=os.environ
@@ -129,7 +129,7 @@ def _check_options(request: LaunchRequest) -> None:
 
 
 def _read_table(path: Path, *, wait: bool) -> RankTable:
-    """A platform may still be filling the file."""
+    """Read a rank table, which a platform may still be filling."""
     try:
         return read_table(path)
     except NotReadyError as error:
@@ -165,19 +165,21 @@ def _prepare(
     port: int | None,
     starts: bool,
 ) -> tuple[tuple[ProcessSpec, ...], Hosts | None]:
-    """Return what starts on this host, and the hosts; warn of what is probably not meant."""
+    """Return the processes of this host, and the hosts; warn of settings that are probably
+    unintended.
+    """
     needs_ascend = (
         starts and table is not None and (config.backend, config.device) == ("mindspore", "auto")
     )
     if needs_ascend and not hccn.npu_numbers():
         text = "this machine shows no Ascend (/dev/davinciN), for which the rank table is"
-        tell(f"warning: device=auto became cpu: {text}", error=True)
-    # what is only shown may be for other machines
+        tell(f"warning: device=auto chose cpu: {text}", error=True)
+    # a run that is only shown may be for other machines
     kind = check_here(config) if starts else config.device
     table_path = request.table
     if table is not None and table.version == "0":
         folder = _log_folder(request, config)
-        table_path = folder / "rank_table.json"  # MindSpore reads no version 0
+        table_path = folder / "rank_table.json"  # MindSpore does not read version 0
         if starts:
             folder.mkdir(parents=True, exist_ok=True)
             write_table(table, table_path)
@@ -191,11 +193,11 @@ def _prepare(
         on_cpu=kind == "cpu",
         rdma=request.use_rdma,
     )
-    command = rank_command(request.config, request.mode, request.overrides)
+    command = rank_command(request.config, request.mode, request.overrides, program=request.program)
     children = make_children(
         places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
     )
-    if config.logging.style == "fleetx":  # as Paddle's launcher calls them
+    if config.logging.style == "fleetx":  # names of Paddle's launcher
         children = tuple(
             child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
             for child in children
@@ -207,8 +209,8 @@ def _warn(places: Placement, config: ResolvedRun, table: RankTable | None) -> No
     found = layout_warnings(places, config.topology)
     if table is not None and table.version != "2.0" and not is_own(places.own_host):
         found.append(
-            f"{places.own_host} is no address of this machine: is this the range of another one, or"
-            " the table of another cluster?"
+            f"{places.own_host} is not an address of this machine: is this the range of another"
+            " one, or the table of another cluster?"
         )
     if "RANK_TABLE_FILE" in os.environ and table is None:
         given = os.environ["RANK_TABLE_FILE"]
@@ -220,7 +222,7 @@ def _warn(places: Placement, config: ResolvedRun, table: RankTable | None) -> No
 
 
 def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigError:
-    """Return the refusal of a run that horovodrun has to start, with the command for it."""
+    """Return the error for a run that horovodrun has to start, with the command for it."""
     names = request.node_ips or [
         "localhost" if host == LOOPBACK else host.replace("node ", "HOST") for host in places.hosts
     ]
@@ -235,9 +237,9 @@ def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigErro
 
 
 def _refuse_second_run(config: ResolvedRun, mode: str, *, first_host: bool) -> None:
-    """Raises ConfigError, before anything is written beside the files of the first run.
+    """Reject a second run in one folder, before anything is written. Raises ConfigError.
 
-    Rank 0 holds the folder, so other hosts would see the hold of their own run.
+    Only the host of rank 0 checks, since other hosts would see the hold of their own run.
     """
     if first_host and mode in ("train", "finetune"):
         require_free_folder(Path(config.output_dir))
@@ -264,7 +266,7 @@ def _job(
 
 
 def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) -> int:
-    """Show, or run over ssh, one run_distribute.sh a host."""
+    """Show, or run over ssh, one run_distribute.sh per host."""
     if request.nnodes is not None or request.node_rank is not None or request.node_ips:
         raise ConfigError(
             "--nnodes, --node_rank and --node_ips follow from --hosts; leave them out"
@@ -279,6 +281,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
         port=port or given_port(os.environ) or DEFAULT_PORT,
     )
     before = [f"--{name}" for name in ("quiet", "no_pinning", "use_rdma") if getattr(request, name)]
+    before += ["--program", str(request.program)] if request.program else []
     before += ["--log_dir", str(absolute(str(request.log_dir)))] if request.log_dir else []
     after = [
         request.mode,
@@ -303,7 +306,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
         _say(f"# host {node}: {part.host}\n{commands[-1].text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
         return 0
-    config = load_config(request.config, request.overrides)  # the layout is checked on each host
+    config = load_config(request.config, request.overrides)  # each host checks the layout
     job = Job(
         children=tuple(_over_ssh(node, command) for node, command in enumerate(commands)),
         log_folder=_log_folder(request, config),
@@ -323,9 +326,7 @@ def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
 
 
 def _run(job: Job, request: LaunchRequest) -> int:
-    """Supervise the job, unless DRY_RUN asks to show it, or DETACH to leave that to another
-    process.
-    """
+    """Supervise the job, unless DRY_RUN shows it, or DETACH leaves it to another process."""
     for name in FOREIGN:
         os.environ.pop(name, None)
     if is_asked("DRY_RUN"):
@@ -339,7 +340,7 @@ def _run(job: Job, request: LaunchRequest) -> int:
 
 
 def _detach(folder: Path, request: LaunchRequest) -> int:
-    """Start all this again in a process that outlives the terminal."""
+    """Start the launch again in a process that outlives the terminal."""
     log = folder / "launcher.log"
     kind, *words = request.argv
     try:
@@ -348,7 +349,7 @@ def _detach(folder: Path, request: LaunchRequest) -> int:
             file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} ====\n")
             file.flush()
             process = subprocess.Popen(  # noqa: S603 - the same words
-                # the ranks have logs of their own
+                # the ranks have their own logs
                 [sys.executable, str(TOOL), kind, "--quiet", *words],
                 env={name: value for name, value in os.environ.items() if name != "DETACH"},
                 stdin=subprocess.DEVNULL,
@@ -366,6 +367,6 @@ def _detach(folder: Path, request: LaunchRequest) -> int:
 
 
 def _say(text: str) -> None:
-    """Show what a plan or a dry run is for. Raises OSError where it cannot be written."""
+    """Print a plan or a dry run. Raises OSError if it cannot be written."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,18 +1,24 @@
-"""The ranks of this host: their processes, logs and heartbeats, together."""
+"""Ranks of this host with their processes, logs and heartbeats."""
 
 from __future__ import annotations
 
+import os
 import queue
 import re
+import shlex
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from common.errors import DataError
+from common.failures.explain import Found, find_errors, language_of, merged
 from common.launcher.control import host_name
 from common.launcher.rank_logs import (
+    both_ends,
     last_lines,
     open_log as open_rank_log,
     read_to_end,
@@ -23,21 +29,23 @@ from common.processes.ranks import ProcessSpec, Ranks
 from common.whole_numbers import rank_names
 
 DOING_ORDER = ("reading data", "computing")
-"""What a rank does within a step, in order. Validating and saving come after, in no fixed order."""
+"""Activities of a rank within a step, in order. Validating and saving come after, in any order."""
+_SEARCHED = 64
+"""Most logs that are searched for known errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """The child at ``index`` has ended. code: -n for signal n."""
+    """Event: the child at ``index`` has ended. code: -n for signal n."""
 
     index: int
     code: int
 
 
 class LocalRanks(Ranks):
-    """Opens all logs, and starts nothing yet. Raises ConfigError when one cannot be written.
+    """Ranks with open logs, not yet started. Raises ConfigError if a log cannot be written.
 
-    address: of this host, where there are several. events: gets an Exit for each process that ends.
+    address: of this host, if there are several. events: gets an Exit for each process that ends.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class LocalRanks(Ranks):
         self._events = events
         self._logs = [open_rank_log(log_folder, spec) for spec in specs]
         self.codes: dict[int, int] = {}
-        """Index of a child that has ended -> its exit code."""
+        """Index of an ended child -> its exit code."""
         self._shown = min(
             range(len(specs)), key=lambda index: (bool(specs[index].name), specs[index].rank)
         )
@@ -70,7 +78,7 @@ class LocalRanks(Ranks):
 
     @property
     def done(self) -> bool:
-        """Whether every rank has ended; helpers may go on."""
+        """Tell whether every rank has ended; helpers may still run."""
         return all(index in self.codes for index, spec in enumerate(self.specs) if not spec.name)
 
     def name(self, index: int) -> str:
@@ -81,7 +89,7 @@ class LocalRanks(Ranks):
         return str(spec) + (f" ({', '.join(where)})" if where else "")
 
     def logs(self) -> str:
-        """Return where they are, as one name or pattern that a shell understands."""
+        """Return the place of the logs as one name or shell pattern."""
         names = [spec.log_folder for spec in self.specs if not spec.name]
         patterns = (
             dict.fromkeys(re.sub(r"\d+$", "*", name) for name in names) if len(names) > 1 else names
@@ -99,11 +107,13 @@ class LocalRanks(Ranks):
 
     @property
     def have_met(self) -> bool:
-        """Whether the ranks here have got past a step, which takes those of all hosts."""
+        """Tell whether the ranks here have finished a step, which needs those of all hosts."""
         return any(monitor.is_past_first_step for monitor in self.monitors.values())
 
     def start(self) -> str:
-        """Start all of them. At one that cannot be started it stops and returns why."""
+        """Start all processes. Stops at the first that cannot be started, and returns the
+        reason.
+        """
         for index, spec in enumerate(self.specs):
             try:
                 self.start_one(index)
@@ -128,21 +138,21 @@ class LocalRanks(Ranks):
             monitor.read(now)
 
     def states(self) -> list[RankState]:
-        """Return those of the ranks that run."""
+        """Return the states of running ranks."""
         now = time.monotonic()
         return [self.monitors[index].state(now) for index in self._running()]
 
     def new_output(self) -> str:
-        """Return what rank 0, else the lowest rank here, has written since the last call.
+        """Return new output of rank 0, or of the lowest rank here, since the last call.
 
-        Of very much text it is the end.
+        A very long output is cut to its end.
         """
         text, self._shown_to = read_to_end(self._logs[self._shown], self._shown_to)
         return text
 
     def progress(self, steps: int | None) -> str:
-        """Say how far that rank is, of so many steps where that is known; empty before its
-        first.
+        """Return the progress of that rank, of ``steps`` if known; empty before its first
+        report.
         """
         if self._shown in self.codes or self._shown not in self.monitors:
             return ""
@@ -154,11 +164,13 @@ class LocalRanks(Ranks):
         )
 
     def terminate(self) -> None:
-        """SIGTERM to every rank that runs; not to what it started, which it needs to save."""
+        """Send SIGTERM to every running rank, but not to its children, which it needs to save."""
         self.send_signal(self._running(), signal.SIGTERM)
 
     def show_stacks(self, ranks: Collection[int]) -> None:
-        """Let ranks that hang write where; one without a heartbeat, or stopped, could not."""
+        """Make hanging ranks write their stacks. Ranks without a heartbeat and stopped ranks
+        cannot.
+        """
         able = [
             state.rank
             for state in self.states()
@@ -169,14 +181,30 @@ class LocalRanks(Ranks):
         )
 
     def tails(self, ranks: Collection[int], most: int | None = None) -> list[str]:
-        """Return the last lines of the logs of those ``ranks`` that run here, ``most`` logs at
-        most.
+        """Return the last lines of the logs of those ``ranks`` that run here, at most ``most``
+        logs.
         """
         lines = []
         for index in [index for index, spec in enumerate(self.specs) if spec.rank in ranks][:most]:
             lines.append(f"last lines of {self.log(index)}:")
             lines += [f"    {line}" for line in last_lines(self._logs[index]) or ["(nothing)"]]
         return lines
+
+    def known_errors(self) -> list[str]:
+        """Return a line about the known error in the logs of this run that explains most, or none.
+
+        Causes come before ranks that waited, so the logs of all ranks here are searched.
+        """
+        found: list[Found] = []
+        with suppress(DataError):  # a broken catalogue must not hide why the run failed
+            found = merged(find_errors(both_ends(log), log.path) for log in self._logs[:_SEARCHED])
+        if not found:
+            return []
+        meaning = found[0].error.meaning[language_of(os.environ)]
+        return [
+            f"known error {found[0].code}: {meaning}; python tools/doctor.py --explain"
+            f" {shlex.quote(str(found[0].path))}"
+        ]
 
     def _running(self) -> list[int]:
         return [
@@ -187,7 +215,7 @@ class LocalRanks(Ranks):
 
 
 def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
-    """Of ranks without progress, return those that the others wait for.
+    """Return those ranks without progress that the others wait for.
 
     They are the stopped ones, else the silent ones, else those behind, which may be all.
     """

@@ -1,4 +1,4 @@
-"""Which of the hosts of a run this one is, where the words of the command leave it open."""
+"""Number of this host among those of a run, if the command does not give it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from common.processes.addresses import DEFAULT_PORT, is_here
 
 
 def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
-    """Return the request with the number of this host, where its address or the master says it.
+    """Return the request with the number of this host, found by its address or from the master.
 
-    meet: wait for the other hosts; what is only shown is the master's, or node 1's. Raises
-    ConfigError, and RunError where the others do not come.
+    meet: wait for the other hosts; a run that is only shown is node 1 unless it is the master.
+    Raises ConfigError, and RunError if the others do not arrive.
     """
     if request.node_ips:
         return _place_by_address(request)
@@ -29,7 +29,8 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
         return request
     if host is None:
         raise ConfigError(
-            f"{nodes} hosts have to meet: give --master IP:PORT, the address of the host of rank 0"
+            f"{nodes} hosts need a common address: give --master IP:PORT, the address of the host"
+            " of rank 0"
         )
     if meet:
         call = RollCall(
@@ -50,7 +51,7 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
 
 
 def _place_by_address(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with what ``--node_ips`` says. Raises ConfigError."""
+    """Return the request with the values that follow from ``--node_ips``. Raises ConfigError."""
     addresses = request.node_ips
     if request.nnodes not in (None, len(addresses)) or request.node_rank is not None:
         raise ConfigError(

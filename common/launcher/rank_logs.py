@@ -1,5 +1,6 @@
-"""The files of a rank: mf_parallel{rank}/mindformer.log, what it writes, and env.log, what it was
-started with. They only grow.
+"""Log files of a rank: output in mf_parallel{rank}/mindformer.log, start settings in env.log.
+
+They are only appended to.
 """
 
 from __future__ import annotations
@@ -28,29 +29,27 @@ _SECRET = re.compile(
     r"|AUTH(?!ORS?$)\w*|O?AUTH2?|COOKIES?|JWT|BEARER|SIG(NATURE)?|AK|SK|PAT",
     re.IGNORECASE,
 )
-"""A word of a name whose value others must not read. Whole words: KEYBOARD, AUTHOR and data.path
-are none.
-"""
+"""Words in the name of a secret. Only whole words match: not KEYBOARD, AUTHOR or data.path."""
 _COUNTED = re.compile(r"(^|_)(max|min|num|new|total|mega)(_\w+)?_tokens", re.IGNORECASE)
-"""A name that counts tokens of text."""
+"""Names that count tokens of text."""
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
 _USER_IN_URL = re.compile(r"(\w://)\S*@")
 _USER_WITHOUT_SCHEME = re.compile(
     r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)"
 )
-"""``user:secret@host``, as the whole value with a slash in the secret too."""
+"""``user:secret@host``; as a whole value, also with a slash in the secret."""
 _AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
-"""What follows the scheme of an HTTP header."""
+"""Credentials after the scheme of an HTTP header."""
 _HIDDEN = "(hidden)"
 _MOST_COPIED = 1 << 20
-"""Bytes that are copied to the terminal at once; of more, the end."""
+"""Most bytes copied to the terminal at once; longer text is cut to its end."""
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLog:
-    """file: open for appending. start: its length before this run."""
+    """Log file, open for appending. start: its length before this run."""
 
     path: Path
     file: IO[bytes]
@@ -58,7 +57,7 @@ class RankLog:
 
 
 def open_log(folder: Path, child: ProcessSpec) -> RankLog:
-    """Make the child's folder and open its log. Raises ConfigError when the folder cannot be
+    """Create the child's folder and open its log. Raises ConfigError if the folder cannot be
     written.
     """
     path = folder / child.log_folder / "mindformer.log"
@@ -77,8 +76,9 @@ def open_log(folder: Path, child: ProcessSpec) -> RankLog:
 
 
 def write_headers(log: RankLog, child: ProcessSpec, environment: Mapping[str, str]) -> RankLog:
-    """Open this run's part of both files, and return the log as it is then. A full disk is no
-    reason not to start.
+    """Begin this run's part of both files, and return the log as it is then.
+
+    A full disk does not prevent the start.
     """
     header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {child}\n"
     lines = [f"{name}={visible(name, value)}" for name, value in sorted(environment.items())]
@@ -94,7 +94,9 @@ def write_headers(log: RankLog, child: ProcessSpec, environment: Mapping[str, st
 
 
 def _link(name: Path, path: Path) -> None:
-    """Let ``name`` lead to a log. A file of this name stays; a disk without links has none."""
+    """Link ``name`` to a log. An existing file of this name stays; a disk without links gets
+    none.
+    """
     with suppress(OSError):
         if name.is_symlink():
             name.unlink()
@@ -102,7 +104,7 @@ def _link(name: Path, path: Path) -> None:
 
 
 def _append(path: Path, mode: int = 0o666) -> IO[bytes]:
-    """Open a file to append to; a pipe that nobody reads is an error, not a wait. Raises
+    """Open a file for appending. A pipe without a reader is an error, not a wait. Raises
     OSError.
     """
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, mode)
@@ -111,19 +113,21 @@ def _append(path: Path, mode: int = 0o666) -> IO[bytes]:
 
 
 def _open_private(path: Path) -> IO[bytes]:
-    """Open a file to append to, which its owner alone can read, also one that an earlier version
-    made. Raises OSError.
+    """Open a file for appending that only its owner can read, even if it exists already.
+
+    Raises OSError.
     """
     file = _append(path, 0o600)
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        with suppress(OSError):  # another user's file, which can be written all the same
+        with suppress(OSError):  # another user's file may still be writable
             os.fchmod(file.fileno(), 0o600)
     return file
 
 
 def visible(name: str, value: str) -> str:
-    """Return the value of a variable without what others must not read: secrets by their names, and
-    those of URLs and HTTP headers.
+    """Return the value of a variable without secrets.
+
+    They are recognized by their names, and in URLs and HTTP headers by their place.
     """
     if name != "PWD" and _is_secret(name):
         return _HIDDEN
@@ -141,7 +145,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _visible_word(word: str) -> str:
-    """Of a command. The settings of a run hold no secret by their name."""
+    """Hide the secret of one word of a command. Settings of a run have no secrets by their name."""
     name, equals, value = word.partition("=")
     return (
         f"{name}={visible('' if _is_setting(name) else name, value)}"
@@ -151,7 +155,7 @@ def _visible_word(word: str) -> str:
 
 
 def _is_setting(dotted: str) -> bool:
-    """Whether the config has such a key."""
+    """Tell whether the config has such a key."""
     sections: list[type[BaseModel]] = [RunConfig]
     for key in dotted.split("."):
         annotation = next(
@@ -169,7 +173,7 @@ def _is_setting(dotted: str) -> bool:
 
 
 def _models(annotation: typing.Any) -> Iterator[type[BaseModel]]:
-    """Those that an annotation holds, such as X | None."""
+    """Yield the models that an annotation holds, such as X | None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in typing.get_args(annotation):
@@ -177,16 +181,23 @@ def _models(annotation: typing.Any) -> Iterator[type[BaseModel]]:
 
 
 def last_lines(log: RankLog) -> list[str]:
-    """What this run wrote last, cut to a size that a terminal and a message can hold."""
+    """Return the last lines of this run, cut to a size for a terminal and a message."""
     text = read_new(log, max(log.start, _size(log) - _TAIL_BYTES))[0]
-    # of a progress bar its last state
+    # a progress bar is cut to its last state
     lines = [line.rpartition("\r")[2] or line for line in text.replace("\r\n", "\n").split("\n")]
     return [line.strip("\r")[:_LINE_LENGTH] for line in lines if line.strip()][-_TAIL_LINES:]
 
 
+def both_ends(log: RankLog, most: int = 1 << 18) -> str:
+    """Return the text of this run; of a long one ``most`` bytes at its start and at its end."""
+    start, offset = read_new(log, log.start, most)
+    return start + read_new(log, max(offset, _size(log) - most), most)[0]
+
+
 def read_new(log: RankLog, offset: int, limit: int = 1 << 20) -> tuple[str, int]:
-    """Text from ``offset`` on, and the offset after it; nothing when the file cannot be read. A
-    character that is half there waits.
+    """Return the text from ``offset`` on and the offset after it.
+
+    Nothing is returned if the file cannot be read. An incomplete character waits for the next call.
     """
     with suppress(OSError), log.path.open("rb") as file:
         file.seek(offset)
@@ -198,8 +209,9 @@ def read_new(log: RankLog, offset: int, limit: int = 1 << 20) -> tuple[str, int]
 
 
 def read_to_end(log: RankLog, offset: int) -> tuple[str, int]:
-    """As read_new, up to the end of the file: of much text the last part alone, and how much is
-    left out.
+    """Read like read_new up to the end of the file.
+
+    Of a long text only the last part is returned, with the number of bytes left out.
     """
     behind = _size(log) - offset
     if behind <= _MOST_COPIED:

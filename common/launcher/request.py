@@ -1,4 +1,4 @@
-"""What a user asks run_distribute.sh and run_standalone.sh for, checked as far as words go."""
+"""Arguments of run_distribute.sh and run_standalone.sh, parsed and checked."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ USAGE_STANDALONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """The positional words, and the named options as --help explains them.
+    """Positional arguments, and the named options as --help explains them.
 
     table: its path; None for none. numbers: devices, or with rank_size a range of global ranks.
-    argv: all words, to start the same once more.
+    argv: all arguments, to start the same launch again. program: what the ranks run in place of
+    run_gpt2.py, with its arguments.
     """
 
     argv: tuple[str, ...]
@@ -52,6 +53,7 @@ class LaunchRequest:
     ssh: bool = False
     all_ranks: bool = False
     accelerator: str | None = None
+    program: Path | None = None
 
 
 def parse_distribute(
@@ -64,8 +66,8 @@ def parse_distribute(
 ) -> LaunchRequest:
     """Return the request for the ranks of this host.
 
-    devices: a list that stands in place of the range among the words. Raises ConfigError, in the
-    order of the checks that users of run_distribute.sh know.
+    devices: a list that replaces the range among the arguments. Raises ConfigError, in the order of
+    checks that users of run_distribute.sh know.
     """
     if devices is not None:
         words = _with_devices(words, devices)
@@ -95,7 +97,9 @@ def parse_distribute(
 
 
 def _with_devices(words: Sequence[str], devices: str) -> list[str]:
-    """Return the words with the list at the place of the range. Raises ConfigError for both."""
+    """Return the arguments with the list in place of the range. Raises ConfigError if both are
+    given.
+    """
     if len(words) > 2 and words[2].strip()[:1] in ("[", "("):
         raise ConfigError(
             f"--devices {shortened(devices)} and DEVICE_RANGE {shortened(words[2])} both name"
@@ -139,12 +143,14 @@ def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any)
 
 
 def is_asked(name: str) -> bool:
-    """Whether a variable such as DRY_RUN is set to anything but a word for no."""
+    """Tell whether a variable such as DRY_RUN is set to anything but a word for no."""
     return os.environ.get(name, "").strip().lower() not in ("", "0", "no", "n", "off", "false")
 
 
 def absolute(word: str) -> Path:
-    """As realpath -m, but a link stays a link: a config's base files lie beside it."""
+    """Make a path absolute as realpath -m does, but keep links: a config's base files lie beside
+    it.
+    """
     return Path(os.path.abspath(word))
 
 

@@ -1,8 +1,8 @@
-"""Number the hosts of a run that nobody has numbered.
+"""Numbering of the hosts of a run without given numbers.
 
-The host that holds the master's address is node 0. It waits at the port above the master's until
-all others have come, sorts them by address and tells each its number. The launchers then use the
-same port to watch each other.
+The host with the master's address is node 0. It waits at the port above the master's for all
+others, sorts them by address and tells each its number. The launchers then use the same port to
+watch each other.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _CLOSE_SECONDS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class RollCall:
-    """master: address or name of node 0. port: where it listens. nodes: hosts of the run.
+    """Parameters of the numbering. master: address or name of node 0. port: where it listens.
 
-    devices: numbers of those that this host uses. limit: seconds within which all hosts come.
+    nodes: number of hosts. devices: numbers of those that this host uses. limit: seconds within
+    which all hosts must arrive.
     """
 
     master: str
@@ -44,7 +45,7 @@ class RollCall:
 
 @dataclass(frozen=True, kw_only=True)
 class _Caller:
-    """A host that waits for its number. address: as this host sees it."""
+    """Host that waits for its number. address: as this host sees it."""
 
     address: str
     devices: tuple[int, ...]
@@ -60,16 +61,16 @@ class _Caller:
 
 
 def find_node(call: RollCall) -> int:
-    """Return the number of this host, 0 for the master, once all hosts have come.
+    """Return the number of this host, 0 for the master, once all hosts have arrived.
 
-    Several nodes on one machine need devices of their own. Raises ConfigError where the master
-    refuses this host, and RunError where not all come in time.
+    Several nodes on one machine need different devices. Raises ConfigError if the master rejects
+    this host, and RunError if not all arrive in time.
     """
     if is_here(call.master):
         try:
             server = listen(call.master, call.port)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:  # else another node of this machine has it
+            if error.errno != errno.EADDRINUSE:  # else another node of this machine has the port
                 raise ConfigError(
                     f"--master {call.master}, port {call.port}: cannot listen there for the other"
                     f" hosts: {error.strerror or error}"
@@ -106,7 +107,7 @@ def _number_the_others(call: RollCall, server: socket.socket) -> int:
                 tell(f"host {caller} has left again", error=True)
         callers.sort(key=lambda caller: caller.order)
         for number, caller in enumerate(callers, 1):
-            with suppress(OSError):  # its launcher is missed by the others then
+            with suppress(OSError):  # the others then miss its launcher
                 caller.link.send({"kind": "number", "number": number})
             tell(f"node {number} is {caller}")
     finally:
@@ -116,7 +117,7 @@ def _number_the_others(call: RollCall, server: socket.socket) -> int:
 
 
 def _admit(call: RollCall, callers: list[_Caller], server: socket.socket) -> None:
-    """Take the next caller in, or refuse it. Raises TimeoutError where none has come."""
+    """Accept or reject the next caller. Raises TimeoutError if there is none."""
     connection, (found, *_) = server.accept()
     link = Channel(connection, _PEER)
     hello = link.hello()
@@ -138,7 +139,7 @@ def _admit(call: RollCall, callers: list[_Caller], server: socket.socket) -> Non
 
 
 def _numbers(devices: Any) -> tuple[int, ...] | None:
-    """Return the numbers that a caller names; None where it names none."""
+    """Return the device numbers that a caller sends; None if it sends none."""
     if not isinstance(devices, list) or not 0 < len(devices) <= MOST_RANKS:
         return None
     if not all(type(number) is int and 0 <= number < 10**9 for number in devices):
@@ -149,7 +150,7 @@ def _numbers(devices: Any) -> tuple[int, ...] | None:
 def _refusal(
     call: RollCall, callers: Sequence[_Caller], caller: _Caller, hello: Mapping[str, Any]
 ) -> str:
-    """Return why a host cannot be one of this run; empty where it can."""
+    """Return why a host cannot be part of this run; empty if it can."""
     if hello.get("nodes") != call.nodes:
         return (
             f"its --nnodes is {hello.get('nodes')}, and that of the master {call.nodes}; give the"
@@ -171,7 +172,7 @@ def _refusal(
 
 
 def _ask(call: RollCall) -> int:
-    """Ask the master for the number of this host, and wait until all have come."""
+    """Ask the master for the number of this host, and wait until all have arrived."""
     deadline = time.monotonic() + call.limit
     master, told, why = f"{host_name(call.master)} at port {call.port}", False, ""
     tell(f"asking {master} for the number of this host among {call.nodes}")
@@ -199,7 +200,7 @@ def _ask(call: RollCall) -> int:
 
 
 def _converse(call: RollCall, link: Channel, limit: float) -> tuple[dict[str, Any], str]:
-    """Return what the master answers; of none an empty answer, and why."""
+    """Return the master's answer, or an empty answer and the reason."""
     try:
         link.send({"kind": ROLL_CALL, "nodes": call.nodes, "devices": list(call.devices)})
         return link.receive(limit), "it gave no number"
@@ -214,7 +215,7 @@ def _converse(call: RollCall, link: Channel, limit: float) -> tuple[dict[str, An
 
 
 def _finish(link: Channel) -> None:
-    """Close a connection once the other end has read what was sent."""
+    """Close a connection once the other end has read all data."""
     link.finish()
     with suppress(OSError):
         link.receive(_CLOSE_SECONDS)

@@ -1,7 +1,7 @@
-"""Starts the ranks of this host, waits for them, and ends them all when one fails: ``supervise``.
+"""Supervision of this host's ranks: start them, wait for them, and end all when one fails.
 
-The main thread takes events from one queue: exits, signals and messages of other hosts. Nothing
-that it does waits for a rank, a host or the terminal without a limit.
+The main thread takes events from one queue: exits, signals and messages of other hosts. It never
+waits for a rank, a host or the terminal without a limit.
 """
 
 from __future__ import annotations
@@ -29,47 +29,49 @@ from common.whole_numbers import shortened, whole_number
 
 _TICK_SECONDS = 0.5
 _SETTLE_SECONDS = 1.0
-"""After a failure that may follow from another one, the other is waited for so long."""
+"""Seconds to wait, after a failure that may be a consequence, for its cause."""
 _SETTLE_SECONDS_OF_HOSTS = 5.0
 _TAILS = 2
 _SAME_SIGNAL_SECONDS = 0.3
-"""``timeout`` sends its signal twice, to the process and to its group."""
+"""Seconds within which a repeated signal counts once: ``timeout`` signals the process and its
+group.
+"""
 _REPORT_SECONDS = 2.0
 _CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What runs on this host."""
+    """Job of this host."""
 
     children: tuple[ProcessSpec, ...]
     log_folder: Path
-    """mf_parallel{rank}/mindformer.log and env.log are made inside, or appended to."""
+    """Folder in which mf_parallel{rank}/mindformer.log and env.log are created or appended to."""
     stall_limit: float
-    """Seconds without progress of a rank after which it counts as failed; math.inf where ranks do
-    not tell of theirs.
+    """Seconds without progress after which a rank has failed; math.inf if ranks do not report
+    progress.
     """
     follow: bool = False
-    """Copy the log of rank 0, else of the lowest rank here, to standard output, with a line of
+    """Copy the log of rank 0, or of the lowest rank here, to standard output, with a line of
     progress below it on a terminal.
     """
     steps: int | None = None
-    """How many the run has in all, where that is known."""
+    """Steps of the whole run, if known."""
     hosts: Hosts | None = None
     over_ssh: bool = False
-    """Each child is a launcher on another host: which of them ends first does not say where the
-    failure was.
+    """Children are launchers on other hosts, so the first to end does not show where the failure
+    was.
     """
 
 
 def supervise(job: Job) -> int:
-    """Run the job to its end, and leave no process behind. Returns the exit code of the whole job,
-    the same on every host.
+    """Run the job to its end, and leave no process behind. Returns the exit code of the job on all
+    hosts.
 
-    0: all ranks ended well; the code of the rank that failed first, 128+n when signal n killed it;
-    128+n when signal n at a launcher stopped the run; 1: a rank stalled or a host was lost; 2: a
-    host runs with another list of hosts. Raises ConfigError, with nothing started, when a log
-    cannot be written or this host's port cannot be had.
+    0: all ranks ended well. The code of the rank that failed first, or 128+n if signal n killed it.
+    128+n if signal n at a launcher stopped the run. 1: a rank stalled or a host was lost. 2: a host
+    runs with another list of hosts. Raises ConfigError, with nothing started, if a log cannot be
+    written or this host's port is not available.
     """
     return _Supervisor(job).run()
 
@@ -82,8 +84,9 @@ class _Signal:
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """certain: not the consequence of another failure. ranks: those whose logs tell more. stalled:
-    they may still run.
+    """Failure of ranks. certain: not the consequence of another failure.
+
+    ranks: those whose logs tell more. stalled: they may still run.
     """
 
     text: str
@@ -120,11 +123,9 @@ class _Supervisor:
         self._reported = 0.0
         self._elsewhere: dict[int, list[RankState]] = {}
         self._finished: dict[int, bool] = {}
-        """Other hosts whose ranks have all ended by themselves -> whether a signal had stopped
-        them.
-        """
+        """Other hosts whose ranks have all ended by themselves -> whether after a signal."""
         self._done_at = 0.0
-        """When the ranks here had all ended by themselves."""
+        """Time at which the ranks here had all ended by themselves."""
         self._end: int | None = None
 
     def run(self) -> int:
@@ -165,15 +166,15 @@ class _Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM and SIGHUP become events; those that are ignored, as under nohup, stay
-        so.
+        """Turn SIGINT, SIGTERM and SIGHUP into events; those ignored, as under nohup, stay
+        ignored.
         """
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._note)
-            # where it is ignored, no exit code can be had
+            # if it is ignored, exit codes are lost
             before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
@@ -205,7 +206,7 @@ class _Supervisor:
         elif isinstance(event, HostMissing):
             if self._ranks.have_met:
                 self._terminal.say(
-                    f"warning: {event.text}; the run goes on, as the ranks have met", error=True
+                    f"warning: {event.text}; the run continues, as the ranks have met", error=True
                 )
             elif not self._ranks.done:
                 self._fail(_Failure(text=event.text, code=1))
@@ -224,7 +225,7 @@ class _Supervisor:
     def _take_exit(self, index: int, code: int) -> None:
         self._ranks.codes[index] = code
         name = self._ranks.name(index)
-        # a signal to the rank itself, by which all ranks stop together
+        # a signal to the rank itself, after which all ranks stop together
         if self._stop is None and code in _CLEAN_EXITS and code != 0:
             self._stop = _Signal(number=code - 128, time=time.monotonic())
             self._terminal.say(
@@ -243,7 +244,7 @@ class _Supervisor:
         stopped = [state.rank for state in self._ranks.states() if state.is_stopped]
         if stopped:
             text += f"; perhaps because of {self._ranks.names(stopped)}, stopped (state T)"
-        # a closed connection to a dead peer leads to exit code 1 too, or to an abort
+        # a closed connection to a dead peer also leads to exit code 1 or an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
         ranks = () if self._ranks.is_helper(index) else (self._ranks.specs[index].rank,)
         self._fail(
@@ -287,8 +288,8 @@ class _Supervisor:
             self._end = int(values["code"])
 
     def _fail(self, failure: _Failure) -> None:
-        """Note it, and tell the other hosts at once: they take the order in which they are told for
-        that of the failures.
+        """Record a failure and tell the other hosts at once, since the first one told counts as the
+        first.
         """
         if failure in self._failures:
             return
@@ -298,7 +299,7 @@ class _Supervisor:
         if self._control is not None:
             self._control.tell("failed", failure=asdict(failure))
 
-    # ---- what is looked at between events ----
+    # ---- checks between events ----
 
     def _look(self) -> None:
         self._ranks.read_heartbeats()
@@ -321,8 +322,9 @@ class _Supervisor:
             self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
 
     def _look_for_stalls(self) -> None:
-        """Host 0 does it for all hosts that it hears of; each on its own would blame its ranks for
-        another's.
+        """Look for stalled ranks; host 0 does it for all hosts that it can hear.
+
+        Each host by itself would blame its ranks for another's stall.
         """
         states = self._ranks.states()
         missing = []
@@ -391,11 +393,11 @@ class _Supervisor:
         return len(self._finished) + missing == len(self._hosts.all) - 1
 
     def _failure(self) -> _Failure:
-        """The first one that is not the consequence of another, if there is one."""
+        """Return the first failure that is not the consequence of another, if there is one."""
         return next((failure for failure in self._failures if failure.certain), self._failures[0])
 
     def _tell_end(self, seconds: float) -> int:
-        if not self._job.follow:  # then it says how far the run is, and is replaced by how it ended
+        if not self._job.follow:  # until then the line shows progress; then the result replaces it
             self._terminal.keep_live()
         if self._failures:
             failure = self._failure()
@@ -404,6 +406,7 @@ class _Supervisor:
                 lines += [f"also: {other.text}" for other in self._failures if other is not failure]
                 ranks = tuple(rank for other in self._failures for rank in other.ranks)
             lines += [*self._ranks.tails(ranks, None if self._job.over_ssh else _TAILS)]
+            lines += self._ranks.known_errors()
             lines.append(
                 f"all {'hosts' if self._job.over_ssh else 'ranks here'} were ended; exit code"
                 f" {failure.code}"
@@ -432,7 +435,7 @@ class _Supervisor:
 
 
 def connect_limit(environ: Mapping[str, str]) -> float:
-    """Return the seconds within which all hosts have to come. Raises ConfigError."""
+    """Return the seconds within which all hosts have to connect. Raises ConfigError."""
     text = environ.get("HCCL_CONNECT_TIMEOUT") or "1800"
     seconds = whole_number(text, most_digits=6)
     if not seconds:

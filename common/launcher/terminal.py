@@ -1,5 +1,5 @@
-"""What a launcher says, written by a thread of its own: a terminal or a pipe that takes nothing
-more must not stop the launcher.
+"""Output of a launcher, written by its own thread, so that a blocked terminal or pipe cannot stop
+it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,25 @@ from typing import TextIO
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
 _CLEAR = "\r\x1b[K"
 _MOST_WAITING = 1 << 22
-"""Characters that a reader may leave waiting, before copies are left out."""
+"""Characters that may wait for a reader before copied text is left out."""
 
 
 class Terminal:
-    """Lines in the order in which they are said. What the reader has not taken in time is
-    dropped.
-    """
+    """Lines in the order in which they are said. Text not read in time is dropped."""
 
     def __init__(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
-                if stream is not None:  # it was closed before Python started
+                if stream is not None:  # closed before Python started
                     stream.flush()
         self._live = ""
         self._whole = ""
-        """What ``live`` was last given, not cut to the width."""
+        """Last text given to ``live``, not cut to the width."""
         self._in_a_line = False
-        """Whether what was copied last has no line end yet."""
+        """Whether the last copied text has no line end yet."""
         self._given = 0
         self._taken = 0
-        """Characters that were put, and those that the writing thread has taken."""
+        """Number of characters put, and of those taken by the writing thread."""
         self.has_live_line = (
             sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         )
@@ -46,19 +44,19 @@ class Terminal:
         self._thread.start()
 
     def say(self, text: str, *, error: bool = False) -> None:
-        """A line of the launcher itself, to standard output or standard error."""
+        """Print a line of the launcher itself, to standard output or standard error."""
         self._put(sys.stderr if error else sys.stdout, f"{_CLEAR if self._live else ''}{text}\n")
         self._live = self._whole = ""
 
     def copy(self, text: str) -> None:
-        """Text as it is, to standard output; none while much is waiting for the reader."""
+        """Copy text to standard output unchanged; dropped while much is waiting for the reader."""
         if text and self._given - self._taken < _MOST_WAITING:
             self._put(sys.stdout, f"{_CLEAR if self._live else ''}{text}")
             self._live = self._whole = ""
             self._in_a_line = not text.endswith("\n")
 
     def live(self, text: str) -> None:
-        """Show the last line of ``text`` in the place of the one before; only on a terminal."""
+        """Show the last line of ``text`` in place of the previous one; only on a terminal."""
         lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]
         whole = _CONTROL.sub("", lines[-1]).strip() if lines else ""
         line = cut(whole, shutil.get_terminal_size().columns - 1)
@@ -67,13 +65,13 @@ class Terminal:
             self._put(sys.stdout, f"{_CLEAR}{line}")
 
     def keep_live(self) -> None:
-        """Make the live line an ordinary one, in full: at the end it says what came of the run."""
+        """Turn the live line into an ordinary, full one, which shows the result of the run."""
         if self._live:
             self._put(sys.stdout, f"{_CLEAR}{self._whole}\n")
         self._live = self._whole = ""
 
     def close(self, limit: float = 2.0) -> None:
-        """Wait for what was said to be written, for ``limit`` seconds at most."""
+        """Wait at most ``limit`` seconds until all text is written."""
         self.keep_live()
         with suppress(queue.Full):
             self._lines.put(None, timeout=limit)
@@ -88,7 +86,7 @@ class Terminal:
     def _write(self) -> None:
         while (item := self._lines.get()) is not None:
             stream, text = item
-            with suppress(OSError, ValueError):  # closed, or the terminal has gone
+            with suppress(OSError, ValueError):  # closed, or the terminal is gone
                 write_now(stream, text)
             self._taken += len(text)
 
@@ -96,8 +94,8 @@ class Terminal:
 def write_now(stream: TextIO, text: str) -> None:
     """Write below Python's own buffer. Raises OSError.
 
-    A thread stuck in that buffer would hold its lock until the interpreter ends by an abort, and
-    what it could not write would fail again when the interpreter ends.
+    A thread stuck in that buffer would hold its lock until the interpreter aborts. Unwritten text
+    would then fail again when the interpreter ends.
     """
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     if raw is None:
@@ -110,8 +108,9 @@ def write_now(stream: TextIO, text: str) -> None:
 
 
 def tell(text: str, *, error: bool = False) -> None:
-    """Say a line to standard output or standard error, before there is a Terminal. A full or closed
-    stream is no reason to stop.
+    """Print a line to standard output or standard error, before there is a Terminal.
+
+    A full or closed stream does not prevent the run.
     """
     stream = sys.stderr if error else sys.stdout
     with suppress(OSError, ValueError):
@@ -121,7 +120,7 @@ def tell(text: str, *, error: bool = False) -> None:
 
 
 def cut(text: str, width: int) -> str:
-    """The start of ``text`` that takes ``width`` columns at most; Chinese characters take two."""
+    """Return the start of ``text`` within ``width`` columns; Chinese characters take two."""
     taken = 0
     for index, character in enumerate(text):
         taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
@@ -131,9 +130,9 @@ def cut(text: str, width: int) -> str:
 
 
 def open_standard_streams() -> None:
-    """Open those that were closed before the start, as by ``>&-``.
+    """Open the standard streams that were closed before the start, as by ``>&-``.
 
-    Else the next file that is opened, or a socket, would take their place.
+    Otherwise the next opened file or socket would take their place.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -1,3 +1,3 @@
-"""Jobs of Huawei ModelArts (AICC): their arguments, files that lie elsewhere, ranks that the
-platform did not start.
+"""Jobs of Huawei ModelArts (AICC): arguments, files at URLs, and ranks that the platform did not
+start.
 """

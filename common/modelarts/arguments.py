@@ -1,9 +1,8 @@
-"""The arguments of a ModelArts job, and of MindFormers r0.3's run_mindformer.py, as those of
-run_gpt2.py.
+"""Translation of arguments of ModelArts jobs and of MindFormers r0.3 into those of run_gpt2.py.
 
-Sources: run_mindformer.py of MindFormers r0.3 and r0.8; "Developing Code for Training" and
-"Environment Variables of a Training Container" of the ModelArts guide; ModelZoo's --data_url and
---train_url.
+Sources: run_mindformer.py of MindFormers r0.3 and r0.8, and ModelZoo's --data_url and --train_url.
+Of the ModelArts guide: "Developing Code for Training" and "Environment Variables of a Training
+Container".
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from common.modelarts.stores import is_url
 from common.paths import ROOT
 
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
-"""Keys of the configuration outside of sections, with a flag of the same name; output_dir has rules
-of its own.
-"""
+"""Keys outside of sections, with a flag of the same name; output_dir has rules of its own."""
 _OWN = {
     "help": False,
     **{name: options.get("action") != "store_true" for name, options in FLAGS.items()},
 }
-"""The flags of run_gpt2.py, and whether they take a value."""
+"""Flags of run_gpt2.py, and whether they take a value."""
 _KEYS = {
     "dataset": "data.train",
     "dataset_dir": "data.train",
@@ -52,10 +49,10 @@ _NOTED = {
 
 @dataclass(kw_only=True)
 class ModelArtsJob:
-    """What the arguments of a job are here. argv: for run_gpt2.py's parser; values may be URLs.
+    """Translated arguments of a job. argv: for run_gpt2.py's parser; values may be URLs.
 
     output_url: where output_dir is copied at the end. one_process: --use_parallel=False, which
-    matters where nobody started one process per card.
+    matters if the platform did not start one process per card.
     """
 
     run_mode: str = "train"
@@ -66,12 +63,12 @@ class ModelArtsJob:
 
 
 def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
-    """Turn ``--section.key=value``, ``--section.key value`` and the flags above into
-    ``section.key=value``; keep the rest.
+    """Turn ``--section.key=value``, ``--section.key value`` and known flags into
+    ``section.key=value``.
 
-    Inside ModelArts a flag that nobody knows is dropped with a remark, as the platform adds some;
-    elsewhere it stays, and the parser refuses it. Raises ConfigError for a flag without its value,
-    or with one that cannot be meant.
+    All other arguments stay. Inside ModelArts an unknown flag is dropped with a warning, because
+    the platform adds some. Elsewhere the parser rejects it. Raises ConfigError for a flag without
+    its value or with an impossible one.
     """
     inside = in_modelarts(environ)
     job = ModelArtsJob(run_mode=_value_of("run_mode", argv) or "train")
@@ -101,8 +98,8 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
         elif inside:
             value = _value_of_unknown(given, rest)
             job.remarks.append(
-                f"--{match[1]}{value} is no argument of this program; ignored, as it may be the"
-                " platform's"
+                f"--{match[1]}{value} is not an argument of this program; ignored, as it may be"
+                " the platform's"
             )
         else:
             job.argv.append(argument)
@@ -110,10 +107,10 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
 
 
 def mindformers_argv(argv: Sequence[str]) -> list[str]:
-    """Add what r0.3 did without being told.
+    """Add the defaults of r0.3.
 
-    The mode is train; train begins with new weights whatever checkpoint the YAML names; an Ascend
-    is MindSpore's.
+    The mode is train. Training begins with new weights, whatever checkpoint the YAML names. An
+    Ascend means MindSpore.
     """
     mode = _value_of("run_mode", argv)
     chosen = [] if mode is not None else ["--run_mode=train"]
@@ -124,9 +121,9 @@ def mindformers_argv(argv: Sequence[str]) -> list[str]:
 def _means_mindspore(argv: Sequence[str]) -> bool:
     """Tell whether the arguments or the YAML ask for an Ascend, and neither names a backend.
 
-    A YAML that names torch wins, with a remark.
+    A YAML that names torch wins, with a warning.
     """
-    # not above: --help of run_gpt2.py, which imports this file, loads no library
+    # not at the top: --help of run_gpt2.py, which imports this file, loads no library
     from common.config.load import build_config, read_config
     from common.log import LOG
 
@@ -142,7 +139,7 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
     try:
         tree, sources = read_config(name if Path(name).is_file() else ROOT / name)
         config = build_config(tree, sources)
-    except ConfigError:  # it is read again, and the error said, where the other words are known
+    except ConfigError:  # read again later, with all overrides
         return "Ascend" in asked
     if "Ascend" not in (
         asked if any(asked) else [(tree.get("context") or {}).get("device_target")]
@@ -152,14 +149,14 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
         return True
     if config.backend == "torch":
         LOG.warning(
-            f"device_target=Ascend, but {name} says backend: torch, which is taken; for MindSpore"
+            f"device_target=Ascend, but {name} says backend: torch, which is used; for MindSpore"
             " give backend=mindspore"
         )
     return False
 
 
 def describe_flags() -> str:
-    """Return for ``--help`` the arguments that ``translate`` understands, and what each is here."""
+    """Return for ``--help`` the arguments that ``translate`` accepts, and what each means here."""
 
     def flags(names: Sequence[str]) -> str:
         return " ".join(f"--{name}" for name in names)
@@ -170,23 +167,23 @@ def describe_flags() -> str:
             for key in dict.fromkeys(_KEYS.values())
         },
         flags(TOP_LEVEL): "the key of the same name",
-        flags(_OUTPUT): "output_dir; of a URL, where it is copied at the end",
+        flags(_OUTPUT): "output_dir, or the URL to which it is copied at the end",
         flags(
             _CHECKPOINT
         ): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
         "--predict_data": "predict.prompt, or predict.prompt_file where it is a file",
-        "--use_parallel": "False: one process, where nobody has started ranks",
+        "--use_parallel": "False: one process, if no launcher has started ranks",
         "--profile": "True: profile.start=1 profile.stop=10",
         "--sink_mode": "False: train.sink_size=1",
-        "--enable_modelarts": "found out from the environment; taken and ignored",
+        "--enable_modelarts": "found in the environment; accepted and ignored",
         "--num_samples": "train.num_samples, the windows of an epoch; in eval"
         " evaluation.max_samples",
-        "--options": "section.key=value words behind it",
-        flags(tuple(_NOTED)): "noted, without effect",
+        "--options": "section.key=value overrides after it",
+        flags(tuple(_NOTED)): "logged, without effect",
     }
     lines = "".join(f"  {flags}\n      {meaning}\n" for flags, meaning in rows.items())
     return (
-        "MindFormers' and ModelArts' arguments, and what each is here (--run_mode is train"
+        "MindFormers' and ModelArts' arguments, and what each means here (--run_mode is train"
         f" when left out):\n{lines}\n"
     )
 
@@ -201,9 +198,9 @@ def _key(job: ModelArtsJob, name: str, value: str) -> None:
 
 
 def _output(job: ModelArtsJob, name: str, value: str) -> None:
-    """A URL is where the output is copied, a folder is output_dir itself."""
+    """Handle an output: a URL is where the output is copied, a folder is output_dir itself."""
     if not value:
-        raise ConfigError(f"{name}: expected a folder or a URL, found nothing")
+        raise ConfigError(f"{name}: expected a folder or a URL, found an empty value")
     if not is_url(value):
         job.argv.append(f"output_dir={value}")
     elif job.output_url not in (None, value):
@@ -216,13 +213,13 @@ def _output(job: ModelArtsJob, name: str, value: str) -> None:
 
 
 def _checkpoint(job: ModelArtsJob, name: str, value: str) -> None:
-    """One flag of r0.3 is three keys here."""
+    """Map one flag of r0.3 to one of three keys, by the run mode."""
     key = {"train": "resume", "finetune": "init_from"}.get(job.run_mode, "load")
     job.argv.append(f"checkpoint.{key}={value}")
 
 
 def _num_samples(job: ModelArtsJob, name: str, value: str) -> None:
-    """One flag of r0.3 is two keys here."""
+    """Map one flag of r0.3 to one of two keys, by the run mode."""
     key = "evaluation.max_samples" if job.run_mode == "eval" else "train.num_samples"
     job.argv.append(f"{key}={value}")
 
@@ -233,16 +230,16 @@ def _prompt(job: ModelArtsJob, name: str, value: str) -> None:
 
 
 def _note(job: ModelArtsJob, name: str, value: str) -> None:
-    job.remarks.append(f"--{name}={value} is noted, and nothing else: {_NOTED[name]}")
+    job.remarks.append(f"--{name}={value} is logged and has no effect: {_NOTED[name]}")
 
 
 def _yes_or_no(job: ModelArtsJob, name: str, value: str) -> None:
-    """r0.3 took every ``True`` of --options for False; here a value is what it says, or refused."""
+    """Parse a boolean, and reject other values; r0.3 took every ``True`` of --options for False."""
     if value.lower() not in ("true", "false", "1", "0"):
         raise ConfigError(f"--{name}={value}: expected True or False")
     wanted = value.lower() in ("true", "1")
     if name == "profile" and wanted:
-        job.argv += ["profile.start=1", "profile.stop=10"]  # r0.3's defaults
+        job.argv += ["profile.start=1", "profile.stop=10"]  # defaults of r0.3
     elif name == "sink_mode" and not wanted:
         job.argv.append("train.sink_size=1")
     elif name == "use_parallel":
@@ -264,11 +261,13 @@ _FLAGS: dict[str, Callable[[ModelArtsJob, str, str], None]] = {
 
 
 def _config(value: str, inside: bool) -> str:
-    """Look in the code folder too: ModelArts starts the program in a folder of its choice."""
+    """Look for a config in the code folder too: ModelArts starts the program in a folder of its
+    choice.
+    """
     if is_url(value):
         raise ConfigError(
-            f"--config={value}: expected a file of this host, beside which the files of its base:"
-            " list lie; put it into the code folder and give its path there, such as"
+            f"--config={value}: expected a file of this host, next to the files of its base: list;"
+            " put it into the code folder and give its path there, such as"
             " --config=configs/gpt2/run_gpt2.yaml"
         )
     return (
@@ -284,13 +283,15 @@ def _options(given: str | None, rest: deque[str]) -> list[str]:
         values.append(rest.popleft())
     if not values or not all("=" in value for value in values):
         raise ConfigError(
-            f"--options {' '.join(values)}: expected section.key=value words behind it"
+            f"--options {' '.join(values)}: expected section.key=value overrides after it"
         )
     return values
 
 
 def _value_of_unknown(given: str | None, rest: deque[str]) -> str:
-    """What follows a flag that nobody knows belongs to it, unless it is a flag or an override."""
+    """Return the value of an unknown flag: the next argument, unless it is a flag or an
+    override.
+    """
     if given is not None:
         return f"={given}"
     if rest and not rest[0].startswith("--") and not re.match(r"\w+(\.\w+)*=", rest[0]):
@@ -302,7 +303,7 @@ def _needed(argument: str, given: str | None, rest: deque[str]) -> str:
     if given is not None:
         return given
     if not rest or rest[0].startswith("--"):
-        raise ConfigError(f"{argument}: expected a value behind it")
+        raise ConfigError(f"{argument}: expected a value after it")
     return rest.popleft()
 
 

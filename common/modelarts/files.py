@@ -1,5 +1,5 @@
-"""Files of a run that lie elsewhere: input and earlier output are copied here before it, and the
-output back after it.
+"""Files of a run at URLs: input and earlier output are copied here before it, the output back
+after.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _FILE_KEYS = (
 )
 _METRICS = "metrics.jsonl"
 _OF_A_RANK = re.compile(r"mf_parallel(\d+)/.*|profile/.*_rank_(\d+)\.json\.gz")
-"""Files that are not rank 0's, and whose they are: launchers' logs, and traces."""
+"""Files of other ranks than 0, and their ranks: launchers' logs, and traces."""
 
 
 def output_url(config: RunConfig, given: str | None) -> str | None:
-    """Where the output is copied when the run ends: the URL of the command line, else output_dir
-    where that is one.
+    """Return the URL for the output at the end of the run, or None.
+
+    It is the URL of the command line, else output_dir if that is one.
     """
     return given or (config.output_dir if is_url(config.output_dir) else None)
 
@@ -56,8 +57,8 @@ def bring_files(
     ranks: Sequence[int],
     environ: Mapping[str, str],
 ) -> list[str]:
-    """Copy input, and output of an earlier start, to this host. Returns further overrides that name
-    the copies.
+    """Copy input, and output of an earlier start, to this host. Returns overrides that name the
+    copies.
 
     url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The
     output lies in the output_dir of ``overrides``, else in a folder for it: a config's own
@@ -80,10 +81,9 @@ def bring_files(
 
 
 def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
-    """Return overrides with folders and files of this host, for keys whose value is a URL or a
-    folder with a corpus.
+    """Return overrides with local paths, for keys whose value is a URL or a folder with a corpus.
 
-    Raises ConfigError for a URL where none can be, DataError, CheckpointError, StorageError.
+    Raises ConfigError for a key that cannot be a URL, DataError, CheckpointError, StorageError.
     """
     found = []
     for key, value in flatten(config.model_dump()):
@@ -124,10 +124,9 @@ def _corpus(key: str, value: str, environ: Mapping[str, str]) -> str:
 
 
 def corpus_in(folder: Path, key: str = "data.train") -> str:
-    """Return the prefix of the one .bin/.idx pair below a folder; the folder where there is none,
-    as with MindRecord.
+    """Return the prefix of the only .bin/.idx pair below a folder, or the folder if there is none.
 
-    Raises DataError.
+    A folder of MindRecord has none. Raises DataError.
     """
     prefixes = sorted(
         path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file()
@@ -142,23 +141,22 @@ def corpus_in(folder: Path, key: str = "data.train") -> str:
 
 
 def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
-    """Return the step folder meant by its own URL, or by that of a run folder, of its checkpoints
-    or their ``latest``.
+    """Return the step folder for the URL of itself, a run folder, its checkpoints or their
+    ``latest``.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     found = find_checkpoint_url(url, environ)
     if found is None:
         raise CheckpointError(
-            f"{key}={url}: no whole checkpoint there; expected the URL of a run folder, of its"
+            f"{key}={url}: no complete checkpoint there; expected the URL of a run folder, of its"
             " checkpoints folder or of a step_... folder"
         )
     return found
 
 
 def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
-    """Return the step folder that ``latest`` names, else the newest whole one; None where there is
-    none.
+    """Return the step folder that ``latest`` names, else the newest complete one, else None.
 
     A ``latest`` that names another folder is a warning.
     """
@@ -185,7 +183,7 @@ def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
     if named in whole:
         return join(folder, named)
     LOG.warning(
-        f"{join(folder, LATEST)} names {named!r}, which is not a whole checkpoint there; taking"
+        f"{join(folder, LATEST)} names {named!r}, which is not a complete checkpoint there; using"
         f" {whole[-1]} instead"
     )
     return join(folder, whole[-1])
@@ -217,11 +215,11 @@ def local_folder(url: str, environ: Mapping[str, str]) -> Path:
 def bring_output(
     url: str, folder: Path, *, ranks: Sequence[int], environ: Mapping[str, str]
 ) -> None:
-    """Copy what an earlier start of the run left at the URL into the run folder.
+    """Copy the output of an earlier start of the run from the URL into the run folder.
 
-    A host without a run folder gets everything. Any other host gets the newest checkpoint only, and
-    only where ``ranks`` are copied from here at the end. The host of rank 0 gets it only where its
-    own is older, because another host had rank 0 then. Raises StorageError.
+    A host without a run folder gets everything. Any other host gets only the newest checkpoint, and
+    only if ``ranks`` are copied from here at the end. The host of rank 0 gets it only if its own is
+    older, because another host had rank 0 then. Raises StorageError.
     """
     if not folder.exists():
         if remote.files(url, environ):
@@ -247,9 +245,7 @@ def bring_output(
 
 
 def _refresh(url: str, checkpoints: Path, environ: Mapping[str, str]) -> None:
-    """Copy a step folder, unless it is here with the same manifest, which holds the checksums of
-    its files.
-    """
+    """Copy a step folder, unless a copy with the same manifest (and its checksums) is here."""
     here = checkpoints / base_name(url)
     try:
         if (here / MANIFEST).read_bytes() == remote.read(join(url, MANIFEST), environ):
@@ -265,10 +261,11 @@ def output_copied(
 ) -> Iterator[None]:
     """Copy ``output_dir`` to ``url`` when the block ends, however it ends.
 
-    All of it is copied where rank 0 is among ``ranks``, else the files of these ranks: the rest is
-    older than what rank 0 has. A SIGTERM in the block ends the program, with a copy; inside the
-    training loop its own handler, which saves, goes first. Raises StorageError when the copy fails.
-    An error of the block itself wins: the failed copy is then told on standard error.
+    All of it is copied if rank 0 is among ``ranks``, else the files of these ranks; rank 0 has
+    newer ones of the rest. A SIGTERM in the block ends the program, with a copy. Inside the
+    training loop its own handler, which saves, comes first. Raises StorageError if the copy fails.
+    An error of the block itself takes precedence; the failed copy is then reported on standard
+    error.
     """
     if url is None or not ranks:
         yield
@@ -287,7 +284,7 @@ def output_copied(
         try:
             yield
         finally:
-            # the copy is what the time that is left is for
+            # the remaining time is for the copy
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except BaseException:
         try:

@@ -1,6 +1,4 @@
-"""A run on ModelArts: its files, its ranks and their variables, and the start of ranks that the
-platform did not start.
-"""
+"""Run on ModelArts: its files, its ranks and their variables, and the start of missing ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 
 def process_of_job(environ: Mapping[str, str]) -> Process:
-    """Return who this process is; it is alone where the ranks of its host are still to be
+    """Return the place of this process; a single one if the ranks of its host have yet to be
     started.
     """
     return ALONE if must_start_ranks(environ) else find_process(environ)
@@ -41,7 +39,7 @@ def files_here(
     process: Process,
     environ: Mapping[str, str],
 ) -> Iterator[tuple[RunConfig, list[str]]]:
-    """Bring the input of a run to this host, and copy its output back when the block ends.
+    """Copy the input of a run to this host, and its output back when the block ends.
 
     Yields the config and the overrides that name the files and folders of this host.
     """
@@ -57,10 +55,9 @@ def files_here(
 def ranks_to_copy(
     process: Process, environ: Mapping[str, str], *, one_process: bool
 ) -> tuple[int, ...]:
-    """Return the ranks whose output this process copies: those of its host, where it is the first
-    of them.
+    """Return the ranks whose output this process copies: those of its host if it is their first.
 
-    one_process: every host does the same alone, without ranks; only what the first one did is
+    one_process: every host runs the same program by itself, and only the first host's output is
     copied.
     """
     if is_scheduler(environ):
@@ -82,16 +79,14 @@ def ranks_to_copy(
     if places.own_host == places.hosts[0]:
         return (0,)
     LOG.warning(
-        f"--use_parallel=False: this host does the same as {places.hosts[0]}, whose output is"
+        f"--use_parallel=False: this host runs the same as {places.hosts[0]}, whose output is"
         " copied; ask for one node"
     )
     return ()
 
 
 def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that frameworks read, where the platform started one process per card and
-    leaves them out.
-    """
+    """Return variables for frameworks that the platform leaves out with one process per card."""
     if not in_modelarts(environ) or process.launcher != "rank table":
         return {}
     found = {"HCCL_CONNECT_TIMEOUT": "1800", "RANK_SIZE": str(process.world_size)}
@@ -109,9 +104,7 @@ def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str
 
 
 def must_start_ranks(environ: Mapping[str, str]) -> bool:
-    """Tell whether ModelArts started one process for several devices or hosts, and gave it no
-    rank.
-    """
+    """Tell whether ModelArts started one process, without a rank, for several devices or hosts."""
     if not in_modelarts(environ) or any(
         environ.get(name)
         for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -125,8 +118,8 @@ def start_ranks(
 ) -> None:
     """Start a rank for each device of this host, and wait for all.
 
-    Raises SystemExit with their common exit code where that is not 0, and ConfigError and DataError
-    where the platform's variables contradict each other.
+    Raises SystemExit with their common exit code unless it is 0, and ConfigError and DataError if
+    the platform's variables contradict each other.
     """
     from common.launcher.children import make_children, make_hosts
     from common.launcher.supervisor import Job, supervise
@@ -160,9 +153,7 @@ def start_ranks(
 
 
 def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
-    """Read the platform's rank table where it gives one; else place the same devices on each of
-    VC_WORKER_HOSTS.
-    """
+    """Read the platform's rank table, or place the same devices on each of VC_WORKER_HOSTS."""
     names, index = _host_names(environ), _number(environ, "VC_TASK_INDEX", 0)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"])
@@ -206,8 +197,8 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
 
 
 def _host_names(environ: Mapping[str, str]) -> list[str]:
-    """VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; this host alone where there is
-    one.
+    """Return VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; only this host if it is the
+    only one.
     """
     names = [name.strip() for name in environ.get("VC_WORKER_HOSTS", "").split(",") if name.strip()]
     count = _number(environ, "MA_NUM_HOSTS", _number(environ, "VC_WORKER_NUM", len(names) or 1))
@@ -222,22 +213,24 @@ def _host_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def _device_count(environ: Mapping[str, str]) -> int:
-    """Accelerators of this host: MA_NUM_GPUS, which counts Ascends too, else the driver's device
+    """Return the accelerators of this host: MA_NUM_GPUS, which also counts Ascends, else device
     files.
     """
     return _number(environ, "MA_NUM_GPUS", 0) or len(list(Path("/dev").glob("davinci[0-9]*"))) or 1
 
 
 def _address(host: str, index: int, environ: Mapping[str, str]) -> str:
-    """Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be another
-    network's.
+    """Return the address of a host.
+
+    Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be of another
+    network.
     """
     names = [name.strip() for name in environ.get("VC_WORKER_HOSTS", "").split(",") if name.strip()]
     return names[index] if index < len(names) and host not in names else host
 
 
 def _as_version_1(path: Path, table: RankTable, environ: Mapping[str, str]) -> Path:
-    """MindSpore reads 1.0; ModelArts may write version 0."""
+    """Convert a rank table for MindSpore, which reads 1.0, while ModelArts may write version 0."""
     if table.version != "0":
         return path.absolute()
     written = local_folder(f"rank table {path.absolute()}", environ).with_name("hccl_1.0.json")

@@ -1,6 +1,4 @@
-"""Copies from URLs, once per host, and to them: whole or not there at all, tried again when the
-store fails.
-"""
+"""Copies from URLs (once per host) and to URLs: complete or absent, with retries."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _PAUSES = (5.0, 10.0)
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """Of what a copy was made, beside which this is written. made: seconds since 1970."""
+    """Record beside a copy of its source. made: seconds since 1970."""
 
     url: str
     files: list[StoredFile]
@@ -39,12 +37,12 @@ class _Copy:
 
 
 def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: float = 7200.0) -> Path:
-    """Copy ``url`` to ``folder`` unless the same is here already; one process of this host does it
-    for all that ask.
+    """Copy ``url`` to ``folder`` unless the copy is current; one process of this host copies for
+    all.
 
-    Returns where it lies. limit: seconds to wait for that one. A folder that is there is whole: the
-    copy is made beside it and renamed. Raises DataError for an empty URL and StorageError for a
-    failed copy, in every process that waited.
+    Returns the path of the copy. limit: seconds to wait for that process. An existing folder is
+    complete, since a copy is made beside it and renamed. Raises DataError for an empty URL and
+    StorageError for a failed copy, in every process that waited.
     """
     began = time.time()
     complete, failed = (
@@ -52,7 +50,7 @@ def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: floa
     )
     with _one_of_host(folder.with_name(f".{folder.name}.lock"), url, limit):
         copy = _read_copy(complete) if folder.is_dir() else None
-        # else it was made while this process waited
+        # otherwise another process made it meanwhile
         if copy is None or copy.url != url or copy.made < began:
             if failed.is_file() and failed.stat().st_mtime >= began:
                 raise StorageError(failed.read_text(encoding="utf-8"))
@@ -68,15 +66,16 @@ def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: floa
 
 
 def files(url: str, environ: Mapping[str, str]) -> list[StoredFile]:
-    """What lies there, at any depth; nothing where there is nothing. Raises StorageError when the
-    store does not answer.
+    """List the files below a URL at any depth; empty if there are none.
+
+    Raises StorageError if the store does not answer.
     """
     store = find_store(url, environ)
     return _try(lambda: store.files(url), f"{url}: the store does not answer")
 
 
 def read(url: str, environ: Mapping[str, str]) -> bytes:
-    """The content of one small file. Raises StorageError."""
+    """Return the content of one small file. Raises StorageError."""
     store = find_store(url, environ)
     with tempfile.TemporaryDirectory() as folder:
         _try(lambda: store.pull(url, Path(folder)), f"{url}: could not be read")
@@ -90,12 +89,11 @@ def push(
     *,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Copy a folder's files to a URL, those of which ``wanted`` says so of their names relative to
-    it, hidden ones never.
+    """Copy files of a folder to a URL: those whose relative names ``wanted`` accepts, but no hidden
+    ones.
 
-    What makes a checkpoint look whole comes after its content, so that a copy that is cut off at
-    any file is a run that goes on.
-    Raises StorageError.
+    The files that make a checkpoint complete come after its content. A copy that is cut off at any
+    file is therefore a run that can resume. Raises StorageError.
     """
     names = [name for name in _upload_order(folder) if wanted(name)]
     if not names:
@@ -109,7 +107,7 @@ def push(
 
 
 def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str]) -> None:
-    """Leave the copy as it is where nothing has changed at its source, else make it anew."""
+    """Keep the copy if its source has not changed, else make it again."""
     began = time.time()
     there = files(url, environ)
     if copy is not None and copy.url == url:
@@ -120,8 +118,8 @@ def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str
         LOG.warning(f"{url} has changed since {made}: the copy of that time is replaced")
     if not there:
         raise DataError(
-            f"{url}: there is nothing; check the address (of a .bin/.idx pair: its folder), and the"
-            " rights of this job"
+            f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and the"
+            " permissions of this job"
         )
     LOG.info(f"copying {url} to {folder}")
     store = find_store(url, environ)
@@ -137,14 +135,14 @@ def _pull(store: RemoteStore, url: str, folder: Path) -> None:
     part.mkdir(parents=True)
     store.pull(url, part)
     if not any(part.iterdir()):
-        raise StorageError(f"nothing arrived in {part}")
+        raise StorageError(f"no files arrived in {part}")
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(part, folder)
 
 
 def _upload_order(folder: Path) -> list[str]:
-    """Names of all files; hidden ones are locks and what is under way."""
+    """Return the names of all files, except hidden ones, which are locks and temporary files."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     visible = (path for path in paths if not any(part.startswith(".") for part in path.parts))
     return [
@@ -161,7 +159,7 @@ def _try(action: Callable[[], T], what: str) -> T:
             return action()
         except UserError:
             raise
-        except Exception as error:  # what a store raises is its own affair
+        except Exception as error:  # a store may raise any exception
             reason = (
                 str(error)
                 if isinstance(error, OSError | StorageError)
@@ -176,15 +174,17 @@ def _try(action: Callable[[], T], what: str) -> T:
 
 @contextmanager
 def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends; wait for it, and say so. Raises
-    StorageError after ``limit`` seconds.
+    """Hold a lock that ends with the process, and wait for it with a message.
+
+    Raises StorageError after ``limit`` seconds.
     """
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")
     except OSError as error:
         raise StorageError(
-            f"{lock.parent}: cannot be written: {error.strerror}; there is no place for {url}"
+            f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
+            f" {url}"
         ) from None
     with file:
         deadline, told = time.monotonic() + limit, False
@@ -198,8 +198,8 @@ def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
                     told = True
                 if time.monotonic() > deadline:
                     raise StorageError(
-                        f"{url}: another process of this host copies it for more than {limit:g} s;"
-                        " look into its log"
+                        f"{url}: another process of this host has been copying it for more than"
+                        f" {limit:g} s; see its log"
                     ) from None
                 time.sleep(0.2)
         yield

@@ -1,4 +1,4 @@
-"""Where URLs lead: OBS through moxing or its SDK, or a plain folder."""
+"""Stores behind URLs: OBS through moxing or its SDK, or a plain folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from common.errors import ConfigError, DataError, StorageError
 from common.files import atomic_write
 
 SCHEMES = ("obs", "s3", "file")
-_SMALL = 9 << 20  # of the OBS SDK's uploads: below it one request, above it parts
+_SMALL = 9 << 20  # limit of the OBS SDK's uploads: below it one request, above it parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """name: relative to the URL, or its last part where the URL is this file. changed: the time, in
-    the store's own words.
+    """One file. name: relative to the URL, or its last part if the URL is this file. changed: time
+    in the store's format.
     """
 
     name: str
@@ -28,22 +28,16 @@ class StoredFile:
 
 
 class RemoteStore(Protocol):
-    """A failed call raises any exception; the callers try again."""
+    """Store of files. A failed call raises any exception; the callers try again."""
 
     def files(self, url: str) -> list[StoredFile]:
-        """What lies under ``url``, at any depth; nothing of a URL that is not there, or is an empty
-        folder.
-        """
+        """List the files under ``url`` at any depth; empty for a missing URL or an empty folder."""
 
     def pull(self, url: str, folder: Path) -> None:
-        """Copy what lies under ``url`` into an existing folder; of a URL that is one file, that
-        file.
-        """
+        """Copy the files under ``url``, or the one file that it is, into an existing folder."""
 
     def push(self, folder: Path, files: Sequence[str], url: str) -> None:
-        """Copy these files of ``folder``, in this order, over what lies under ``url``. Nothing
-        there is deleted.
-        """
+        """Copy these files of ``folder``, in this order, to ``url``. Nothing there is deleted."""
 
 
 def is_url(text: str) -> bool:
@@ -59,8 +53,9 @@ def join(url: str, name: str) -> str:
 
 
 def find_store(url: str, environ: Mapping[str, str]) -> RemoteStore:
-    """The store for a URL, by its scheme and what can be imported. Raises ConfigError that says
-    what is missing.
+    """Return the store for a URL, by its scheme and the importable packages.
+
+    Raises ConfigError that names a missing package.
     """
     scheme = url.partition("://")[0]
     if not is_url(url):
@@ -77,12 +72,12 @@ def find_store(url: str, environ: Mapping[str, str]) -> RemoteStore:
         return ObsStore(_client(sdk, url, environ))
     raise ConfigError(
         f"{url}: neither ModelArts' moxing nor the OBS SDK can be imported; pip install"
-        " esdk-obs-python, take one of ModelArts' images, or mount the bucket and give its folder"
+        " esdk-obs-python, use one of ModelArts' images, or mount the bucket and give its folder"
     )
 
 
 class FolderStore:
-    """``file://`` and a path: a bucket that is mounted, or a test's."""
+    """Folder of ``file://`` or a path: a mounted bucket, or one of a test."""
 
     def files(self, url: str) -> list[StoredFile]:
         source = _folder_of(url)
@@ -119,7 +114,7 @@ class FolderStore:
 
 @dataclass(frozen=True)
 class MoxingStore:
-    """ModelArts' own library; it has the job's rights. file: what it calls moxing.file."""
+    """ModelArts' own library, which has the job's permissions. file: its module moxing.file."""
 
     file: Any
 
@@ -198,8 +193,10 @@ class ObsStore:
                 self._call("uploadFile", url, bucket, name, str(path), taskNum=4)
 
     def _objects(self, url: str) -> Iterator[tuple[str, Any]]:
-        """The object of this name, or all of the folder, by their names relative to it. Markers of
-        folders are left out.
+        """Yield the object of this name, or all objects of the folder, by their names relative to
+        it.
+
+        Markers of folders are left out.
         """
         bucket, key = _bucket_and_key(url)
         folder = f"{key.rstrip('/')}/" if key else ""
@@ -231,8 +228,8 @@ class ObsStore:
 
 
 def _client(sdk: Any, url: str, environ: Mapping[str, str]) -> Any:
-    """Keys from the environment alone: OBS_* as the SDK names them, or S3_* as ModelArts sets
-    them.
+    """Create a client with keys from the environment: OBS_* as in the SDK, or S3_* as on
+    ModelArts.
     """
 
     def value(name: str) -> str | None:

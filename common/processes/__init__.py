@@ -1,3 +1,1 @@
-"""The processes of a run: how they are started, watched and ended, and how those of several hosts
-find and talk to each other.
-"""
+"""Processes of a run: starting, watching and ending them, and communication between hosts."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
-"""The address of a run that needs no other host."""
+"""Address of a run that needs no other host."""
 DEFAULT_PORT = 29500
 
 
@@ -21,7 +21,7 @@ def is_ip(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name leads each machine to itself."""
+    """Tell whether an address or name leads each machine to itself."""
     return ipaddress.ip_address(host).is_loopback if is_ip(host) else host == "localhost"
 
 
@@ -33,26 +33,26 @@ def free_port() -> int:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen at a loopback address alone, else at all addresses of this machine.
+    """Listen at a loopback address only, or at all addresses of this machine.
 
-    address: by which the others reach this machine. Raises OSError when the port is taken.
+    address: the one by which other hosts reach this machine. Raises OSError if the port is taken.
     """
     if is_ip(address) and is_loopback(address):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family)
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # a container may have no IPv6; a port that is taken is so for both
+        with suppress(OSError):  # a container may have no IPv6; a taken port is taken for both
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
 def is_own(host: str) -> bool:
-    """Whether an address or host name is this machine's."""
+    """Tell whether an address or host name is this machine's."""
     return any(interface_of(address) for address in _addresses(host))
 
 
 def is_here(host: str) -> bool:
-    """Whether an address or host name leads this machine to itself, loopback included.
+    """Tell whether an address or host name leads this machine to itself, loopback included.
 
     In the /etc/hosts of a machine its own name may stand for a loopback address.
     """
@@ -71,8 +71,8 @@ def interface_of(address: str) -> str | None:
 def own_address(own: str, others: Iterable[str]) -> str | None:
     """Return the address by which other hosts reach this one, which they call ``own``.
 
-    Where nothing names it, it is the one from which this host reaches them. A loopback address is
-    returned only where one was given: in the /etc/hosts of a host its own name may stand for one.
+    If no name is given, it is the address from which this host reaches them. A loopback address is
+    returned only if one was given: a host's own name may stand for one in its /etc/hosts.
     """
     if _is_literal(own):
         return own if is_own(own) else None
@@ -109,9 +109,9 @@ def _route_to(address: str) -> str | None:
 def _default_address() -> str | None:
     """Return the address from which the internet is reached, else the only one of this machine.
 
-    None where there are several, or none but loopback.
+    None if there are several, or none but loopback.
     """
-    route = _route_to("192.0.2.1")  # an address of documentation (RFC 5737), nobody's
+    route = _route_to("192.0.2.1")  # an address reserved for documentation (RFC 5737)
     if route is not None and not is_loopback(route):
         return route
     held = [
@@ -123,7 +123,7 @@ def _default_address() -> str | None:
 
 
 def _addresses(host: str) -> list[str]:
-    """Resolve a host name; an address stands for itself. Empty for an unknown name."""
+    """Resolve a host name; an address resolves to itself. Empty for an unknown name."""
     if is_ip(host):
         return [host]
     try:
@@ -135,7 +135,7 @@ def _addresses(host: str) -> list[str]:
 
 def _interfaces() -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str]]:
     """Return every IP address of this machine with the name of its interface."""
-    import psutil  # not above: --help of run_gpt2.py loads no library
+    import psutil  # not at the top of the file: --help of run_gpt2.py loads no library
 
     return [
         (ipaddress.ip_address(entry.address.partition("%")[0]), name)  # fe80::1%eth0

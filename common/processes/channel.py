@@ -1,8 +1,8 @@
-"""JSON objects between two processes, a line each, over TCP: the one channel of launchers, doctors
-and ranks.
+"""Channel of JSON objects between two processes, one per line, over TCP.
 
-A caller sends its hello first, by which the other side knows it or closes the connection. Whoever
-reaches the port of a launcher or a doctor can call: it belongs into the network of the cluster.
+Launchers, doctors and ranks use it. A caller first sends a hello that identifies it; otherwise the
+other side closes the connection. Anyone who reaches the port of a launcher or a doctor can call, so
+the port belongs in the network of the cluster.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 from common.structured_files import MalformedError, parse_json
 
 HELLO_SECONDS = 10.0
-"""How long the first object of a caller is waited for."""
+"""Seconds to wait for the first object of a caller."""
 _SEND_SECONDS = 5
 _LINE_BYTES = 1 << 20
 
 
 class ChannelEndedError(ConnectionError):
-    """The other end has closed the connection, or is not what it should be."""
+    """The other end closed the connection, or sent something invalid."""
 
 
 class Channel:
     """One connection. Any thread may send; one thread receives.
 
-    peer: what should be at the other end, such as ``a doctor``, for messages.
+    peer: the expected other end, such as ``a doctor``, for messages.
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
@@ -48,15 +48,15 @@ class Channel:
         )
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError."""
+        """Send an object. Raises OSError."""
         with self._sending:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, limit: float | None) -> dict[str, Any]:
         """Return the next object.
 
-        Raises TimeoutError after ``limit`` seconds, and ChannelEndedError at the end and for a
-        line that is not an object; other kinds of OSError are the network's.
+        Raises TimeoutError after ``limit`` seconds, and ChannelEndedError at the end and for a line
+        that is not an object. Other kinds of OSError come from the network.
         """
         try:
             self._socket.settimeout(limit)
@@ -67,7 +67,7 @@ class Channel:
         return message
 
     def hello(self) -> dict[str, Any]:
-        """Return what the caller says first; empty where it says nothing in time or is a
+        """Return the caller's first object; empty if none arrives in time or the caller is a
         stranger.
         """
         with suppress(OSError):
@@ -76,7 +76,7 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the other end has left."""
+        """Tell whether the other end has left."""
         try:
             self._socket.settimeout(0)
             return self._socket.recv(1, socket.MSG_PEEK) == b""
@@ -86,9 +86,9 @@ class Channel:
             return True
 
     def finish(self) -> None:
-        """Say that nothing more will be sent.
+        """Announce that nothing more will be sent.
 
-        What the peer still says must be read, or the last objects sent would be lost on the way.
+        The rest that the peer sends must be read, otherwise the last objects sent would be lost.
         """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
@@ -111,7 +111,7 @@ class Channel:
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
         try:
-            message = parse_json(line, finite=False)  # a wrong sum may be NaN
+            message = parse_json(line, finite=False)  # a damaged sum may be NaN
         except MalformedError:
             message = None
         if not isinstance(message, dict):
@@ -120,5 +120,5 @@ class Channel:
 
 
 def connect(address: str, port: int, peer: str, limit: float) -> Channel:
-    """Raises OSError where nobody answers within ``limit`` seconds."""
+    """Connect to a port. Raises OSError if nothing answers within ``limit`` seconds."""
     return Channel(socket.create_connection((address, port), timeout=limit), peer)

@@ -1,6 +1,4 @@
-"""Processes that the kernel kills when their parent dies, by whatever. Linux; elsewhere nothing is
-asked for.
-"""
+"""Processes that the kernel kills when their parent dies for any reason (Linux only)."""
 
 from __future__ import annotations
 
@@ -15,11 +13,10 @@ _library = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> bool:
-    """Ask for SIGKILL at the death of ``parent``, which started this process. Returns False where
-    it has died already.
+    """Ask for SIGKILL at the death of ``parent``, which started this process.
 
-    The kernel takes the end of the thread that started this process for the parent's. An exec keeps
-    the setting, a fork does not.
+    Returns False if it has already died. The kernel uses the end of the thread that started this
+    process as the parent's end. An exec keeps the setting, a fork does not.
     """
     if _library is not None:
         _library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -27,8 +24,9 @@ def die_with_parent(parent: int) -> bool:
 
 
 def tied_to_this_process() -> Callable[[], None]:
-    """Return a ``preexec_fn`` for a program that is to die with this process. Start it from the
-    main thread.
+    """Return a ``preexec_fn`` for a program that is to die with this process.
+
+    Start the program from the main thread.
     """
     parent = os.getpid()
 

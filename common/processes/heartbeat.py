@@ -1,8 +1,7 @@
-"""A launched rank tells its launcher that it lives and how far it is, and ends when the launcher
-does.
+"""Heartbeat of a launched rank: it reports progress to its launcher and ends with it.
 
-Lines over the pipe GPT2_HEARTBEAT_FD: ``alive`` every two seconds, and ``STEP DOING`` as the run
-gets on. Nothing of it happens in a process that was not launched.
+It writes lines to the pipe GPT2_HEARTBEAT_FD: ``alive`` every two seconds, and ``STEP DOING`` as
+the run makes progress. A process that was not launched has no heartbeat.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from common.whole_numbers import whole_number
 ALIVE = "alive"
 ALIVE_SECONDS = 2.0
 DUMP_SIGNAL = signal.SIGUSR1
-"""Makes a launched rank write the stacks of its threads to standard error: where it hangs, when it
-hangs.
+"""Signal that makes a launched rank write the stacks of its threads to standard error, to show
+where it hangs.
 """
 _pipe: int | None = None
 
 
 def start_heartbeat() -> None:
-    """Call it first thing in the process. Exits with code 1 where the launcher has gone already.
+    """Start the heartbeat, as the first action of the process.
 
-    The kernel kills this process when its launcher dies, however that dies. GPT2_HEARTBEAT_FD is
-    taken out of the environment, and the pipe is closed in children, so that none of them speaks
-    for the rank.
+    Exits with code 1 if the launcher is already gone. The kernel kills this process when its
+    launcher dies for any reason. GPT2_HEARTBEAT_FD is removed from the environment and closed in
+    children, so that none of them reports for the rank.
     """
     global _pipe
     words = [os.environ.pop("GPT2_HEARTBEAT_FD", ""), os.environ.get("GPT2_LAUNCHER_PID", "")]
@@ -53,13 +52,13 @@ def start_heartbeat() -> None:
     os.set_blocking(pipe, False)
     _pipe = pipe
     os.register_at_fork(after_in_child=_forget)
-    with suppress(AttributeError, OSError, ValueError):  # standard error may be no file
+    with suppress(AttributeError, OSError, ValueError):  # standard error may not be a file
         faulthandler.register(DUMP_SIGNAL, all_threads=True)
     threading.Thread(target=_live, name="heartbeat", daemon=True).start()
 
 
 def beat(step: int, doing: str) -> None:
-    """Tell how far the rank is.
+    """Report the progress of the rank.
 
     A word of DOING_ORDER in launcher/local_ranks.py shows the launcher which rank is behind.
     """
@@ -76,10 +75,10 @@ def _send(line: str) -> None:
     if _pipe is None:
         return
     try:
-        os.write(_pipe, line.encode() + b"\n")  # shorter than PIPE_BUF: whole, or not at all
+        os.write(_pipe, line.encode() + b"\n")  # shorter than PIPE_BUF: whole or not at all
     except BlockingIOError:
-        pass  # the launcher is slow; the next line tells it as much
-    except BrokenPipeError:  # the launcher is gone, and nobody would end this rank
+        pass  # the launcher is slow; the next line has the same content
+    except BrokenPipeError:  # the launcher is gone, and nothing else would end this rank
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)

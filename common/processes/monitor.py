@@ -1,6 +1,4 @@
-"""How far a rank is, as the process knows it that started the rank: the other end of the
-heartbeat.
-"""
+"""Progress of a rank, as known to the process that started it: the other end of the heartbeat."""
 
 from __future__ import annotations
 
@@ -15,31 +13,31 @@ from common.processes.process_tree import process_state
 from common.whole_numbers import whole_number
 
 STOPPED = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t"}
-"""States of a process that a signal or a debugger has stopped, and the letters of ps for them."""
+"""States of a process stopped by a signal or a debugger, and the letters of ps for them."""
 _SILENT_SECONDS = 5 * ALIVE_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """One rank that runs. name: the rank and where it is. log: path on its host."""
+    """One running rank. name: the rank and its host. log: path on its host."""
 
     rank: int
     name: str
     log: str
     step: int = -1
-    """-1: it has not told yet."""
+    """Last step reported; -1 if none."""
     doing: str = "starting"
     idle: float = 0.0
-    """Seconds since its step or what it does last changed, or was told again."""
+    """Seconds since its step or activity last changed or was reported again."""
     silent: float | None = None
-    """Seconds since its last sign of life; None: there was none yet."""
+    """Seconds since its last sign of life; None if there was none yet."""
     process_state: str = ""
-    """As ``process_state`` returns it."""
+    """State as ``process_state`` returns it."""
 
     def in_words(self) -> str:
-        where = "it has not come to its first step"
+        where = "it has not reached its first step"
         if self.step >= 0:
-            where = f"its last word was step {self.step}, {self.doing}"
+            where = f"its last report was step {self.step}, {self.doing}"
         why = ""
         if self.is_stopped:
             why = f"; its process is stopped (state {STOPPED[self.process_state]})"
@@ -62,7 +60,7 @@ class RankState:
 
 
 class Monitor:
-    """Reads the heartbeat pipe of one rank. now: seconds of time.monotonic()."""
+    """Reader of the heartbeat pipe of one rank. now: seconds of time.monotonic()."""
 
     def __init__(self, *, rank: int, name: str, log: Path, pid: int, pipe: int, now: float) -> None:
         self._told = RankState(rank=rank, name=name, log=str(log))
@@ -73,7 +71,7 @@ class Monitor:
         os.set_blocking(pipe, False)
 
     def read(self, now: float) -> None:
-        """Take in what the rank has told since the last call."""
+        """Process the reports since the last call."""
         try:
             while chunk := os.read(self._pipe, 65536):
                 *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -93,7 +91,7 @@ class Monitor:
 
     @property
     def is_past_first_step(self) -> bool:
-        """Whether the ranks have met, as all of them are needed for a step."""
+        """Tell whether the ranks have connected, since a step needs all of them."""
         return self._told.step > self._first_step
 
     @property

@@ -1,7 +1,7 @@
-"""Outlive a launcher that is killed, and end what it leaves behind.
+"""Outlive a killed launcher, and end the processes that it leaves behind.
 
-``python orphan_guard.py`` reads numbers of process groups from its standard input, and kills the
-groups when the other end of that is closed.
+``python orphan_guard.py`` reads numbers of process groups from its standard input. It kills the
+groups when the other end of the pipe is closed.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""This process's descendants: found, watched and ended, also those whose parent has died. Linux."""
+"""Descendants of this process: found, watched and ended, even after their parent has died
+(Linux).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ _HINTS = {
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process as psutil names it, such as "stopped"; empty where it has
-    gone.
+    """Return the state of a process as psutil names it, such as "stopped"; empty if it has
+    ended.
     """
     with suppress(psutil.Error):
         return str(psutil.Process(pid).status())
@@ -34,9 +36,9 @@ def process_state(pid: int) -> str:
 
 
 def watch(pid: int, ended: Callable[[int], None]) -> None:
-    """Call ``ended`` with the exit code, -n for signal n, when a child ends.
+    """Call ``ended`` with the exit code (-n for signal n) when a child ends.
 
-    It stays a zombie, so that its number stays its own.
+    The child stays a zombie, so that its number is not reused.
     """
 
     def wait() -> None:
@@ -69,7 +71,8 @@ def signal_name(number: int) -> str:
 
 @contextmanager
 def orphan_guard() -> Iterator[Callable[[int], None]]:
-    """Kill the process groups that are handed to the function when this process dies, by whatever.
+    """Yield a function that registers process groups to be killed when this process dies for any
+    reason.
 
     See orphan_guard.py.
     """
@@ -86,7 +89,7 @@ def orphan_guard() -> Iterator[Callable[[int], None]]:
         assert pipe is not None
 
         def tell(group: int) -> None:
-            with suppress(OSError):  # it was killed: then there is none
+            with suppress(OSError):  # the guard was killed
                 pipe.write(f"{group}\n".encode())
 
         try:
@@ -97,9 +100,9 @@ def orphan_guard() -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def adopted_orphans() -> Iterator[Collection[int]]:
-    """Make a process whose parent dies a child of this one, so that ``living`` finds it.
+    """Make orphaned descendants children of this process, so that ``living`` finds them.
 
-    Gives the children of before.
+    Yields the children that existed before.
     """
     before = {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
     if sys.platform != "linux":
@@ -122,13 +125,13 @@ def living(before: Collection[int]) -> list[int]:
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
     found = [pid for pid in children.get(os.getpid(), []) if pid not in before]
-    for pid in found:  # grows as it is read
+    for pid in found:  # grows while it is read
         found += children.get(pid, [])
     return [pid for pid in found if table[pid][1] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)]
 
 
 def end_all(groups: Collection[int], before: Collection[int], limit: float) -> list[int]:
-    """SIGKILL to the groups and to every process of ``living``, until none is left.
+    """Send SIGKILL to the groups and to every process of ``living``, until none is left.
 
     Returns those that are still there after ``limit`` seconds.
     """
@@ -145,7 +148,7 @@ def end_all(groups: Collection[int], before: Collection[int], limit: float) -> l
 
 
 def reap(before: Collection[int]) -> None:
-    """Take the exit codes of adopted processes that have ended."""
+    """Collect the exit codes of adopted processes that have ended."""
     for pid, (parent, state) in _processes().items():
         if parent == os.getpid() and pid not in before and state == psutil.STATUS_ZOMBIE:
             with suppress(ChildProcessError):
@@ -153,10 +156,10 @@ def reap(before: Collection[int]) -> None:
 
 
 def _processes() -> dict[int, tuple[int, str]]:
-    """Number -> (number of the parent, state) of every process that can be read.
+    """Map the number of every readable process to the number of its parent and its state.
 
-    psutil's own ``children`` fails where /proc hides the processes of other users, and its
-    ``process_iter`` remembers numbers that others have taken since.
+    psutil's own ``children`` fails where /proc hides the processes of other users. Its
+    ``process_iter`` remembers numbers that other processes have taken since.
     """
     found = {}
     for pid in psutil.pids():

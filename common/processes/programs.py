@@ -1,4 +1,4 @@
-"""Programs of others, started with a time limit and ended with everything that they started."""
+"""External programs, run with a time limit and ended with all their children."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from common.processes.death_signal import tied_to_this_process
 
 
 def run_program(command: Sequence[str], limit: float) -> tuple[int | None, str, str]:
-    """Start, wait at most ``limit`` seconds, kill what is left. It dies with this process too.
+    """Run a program for at most ``limit`` seconds, and kill what is left of it.
 
-    Returns its exit code, what it wrote to standard output, and to standard error. The code is -n
-    for signal n, and None where it outlived its limit or could not be started.
+    It also dies with this process. Returns its exit code, standard output and standard error. The
+    code is -n for signal n, and None if it reached its limit or could not be started.
     """
     try:
         child = subprocess.Popen(  # noqa: S603
@@ -44,10 +44,10 @@ def last_line(text: str) -> str:
 
 
 def _kill_session(child: subprocess.Popen[str]) -> None:
-    """End a child that leads a session of its own, with what it started, and collect it."""
+    """End a child that leads its own session, with everything that it started, and collect it."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # a process in state D ends when its device lets go
+    with suppress(subprocess.TimeoutExpired):  # state D lasts until the device releases it
         child.wait(timeout=5)
     for pipe in (child.stdout, child.stderr):
         if pipe is not None:

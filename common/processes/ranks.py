@@ -1,4 +1,4 @@
-"""The ranks of this host as processes: started, heard by their heartbeats, and ended."""
+"""Ranks of this host as processes: start them, read their heartbeats, and end them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from common.processes.process_tree import (
 
 _KILL_SECONDS = 8.0
 _LEAVE_SECONDS = 2.0
-"""So long may helpers, and what the ranks started, outlive the ranks."""
+"""Seconds that helpers, and processes started by ranks, may outlive the ranks."""
 _DUMP_SECONDS = 1.0
 
 
@@ -34,9 +34,9 @@ _DUMP_SECONDS = 1.0
 class ProcessSpec:
     """One process to start. environment: added to the variables of this process.
 
-    cores: to pin it to; empty: not pinned. name: set for a helper beside the ranks, such as
-    MindSpore's scheduler: it sends no heartbeat, and it is ended after the ranks. folder: of its
-    logs, in the job's. title: what messages call it; empty: ``rank 3``, or its name. log_link:
+    cores: those to pin it to; empty for none. name: set for a helper beside the ranks, such as
+    MindSpore's scheduler, which sends no heartbeat and is ended after the ranks. folder: of its
+    logs, within the job's. title: its name in messages; empty for ``rank 3`` or its name. log_link:
     another name of its log, in the job's folder.
     """
 
@@ -58,17 +58,17 @@ class ProcessSpec:
 
 
 class Ranks(ABC):
-    """Processes by their index in ``specs``. As a context, it leaves none of them behind.
+    """Processes by their index in ``specs``. As a context manager, it leaves none of them running.
 
-    Within it, what they start and leave becomes a child of this process. When this process dies, by
-    whatever, they die too.
+    Within it, orphaned descendants become children of this process. When this process dies for any
+    reason, they die too.
     """
 
     def __init__(self, specs: Collection[ProcessSpec]) -> None:
         self.specs = tuple(specs)
         self.monitors: dict[int, Monitor] = {}
         self.undead: list[int] = []
-        """After the context: processes that do not end after SIGKILL."""
+        """Processes that did not end after SIGKILL, known after the context."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return what messages call it."""
+        """Return the name of a process in messages."""
 
     @abstractmethod
     def log(self, index: int) -> Path: ...
@@ -101,18 +101,18 @@ class Ranks(ABC):
 
     @abstractmethod
     def ended(self, index: int, code: int) -> None:
-        """Take its exit code, -n for signal n. Another thread calls it."""
+        """Handle its exit code, -n for signal n. Another thread calls it."""
 
     def start_one(self, index: int, *, without: Collection[str] = ()) -> None:
-        """Start one in a session of its own, with a heartbeat and nothing to read. Raises OSError.
+        """Start a process in its own session, with a heartbeat and empty input. Raises OSError.
 
-        Call it from a thread that lives on: the kernel takes the end of the starting thread for
-        that of this process. without: variables of this process that it does not get.
+        Call it from a thread that stays alive: the kernel uses the end of the starting thread as
+        the end of this process. without: variables of this process that it does not get.
         """
         spec = self.specs[index]
         reading, writing = os.pipe()
         environment = {
-            "PYTHONUNBUFFERED": "1",  # a killed rank's last lines are then in its log
+            "PYTHONUNBUFFERED": "1",  # so that a killed rank's last lines are in its log
             **{key: value for key, value in os.environ.items() if key not in without},
             **spec.environment,
             "GPT2_LAUNCHER_PID": str(os.getpid()),
@@ -147,18 +147,18 @@ class Ranks(ABC):
         watch(process.pid, partial(self.ended, index))
 
     def pids(self) -> dict[int, int]:
-        """Numbers of the processes that were started, by index."""
+        """Return the numbers of the started processes, by index."""
         return {index: process.pid for index, process in self._processes.items()}
 
     def send_signal(self, indices: Collection[int], number: int) -> None:
-        """Send a signal to processes that were started; not to what they started themselves."""
+        """Send a signal to started processes, but not to their children."""
         for index in indices:
             with suppress(ProcessLookupError):
-                # not reaped: the number is still its own
+                # not reaped, so the number is still its own
                 os.kill(self._processes[index].pid, number)
 
     def dump_stacks(self, indices: Collection[int]) -> None:
-        """Let processes with a heartbeat write into their logs where they are."""
+        """Make processes with a heartbeat write the stacks of their threads into their logs."""
         self.send_signal(indices, DUMP_SIGNAL)
         if indices:
             time.sleep(_DUMP_SECONDS)
@@ -171,12 +171,12 @@ class Ranks(ABC):
 
 @contextmanager
 def _pinned(cores: tuple[int, ...]) -> Iterator[None]:
-    """Let what is started within it inherit these cores, before it starts threads of its own."""
+    """Let processes started within this context inherit these cores before they start threads."""
     if not cores:
         yield
         return
     before = os.sched_getaffinity(0)
-    with suppress(OSError):  # a core that has gone meanwhile: better unpinned than not at all
+    with suppress(OSError):  # a core is no longer available: unpinned is better than not started
         os.sched_setaffinity(0, cores)
     try:
         yield

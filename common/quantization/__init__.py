@@ -1,5 +1,4 @@
-"""Integers of few bits in place of floats: what is quantized, with which scale, and how it is
-rounded.
+"""Integers of few bits instead of floats: which tensors, which scales, which rounding.
 
 Both backends, the conversion to integers and the exports follow ``scheme``.
 """

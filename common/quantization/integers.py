@@ -1,7 +1,7 @@
-"""Weights as integers with scales: which ones, and their tensors for a file.
+"""Integer weights with scales: which weights, and their tensors in a file.
 
-``common.weights.quantized`` describes the file. The rounding is that of training (``scheme``), so
-that a model which was trained with rounded weights computes the same with integers.
+``common.weights.quantized`` describes the file. The rounding is that of training (``scheme``), so a
+model trained with rounded weights computes equal results with integers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from common.weights.quantized import (
 _BITS = 8
 _STORED = weight_levels(_BITS)
 _ROWS = 4096
-"""Rows that are quantized at once, so that a large table needs little memory."""
+"""Rows quantized at once, so that a large table needs little memory."""
 
 
 def usual_scheme(names: Iterable[str]) -> Scheme:
-    """Return the scheme of weights that were trained in float: the matrices and the table of
-    tokens, not positions, biases and norms, which are a hundredth of the model.
+    """Return the scheme of weights that were trained in float.
+
+    It covers the matrices and the table of tokens. Positions, biases and norms are a hundredth of
+    the model and stay in float.
     """
     return {name: LayerScheme() for name in names if decays(name) and name != POSITIONS}
 
@@ -53,7 +55,7 @@ def trained_scheme(
     """Return the scheme of a checkpoint that was trained with ``config``, at ``where``.
 
     Inputs of one micro batch that shared a scale get one for each token. Raises ConfigError for
-    what integers of 8 bits do not compute, and CheckpointError where there are no scales yet.
+    settings that 8-bit integers cannot compute, and CheckpointError if there are no scales yet.
     """
     if config.activations == "none" or config.activation_bits != _BITS:
         raise ConfigError(
@@ -64,7 +66,7 @@ def trained_scheme(
     if config.activations == "abs_max":
         LOG.warning(
             f"{where}: was trained with one scale for the inputs of a micro batch; here each token"
-            " has its own, so that no text depends on those beside it"
+            " has its own, so texts do not depend on others of the batch"
         )
     has_fixed = config.activations == "moving_average_abs_max"
     if has_fixed and not scales.is_known:
@@ -83,11 +85,12 @@ def trained_scheme(
 
 
 def to_integers(name: str, weight: Array, scheme: LayerScheme) -> QuantizedWeight:
-    """Raises CheckpointError where a number is not finite."""
+    """Quantize a weight. Raises CheckpointError for a number that is not finite."""
     largest = np.abs(weight).max(1)
     if not np.isfinite(largest).all():
         raise CheckpointError(
-            f"{name}: holds numbers that are not finite, which 8 bits cannot say; use a checkpoint"
+            f"{name}: holds numbers that are not finite, which 8 bits cannot represent; use a"
+            " checkpoint"
             " from before the loss became infinite"
         )
     scales, levels = scheme.scales, _STORED
@@ -121,8 +124,9 @@ def kinds_of_integers(
 def arrays_of_integers(
     values: Iterable[tuple[str, Array]], scheme: Scheme
 ) -> Iterator[NDArray[Any]]:
-    """Yield the arrays of ``kinds_of_integers`` for parameters in float32. Raises CheckpointError
-    where a number is not finite.
+    """Yield the arrays of ``kinds_of_integers`` for parameters in float32.
+
+    Raises CheckpointError for a number that is not finite.
     """
     for name, array in values:
         if name not in scheme:

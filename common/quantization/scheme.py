@@ -1,11 +1,11 @@
-"""The linear layers that are quantized, their scales, and fake quantization in numpy.
+"""Quantized linear layers, their scales, and fake quantization in numpy.
 
-A number x becomes round(x / scale) within the levels of its bits, halves to the even neighbour.
-Fake quantization multiplies that by the scale again, so that training sees the error (Jacob et al.
+A number x becomes round(x / scale) within the levels of its bits, with halves rounded to even. Fake
+quantization multiplies that by the scale again, so that training sees the error (Jacob et al.
 2018). The gradient passes unchanged where nothing was clipped, and is 0 elsewhere.
 
-x / scale is computed as x * (1 / scale) in float32, as torch's own kernels do, so that all
-implementations round the same numbers the same way.
+The quotient is computed as x * (1 / scale) in float32, as torch's own kernels do. All
+implementations thus round the same numbers the same way.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Array = NDArray[np.float32]
 LINEARS = (
     "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj",
 )  # fmt: skip
-"""The linear layers of a block. The embedding, which is the head too, stays in float."""
+"""Linear layers of a block. The embedding, which is also the head, stays in float."""
 CALIBRATION_BATCHES = 8
-"""An evaluation measures unknown scales on so many of its own batches."""
+"""Batches on which an evaluation measures unknown scales."""
 _EMBEDDINGS = frozenset({EMBEDDING, "wpe.weight"})
 
 
@@ -49,7 +49,7 @@ def activation_levels(bits: int) -> Levels:
 def quantized_layers(config: QuantizationConfig | None, num_layers: int) -> tuple[str, ...]:
     """Return names such as ``h.0.attn.q_proj`` in the order of the forward pass.
 
-    Raises ConfigError where quantization.skip names no layer, or leaves none.
+    Raises ConfigError if quantization.skip has an unknown name or leaves no layer.
     """
     if config is None:
         return ()
@@ -63,14 +63,12 @@ def quantized_layers(config: QuantizationConfig | None, num_layers: int) -> tupl
             )
     left = tuple(name for name in names if not any(_covers(entry, name) for entry in config.skip))
     if not left:
-        raise ConfigError("quantization.skip leaves no layer; take the section out")
+        raise ConfigError("quantization.skip leaves no layer; remove the section")
     return left
 
 
 def frozen_parameters(config: RunConfig) -> frozenset[str]:
-    """Return the parameters that keep their values: their gradients count as 0, and they do not
-    decay.
-    """
+    """Return the parameters that keep their values: zero gradients, and no decay."""
     is_frozen = config.quantization is not None and config.quantization.freeze_embedding
     return _EMBEDDINGS if is_frozen else frozenset()
 
@@ -81,7 +79,7 @@ def _covers(entry: str, name: str) -> bool:
 
 
 def scale_of(maximum: Array, high: int) -> Array:
-    """Return maximum / high in float32; 1 where the maximum is 0, and so all numbers are."""
+    """Return maximum / high in float32; 1 if the maximum is 0."""
     scale: Array = np.asarray(maximum, np.float32) / np.float32(high)
     return np.where(scale == 0, np.float32(1), scale)
 
@@ -107,18 +105,18 @@ def quantize(x: Array, scale: Array, levels: Levels) -> NDArray[np.int8]:
 
 
 def fake_quantize(x: Array, scale: Array, levels: Levels) -> Array:
-    """Return the numbers that the integers of x stand for."""
+    """Return the numbers that the integers of x represent."""
     result: Array = quantize(x, scale, levels).astype(np.float32) * np.asarray(scale, np.float32)
     return result
 
 
 class ActivationScales:
-    """The moving averages of the largest absolute activation that enters each layer.
+    """Moving averages of the largest absolute input of each layer.
 
-    After a step with the maximum m of the global batch, with rate r as in Paddle's
-    moving_average_abs_max: accumulated = r * accumulated + m, weight = r * weight + 1, and the
-    average is accumulated / weight. A step is quantized by the average of the steps before it, so
-    that a scale does not depend on the micro batches and ranks that a batch is cut into.
+    A step with the maximum m of the global batch updates them with rate r, as in Paddle's
+    moving_average_abs_max: accumulated = r * accumulated + m, weight = r * weight + 1. The average
+    is accumulated / weight. A step is quantized by the average of the steps before it. A scale
+    therefore does not depend on the micro batches and ranks over which a batch is split.
     """
 
     def __init__(self, layers: Sequence[str], config: QuantizationConfig) -> None:
@@ -129,18 +127,18 @@ class ActivationScales:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a maximum yet."""
+        """Tell whether there is a maximum yet."""
         return self._weight > 0
 
     def update(self, maxima: Sequence[float]) -> None:
-        """Take in the maxima of a step, in the order of the layers."""
+        """Update the averages with the maxima of a step, in the order of the layers."""
         rate = self._config.moving_rate
         self._weight = rate * self._weight + 1
         for name, maximum in zip(self.layers, maxima, strict=True):
             self._accumulated[name] = rate * self._accumulated[name] + float(maximum)
 
     def scale(self, layer: str) -> np.float32:
-        """Return the scale of what enters a layer; 0 where it is not known yet."""
+        """Return the scale of the inputs of a layer; 0 if not known yet."""
         if not self.is_known:
             return np.float32(0)
         maximum = np.array(self._accumulated[layer] / self._weight, np.float32)
@@ -148,18 +146,19 @@ class ActivationScales:
         return np.float32(scale_of(maximum, high))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint's manifest keeps."""
+        """Return the state for a checkpoint's manifest."""
         if not self.is_known:
             return {}
         return {"weight": self._weight, "accumulated": dict(self._accumulated)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint. An empty one, and one that lacks a layer, is passed over:
-        the scales are then measured anew. Raises ValueError for a broken one.
+        """Load the state of a checkpoint. Raises ValueError for a broken one.
+
+        An empty state, and one that lacks a layer, is ignored; the scales are then measured again.
         """
         accumulated, weight = state.get("accumulated", {}), state.get("weight", 0.0)
         if not isinstance(accumulated, dict) or not isinstance(weight, int | float):
-            raise ValueError("accumulated and weight of activation scales are no numbers")
+            raise ValueError("accumulated and weight of activation scales are not numbers")
         if not state or not set(self.layers) <= accumulated.keys():
             return
         values = {name: float(accumulated[name]) for name in self.layers}

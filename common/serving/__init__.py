@@ -1,1 +1,1 @@
-"""Completions over HTTP: many requests share the steps of one model."""
+"""Completions over HTTP. Many requests share the steps of one model."""

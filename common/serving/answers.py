@@ -1,4 +1,4 @@
-"""Completions as OpenAI's objects."""
+"""Completions in the form of OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from common.tokenizer import Tokenizer
 
 
 class Choice:
-    """One continuation of a completion, as its pieces come."""
+    """One continuation of a completion, built from pieces as they arrive."""
 
     def __init__(self, number: int, tokenizer: Tokenizer, *, echo: str, has_logprobs: bool) -> None:
-        """echo: the prompt, where the text begins with it."""
+        """echo: the prompt, if the text begins with it, else empty."""
         self.finish_reason: str | None = None
         self.tokens = 0
         self._number, self._tokenizer = number, tokenizer
@@ -46,10 +46,10 @@ class Choice:
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
-        """Four lists with an entry for each token. The first token of a text has no probability.
+        """Return four lists with an entry for each token.
 
-        The chosen token is always among the top ones. text_offset: characters that begin before
-        the token does.
+        The first token of a text has no probability. The chosen token is always among the top ones.
+        text_offset: number of characters that begin before the token.
         """
         words = [token_text(self._tokenizer, each.id) for each in scored]
         offsets = []
@@ -60,7 +60,7 @@ class Choice:
         top: list[dict[str, float] | None] = []
         for word, each in zip(words, scored, strict=True):
             found: dict[str, float] = {}
-            for token, value in each.top:  # of tokens with the same text the most probable one
+            for token, value in each.top:  # the first of tokens with equal text
                 found.setdefault(token_text(self._tokenizer, token), value)
             found.setdefault(word, each.logprob)
             top.append(None if math.isnan(each.logprob) else found)

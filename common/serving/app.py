@@ -1,4 +1,4 @@
-"""The server's addresses, who may call them, and a line of log for each call."""
+"""Addresses of the server, access to them, and a log line for each call."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _NO_CHAT = (
     " to /v1/completions"
 )
 _GONE = 499
-"""The status that the log and the metrics have for a client that has left, as nginx has it."""
+"""Status in log and metrics of a client that has left; nginx uses the same number."""
 
 
 class App:
-    """An ASGI application. ``is_draining``: no further completions are begun."""
+    """An ASGI application. ``is_draining``: new completions are refused."""
 
     def __init__(
         self, service: CompletionService, settings: ServeConfig, *, slots: int, key: str | None
     ) -> None:
-        """key: what clients must send, if anything."""
+        """key: the key that clients must send; None if everybody may call."""
         self.is_draining = False
         self._service, self._settings, self._slots = service, settings, slots
         self._key = None if key is None else key.encode()
@@ -61,7 +61,7 @@ class App:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever happens; the log and the metrics get its status."""
+        """Answer one request in any case; the log and the metrics get its status."""
         begun, note = time.monotonic(), scope.setdefault("note", {})
         status = 0
 
@@ -92,7 +92,7 @@ class App:
         headers = http.headers_of(scope)
         if self._is_local and not _is_local_name(headers.get("host", "")):
             raise Refusal(
-                403, "this server is for this machine alone; call it localhost or 127.0.0.1"
+                403, "this server serves only this machine; call it localhost or 127.0.0.1"
             )
         if path != "/health" and not self._is_allowed(headers.get("authorization", "")):
             raise Refusal(401, "no valid key; send the header Authorization: Bearer KEY")
@@ -107,7 +107,7 @@ class App:
         await answer(scope, receive, send)
 
     def _is_allowed(self, authorization: str) -> bool:
-        """Whether the key was sent: as a bearer token, or as the password of a browser."""
+        """Return whether the key was sent, as a bearer token or as the password of a browser."""
         if self._key is None:
             return True
         scheme, _, value = authorization.partition(" ")
@@ -121,7 +121,7 @@ class App:
             return False
         return hmac.compare_digest(sent, self._key)
 
-    # ---- one each for an address ----
+    # ---- one function for each address ----
 
     async def _send_page(self, scope: Scope, receive: Receive, send: Send) -> None:
         await http.send_answer(send, 200, self._page, "text/html; charset=utf-8", _PAGE_HEADERS)
@@ -173,7 +173,7 @@ class App:
         except TimeoutError:
             refusal = self._timeout()
             if completion.request.stream:
-                with suppress(TimeoutError):  # of a client that reads nothing
+                with suppress(TimeoutError):  # the client may not read
                     async with asyncio.timeout(1):
                         last = {"type": "http.response.body", "body": event(refusal.body)}
                         await send(last)
@@ -190,7 +190,7 @@ class App:
             await http.send_answer(send, 200, await completion.answer())
 
     async def _guarded(self, completion: Completion) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream. What goes wrong after its head is an event too."""
+        """Yield the events of a stream. An error after its head becomes an event too."""
         async with aclosing(completion.events()) as events:
             try:
                 async for each in events:
@@ -212,8 +212,9 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_local_name(host: str) -> bool:
-    """Whether a Host header names this machine. Another name may be a page that rebinds its own
-    to this address.
+    """Return whether a Host header names this machine.
+
+    Another name may belong to a page that has rebound its own name to this address.
     """
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     return not host or is_loopback(name.strip("[]"))
@@ -237,7 +238,7 @@ async def _send_json(
 
 
 def _line(scope: Scope, status: int, seconds: float, note: dict[str, Any]) -> str:
-    """One line of log, which nothing that a client sends can break."""
+    """Return one log line. Text from the client is escaped and cannot break it."""
     client = (scope.get("client") or ("-",))[0]
     path = scope["path"].encode("unicode_escape").decode()[:100]
     words = " ".join(

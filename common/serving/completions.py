@@ -1,4 +1,4 @@
-"""From the body of a request to jobs, and from their pieces to an answer."""
+"""Turn the body of a request into jobs, and their pieces into an answer."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from common.tokenizer.lines import encode_prompt
 
 _DEFAULT_TOKENS = 16
 _LEAST_TEMPERATURE = 1e-6
-"""Below this the most probable token is taken."""
+"""Below this temperature the most probable token is chosen."""
 
 
 class CompletionService:
-    """Makes completions of requests. ``name``: the model's, for clients."""
+    """Makes completions from requests. ``name``: name of the model for clients."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ResolvedRun) -> None:
         self.name = config.serve.name or Path(config.output_dir).resolve().name
@@ -49,9 +49,9 @@ class CompletionService:
         )
 
     def open(self, body: bytes, loop: asyncio.AbstractEventLoop) -> Completion:
-        """Make the jobs of a request, which are not yet in the queue. Raises Refusal.
+        """Make the jobs of a request without queueing them. Raises Refusal.
 
-        loop: where the answer is awaited.
+        loop: event loop in which the answer is awaited.
         """
         request = parse_request(body)
         if request.model not in (None, self.name):
@@ -104,7 +104,7 @@ class CompletionService:
         return completion
 
     def _prompt(self, given: str | list[int], request: CompletionRequest) -> Prompt:
-        """Raises Refusal for a prompt that is empty, foreign or too long."""
+        """Encode a prompt. Raises Refusal if it is empty, too long, or has unknown ids."""
         if isinstance(given, str):
             ids, text = encode_prompt(self.tokenizer, given).tolist(), given
         else:
@@ -122,7 +122,7 @@ class CompletionService:
         return Prompt(text=text, ids=ids, new_tokens=self._new_tokens(len(ids), request))
 
     def _new_tokens(self, length: int, request: CompletionRequest) -> int:
-        """How many tokens to add to a prompt of so many."""
+        """Return how many tokens to add to a prompt of ``length`` tokens. Raises Refusal."""
         serve, positions = self._config.serve, self._config.model.max_positions
         longest = serve.max_prompt_tokens or (2**62 if self._limits.window else positions)
         if length > longest:
@@ -138,7 +138,7 @@ class CompletionService:
                 f"max_tokens: {wanted} is above this server's limit of {serve.max_new_tokens}",
                 param="max_tokens",
             )
-        # A token behind a scored prompt is chosen and not taken in.
+        # The last token after a scored prompt is chosen but needs no position.
         room = positions - length + (request.echo and request.logprobs is not None)
         if self._limits.window is not None:
             room = 2**62
@@ -155,7 +155,7 @@ class CompletionService:
 
 
 class Completion:
-    """One request at work. ``jobs``: a job for each continuation."""
+    """One request being answered. ``jobs``: a job for each continuation."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Completion:
             raise Refusal(503, str(error)) from None
 
     def cancel(self) -> None:
-        """Give up what is not yet done."""
+        """Cancel jobs that are not yet done."""
         for job in self.jobs:
             job.is_cancelled = True
 
@@ -243,7 +243,7 @@ class Completion:
 
 
 def _refusal(error: Exception) -> Refusal:
-    """What is told of a job that has failed. Errors of a framework stay in the log."""
+    """Return the answer for a job that has failed. Errors of a framework stay in the log."""
     if not isinstance(error, GPT2Error):
         return Refusal(500, "the model has failed; the server's log says why")
     return Refusal(503 if isinstance(error, StoppedError) else 500, str(error))

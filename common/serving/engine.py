@@ -1,8 +1,8 @@
-"""Continuous batching: sequences come and go, and each step adds a token to all that are at work.
+"""Continuous batching: sequences come and go, and each step adds a token to all active ones.
 
 One thread owns the model: the one that calls ``Engine.run``. Any thread may submit and cancel.
-Between two steps there is at most one pass over a prompt, so that a new request holds the others
-up by one prompt at most.
+Between two steps there is at most one pass over a prompt. So other requests wait for at most one
+new prompt at a time.
 """
 
 from __future__ import annotations
@@ -18,95 +18,102 @@ from common.generation.sampling import Logits
 from common.log import LOG
 
 LEAST_SHARED = 16
-"""Tokens that two sequences begin with in common before it pays to take over their keys."""
+"""Fewest first tokens in common for which copying their keys pays."""
 _IDLE_SECONDS = 0.2
 
 Observer = Callable[[int, Logits], None]
-"""Takes a place, and the logits (n, vocab_size) that follow the tokens from that place on."""
+"""Takes a place and logits (n, vocab_size), those after the n tokens from that place."""
 
 
 class Slots(Protocol):
-    """A model that remembers ``count`` sequences, each with columns of its own."""
+    """A model that remembers ``count`` sequences, each of its own length."""
 
     @property
     def count(self) -> int: ...
     @property
     def takes_prompts(self) -> bool:
-        """Whether there is ``admit``; otherwise prompts go in by ``step``, a token at a time."""
+        """Whether ``admit`` works; otherwise ``step`` adds prompts, a token at a time."""
 
     def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Observer | None) -> Logits:
-        """Let a slot hold ``ids``, of which it holds the first ``reuse`` already; logits
-        (vocab_size,) of what follows. observe: gets the logits after each of the new ones.
+        """Put ``ids`` into a slot, which already holds the first ``reuse`` of them.
+
+        Returns the logits (vocab_size,) of the next token. observe: gets the logits after each new
+        token.
         """
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
-        """Put a token into each of these slots at its place, which is at most the number of tokens
-        that it holds; logits (B, vocab_size) of what follows each. Other slots stay as they are.
+        """Put a token into each of these slots at its place. Other slots stay as they are.
+
+        places: each at most the number of tokens that the slot holds. Returns the logits (B,
+        vocab_size) of the next tokens.
         """
 
     def copy(self, source: int, slot: int, length: int) -> None:
-        """Let a slot hold the first ``length`` tokens that another one holds."""
+        """Copy the first ``length`` tokens of slot ``source`` to another slot."""
 
 
 class Job(Protocol):
-    """One sequence to be generated. All but ``is_cancelled`` is called by the engine's thread."""
+    """One sequence to be generated. The engine's thread uses all members but ``is_cancelled``."""
 
     is_cancelled: bool
 
     @property
     def observe(self) -> Observer | None:
-        """Set where the logits after every token of the prompt are wanted."""
+        """Function that gets the logits after every token of the prompt, or None."""
 
     def context(self) -> list[int]:
-        """The tokens after which the next one is chosen: the last ones, where a window slides."""
+        """Return the tokens before the next one; only the last ones if a window slides."""
 
     def advance(self, logits: Logits) -> bool:
         """Choose the next token; return whether the sequence is finished."""
 
     def fail(self, error: Exception) -> None:
-        """End without what is missing. Also called of a job that was cancelled."""
+        """End the job before it is complete. Also called when it was cancelled."""
 
 
 class QueueFullError(GPT2Error):
-    """More sequences wait than may."""
+    """The queue of sequences is full."""
 
 
 class StoppedError(GPT2Error):
-    """The engine takes no more jobs: it has failed, or is about to end."""
+    """The engine takes no more jobs, since it has failed or is about to end."""
 
 
 class CancelledError(GPT2Error):
-    """Nobody waits for the job any more."""
+    """The client no longer waits for the job."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What the engine has done since it began."""
+    """Work of the engine since its start."""
 
     steps: int = 0
     rows: int = 0
-    """Tokens put in by steps, over all slots."""
+    """Tokens added by steps, over all slots."""
     prompts: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Tokens of prompts whose keys were there already."""
+    """Tokens of prompts whose keys were already in a slot."""
     cancelled: int = 0
 
 
 @dataclass(kw_only=True)
 class _Slot:
     held: list[int] = field(default_factory=list)
-    """Tokens whose keys and values are there, of the job at work or of the last one."""
+    """Tokens whose keys and values the slot holds, of its current or last job."""
     job: Job | None = None
     used: int = 0
-    """Number of the turn in which it was last given a job or a pass."""
+    """Number of the turn in which it last got a job or a pass."""
 
 
 class Engine:
-    """``failure``: why it has ended, if it has. ``counts``: of all its work."""
+    """Runs jobs in the slots of a model.
+
+    failure: reason for its end, or None while it runs. counts: its work since the start.
+    """
 
     def __init__(self, slots: Slots, *, queue_limit: int) -> None:
-        """queue_limit: how many jobs may wait for a slot."""
+        """queue_limit: number of jobs that may wait for a slot."""
         self.counts = Counts()
         self.failure: Exception | None = None
         self._model = slots
@@ -129,8 +136,9 @@ class Engine:
         return sum(slot.job is not None for slot in self._slots)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs of one request, all or none. Requests take turns at free slots, so that
-        one of many jobs does not keep the others out. Raises QueueFullError or StoppedError.
+        """Queue the jobs of one request, all or none. Raises QueueFullError or StoppedError.
+
+        Requests take turns at free slots, so that a request with many jobs does not block others.
         """
         with self._changed:
             if self.failure is not None:
@@ -143,7 +151,7 @@ class Engine:
     # ---- the thread that owns the model ----
 
     def run(self, go_on: Callable[[], bool]) -> None:
-        """Work while ``go_on()``; then, or after a failure of the model, fail all jobs."""
+        """Work until ``go_on()`` is false or the model fails; then fail all jobs that are left."""
         try:
             while go_on():
                 if not self.turn():
@@ -156,7 +164,7 @@ class Engine:
             self._end(error)
 
     def turn(self) -> bool:
-        """At most one pass and one step; return whether there was anything to do."""
+        """Do at most one pass and one step; return whether there was anything to do."""
         self._turn += 1
         self._drop_cancelled()
         passed = self._pass()
@@ -195,8 +203,9 @@ class Engine:
             job.fail(CancelledError("cancelled"))
 
     def _pass(self) -> bool:
-        """Give a free slot to the next job, or a sequence whose window slides its tokens anew: in
-        turns where both wait.
+        """Give a free slot to the next job, or compute a sequence whose window slides again.
+
+        They take turns if both wait. Return whether there was one.
         """
         sliding = [
             number
@@ -261,7 +270,7 @@ class Engine:
             self._advance(slot, logits)
 
     def _can_step(self, slot: _Slot) -> bool:
-        """Whether a step can add what the slot's job needs next to what is held."""
+        """Return whether one step can add the next token of the slot's job to the held tokens."""
         if slot.job is None:
             return False
         context, length = slot.job.context(), len(slot.held)
@@ -288,7 +297,7 @@ class Engine:
         assert slot.job is not None
         try:
             is_finished = slot.job.advance(logits)
-        except GPT2Error as error:  # of this sequence alone, such as logits that are not finite
+        except GPT2Error as error:  # only this sequence fails, for example by NaN
             slot.job.fail(error)
             is_finished = True
         if is_finished:
@@ -296,6 +305,9 @@ class Engine:
 
 
 def _shared(held: Sequence[int], context: Sequence[int]) -> int:
-    """How many first tokens are equal, without the last of ``context``, whose logits are needed."""
+    """Return how many first tokens are equal, without the last of ``context``.
+
+    The last one is left out since its logits are needed.
+    """
     most = min(len(held), len(context) - 1)
     return next((place for place in range(most) if held[place] != context[place]), most)

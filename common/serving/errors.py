@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be served, in OpenAI's form."""
+"""Answers to requests that cannot be served, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _TYPES = {
 
 
 class Refusal(GPT2Error):
-    """A request that gets another status than 200. param: the field at fault. retry: seconds
-    after which the same request may succeed.
+    """The request gets a status other than 200. param: the field at fault.
+
+    retry: seconds after which the same request may succeed.
     """
 
     def __init__(

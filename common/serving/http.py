@@ -1,4 +1,4 @@
-"""The little of HTTP that the server needs over ASGI: bodies within limits, answers, streams."""
+"""The parts of HTTP over ASGI that the server needs: limited bodies, answers, streams."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class GoneError(Exception):
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers by their names in lower case; of equal ones the last."""
+    """Return the headers by their names in lower case. The last of equal names counts."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: float) -> bytes:
-    """Return the whole body. Raises Refusal where it is too large or slow, and GoneError."""
+    """Return the whole body. Raises Refusal if it is too large or slow, and GoneError."""
     too_large = Refusal(413, f"the body is larger than {limit} bytes, which is the limit")
     length = headers_of(scope).get("content-length", "0")
     if not length.isdigit() or len(length) > 18 or int(length) > limit:
@@ -50,8 +50,8 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: floa
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return what ``work`` returns. Raises GoneError once the client closes the connection, which
-    ends the work.
+    """Return the result of ``work``. If the client closes the connection, end it and raise
+    GoneError.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -86,7 +86,7 @@ async def send_answer(
 
 
 async def send_stream(send: Send, parts: AsyncIterator[bytes]) -> None:
-    """Send server-sent events as they come."""
+    """Send server-sent events as they arrive."""
     headers = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-store",

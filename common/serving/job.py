@@ -1,4 +1,4 @@
-"""One continuation of a completion, as the engine has it."""
+"""The engine's job for one continuation of a completion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.serving.engine import Observer
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What holds for every sequence of a model. See ``common.generation.generate``."""
+    """Limits of every sequence of a model. See ``common.generation.generate``."""
 
     end_of_text: int
     vocab_size: int
@@ -26,23 +26,23 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What is new of a sequence. choice: its number among those of a request."""
+    """The new part of a sequence. choice: its number among the sequences of a request."""
 
     choice: int
     text: str = ""
     scored: tuple[ScoredToken, ...] = ()
-    """Where log-probabilities are asked for: those of the prompt come with the first piece."""
+    """Log-probabilities, if asked for. Those of the prompt come with the first piece."""
     tokens: int = 0
     seconds: float = 0.0
-    """Since the piece before, or since the job was made."""
+    """Time since the piece before, or since the job was made."""
     is_first: bool = False
     finish_reason: str | None = None
-    """In OpenAI's words: stop or length."""
+    """Reason in OpenAI's words: stop or length."""
     error: Exception | None = None
 
 
 class CompletionJob:
-    """Implements ``common.serving.engine.Job``: draws what ``generate`` draws with the same seed.
+    """Implements ``common.serving.engine.Job``. With one seed it draws what ``generate`` draws.
 
     The engine's thread calls ``emit`` with each piece; the last one has a reason or an error.
     """
@@ -113,7 +113,7 @@ class CompletionJob:
         self._emit(piece)
 
     def _score_prompt(self, first: int, logits: Logits) -> None:
-        """Score the tokens of the prompt behind those from place ``first`` on."""
+        """Score prompt tokens. logits: those after its tokens from place ``first`` onwards."""
         ids, count = self.sequence.prompt.ids, self._settings.logprobs or 0
         self._prompt_scores[0] = ScoredToken(id=ids[0], logprob=math.nan, top=[])
         for place, row in enumerate(logits, first + 1):

@@ -13,11 +13,11 @@ _BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-"""Seconds up to which the buckets of a histogram count."""
+"""Upper bounds, in seconds, of the buckets of a histogram."""
 
 
 class Histogram:
-    """Seconds of events, counted in buckets."""
+    """Durations of events, counted in buckets."""
 
     def __init__(self, name: str, help: str) -> None:
         self._name, self._help = name, help
@@ -41,7 +41,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the server counts besides its engine."""
+    """Counts of the server, in addition to those of its engine."""
 
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""The body of a request for completions: OpenAI's fields, and vLLM's names for the others."""
+"""The body of a request for completions: OpenAI's fields, and some more named as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_HERE = {
     "suffix": "GPT-2 continues a text and cannot fill a gap; leave suffix out",
     "tools": "GPT-2 calls no tools; leave the field out",
 }
-"""Fields of OpenAI's that need another model, and what to say of them."""
+"""OpenAI's fields that need another model, with the message for each."""
 
 _WHOLE = "expected text, a list of texts, a list of token ids, or a list of such lists"
 
@@ -48,7 +48,7 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """A field that is null counts as left out."""
+    """A request for completions. A field that is null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -88,7 +88,7 @@ class CompletionRequest(BaseModel):
 
 
 def parse_request(body: bytes) -> CompletionRequest:
-    """Raises Refusal with the name of the field at fault."""
+    """Return the request of a body. Raises Refusal with the name of the field at fault."""
     try:
         tree = parse_json(body)
     except DuplicateKeyError as error:

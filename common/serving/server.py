@@ -27,14 +27,14 @@ from common.training.stop import StopSignal
 KEY_VARIABLE = "GPT2_API_KEY"
 _LONGEST_KEY = 4096
 _LAST_WORDS = 5.0
-"""Seconds for answers that are written after the drain."""
+"""Seconds to write the last answers after the drain."""
 
 
 def serve(config: ResolvedRun, tokenizer: Tokenizer, open_slots: Callable[[int], Slots]) -> None:
-    """Listen until SIGTERM or Ctrl-C. open_slots: loads the model with so many slots.
+    """Listen until SIGTERM or Ctrl-C. open_slots: loads the model with this number of slots.
 
-    Raises ConfigError where it cannot listen, RunError where the model has failed, and
-    StopRequested once all is answered or serve.drain_timeout is over.
+    Raises ConfigError if it cannot listen, and RunError if the model has failed. Raises
+    StopRequested once every request is answered or serve.drain_timeout is over.
     """
     require_package("uvicorn", extra="serve", purpose="which speaks HTTP")
     settings = config.serve
@@ -53,7 +53,7 @@ def serve(config: ResolvedRun, tokenizer: Tokenizer, open_slots: Callable[[int],
         LOG.info(f"{service.name} is served at {http.address}/v1, with a page at {http.address}/")
         drain = Drain(app, http, stop, settings.drain_timeout)
         engine.run(drain.go_on)
-        while http.is_alive() and drain.go_on():  # the model has failed: answer that
+        while http.is_alive() and drain.go_on():  # the model has failed: tell the clients
             time.sleep(0.1)
         http.stop()
         http.join(_LAST_WORDS)
@@ -64,7 +64,7 @@ def serve(config: ResolvedRun, tokenizer: Tokenizer, open_slots: Callable[[int],
 
 
 def read_key(settings: ServeConfig, variable: str | None) -> str | None:
-    """Return the key of serve.api_key_file, or else of the variable. Raises ConfigError."""
+    """Return the key from serve.api_key_file, else from the variable. Raises ConfigError."""
     name, key = KEY_VARIABLE, variable
     if settings.api_key_file is not None:
         name = f"serve.api_key_file={settings.api_key_file}"
@@ -77,8 +77,8 @@ def read_key(settings: ServeConfig, variable: str | None) -> str | None:
 
 
 def listen(settings: ServeConfig) -> socket.socket:
-    """Return a socket to listen with, once the model is loaded. Raises ConfigError where that is
-    not possible.
+    """Return a bound socket, which listens once the model is loaded. Raises ConfigError if it
+    cannot be bound.
     """
     where = f"serve.host={settings.host} serve.port={settings.port}"
     try:
@@ -87,7 +87,7 @@ def listen(settings: ServeConfig) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind)
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no name of a machine"
+        reason = error.strerror if isinstance(error, OSError) else "it is not the name of a machine"
         raise ConfigError(f"{where}: {reason}; give an address of this machine") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -102,7 +102,7 @@ def listen(settings: ServeConfig) -> socket.socket:
 
 
 class Drain:
-    """Says whether to go on, and begins to drain at a signal."""
+    """Tells whether to keep serving, and begins to drain at a signal."""
 
     def __init__(self, app: App, http: HttpThread, stop: StopSignal, seconds: float) -> None:
         self.has_begun = False
@@ -110,7 +110,7 @@ class Drain:
         self._deadline = 0.0
 
     def go_on(self) -> bool:
-        """Whether requests are still to be answered."""
+        """Return whether requests are still to be answered."""
         beat(0, "serving")
         if self._stop.number is not None and not self.has_begun:
             self.has_begun = self._app.is_draining = True
@@ -129,7 +129,7 @@ class Drain:
 
 
 class HttpThread(threading.Thread):
-    """uvicorn in a thread. ``address``: where it listens."""
+    """A thread that runs uvicorn. ``address``: the URL at which it listens."""
 
     def __init__(self, app: App, settings: ServeConfig, listener: socket.socket) -> None:
         super().__init__(name="http", daemon=True)
@@ -138,7 +138,7 @@ class HttpThread(threading.Thread):
         host, port = listener.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._listener = listener
-        listener.listen()  # from here on clients wait, and are not refused
+        listener.listen()  # clients now wait instead of being refused
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the app logs by itself
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -160,13 +160,14 @@ class HttpThread(threading.Thread):
         self._server.run(sockets=[self._listener])
 
     def stop(self) -> None:
-        """Accept nothing more, and end once all is answered."""
+        """Accept no more connections, and end once every request is answered."""
         self._server.should_exit = True
 
 
 def _patient_protocol(seconds: float) -> type[Any]:
-    """Return uvicorn's protocol, but for a limit on the time in which the head of a request must
-    come. A client that sends a byte a second would hold a connection for ever.
+    """Return uvicorn's protocol with a time limit for the head of a request.
+
+    Without it a client that sends a byte a second would hold a connection for ever.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -187,7 +188,7 @@ def _patient_protocol(seconds: float) -> type[Any]:
                 self.waiting.cancel()
 
         def watch(self) -> None:
-            """Start the time when a head is awaited, and stop it when one has come."""
+            """Start the timer when a head is awaited, and stop it when the head has arrived."""
             is_awaited = self.cycle is None or self.cycle.response_complete
             if is_awaited and self.waiting is None:
                 self.waiting = self.loop.call_later(seconds, self.transport.close)

@@ -1,4 +1,4 @@
-"""YAML files that name others to begin with, as those of MindFormers and FleetX do."""
+"""YAML files that extend other files, as those of MindFormers and FleetX do."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from common.errors import ConfigError
 from common.structured_files import MAX_DEPTH
 
 Sources: TypeAlias = dict[tuple[str | int, ...], str]
-"""The place in a file of each key."""
+"""Place of each key: the file and the line."""
 
 
 def read_with_bases(
     path: Path, base: str, parents: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], Sources]:
-    """Return a file merged over its bases, which its key ``base`` names: what the file says wins,
-    section by section. Raises ConfigError.
+    """Return a file merged over the files that its key ``base`` names. Its own values win, section
+    by section. Raises ConfigError.
     """
     chain = (*parents, os.path.realpath(path))
     own, sources = read_yaml(path)
@@ -55,9 +55,7 @@ def read_with_bases(
 
 
 def merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces what the base says
-    there.
-    """
+    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces the base's section."""
     for key, value in other.items():
         old = target.get(key)
         if isinstance(value, Mapping) and value.get("_inherited_") is False:

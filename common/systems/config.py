@@ -1,4 +1,4 @@
-"""Configurations in the words of other systems, recognised by their content and read as ours."""
+"""Configurations of other systems, recognized by their content and translated into ours."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ COMMAND_LINES: dict[str, ModuleType] = {
     "gpt2_chinese_generate": gpt2_chinese_generate,
     "gpt2_chinese_eval": gpt2_chinese_eval,
 }
-"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, TABLE,
-FLAGS, translate and settle; PROGRAMS where several take the same flags; TEXTS for flags that are
-text; SWITCHES and VALUED for flags without a rule in TABLE, that take no value or need one.
+"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, TABLE, FLAGS,
+translate and settle, and PROGRAMS where several take the same flags. TEXTS are flags with a text as
+their value. SWITCHES and VALUED are flags without a rule in TABLE: switches take no value, the
+others need one.
 """
 
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
@@ -60,7 +61,7 @@ def accept_foreign_configs() -> None:
 def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     """Read a configuration of ours or of another system. Raises ConfigError.
 
-    overrides: words ``section.key=value``, of ours or of the system whose words the file has.
+    overrides: words ``section.key=value``, with keys of ours or of the file's system.
     """
     path = Path(path)
     if path.suffix in FLAG_FILES:
@@ -80,9 +81,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
 
 
 def _open_own(path: Path, overrides: Sequence[str]) -> Opened:
-    """Read a file of ours. Of MindFormers' sections in it, keys without effect in this run are
-    taken away.
-    """
+    """Read a file of ours. Remove keys of MindFormers' sections that have no effect in this run."""
     tree, sources = read_own_config(path, overrides)
     ours = Translation(tree, sources)
     if _has_parts(path):
@@ -101,8 +100,8 @@ def _has_parts(path: Path) -> bool:
 
 
 def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
-    """Return a line for the log about keys of another system; None where the file has none of them,
-    or all have their effect.
+    """Return a line for the log about keys of another system without effect here. It is None where
+    there are none.
     """
     opened = open_config(path, overrides)
     without = f"{opened.without_effect} of its keys have no effect here, and --show_config lists"
@@ -119,8 +118,8 @@ def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
 
 
 def _is_theirs(dialect: ModuleType, word: str) -> bool:
-    """Tell whether an override is in the words of a dialect; a key that both have means the
-    same.
+    """Tell whether an override has a key of a dialect. A key of both systems means the same in
+    each.
     """
     dotted = word.partition("=")[0]
     section = dotted.partition(".")[0]
@@ -130,8 +129,8 @@ def _is_theirs(dialect: ModuleType, word: str) -> bool:
 
 
 def find_command_line(flags: Sequence[str], program: str = "") -> str:
-    """Return the system whose program this is, or that knows most of these flags: a key of
-    COMMAND_LINES.
+    """Return the key in COMMAND_LINES of the system that has this program, or else most of these
+    flags.
     """
     for system, dialect in COMMAND_LINES.items():
         if program in getattr(dialect, "PROGRAMS", (dialect.PROGRAM,)):
@@ -185,8 +184,8 @@ def _finish(
 
 
 def find_dialect(path: Path) -> ModuleType | None:
-    """The system whose words a YAML has; None: ours. Raises ConfigError for a file in the words of
-    several.
+    """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
+    several systems.
     """
     tree, sources = read_yaml(path)
     found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
@@ -222,7 +221,7 @@ def _marks(tree: Mapping[str, Any], dialect: ModuleType) -> set[str]:
 
 
 def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
-    """Obey ``-o Section.key=value``: a number in the path is a place in a list."""
+    """Apply ``-o Section.key=value``. A number in the path is an index of a list."""
     dotted, equals, text = word.partition("=")
     if not equals or not all(dotted.split(".")):
         raise ConfigError(f"command line: {word!r}: expected section.key=value")

@@ -1,9 +1,8 @@
-"""How a configuration in another system's words becomes ours: rules for its keys, and a record of
-what was done.
+"""Translation of another system's configuration: rules for its keys, and a record of the result.
 
 A table has one rule for each dotted key of theirs. ``To`` gives the value to a key of ours,
-``Without`` accepts a key that has no meaning here, ``Only`` accepts the values that say what is
-done here anyway and refuses any other. A key in no table is refused.
+``Without`` accepts a key that has no meaning here. ``Only`` accepts the values that match what this
+project does, and refuses any other. A key in no table is refused.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class To:
-    """The value, changed, belongs to the key ``key`` of ours. ``change`` raises ValueError with
-    what it expected.
+    """Rule: the value becomes that of our key ``key``, converted by ``change``. ``change`` raises
+    ValueError with the values that it expects.
     """
 
     key: str
@@ -34,14 +33,14 @@ class To:
 
 @dataclass(frozen=True)
 class Without:
-    """The key has no meaning here, for the reason ``why``."""
+    """Rule: the key has no effect here, for the reason ``why``."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Only:
-    """The values that change nothing here; for any other, ``instead`` says what to do."""
+    """Rule: these values change nothing here. For any other, ``instead`` says what to do."""
 
     values: tuple[Any, ...]
     instead: str
@@ -54,14 +53,14 @@ rule of their own.
 """
 
 _LARGE = 1e300
-"""No number of a configuration is as large."""
+"""Bound that is larger than any number of a configuration."""
 
 _LIKE = 0.9
-"""How alike (difflib's ratio) a key is to one with a rule of its own, to be a typing error."""
+"""Least likeness (difflib's ratio) of a typing error to a key with a rule of its own."""
 
 
 def one_of(**names: Any) -> Callable[[Any], Any]:
-    """A change that knows the values it is given, by their text."""
+    """Return a change by a table of values, compared by their text."""
 
     def change(value: Any) -> Any:
         if str(value) not in names:
@@ -73,7 +72,7 @@ def one_of(**names: Any) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Switch:
-    """A change for a flag without a value, which stands for ``meaning``."""
+    """Change of a flag without a value into ``meaning``."""
 
     meaning: Any
 
@@ -84,19 +83,19 @@ class Switch:
 
 
 def listed(value: Any) -> list[Any]:
-    """A change to a list of what is given, also of one."""
+    """Change a value into a list; a single one becomes a list of one."""
     return value if isinstance(value, list) else [value]
 
 
 def number(value: Any) -> float:
-    """A change to a float."""
+    """Change a value into a float."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
         raise ValueError("expected a number")
     return float(value)
 
 
 def whole(value: Any) -> int:
-    """A change to a whole number, also from 500.0."""
+    """Change a value into a whole number. 500.0 is one too."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
         raise ValueError("expected a whole number")
     return int(value)
@@ -104,10 +103,10 @@ def whole(value: Any) -> int:
 
 @dataclass
 class Translation:
-    """A configuration of ours in the making.
+    """Configuration of ours while it is translated.
 
-    sources: where each key was read. origins: the key of theirs that each key of ours was.
-    without_effect: keys of theirs, and why.
+    sources: the place of each key. origins: their key for each key of ours. without_effect: their
+    keys that have none, each with its reason.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -116,8 +115,8 @@ class Translation:
     without_effect: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, value: Any, where: str = "", theirs: str = "") -> None:
-        """Give a key of ours its value. Raises ConfigError where another key of theirs gave it
-        another one.
+        """Set a key of ours. Raises ConfigError where another key of theirs has set it to another
+        value.
         """
         *sections, name = key.split(".")
         at = self.tree
@@ -144,9 +143,7 @@ class Translation:
         return at
 
     def drop(self, key: str, why: str) -> None:
-        """Take a key or a section away again, since it has no effect; what the command line said
-        stays.
-        """
+        """Remove a key or a section that has no effect. Values of the command line stay."""
         *sections, name = key.split(".")
         at = self.tree
         for section in sections:
@@ -163,7 +160,7 @@ class Translation:
 
 
 class Theirs:
-    """The leaves of their configuration, each taken once."""
+    """Leaves of their configuration, each of which is taken once."""
 
     def __init__(
         self, system: str, tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]
@@ -174,7 +171,7 @@ class Theirs:
         self.names = tuple(self._left)
 
     def peek(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or ``default`` where it is absent, null or empty text."""
+        """Return the value of a key, or ``default`` where it is absent, null or an empty text."""
         value = self._left.get(key)
         return default if value is None or value == "" else value
 
@@ -200,7 +197,7 @@ class Theirs:
         return value
 
     def peek_count(self, key: str, default: int | None = None) -> Any:
-        """Return what ``take_count`` takes, and leave it."""
+        """Return the value of ``take_count`` without taking it."""
         value = self._left.get(key)
         found = self.take_count(key, default)
         if key in self.names:
@@ -208,7 +205,7 @@ class Theirs:
         return found
 
     def where(self, key: str) -> str:
-        """``file:line`` of a key, or of the section it stands in."""
+        """Return ``file:line`` of a key, or of its section."""
         path = tuple(key.split("."))
         return next(
             (self._sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._sources),
@@ -226,8 +223,8 @@ class Theirs:
 
 
 def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
-    """Take every key that ``table`` has a rule for. Raises ConfigError for a value that cannot be
-    obeyed.
+    """Take every key with a rule in ``table``. Raises ConfigError for a value that this project
+    cannot follow.
     """
     for pattern, rule in table.items():
         if pattern.endswith("*"):
@@ -241,14 +238,16 @@ def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
 
 
 def _has_own_rule(key: str, table: Table) -> bool:
-    """Tell whether a key has a rule that is no pattern, or is such a key wrongly typed."""
+    """Tell whether a key has a rule of its own, which is not a pattern, or is a misspelling of such
+    a key.
+    """
     section = key.rpartition(".")[0]
     own = [name for name in table if not name.endswith("*") and name.rpartition(".")[0] == section]
     return bool(difflib.get_close_matches(key, own, n=1, cutoff=_LIKE))
 
 
 def has_rule(key: str, table: Table) -> bool:
-    """Tell whether a table says what becomes of a key."""
+    """Tell whether a table has a rule for a key."""
     return key in table or any(name.endswith("*") and key.startswith(name[:-1]) for name in table)
 
 
@@ -272,7 +271,7 @@ def _obey(rule: Rule, key: str, value: Any, theirs: Theirs, ours: Translation) -
 
 
 def require_all_taken(theirs: Theirs, known: Iterable[str]) -> None:
-    """Raise ConfigError for a key that has no rule, with the nearest that has one."""
+    """Require a rule for every key. Raises ConfigError that names the nearest key with one."""
     left = theirs.left()
     if not left:
         return

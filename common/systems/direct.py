@@ -1,5 +1,5 @@
-"""Weights of other systems where a checkpoint of ours is expected: each rank reads its part of them
-where they lie.
+"""Weights of other systems in place of a checkpoint of ours. Each rank reads its part from their
+files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def accept_foreign_weights() -> None:
 
 
 _OF_HUGGING_FACE = (".safetensors", ".bin", ".index.json")
-"""Endings of files that may be given instead of their folder."""
+"""Endings of files that may be named in place of their folder."""
 
 
 class _Formats:
@@ -42,7 +42,7 @@ class _Formats:
     @contextmanager
     def open(self, path: Path, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
         format = _find(path)
-        if format is None or format.open is None:  # it was there when it was detected
+        if format is None or format.open is None:  # the folder existed when its format was detected
             raise CheckpointError(
                 f"{path}: its files have changed while the run began; start it again"
             )
@@ -74,7 +74,7 @@ def _find(path: Path) -> WeightFormat | None:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Weights, or an optimizer's state, as a file of ours: float32, any rectangle on its own."""
+    """Weights or optimizer state in the form of a file of ours: float32, read by rectangles."""
 
     path: Path
     weights: Mapping[str, Weight]
@@ -83,12 +83,12 @@ class _Tensors:
         return bool(self.weights)
 
     def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless these tensors are there with these shapes, and no others."""
+        """Require exactly these tensors with these shapes. Raises CheckpointError."""
         found = {name: weight.shape for name, weight in self.weights.items()}
         check_tensors(self.path, found, expected)
 
     def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]:
-        """Return a copy of a rectangle of a tensor; what lies beyond its rows is 0."""
+        """Return a copy of a rectangle of a tensor. Elements beyond its rows are 0."""
         weight = self.weights[name]
         spans = [piece.rows, *([piece.columns] if piece.columns else [])]
         part = weight.load()[tuple(slice(*span) for span in spans)]

@@ -1,6 +1,4 @@
-"""Starting a run by another system's command line: its flags become the configuration of
-run_gpt2.py.
-"""
+"""Start of a run by another system's command line, whose flags become a configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     """Call ``main`` of run_gpt2.py with the flags as its configuration; returns its exit code.
 
     Words section.key=value among the flags are overrides; --run_mode (train where it is left out),
-    --show_config and --help are its own. The file of the flags goes at the end, unless DETACH lets
-    the ranks read it later.
+    --show_config and --help are its own. The file of the flags is deleted at the end, unless the
+    ranks read it later (DETACH).
     """
     from common.config.hints import schema_keys  # not above: --help loads no library
     from common.launcher.request import is_asked

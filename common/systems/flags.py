@@ -24,11 +24,11 @@ _SHELL = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "&>", "<", "2>", "2>&1
 def read_flags(
     words: Sequence[str], where: str, texts: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
-    """Return each flag's value, and where it stands. A flag without a value is true, one with
-    several a list. texts: flags whose value is text, not a number or another word of YAML.
+    """Return the value and the place of each flag. A flag without a value is true; several values
+    become a list.
 
-    where: the file, or "command line". Raises ConfigError for a word that belongs to no flag, and a
-    flag given twice with different values.
+    texts: flags whose value is text and is not parsed as YAML. where: the file, or "command line".
+    Raises ConfigError for a word without a flag, and for a flag with two different values.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
@@ -66,7 +66,7 @@ def check_values(
     valued: Container[str],
     switches: Container[str],
 ) -> None:
-    """Raise ConfigError for a flag that lacks its value, and for a switch that has one.
+    """Check that flags have their values and switches have none. Raises ConfigError.
 
     valued, switches: flags with and without a value that have no rule in ``table``.
     """
@@ -95,7 +95,7 @@ def _place(where: str, word: str) -> str:
 
 
 def read_flag_file(path: Path) -> list[str]:
-    """Return the flags of ``read_command``."""
+    """Return the flags in a file: the second part of ``read_command``."""
     return read_command(path)[1]
 
 
@@ -130,7 +130,7 @@ def read_command(path: Path) -> tuple[str, list[str]]:
             )
     program = ""
     first = next((number for number, word in enumerate(words) if _is_flag(word)), len(words))
-    for number, word in enumerate(words):  # what starts the program has flags of its own
+    for number, word in enumerate(words):  # a launcher before the program has flags of its own
         if word.endswith(".py") or (number and words[number - 1] == "-m"):
             first, program = number + 1, Path(word).name
     last = next((number for number, word in enumerate(words) if word in _SHELL), len(words))
@@ -138,7 +138,7 @@ def read_command(path: Path) -> tuple[str, list[str]]:
 
 
 def _is_flag(word: str) -> bool:
-    """Negative numbers are values."""
+    """Tell whether a word is a flag; a negative number is a value."""
     return word.startswith("--") or (
         word.startswith("-") and len(word) > 1 and not word[1].isdigit() and word[1] != "."
     )

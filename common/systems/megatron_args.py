@@ -1,8 +1,7 @@
-"""What Megatron's ``args`` and its checkpoint_version say of a model, in its own files and in
-those of DeepSpeed.
+"""Model of Megatron's ``args`` and checkpoint_version, in its own files and in those of DeepSpeed.
 
-Heads come from there. The true vocabulary comes from a model.yaml beside the checkpoint, which ours
-have: args know its padded size.
+The args hold the heads, but only the padded size of the vocabulary. Its true size comes from a
+model.yaml beside the checkpoint, which ours have.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute",),
     "group_query_attention": (False,),
 }  # fmt: skip
-"""Switches that change what a model computes, though no shape tells all of them, with the values of
-GPT-2.
+"""Switches that change what a model computes, with the values of GPT-2. Shapes do not show all of
+them.
 """
 _GPT2_VOCABULARY = 50257
 _ORDERS: dict[float, Fusion] = {
@@ -77,7 +76,7 @@ def model_of_args(
             if args.get(theirs) not in (None, getattr(model, ours)):
                 raise ConfigError(
                     f"{file}: {ours} is {getattr(model, ours)}, and {path} says"
-                    f" {theirs}={args[theirs]}; mend the first"
+                    f" {theirs}={args[theirs]}; fix the first"
                 )
         return model, run, notes
     missing = [
@@ -95,11 +94,11 @@ def model_of_args(
         for ours, theirs in (_MODEL | _REST).items()
         if args.get(theirs) is not None
     }
-    # newer versions have the second
+    # newer versions have the second name
     epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon")
     section |= {} if epsilon is None else {"layer_norm_epsilon": epsilon}
     multiple = section.setdefault("vocab_multiple", 128)
-    # of another type it is refused below
+    # another type is refused below
     padding = multiple * tensor if type(multiple) is int else 0
     section["vocab_size"], note = _vocabulary(args, rows, padding)
     return (
@@ -110,7 +109,7 @@ def model_of_args(
 
 
 def in_version(path: Path, version: Any, name_map: NameMap) -> NameMap:
-    """Return the map with the order of query, key and value of a checkpoint_version. Raises
+    """Return the map with the order of query, key and value that a checkpoint_version has. Raises
     ConfigError.
     """
     if not isinstance(version, int | float) or version not in _ORDERS:
@@ -122,8 +121,8 @@ def in_version(path: Path, version: Any, name_map: NameMap) -> NameMap:
 
 
 def _vocabulary(args: Mapping[str, Any], rows: int, padding: int) -> tuple[Any, dict[str, str]]:
-    """Return the true vocabulary of an embedding of ``rows`` rows, of which fewer than ``padding``
-    are added, and a note.
+    """Return the true vocabulary of an embedding of ``rows`` rows, and a note. Fewer than
+    ``padding`` rows are padding.
     """
     # transformers' converter writes the first; with NullTokenizer the second leaves out the end of
     # a document, which it puts after all

@@ -1,5 +1,5 @@
-"""``model.yaml``, beside weights whose own files have no place for it: the section model of the
-config, and where a run stood.
+"""Reader and writer of ``model.yaml``, beside weights of other systems: the section model of the
+config, and the state of a run.
 """
 
 from __future__ import annotations

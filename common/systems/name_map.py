@@ -1,6 +1,4 @@
-"""The names and layouts that another format has for the parameters, as a table that reads in both
-directions.
-"""
+"""Names and layouts of the parameters in another format, as a table for both directions."""
 
 from __future__ import annotations
 
@@ -19,32 +17,32 @@ from common.weights.names import EMBEDDING, POSITIONS
 
 _GLOBAL = (EMBEDDING, POSITIONS, "ln_f")
 LINEAR = ("attn.qkv_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-"""The linear layers of a block, where query, key and value are one tensor."""
+"""Linear layers of a block that has query, key and value in one tensor."""
 
 
 class Fusion(StrEnum):
-    """The order of the rows of a tensor that holds query, key and value together."""
+    """Order of the rows of a tensor that holds query, key and value together."""
 
     BLOCKS = "all of q, all of k, all of v"
-    """Hugging Face, OpenAI, and Megatron-LM's checkpoint version 0."""
+    """Order of Hugging Face, OpenAI, and Megatron-LM's checkpoint version 0."""
     OUTPUTS = "q, k and v of each output in turn"
-    """Megatron-LM's checkpoint version 1."""
+    """Order of Megatron-LM's checkpoint version 1."""
     HEADS = "q, k and v of each head in turn"
-    """Megatron-LM's checkpoint versions 2 and 3, Megatron-Core, PaddleFleetX."""
+    """Order of Megatron-LM's checkpoint versions 2 and 3, Megatron-Core and PaddleFleetX."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NameRow:
-    """A tensor of another format, and the parameters in it: one, or query, key and value."""
+    """Tensor of another format, and the parameters in it: one, or query, key and value."""
 
     ours: tuple[str, ...]
     theirs: str
     transposed: bool = False
-    """It is (in, out)."""
+    """Whether the tensor is (in, out)."""
     fusion: Fusion = Fusion.BLOCKS
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of their tensor from the shapes of ours, which may be those of a
+        """Return the shape of their tensor. shapes: those of our parameters, whole or of a
         tensor-parallel rank.
         """
         first, *rest = shapes[self.ours[0]]
@@ -52,7 +50,9 @@ class NameRow:
         return fused[::-1] if self.transposed else fused
 
     def pack(self, parts: Sequence[NDArray[Any]], heads: int) -> NDArray[Any]:
-        """Return their tensor from ours, which hold ``heads`` heads; a view where one will do."""
+        """Return their tensor, made from ours with ``heads`` heads. It is a view where that is
+        possible.
+        """
         if len(parts) == 1:
             return parts[0].T if self.transposed else parts[0]
         fused: NDArray[Any] = np.empty(
@@ -63,8 +63,8 @@ class NameRow:
         return fused.T if self.transposed else fused
 
     def part(self, theirs: NDArray[Any], heads: int, number: int) -> NDArray[Any]:
-        """Return one of ours from their tensor: the inverse of ``pack``, a view where one will
-        do.
+        """Return one of our parameters from their tensor: the inverse of ``pack``. It is a view
+        where that is possible.
         """
         fused = theirs.T if self.transposed else theirs
         if len(self.ours) == 1:
@@ -73,7 +73,9 @@ class NameRow:
         return part
 
     def _apart(self, fused: NDArray[Any], heads: int) -> NDArray[Any]:
-        """Return a view of it as query, key and value, each (heads, outputs of one, ...)."""
+        """Return views of a fused tensor as query, key and value, each (heads, outputs of one,
+        ...).
+        """
         axis = {Fusion.BLOCKS: 0, Fusion.HEADS: 1, Fusion.OUTPUTS: 2}[self.fusion]
         sizes = [heads, fused.shape[0] // (len(self.ours) * heads)]
         sizes.insert(axis, len(self.ours))
@@ -82,19 +84,19 @@ class NameRow:
 
 @dataclass(frozen=True, kw_only=True)
 class NameMap:
-    """The names that another format has for the parameters. {layer} is the number of a block."""
+    """Names of the parameters in another format. {layer} is the number of a block."""
 
     global_rows: tuple[NameRow, ...]
-    """The rows of the embeddings and the last norm."""
+    """Rows of the embeddings and the last norm."""
     layer_rows: tuple[NameRow, ...]
-    """The rows of each block."""
+    """Rows of each block."""
     head: str | None = None
-    """The name of the head, a copy of the embedding."""
+    """Name of the head, a copy of the embedding."""
     ignored: str = r"(?!)"
     """Names that hold no parameter, as a regular expression."""
 
     def rows(self, layers: int) -> list[NameRow]:
-        """Return a row for each of their tensors."""
+        """Return the rows of all their tensors."""
         blocks = (
             replace(
                 row,
@@ -127,13 +129,12 @@ def name_map(
     head: str | None = None,
     ignored: str = r"(?!)",
 ) -> NameMap:
-    """Return the map that ``table`` describes: our module or tensor -> theirs, in the order of
-    their modules.
+    """Return the map of ``table``: our module or tensor -> theirs, in the order of their modules.
 
     Ours are ``wte.weight``, ``wpe.weight``, ``ln_f``, and in a block ``ln_1``, ``attn.c_proj`` and
     so on. ``attn.qkv_proj`` is query, key and value in one tensor. A module has a weight and a
-    bias; where theirs are called otherwise, it ends with both: ``gamma|beta``. transposed: modules
-    whose weight is (in, out).
+    bias. Other names of these two stand at its end: ``gamma|beta``. transposed: modules whose
+    weight is (in, out).
     """
     rows = {
         ours: tuple(_rows_of(ours, theirs, ours in transposed, fusion))
@@ -172,8 +173,8 @@ def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterat
 def match_name_map(
     where: object, format: str, name_maps: Sequence[NameMap], names: Collection[str]
 ) -> NameMap:
-    """Return the variant of a format whose tensor names match best. Raises CheckpointError if none
-    matches.
+    """Return the variant of a format that matches most tensor names. Raises CheckpointError if none
+    does.
     """
     best = max(name_maps, key=lambda name_map: sum(row.theirs in names for row in name_map.rows(1)))
     if not any(row.theirs in names for row in best.rows(1)):

@@ -1,4 +1,4 @@
-"""A configuration that was read in another system's words, and the YAML of ours that it became."""
+"""Configuration read from another system's file, and the YAML that it was translated into."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from common.yaml_files import dump_yaml
 
 @dataclass(frozen=True)
 class Opened:
-    """A configuration; of one in another system's words also how it was translated.
+    """Configuration, and how it was translated if it came from another system.
 
-    system: whose words the file has; None: ours. origin: the file, or "command line". parts_of:
-    whose sections a file of ours has.
+    system: the system whose keys the file has, None for ours. origin: the file, or "command line".
+    parts_of: the system whose sections a file of ours has.
     """
 
     config: RunConfig
@@ -29,12 +29,12 @@ class Opened:
 
     @property
     def without_effect(self) -> int:
-        """Number of keys of another system that have no effect here."""
+        """Number of another system's keys without effect here."""
         return len(self.ours.without_effect)
 
     @property
     def yaml(self) -> str:
-        """The YAML that the configuration became; empty for a file of ours that is it already."""
+        """YAML that the configuration was translated into. It is empty for a file of ours."""
         if self.system is not None:
             return _annotated(self.system, self.origin, self.ours)
         remarks = "\n".join(_remarks(self.parts_of, self.ours))
@@ -42,8 +42,8 @@ class Opened:
 
 
 def _annotated(system: str, origin: str, ours: Translation) -> str:
-    """The YAML that a configuration became: behind each key the one it was, at the end what has no
-    effect here, by reason.
+    """Return the YAML of a translated configuration. Behind each key stands the original one, and
+    at the end what has no effect here, by reason.
     """
     lines = [
         f"# {origin}: written for {system}, in the words of this project.",

@@ -1,5 +1,5 @@
-"""Our own folders: a run, a checkpoint in the parts of any layout, or a folder of weights; both
-backends share them.
+"""Reader and writer of our own folders: a run, a checkpoint in the parts of any layout, or a folder
+of weights. Both backends share them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def detects(path: Path) -> bool:
 
 @contextmanager
 def open_project(path: Path) -> Iterator[Weights]:
-    """Raises CheckpointError naming every tensor that is missing, unexpected or not whole."""
+    """Open a folder. Raises CheckpointError that names every tensor that is missing, unexpected or
+    incomplete.
+    """
     checkpoint = require_checkpoint(path, "weights to convert")
     manifest = read_manifest(checkpoint)
     model = checked_model(checkpoint / MANIFEST, manifest["config"].get("model", {}))
@@ -52,7 +54,7 @@ def open_project(path: Path) -> Iterator[Weights]:
             tokenizer=_tokenizer_of(manifest),
             scheme=CheckpointReader(checkpoint).scheme(),
         )
-        if manifest["files"].keys() == {MODEL_FILE}:  # an export, or made of weights without a run
+        if manifest["files"].keys() == {MODEL_FILE}:  # an export, or weights without a run
             yield weights
             return
         run = checked_run(
@@ -88,10 +90,8 @@ def _weight(stored: ShardedReader, name: str, shape: tuple[int, ...]) -> Weight:
 
 
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-    """Write a float32 folder for checkpoint.init_from, and for checkpoint.resume where the source
-    was a run; or one of 8 bits, for checkpoint.load.
-
-    Returns the CRC-32 of its files.
+    """Write a float32 folder for checkpoint.init_from, or for checkpoint.resume where the source
+    was a run. With int8, write one for checkpoint.load. Returns the CRC-32 of its files.
     """
     if dtype not in (None, "float32", "int8"):
         raise ConfigError(
@@ -121,7 +121,7 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
 
 
 def manifest_of(weights: Weights) -> dict[str, Any]:
-    """Return what a manifest of ours says of a model and a run, apart from its files."""
+    """Return the manifest of a model and a run, without the list of files."""
     run: dict[str, Any] = {
         "state": TrainState().to_dict(),
         "engine": vars(EngineState(optimizer_steps=0, loss_scale={}, rng={})),

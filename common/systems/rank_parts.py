@@ -1,6 +1,4 @@
-"""Tensors of which each tensor-parallel rank has a part in a file of its own, joined when they are
-read.
-"""
+"""Tensors that are split over the files of tensor-parallel ranks, and joined when they are read."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from common.systems.name_map import NameRow
 from common.tensor_files.arrays import FileTensor, TensorKind, same_bytes
 
 Ranks: TypeAlias = Sequence[Mapping[str, FileTensor]]
-"""[tensor rank]: tensors by the names that the format has in the whole model."""
+"""Tensors by [tensor rank] and by the format's names in the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Joined(TensorKind):
-    """A tensor that the tensor ranks have in equal parts along ``dim`` of our layout."""
+    """Tensor in equal parts on the tensor ranks, along ``dim`` of our layout."""
 
     parts: tuple[FileTensor, ...]
     dim: int = 0
@@ -67,8 +65,8 @@ def _join(where: Path, name: str, parts: Sequence[FileTensor], row: NameRow | No
 
 
 def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[Any]:
-    """One of the parameters in it: each rank holds its own heads. A view of the file where one will
-    do.
+    """Return one of the parameters in a tensor, of which each rank holds its own heads. It is a
+    view of the file where that is possible.
     """
     arrays = [row.part(shard.read(), heads // len(tensor.parts), part) for shard in tensor.parts]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)
@@ -77,10 +75,10 @@ def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[
 def name_in_order(
     where: Path, shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]
 ) -> dict[str, FileTensor]:
-    """Name the tensors of an optimizer that has one group, or one of matrices and one of vectors.
+    """Name the tensors of an optimizer with one group, or with one of matrices and one of vectors.
 
-    shapes: of the parameters by name, in the order of the modules. Raises CheckpointError where
-    ``values`` do not fit them.
+    shapes: those of the parameters by name, in the order of the modules. Raises CheckpointError
+    where ``values`` do not fit them.
     """
     found: dict[str, FileTensor] = {}
     for dims in (1, 2):

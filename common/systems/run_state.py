@@ -1,4 +1,4 @@
-"""Where a run stood, as files of any format tell it; checked before a run resumes from it."""
+"""State of a run in the files of any format, which is checked before a run resumes from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.training.state import TrainState
 from common.weights.names import check_tensors, parameter_shapes
 
 NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
-"""The state of a loss scale that a run does without."""
+"""State of the loss scale of a run without one."""
 
 
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
@@ -46,8 +46,8 @@ _TYPES: dict[str, Any] = {
         "loss_scale?": {"hysteresis?": _COUNT},
     },
 }  # fmt: skip
-"""The values of a ``Weights.run`` that formats read. A key with ``?`` may be absent, as in older
-files; other keys may hold anything.
+"""Types of the values in ``Weights.run`` that formats read. A key with ``?`` may be absent, as in
+older files. Other keys may have any value.
 """
 
 
@@ -71,8 +71,8 @@ _RUN = _checker("run", _TYPES)
 def new_run(
     optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0
 ) -> dict[str, Any]:
-    """Return a ``Weights.run`` of the numbers that a foreign checkpoint tells. scale: the state of
-    the loss scale.
+    """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss
+    scale.
     """
     return {
         "state": TrainState(step=step, consumed_samples=consumed_samples).to_dict(),
@@ -94,7 +94,7 @@ def checked_run(path: Path, record: Any) -> dict[str, Any]:
             and not record["engine"]["loss_scale"].keys() >= NO_SCALE.keys()
         ):
             raise ValueError(f"engine.loss_scale lacks one of {', '.join(NO_SCALE)}")
-        json.dumps(record, allow_nan=False)  # as it may be written to a manifest
+        json.dumps(record, allow_nan=False)  # in a form that a manifest can hold
     except ValidationError as error:
         first = error.errors()[0]
         found = (
@@ -126,7 +126,7 @@ def require_moments(
     path: Path, moments: Mapping[str, Weight], run: Mapping[str, Any], model: ResolvedModel
 ) -> dict[str, Weight]:
     """Return the moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless
-    all are there, or none was made yet.
+    all exist, or no update was made yet.
     """
     optimizer = run["config"]["optimizer"]["name"]
     expected = moment_shapes(model, optimizer)

@@ -1,10 +1,10 @@
-"""The systems whose files we read and write: a new one is a folder beside this file, and a line
-here.
+"""Table of the systems whose files this project reads and writes. A new one is a folder beside this
+file, and a line here.
 
-This package is above all that a system has a part in. A lower package that needs something of each
-system (names of config keys, a style of log lines) defines the type of it. A system's folder makes
-one, ``System`` gets a field for it, and an entry script hands it down. The folders do not import
-each other.
+This package stands above all packages that use a part of a system. Such a lower package (names of
+config keys, a style of log lines) defines the type of the part. A system's folder makes one,
+``System`` has a field for it, and an entry script passes it down. The folders do not import each
+other.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SYSTEMS: dict[str, System] = {
     "mindformers": mindformers.SYSTEM,
     "openai": openai.SYSTEM,
     "fleetx": fleetx.SYSTEM,
-    # before Megatron-LM, whose file of the last iteration it writes too
+    # before Megatron-LM, since it writes Megatron-LM's file of the last iteration too
     "deepspeed": deepspeed.SYSTEM,
     "megatron": megatron.SYSTEM,
     "oneflow": oneflow.SYSTEM,
     "onnx": onnx.SYSTEM,
     "gguf": gguf.SYSTEM,
 }
-"""A path is compared with them in this order."""
+"""Systems in the order in which a path is compared with them."""
 
 FORMATS: dict[str, WeightFormat] = {
     name: format for system in SYSTEMS.values() for name, format in system.weight_formats.items()

@@ -1,6 +1,5 @@
-"""A model's weights by our names, wherever they lie and whatever they are called there.
-
-Nothing is read before it is asked for.
+"""Weights of a model under our names, from files of any format. A tensor is read when it is
+requested.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from common.weights.quantized import Scheme
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000
-"""Beyond this many blocks, the names of the parameters alone would fill the memory."""
+"""Largest number of blocks; beyond it, even the names of the parameters would fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight(TensorKind):
-    """One tensor, whole, with the rows of the true vocabulary."""
+    """Whole tensor, with the rows of the true vocabulary."""
 
     load: Callable[[], NDArray[Any]]
-    """A view of the file where one will do; bfloat16 as uint16 words."""
+    """Returns the array: a view of the file where that is possible, bfloat16 as uint16 words."""
 
     def load_as(self, dtype: str) -> NDArray[Any]:
         """Return the tensor in another type, rounded to the nearest."""
@@ -49,32 +48,32 @@ class Weight(TensorKind):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The weights in a folder, and the state of the run if it has one."""
+    """Weights in a folder, and the state of the run if there is one."""
 
     path: Path
     format: str
     model: ResolvedModel
     tensors: Mapping[str, Weight]
-    """All parameters by our names, in the order of ``parameter_shapes``."""
+    """Parameters by our names, in the order of ``parameter_shapes``."""
     moments: Mapping[str, Weight] = field(default_factory=dict)
-    """The optimizer's state: NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer of all
-    parameters, or nothing.
+    """Optimizer state: NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer of all parameters, or
+    empty.
     """
     run: Mapping[str, Any] | None = None
-    """Where training stood, as the manifest of our own checkpoints says it: state, engine, config
-    (but its model), and what else the format knows. None: these are weights alone.
+    """State of the training, as the manifest of our own checkpoints has it: state, engine, config
+    (but its model), and what else the format knows. None: only weights.
     """
     tokenizer: Mapping[str, Any] | None = None
-    """The run's record of its tokenizer (kind, sha256, vocab_size), with the keys of
-    data.tokenizer, which say where it was.
+    """Record of the run's tokenizer (kind, sha256, vocab_size), with the keys of data.tokenizer
+    that name its files.
     """
     scheme: Scheme | None = None
-    """How they are, or were trained to become, 8 bits; None where nothing says so."""
+    """Quantization that the weights have or were trained for, None without one."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Names that were left out, and why."""
+    """Names of tensors that were left out, and why."""
 
     def without_run(self) -> Weights:
-        """Return the weights without what only a run needs."""
+        """Return the weights without the state of a run."""
         if self.run is None:
             return self
         left_out = dict.fromkeys(self.moments, "state of the optimizer") | {
@@ -83,7 +82,7 @@ class Weights:
         return replace(self, moments={}, run=None, ignored={**self.ignored, **left_out})
 
     def with_progress(self, add: Callable[[int], object]) -> Weights:
-        """Return weights that tell ``add`` the bytes of each tensor that is loaded."""
+        """Return weights that call ``add`` with the bytes of each tensor that is loaded."""
 
         def counted(weight: Weight) -> Weight:
             def load() -> NDArray[Any]:
@@ -101,8 +100,8 @@ class Weights:
 
 
 def checked_model(path: Path, section: Mapping[str, Any]) -> ResolvedModel:
-    """Return the model of a section, with every size. Raises ConfigError where it describes no
-    model.
+    """Return the model of a section, with every size. Raises ConfigError for a section that does
+    not describe a model.
     """
     try:
         model = ModelConfig.model_validate(section)
@@ -111,15 +110,15 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ResolvedModel:
         where = ".".join(map(str, first["loc"])) or "section"
         found = "" if first["type"] == "missing" else f"={shown(first['input'])}"
         raise ConfigError(
-            f"{path}: {where}{found} of the model: {first['msg']}; mend the file"
+            f"{path}: {where}{found} of the model: {first['msg']}; fix the file"
         ) from None
     if model.num_layers > MAX_LAYERS:
         raise ConfigError(
-            f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; mend the file"
+            f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; fix the file"
         )
     if model.hidden_size % model.num_heads:
         raise ConfigError(
-            f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; mend"
+            f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; fix"
             " the file"
         )
     return resolve_model(model)
@@ -147,7 +146,9 @@ def check_tied(path: Path, name: str, head: FileTensor, table: FileTensor) -> No
 
 
 ReadPart: TypeAlias = Callable[[Any, NameRow, int, int], NDArray[Any]]
-"""(tensor of a file, its row, which of the parameters in it, heads) -> that parameter."""
+"""Reader of a parameter: (tensor of a file, its row, number of the parameter in it, heads) ->
+array.
+"""
 
 
 def _read_part(tensor: FileTensor, row: NameRow, part: int, heads: int) -> NDArray[Any]:
@@ -165,7 +166,7 @@ def weights_from(
     ignored: Mapping[str, str],
     read: ReadPart = _read_part,
 ) -> Weights:
-    """Return the weights of ``file``, in which ``path`` results. Raises CheckpointError as
+    """Return the weights of ``file``, which was found at ``path``. Raises CheckpointError as
     ``import_names`` does.
     """
     table = next(row.theirs for row in name_map.global_rows if row.ours == (EMBEDDING,))
@@ -194,9 +195,9 @@ def import_names(
     """Return the parameters under our names. Each has ``prefix`` before its name in ``stored`` and
     ``suffix`` after its name here.
 
-    read: how a tensor of ``stored`` is read, where those are not whole tensors of one file.
-    Raises CheckpointError listing all that are missing, unexpected or of another shape. The
-    embedding may have rows of padding.
+    read: reader of a tensor of ``stored``, where those are not whole tensors of one file. Raises
+    CheckpointError listing all that are missing, unexpected or of another shape. The embedding may
+    have rows of padding.
     """
     shapes = parameter_shapes(model)
     rows = name_map.rows(model.num_layers)
@@ -234,9 +235,9 @@ def export_names(
     prefix: str = "",
     suffix: str = "",
 ) -> dict[str, Weight]:
-    """Return the tensors of another format, from ``tensors`` by our names.
+    """Return the tensors of another format, made from ``tensors`` by our names.
 
-    dtype: of all tensors; None keeps their own. prefix and suffix: as in ``import_names``.
+    dtype: type of all tensors, None to keep their own. prefix and suffix: as in ``import_names``.
     """
 
     def packed(row: NameRow) -> Weight:
@@ -260,10 +261,8 @@ def arrays_of(tensors: Mapping[str, Weight]) -> Iterator[NDArray[Any]]:
 
 
 def to_type(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """Return an array in another type, bfloat16 as words on either side; the array itself where
-    nothing changes.
-
-    Raises CheckpointError where a number is too large.
+    """Return an array in another type, with bfloat16 as uint16 words. It is the same array where
+    nothing changes. Raises CheckpointError for a number that is too large.
     """
     if dtype == wanted:
         return array

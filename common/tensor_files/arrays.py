@@ -1,8 +1,8 @@
-"""Tensors of weight files as they lie on disk: name, type, shape, and any rectangle of them, read
-by memory map when it is asked for.
+"""Read tensors of weight files as they lie on disk: name, type, shape, and any rectangle of them.
+They are read by memory map when they are asked for.
 
-numpy has no bfloat16: such tensors travel as their 16-bit words (uint16), bit for bit, until
-somebody asks for float32.
+numpy has no bfloat16. Such tensors are passed on as 16-bit words (uint16), bit for bit, until a
+caller asks for float32.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
         "int64": "i8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": "u1", "bool": "?",
     }.items()
 }  # fmt: skip
-"""The type of array that holds a tensor of each type."""
+"""Array type that holds a tensor of each type."""
 
 _BLOCK = 2**22
-"""Elements that are converted at a time, so that a large tensor needs no second copy."""
+"""Elements converted at a time, so that a large tensor needs no second copy."""
 _COMPARED = 2**20
-"""Bytes that are compared at a time."""
+"""Bytes compared at a time."""
 _MAX_DIMS = 32
 _BAND = 256
-"""Columns of a matrix that are copied at a time."""
+"""Matrix columns copied at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorKind:
     dtype: str
-    """A key of NUMPY_TYPES."""
+    """Key of NUMPY_TYPES."""
     shape: tuple[int, ...]
 
     @property
@@ -57,17 +57,18 @@ class TensorKind:
 class FileTensor(TensorKind):
     name: str
     segments: tuple[Bytes, ...]
-    """Its bytes in the mapped file: row-major and to be joined, or, with ``strides``, one from its
-    first element on.
+    """Bytes in the mapped file: row-major segments to be joined, or, with ``strides``, one segment
+    from the first element on.
     """
     strides: tuple[int, ...] | None = None
-    """Strides in elements of a tensor that is not row-major; None where it is."""
+    """Strides in elements of a tensor that is not row-major; None if it is."""
     check: Callable[[], None] | None = None
-    """Compares the checksum of what holds the bytes, before they are first read. Raises
+    """Function that compares the checksum of the bytes before they are first read. Raises
     CheckpointError.
     """
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # two of one kind differ
+    # two tensors of the same type and shape differ
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __post_init__(self) -> None:
         """Raise ValueError for a shape that no array has, such as (0, 2**70)."""
@@ -78,13 +79,12 @@ class FileTensor(TensorKind):
             )
 
     def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
-        """The whole, or the part with [first, end) of each dim: read-only, a view of the file
-        unless segments had to be joined.
+        """Return the whole tensor, or the part with [first, end) of each dim. The array is
+        read-only, and a view of the file unless segments had to be joined.
 
         bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before
-        a framework gets it.
-        Raises ValueError if the rectangle does not lie within the shape, and CheckpointError where
-        the bytes have changed.
+        passing it to a framework. Raises ValueError if the rectangle does not lie within the shape,
+        and CheckpointError if the bytes have changed.
         """
         spans = (
             [(0, size) for size in self.shape]
@@ -95,7 +95,7 @@ class FileTensor(TensorKind):
             not 0 <= first <= end <= size
             for (first, end), size in zip(spans, self.shape)  # noqa: B905
         ):
-            raise ValueError(f"{self.name} is {list(self.shape)}: {spans} is no part of it")
+            raise ValueError(f"{self.name} is {list(self.shape)}: {spans} is not a part of it")
         if self.check is not None:
             self.check()
         item = NUMPY_TYPES[self.dtype]
@@ -125,7 +125,7 @@ class FileTensor(TensorKind):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorFile(Mapping[str, FileTensor]):
-    """The tensors of one file (or of the shards of one index) by name, and what else it holds."""
+    """Tensors of one file (or of the shards of one index) by name, and its other values."""
 
     path: Path
     tensors: Mapping[str, FileTensor]
@@ -134,7 +134,7 @@ class TensorFile(Mapping[str, FileTensor]):
     and MindSpore files.
     """
     tree: Any
-    """Tensors and plain values as the file nests them; a name is the path in it, joined by dots."""
+    """Tensors and plain values, nested as in the file; a name is the path, joined by dots."""
 
     def __getitem__(self, name: str) -> FileTensor:
         return self.tensors[name]
@@ -147,7 +147,7 @@ class TensorFile(Mapping[str, FileTensor]):
 
 
 def map_file(path: Path) -> Bytes:
-    """The bytes of a file, mapped read-only; they stay readable as long as an array of them lives.
+    """Map the bytes of a file read-only; they stay readable as long as an array of them lives.
     Raises CheckpointError.
     """
     with open_input(path, CheckpointError) as file, reading(path, CheckpointError):
@@ -157,34 +157,36 @@ def map_file(path: Path) -> Bytes:
 
 
 def contiguous(array: NDArray[Any], room: ScratchBuffer | None = None) -> NDArray[Any]:
-    """The array, or a row-major copy of one that is not; of a transposed matrix in ``room``, if
-    that is given.
+    """Return the array, or a row-major copy if it is not row-major. The copy of a transposed matrix
+    is made in ``room``, if that is given.
     """
     if array.ndim == 2 and not array.flags.c_contiguous and array.strides[0] < array.strides[1]:
         ordered = (room or ScratchBuffer()).take(array)
         copy_in_bands(ordered, array)
         return ordered
-    return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a scalar
+    return np.ascontiguousarray(array).reshape(array.shape)  # it makes a row of a scalar
 
 
 def copy_in_bands(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Copy a matrix in bands of columns.
 
-    numpy copies a transposed matrix along the columns of the result, which no cache holds. In bands
-    it is two to five times as fast.
+    numpy copies a transposed matrix along the columns of the result, which do not fit in a cache.
+    In bands it is two to five times as fast.
     """
     for first in range(0, source.shape[-1], _BAND):
         target[..., first : first + _BAND] = source[..., first : first + _BAND]
 
 
 class ScratchBuffer:
-    """Memory for one array after the other: new pages cost as much as what is copied into them."""
+    """Memory that is reused for one array after the other: allocating new pages costs as much as
+    the copy itself.
+    """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def take(self, like: NDArray[Any]) -> NDArray[Any]:
-        """An array of that shape and type, whose content is anything; the one taken before is
+        """Return an array of that shape and type with arbitrary content; the array taken before is
         overwritten.
         """
         if self._memory.size < like.nbytes:
@@ -193,7 +195,9 @@ class ScratchBuffer:
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
-    """The bytes of an array, row-major; a copy only where the array is not."""
+    """Return the bytes of an array in row-major order; copies only if the array is not row-
+    major.
+    """
     return contiguous(array).reshape(-1).view(np.uint8).data
 
 
@@ -207,9 +211,10 @@ def same_bytes(one: FileTensor, other: FileTensor) -> bool:
 
 
 def prefetch_arrays(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[NDArray[Any]]:
-    """Yield the makers' arrays, row-major.
+    """Yield the arrays of the makers, row-major.
 
-    The next array is made while the caller has this one, and the one after that overwrites it.
+    The next array is made while the caller uses this one. The array after the next overwrites this
+    one.
     """
     rooms = itertools.cycle((ScratchBuffer(), ScratchBuffer()))
     with ThreadPoolExecutor(1) as pool:
@@ -220,7 +225,7 @@ def prefetch_arrays(makers: Iterable[Callable[[], NDArray[Any]]]) -> Iterator[ND
                 continue
             array, coming = coming.result(), pool.submit(_make, make, next(rooms))
             yield array
-            del array  # before the one after next is begun: two are in memory
+            del array  # before the one after the next is begun: two are in memory
         if coming is not None:
             yield coming.result()
 
@@ -230,13 +235,13 @@ def _make(make: Callable[[], NDArray[Any]], room: ScratchBuffer) -> NDArray[Any]
 
 
 def widen_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The float32 of the same value: a bfloat16 is the upper half of a float32."""
+    """Return the same values as float32: a bfloat16 is the upper half of a float32."""
     return np.left_shift(words, 16, dtype=np.uint32).view(np.float32)
 
 
 def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The words of the nearest bfloat16, ties to even; beyond the largest is infinity, NaN stays
-    NaN with its sign.
+    """Return the words of the nearest bfloat16, ties to even. Values beyond the largest become
+    infinity; NaN stays NaN with its sign.
     """
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     words = np.empty(flat.size, np.uint16)
@@ -244,8 +249,8 @@ def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
         block = flat[first : first + _BLOCK]
         bits = block.view(np.uint32)
         upper = bits >> 16
-        # a NaN whose payload lies in the lower half alone would become infinity: its quiet bit is
-        # set instead
+        # a NaN with all its payload in the lower half would become infinity: set its quiet bit
+        # instead
         words[first : first + _BLOCK] = np.where(
             np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16
         )

@@ -1,4 +1,4 @@
-"""A file written from front to end with the CRC-32 of its bytes, and the CRC-32 of a file."""
+"""Write a file from front to end with the CRC-32 of its bytes, and compute the CRC-32 of a file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BEFORE_SYNC = 2**27
 
 
 class ChecksummedFile:
-    """A file to write from front to end, and the CRC-32 of its bytes; fsynced when the block ends.
-    OSError is left to the caller.
+    """Open a file to write from front to end, with the CRC-32 of its bytes. It is fsynced when the
+    block ends. OSError is left to the caller.
 
-    Two threads go along: for the checksum, which takes half as long as a fast disk, and to hand
-    what is written to the disk meanwhile.
+    Two threads help: one computes the checksum, which takes half as long as a fast disk. The other
+    tells the disk to begin with what is already written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class ChecksummedFile:
 
     def write(self, data: bytes | memoryview) -> None:
         summed = self._summing.submit(zlib.crc32, data, self.checksum)
-        # a large write from a mapped file may take Linux ten times as long
+        # Linux may take ten times as long for a large write from a mapped file
         for first in range(0, len(data), _AT_ONCE):
             self._file.write(data[first : first + _AT_ONCE])
         self.checksum = summed.result()
@@ -62,7 +62,7 @@ class ChecksummedFile:
 
 
 def file_checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file's bytes."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(2**22):

@@ -1,4 +1,4 @@
-"""Weight files of any container through one door: ``open_tensors``."""
+"""Open weight files of any container with one function: ``open_tensors``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Container:
     endings: tuple[str, ...]
     remedy: str = "copy it again or use another one"
     faults: type[Exception] = ValueError
-    """The exceptions of the reader on a broken file."""
+    """Exceptions that readers raise on a broken file."""
 
 
 _SAFETENSORS = _Container(
@@ -59,11 +59,11 @@ _CONTAINERS = (
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFile]:
-    """Open a file by what it begins with, then by its ending, and ``NAME.index.json`` with all its
+    """Open a file by its first bytes, then by its ending; open ``NAME.index.json`` with all its
     shards.
 
-    No tensor is read before it is asked for. Raises CheckpointError on a file that is missing,
-    broken, of no known format, or names code.
+    No tensor is read before it is asked for. Raises CheckpointError for a file that is missing,
+    broken, of an unknown format, or that names code.
     """
     yield _read_shards(path) if path.name.endswith(".index.json") else _read(path)
 
@@ -91,15 +91,15 @@ def _container_of(path: Path, content: Bytes) -> _Container:
     if head[8:9] == b"{":
         return _SAFETENSORS
     raise CheckpointError(
-        f"{path}: no weight file that is known; expected safetensors, a file of torch.save (.bin,"
+        f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"
         " .pt, .pth), a MindSpore .ckpt, the .index of TensorFlow, a .pdparams of Paddle, or the"
         " .index.json of shards"
     )
 
 
 def _is_beside(shard: str) -> bool:
-    """Whether this is the plain name of a file, other than that of an index: indices that name each
-    other would have no end.
+    """Whether this is the plain name of a file that is not an index: indices that name each other
+    would recurse without end.
     """
     return (
         shard != ""
@@ -113,11 +113,11 @@ def _read_shards(path: Path) -> TensorFile:
     places = read_json_mapping(path, error=CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise CheckpointError(
-            f"{path}: no index of shards; expected weight_map, from tensors to files beside it"
+            f"{path}: not an index of shards; expected weight_map, from tensors to files beside it"
         )
     if strange := [shard for shard in places.values() if not _is_beside(shard)]:
         raise CheckpointError(
-            f"{path}: the shard {strange[0][:60]!r} is in another folder, or is no file; copy the"
+            f"{path}: the shard {strange[0][:60]!r} is in another folder or not a file; copy the"
             " whole folder again"
         )
     files = {shard: _read(path.with_name(shard)) for shard in sorted(set(places.values()))}

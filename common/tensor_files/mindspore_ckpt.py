@@ -1,9 +1,9 @@
-"""MindSpore's ``.ckpt`` files without MindSpore or protobuf: read by memory map, written as a
-stream.
+"""Read and write MindSpore's ``.ckpt`` files without MindSpore or protobuf: read by memory map,
+written as a stream.
 
-Format: mindspore/ccsrc/utils/checkpoint.proto, and ``_exec_save`` of
-mindspore/train/serialization.py for what the schema leaves open: a large tensor is several values
-of one tag, and ``crc_num`` with a CRC-32 in ten bytes may follow the last value.
+Format: mindspore/ccsrc/utils/checkpoint.proto. ``_exec_save`` of mindspore/train/serialization.py
+defines what the schema leaves open: a large tensor is several values of one tag, and ``crc_num``
+with a CRC-32 in ten bytes may follow the last value.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ _SLICE = 2**29
 """Bytes of one value, as MindSpore cuts them: a protobuf message must stay below 2 GiB."""
 _SEAL = b"crc_num"
 _SEAL_SIZE = len(_SEAL) + 10
-"""The end of a file of ``save_checkpoint(crc_check=True)``."""
+"""Marker at the end of a file of ``save_checkpoint(crc_check=True)``."""
 
 
 def read_mindspore(path: Path, content: Bytes) -> TensorFile:
-    """Tensors by tag; texts are plain values, and numbers (``step_num``) are tensors of shape ().
+    """Return tensors by tag. Texts are plain values, and numbers (``step_num``) are tensors of
+    shape ().
 
-    Raises ValueError if the file is broken or encrypted, its checksum is wrong, or it holds types
-    that GPT-2 does not have.
+    Raises ValueError if the file is broken or encrypted, if its checksum is wrong, or if it holds
+    types that GPT-2 does not have.
     """
     tensors, texts = _parse(_without_seal(content))
     return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
 
 
 def is_checkpoint(head: bytes) -> bool:
-    """Whether a file begins as a checkpoint does, which a strategy file or a pickle does not."""
+    """Whether a file begins like a checkpoint; a strategy file or a pickle does not."""
     return head[:1] == bytes_key(1, 0)[:1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Value:
-    """One message Value; only its last slice ends a tensor."""
+    """One message Value; only the last slice of a tensor completes it."""
 
     tag: str
     dims: tuple[int, ...]
@@ -81,7 +82,7 @@ def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
             continue
         if value.tag in tensors or value.tag in texts:
             raise ValueError(f"{value.tag} is there twice")
-        if value.type == "str":  # as numpy stores texts
+        if value.type == "str":  # numpy stores texts this way
             texts[value.tag] = (
                 b"".join(part.data.tobytes() for part in slices).decode("utf-32-le").rstrip("\0")
             )
@@ -116,11 +117,11 @@ def _value(message: Bytes) -> _Value:
         raise ValueError("a value has no tag")
     name = tag.tobytes().decode()
     if tensor is None or isinstance(tensor, int):
-        raise ValueError(f"{name} is no tensor but a map parameter, which GPT-2 has not")
+        raise ValueError(f"{name} is a map parameter, not a tensor; GPT-2 has none")
     dims: list[int] = []
     kind, data = None, None
     for number, part in read_fields(tensor):
-        if number == 1:  # one by one, or packed: readers of protobuf accept both
+        if number == 1:  # one by one or packed: readers of protobuf accept both
             dims += [part] if isinstance(part, int) else read_packed(part)
         elif number == 2 and not isinstance(part, int):
             kind = part.tobytes().decode()
@@ -132,8 +133,8 @@ def _value(message: Bytes) -> _Value:
 
 
 def _without_seal(content: Bytes) -> Bytes:
-    """Return what comes before the checksum. Raises ValueError if it is not the checksum of
-    that.
+    """Return the bytes before the checksum. Raises ValueError if the checksum does not match
+    them.
     """
     seal = content[-_SEAL_SIZE:].tobytes()
     if not seal.startswith(_SEAL) or len(seal) < _SEAL_SIZE:
@@ -150,14 +151,14 @@ def _without_seal(content: Bytes) -> Bytes:
 def stream_mindspore(
     path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]
 ) -> int:
-    """Write and fsync a file of ``arrays``, made one at a time in the order of ``kinds``; bfloat16
-    as uint16 words.
+    """Write and fsync a file of ``arrays``, made one at a time in the order of ``kinds``. bfloat16
+    comes as uint16 words.
 
     Returns the CRC-32 of the file's bytes. OSError is left to the caller, who owns the folder.
     """
     with ChecksummedFile(path) as file:
         pending = iter(kinds.items())
-        for array in arrays:  # zip would hold the last one while the next is made
+        for array in arrays:  # zip would keep the last array alive while the next is made
             (name, kind), data = next(pending), bytes_of(array)
             assert len(data) == kind.nbytes, f"the array of {name} is that of its kind"
             head = b"".join(b"\x08" + to_varint(size) for size in kind.shape) + bytes_field(

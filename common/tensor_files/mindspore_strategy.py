@@ -1,8 +1,8 @@
-"""MindSpore's strategy files without MindSpore or protobuf: how the ranks of each pipeline stage
-split the parameters.
+"""Read and write MindSpore's strategy files without MindSpore or protobuf. They say how the ranks
+of each pipeline stage split the parameters.
 
-Format: ParallelStrategyMap of mindspore/ccsrc/utils/node_strategy.proto, or the same as JSON; how
-it is meant: mindspore/parallel/_tensor.py. In a file of several stages, which
+Format: ParallelStrategyMap of mindspore/ccsrc/utils/node_strategy.proto, or the same as JSON.
+Meaning: mindspore/parallel/_tensor.py. In a file of several stages, which
 ``merge_pipeline_strategys`` makes, a parameter is called ``STAGE-NAME``.
 """
 
@@ -34,17 +34,17 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks of a stage split one parameter."""
+    """Layout of one parameter: how the ranks of a stage split it."""
 
     devices: tuple[int, ...]
-    """The sizes of the axes in which the ranks are arranged, the slowest first."""
+    """Sizes of the axes in which the ranks are arranged, the slowest first."""
     axes: tuple[tuple[int, ...], ...]
-    """Of each dim the axes that split it, as their places in ``devices``; the outermost first."""
+    """Axes that split each dim, as their places in ``devices``; the outermost first."""
     shards: int = 1
-    """The parts in which the optimizer's ranks split dim 0 once more."""
+    """Number of parts into which the optimizer's ranks split dim 0 once more."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for axes that do not exist, or split two dims."""
+        """Raise ValueError for axes that do not exist or that split two dims."""
         used = [axis for axes in self.axes for axis in axes]
         if (
             min(self.devices, default=0) < 1
@@ -58,12 +58,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a stage."""
+        """Number of ranks of a stage."""
         return math.prod(self.devices)
 
     @property
     def copies(self) -> int:
-        """Ranks of a stage that hold the same part before ``shards`` split it."""
+        """Number of ranks of a stage that hold the same part before ``shards`` split it."""
         return math.prod(self.devices[axis] for axis in self._free_axes)
 
     @property
@@ -92,8 +92,8 @@ class Layout:
         return tuple(places)
 
     def first_ranks(self, ranks: Iterable[int], without: Iterable[int] = ()) -> list[int]:
-        """Return the first of ``ranks`` that holds each part, for parts that none of ``without``
-        holds.
+        """Return the first of ``ranks`` that holds each part. Parts that a rank of ``without``
+        holds are left out.
         """
         places = _places(self)
         seen = {places[rank] for rank in without}
@@ -105,7 +105,7 @@ class Layout:
         return found
 
     def spans(self, rank: int, part: tuple[int, ...]) -> Spans:
-        """Return the rectangle that a rank holds, whose shape is ``part``."""
+        """Return the rectangle that a rank holds; its shape is ``part``."""
         return tuple(
             (place * size, (place + 1) * size)
             for place, size in zip(self.place(rank), part, strict=True)
@@ -118,14 +118,14 @@ def _places(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 Strategy: TypeAlias = Mapping[int, Mapping[str, Layout]]
-"""Stage -> name -> layout."""
+"""Layout by stage and parameter name."""
 
 
 # ---- reading ----
 
 
 def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
-    """Return the layouts of a file, of one stage or of several. Raises CheckpointError."""
+    """Return the layouts of a file, of one or several stages. Raises CheckpointError."""
     content = read_bytes(path, limit=_MOST_BYTES, error=CheckpointError)
     try:
         is_json = content[:1] == b"{"
@@ -151,7 +151,7 @@ def _from_protobuf(content: Bytes) -> dict[int, dict[str, Layout]]:
 
 
 def _record(message: Bytes) -> dict[str, Any]:
-    """Return a message ParallelLayouts as the dict that the JSON has."""
+    """Return a message ParallelLayouts as the dict of its JSON form."""
     found: dict[str, Any] = {"dev_matrix": [], "tensor_map": [], "param_split_shape": []}
     lists = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape"}
     numbers = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
@@ -163,7 +163,7 @@ def _record(message: Bytes) -> dict[str, Any]:
     for name in ("dev_matrix", "param_split_shape"):
         found[name] = found[name][0] if found[name] else []
     maps = found["tensor_map"]
-    several = len(maps) > 1  # a list of axes for each dim, else an axis for each
+    several = len(maps) > 1  # a list of axes for each dim, or one axis for each dim
     found["tensor_map"] = [dims for dims in maps if dims] if several else [*chain(*maps)]
     return found
 
@@ -189,7 +189,7 @@ def _only_bytes(part: int | Bytes) -> Bytes:
 def _only_number(message: Bytes, number: int) -> int:
     found = dict(read_fields(message)).get(number)
     if not isinstance(found, int):
-        raise ValueError(f"field {number} is no number")
+        raise ValueError(f"field {number} is not a number")
     return found
 
 
@@ -216,7 +216,7 @@ def _by_stage(stage: int, records: Mapping[str, Any]) -> dict[int, dict[str, Lay
 
 
 def _layout(record: Mapping[str, Any]) -> Layout:
-    """Return a layout; axes are counted from the last one there, and -1 splits nothing."""
+    """Return a layout. The file counts axes from the last one, and -1 splits nothing."""
     if record.get("param_split_shape") or record.get("field"):
         raise ValueError("parts of unequal sizes, or of fields, which GPT-2 has not")
     devices = tuple(record["dev_matrix"])
@@ -236,7 +236,7 @@ def write_strategy(path: Path, strategy: Strategy) -> None:
     items, layouts = [], []
     for stage, found in strategy.items():
         splits = int_field(1, stage) + bytes_field(2, b"")
-        # one operator says the stage; those of the network are not looked at
+        # one operator carries the stage; the network's own operators are not read
         items.append(bytes_field(2, bytes_field(1, b"parameters") + bytes_field(2, splits)))
         layouts += [
             bytes_field(3, bytes_field(1, f"{stage}-{name}".encode()) + bytes_field(2, _to(layout)))

@@ -1,5 +1,5 @@
-"""Paddle's ``.pdparams`` without Paddle: a pickle of numpy arrays by name, taken as data alone,
-whose bytes stay in the mapped file.
+"""Read Paddle's ``.pdparams`` without Paddle: a pickle of numpy arrays by name. It is read as data
+only, and the arrays' bytes stay in the mapped file.
 
 Format: python/paddle/framework/io.py, ``_build_saved_state_dict`` (arrays, and their other names
 under StructuredToParameterName@@) and ``_pickle_save`` (pairs of such a name and an array).
@@ -20,14 +20,14 @@ from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
 STATE = ".pdopt"
 _PARAMETER_NAMES = "StructuredToParameterName@@"
-# Paddle's bfloat16 is uint16 too
+# uint16 is Paddle's bfloat16 too
 _TYPES = {dtype.name: word for word, dtype in NUMPY_TYPES.items()}
 _LONG = 4096
-"""Bytes from which on an array stays in the file."""
+"""Size in bytes from which an array stays in the file."""
 
 
 def read_paddle(path: Path, content: Bytes) -> TensorFile:
-    """Arrays by name; of a state (.pdopt) also what is no array, in ``plain``.
+    """Return arrays by name; for a state (.pdopt), other values are in ``plain``.
 
     Raises CheckpointError if the file names code, and almost any error if it is broken.
     """
@@ -52,7 +52,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Whether this is a name and an array."""
+    """Whether this is a pair of a name and an array."""
     return isinstance(value, tuple) and len(value) == 2
 
 
@@ -63,7 +63,7 @@ def _tensor(name: Any, value: Any) -> FileTensor:
         or not isinstance(array, np.ndarray)
         or array.dtype.name not in _TYPES
     ):
-        raise ValueError(f"{name} is no array of numbers")
+        raise ValueError(f"{name} is not an array of numbers")
     ordered = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return FileTensor(
         name=name,
@@ -77,20 +77,20 @@ def _storage_of(content: Bytes) -> Any:
     def storage_of(dtype: str, key: str, numel: int, view: Any) -> Storage:
         first = int(key)
         if dtype != "uint8" or view is not None or not 0 <= first <= first + numel <= content.size:
-            raise ValueError(f"{numel} bytes at {key} are no part of it")
+            raise ValueError(f"{numel} bytes at {key} are not a part of it")
         return Storage(dtype=dtype, numel=numel, data=content[first : first + numel])
 
     return storage_of
 
 
 def _without_arrays(path: Path) -> bytes:
-    """The pickle with the place of every long string of bytes instead of it, as torch's pickles
-    name storages; what is left is small.
+    """Return a pickle in which the place of every long string of bytes stands for it, as torch's
+    pickles name storages. The result is small.
     """
     program = bytearray()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         start, frame_end = 0, 0
-        # it stops at the end of the file, whatever is asked
+        # reading stops at the end of the file, however much is asked for
         for opcode, argument, position in pickletools.genops(cast(IO[bytes], mapped)):
             end, size = mapped.tell(), len(argument) if isinstance(argument, bytes) else 0
             if opcode.name == "FRAME":
@@ -99,7 +99,7 @@ def _without_arrays(path: Path) -> bytes:
                 raise ValueError(
                     "bytes of it are missing or too many: it does not end where its frames do"
                 )
-            # frames tell the size of what follows: checked above, and left out
+            # frames give the size of what follows; they are checked above and left out
             if size < _LONG and opcode.name != "FRAME":
                 continue
             program += mapped[start:position]

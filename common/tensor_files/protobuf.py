@@ -1,5 +1,5 @@
-"""The fields of protobuf messages, of which the files of MindSpore and TensorFlow are made, without
-protobuf.
+"""Read and write fields of protobuf messages without protobuf. The files of MindSpore and
+TensorFlow consist of them.
 
 Format: https://protobuf.dev/programming-guides/encoding.
 """
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from common.tensor_files.arrays import Bytes
 
 _VARINT, _FIXED64, BYTES, _FIXED32 = 0, 1, 2, 5
-"""The wire types."""
+"""Wire types."""
 
 
 def read_fields(message: Bytes) -> Iterator[tuple[int, int | Bytes]]:
-    """Number and content of each field, in order. Raises ValueError where the message breaks
+    """Yield number and content of each field, in order. Raises ValueError if the message breaks
     off.
     """
     position = 0
@@ -44,7 +44,7 @@ def read_fields(message: Bytes) -> Iterator[tuple[int, int | Bytes]]:
 
 
 def read_varint(message: Bytes, position: int) -> tuple[int, int]:
-    """A number and the position after it."""
+    """Return a number and the position after it."""
     value = 0
     for place in range(10):
         if position + place >= message.size:
@@ -66,7 +66,7 @@ def read_packed(part: Bytes) -> list[int]:
 
 
 def to_varint(value: int) -> bytes:
-    """Return a number as it is written; a negative one takes ten bytes."""
+    """Return a number in its encoded form; a negative one takes ten bytes."""
     value, digits = value % 2**64, []
     while value > 0x7F:
         digits.append(value & 0x7F | 0x80)
@@ -79,7 +79,7 @@ def int_field(number: int, value: int) -> bytes:
 
 
 def bytes_key(number: int, size: int) -> bytes:
-    """Return what comes before the content of a field of bytes."""
+    """Return the bytes before the content of a field of bytes."""
     return to_varint(number << 3 | BYTES) + to_varint(size)
 
 

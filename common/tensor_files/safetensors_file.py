@@ -1,5 +1,5 @@
-"""Safetensors files of others, bfloat16 and shards included: read by memory map, written as a
-stream.
+"""Read and write safetensors files of any source, with bfloat16 and shards: read by memory map,
+written as a stream.
 
 Format: https://github.com/huggingface/safetensors#format; shards are
 model-00001-of-00002.safetensors beside an index, as transformers names them.
@@ -35,8 +35,8 @@ _WORDS = {code: word for word, code in SAFETENSORS_TYPES.items()}
 
 
 def read_safetensors(path: Path, content: Bytes) -> TensorFile:
-    """Raises ValueError saying what is broken: nothing is read of a file that does not fit together
-    as a whole.
+    """Return the tensors. Raises ValueError with what is broken; nothing is read from a file that
+    is not consistent as a whole.
     """
     if content.size < 8:
         raise ValueError(f"{content.size} bytes are too few for the length of its header")
@@ -47,10 +47,10 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
         )
     header = parse_json(content[8 : 8 + length].tobytes())
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
-        raise ValueError("__metadata__ is no JSON object")
+        raise ValueError("__metadata__ is not a JSON object")
     data = content[8 + length :]
     tensors = {name: _tensor(name, entry, data) for name, entry in header.items()}
     position = 0
@@ -80,7 +80,7 @@ def _tensor(name: str, entry: Any, data: Bytes) -> FileTensor:
         )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(
-            f"shape {shown(shape)} or data_offsets {shown(offsets)} of {name[:80]} is no list of"
+            f"shape {shown(shape)} or data_offsets {shown(offsets)} of {name[:80]} is not a list of"
             " sizes"
         )
     kind = TensorKind(dtype=_WORDS[entry["dtype"]], shape=tuple(shape))
@@ -101,8 +101,8 @@ def _are_sizes(values: Any) -> bool:
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> int:
-    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is one tensor's copy
-    at most.
+    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is the copy of one
+    tensor at most.
 
     OSError is left to the caller, who owns the folder.
     """
@@ -116,8 +116,8 @@ def write_safetensors(path: Path, tensors: Tensors) -> int:
 def stream_safetensors(
     path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]
 ) -> int:
-    """Write ``arrays``, made one at a time in the order of ``kinds``: none is held while the next
-    is made. Returns the CRC-32.
+    """Write ``arrays``, made one at a time in the order of ``kinds``. No array is kept while the
+    next is made. Returns the CRC-32.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -142,11 +142,11 @@ def stream_safetensors(
 def stream_shards(
     folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]], *, limit: int
 ) -> dict[str, int]:
-    """Write ``arrays``, made one at a time in the order of ``kinds``, into files of at most
-    ``limit`` bytes of tensors each (a larger tensor has one to itself), with an index if there are
-    several; returns the CRC-32 of each file by its name.
+    """Write ``arrays``, made one at a time in the order of ``kinds``, into one or more files.
+    Return the CRC-32 of each file by its name.
 
-    OSError and StorageError are left to the caller, who owns the folder.
+    A file has at most ``limit`` bytes of tensors; a larger tensor has a file to itself. Several
+    files get an index. OSError and StorageError are left to the caller, who owns the folder.
     """
     shards: list[dict[str, TensorKind]] = [{}]
     for name, kind in kinds.items():
@@ -179,13 +179,13 @@ def stream_shards(
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A ``safetensors.safe_open`` reader of numpy arrays. Raises CheckpointError on a file that is
-    missing or broken.
+    """Return a ``safetensors.safe_open`` reader of numpy arrays. Raises CheckpointError for a file
+    that is missing or broken.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        # the library says of every file that it cannot open that it is not there
+        # the library says of every file that it cannot open that the file is absent
         path.open("rb").close()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
@@ -206,5 +206,5 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def shapes_of(reader: Any) -> dict[str, tuple[int, ...]]:
-    names = reader.keys()  # safe_open is no mapping
+    names = reader.keys()  # safe_open is not a mapping
     return {name: tuple(reader.get_slice(name).get_shape()) for name in names}

@@ -1,5 +1,5 @@
-"""TensorFlow's checkpoints without TensorFlow: NAME.index, a sorted table of where each tensor lies
-in NAME.data-00000-of-00001.
+"""Read TensorFlow's checkpoints without TensorFlow. NAME.index is a sorted table that locates each
+tensor in NAME.data-00000-of-00001.
 
 Format: tensorflow/core/util/tensor_bundle/tensor_bundle.cc and
 tensorflow/core/protobuf/tensor_bundle.proto; the table is LevelDB's,
@@ -18,18 +18,18 @@ from common.tensor_files.protobuf import read_fields, read_varint
 _MAGIC = 0xDB4775248B80FB57.to_bytes(8, "little")
 _FOOTER = 48
 _TRAILER = 5
-"""After each block: how it is compressed, and its checksum."""
+"""Bytes after each block: its compression and its checksum."""
 _MAX_SHARDS = 10_000
 _TYPES = {
     1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 9: "int64",
     10: "bool", 14: "bfloat16", 19: "float16",
 }  # fmt: skip
-"""Keyed by the numbers of tensorflow/core/framework/types.proto."""
+"""Types by the numbers of tensorflow/core/framework/types.proto."""
 _TEXT = 7
 
 
 def read_tensorflow(path: Path, content: Bytes) -> TensorFile:
-    """path: NAME.index. Tensors by name, and texts as their raw bytes; every checksum is compared.
+    """Return tensors by name, and texts as raw bytes; every checksum is compared. path: NAME.index.
 
     Raises ValueError if a file is broken or compressed, or a tensor is cut into slices, and
     CheckpointError if a file is missing.
@@ -51,7 +51,7 @@ def read_tensorflow(path: Path, content: Bytes) -> TensorFile:
     tensors: dict[str, FileTensor] = {}
     texts: dict[str, bytes] = {}
     for key, value in entries.items():
-        if key.startswith(b"\0"):  # a slice of a variable, whose own entry is refused
+        if key.startswith(b"\0"):  # a slice of a variable; the variable's own entry is refused
             continue
         name, entry = key.decode(), _Message(value)
         kind, data = entry.number(1), _data(name, entry, shards)
@@ -63,8 +63,8 @@ def read_tensorflow(path: Path, content: Bytes) -> TensorFile:
 
 
 class _Message:
-    """The fields of a protobuf message by number. Raises ValueError where one is of another kind
-    than asked for.
+    """Return the fields of a protobuf message by number. Raises ValueError if a field is of another
+    kind than expected.
     """
 
     def __init__(self, content: Bytes) -> None:
@@ -75,7 +75,7 @@ class _Message:
     def number(self, field: int) -> int:
         value = self._fields.get(field, [0])[-1]
         if not isinstance(value, int):
-            raise ValueError(f"field {field} of an entry is no number")
+            raise ValueError(f"field {field} of an entry is not a number")
         return value
 
     def parts(self, field: int) -> list[Bytes]:
@@ -123,15 +123,15 @@ def masked_crc32c(data: Bytes) -> int:
     """Return the CRC-32C of ``data``, rotated and shifted as in
     tensorflow/core/lib/hash/crc32c.h.
     """
-    import google_crc32c  # no other format needs it
+    import google_crc32c  # only this format needs it
 
-    # it takes any contiguous buffer, without a copy
+    # it takes any contiguous buffer without a copy
     value: int = google_crc32c.value(data)  # type: ignore[arg-type]
     return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _table(content: Bytes) -> Iterator[tuple[bytes, Bytes]]:
-    """Keys and values, in order."""
+    """Yield keys and values, in order."""
     footer = content[-_FOOTER:]
     if footer.size < _FOOTER or footer[-8:].tobytes() != _MAGIC:
         raise ValueError("it does not end as an index does")
@@ -145,7 +145,7 @@ def _table(content: Bytes) -> Iterator[tuple[bytes, Bytes]]:
 
 
 def _handle(content: Bytes, position: int) -> tuple[tuple[int, int], int]:
-    """First byte and size of a block, and the position after them."""
+    """Return first byte and size of a block, and the position after these two numbers."""
     first, position = read_varint(content, position)
     size, position = read_varint(content, position)
     return (first, size), position

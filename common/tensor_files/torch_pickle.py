@@ -1,8 +1,8 @@
-"""The pickles inside torch files, read as plain data: what they name is looked up in a table here,
-never imported, never called.
+"""Read the pickles inside torch files as plain data. Names in them are looked up in a table here;
+they are never imported or called.
 
-Pickle programs may name any function. These few stand for inert records; any other name ends the
-reading with an error.
+A pickle may name any function. The few names in the table stand for inert records; any other name
+stops the reading with an error.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ STORAGES = {
 }  # fmt: skip
 _WORDS = {storage: word for word, storage in STORAGES.items()} | {"UntypedStorage": "uint8"}
 _MAX_VALUES = 1_000_000
-"""Beyond any file of weights; a few lists, each of the one before, could hold more than the
-memory.
+"""Limit beyond any file of weights: a few nested lists, each repeating the one before, could
+otherwise exceed the memory.
 """
 
 
 _INERT_PACKAGES = ("megatron", "deepspeed", "paddle")
-"""Packages whose files hold objects of their own classes; these are records, as are buffers of
+"""Packages whose files hold objects of their own classes. These become records, as do buffers of
 bytes (``_io.BytesIO``).
 """
 
 
 class TorchName(str):
-    """A name of torch's that stands for itself, as ``torch.float16``."""
+    """Name of torch that stands for itself, such as ``torch.float16``."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """The content of an object whose class is not loaded: one of _INERT_PACKAGES, or a buffer of
+    """Content of an object whose class is not loaded: one of _INERT_PACKAGES, or a buffer of
     bytes.
     """
 
@@ -60,7 +60,7 @@ class Foreign:
 
 
 class _Sealed:
-    """An object that a pickle may not change once it is made."""
+    """Object that a pickle may not change once it is made."""
 
     __slots__ = ()
 
@@ -70,12 +70,12 @@ class _Sealed:
 
 @dataclass(kw_only=True, eq=False)
 class Storage(_Sealed):
-    """A run of elements that tensors are views of."""
+    """Storage: a run of elements, of which tensors are views."""
 
     dtype: str
     numel: int
     data: Bytes | None = None
-    """Filled in once known: old files have the data after the pickle."""
+    """Set once known: old files have the data after the pickle."""
     check: Callable[[], None] | None = None
     """See ``FileTensor.check``."""
 
@@ -85,8 +85,8 @@ class Storage(_Sealed):
 
 
 StorageOf: TypeAlias = Callable[[str, str, int, Any], Storage]
-"""Finds the storage that a tensor names: (dtype, key, elements, view). view: None, or (key, offset,
-elements) of a part of it.
+"""Function that finds the storage of a tensor: (dtype, key, elements, view). view: None, or (key,
+offset, elements) of a part of it.
 """
 
 
@@ -99,15 +99,15 @@ class _View(_Sealed):
 
 
 class _Record:
-    """A record that the pickle makes and fills. Its state goes here and nowhere else: without
-    ``__setstate__``, pickle would set attributes by name.
+    """Record that the pickle makes and fills. Its state goes only here: without ``__setstate__``,
+    pickle would set attributes by name.
     """
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
     state: Any
 
-    # __init__ is not called by every way in which a pickle makes an object
+    # some ways in which a pickle makes an object do not call __init__
     def __new__(cls, *arguments: Any) -> Self:
         self = super().__new__(cls)
         self.arguments, self.state = arguments, None
@@ -135,7 +135,7 @@ class _Foreign(_Record):
 
 
 class _Dict(dict[Any, Any]):
-    """An OrderedDict; torch's hangs the versions of modules on it, which nobody needs."""
+    """An OrderedDict. torch attaches the versions of modules to it, which are not needed."""
 
     __slots__ = ()
 
@@ -144,8 +144,8 @@ class _Dict(dict[Any, Any]):
 
 
 class _Function(_Sealed):
-    """A function that a pickle may call. It is an instance, since pickle can set the attributes of
-    a function.
+    """Function that a pickle may call. It is an instance, since pickle can set the attributes of a
+    function.
     """
 
     __slots__ = ("_make",)
@@ -161,7 +161,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or any(
         type(value) is not int or value < 0 for value in values
     ):
-        raise ValueError(f"{values!r} is no list of sizes")
+        raise ValueError(f"{values!r} is not a list of sizes")
     return tuple(values)
 
 
@@ -171,7 +171,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any
     )
     if not isinstance(storage, Storage) or len(view.shape) != len(view.strides):
         raise ValueError(
-            f"a tensor {view.shape} with strides {view.strides} is no view of a storage"
+            f"a tensor {view.shape} with strides {view.strides} is not a view of a storage"
         )
     last = view.offset + sum(
         (size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)
@@ -190,7 +190,7 @@ def _encode(text: str, codec: str) -> bytes:
 
 
 def _numpy_type(dtype: Any) -> np.dtype[Any]:
-    """Plain numbers alone: the bytes of an object would be addresses."""
+    """Scalar of numpy, only of plain numbers: the bytes of an object would be addresses."""
     if not isinstance(dtype, _Dtype) or not re.fullmatch(r"[biuf][1248]", str(dtype.arguments[0])):
         raise ValueError("a numpy value is of no type of plain numbers")
     order = dtype.state[1] if dtype.state else "<"
@@ -206,7 +206,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    # a tensor that carries attributes, as Megatron's float32 copies do
+    # a tensor with attributes, such as Megatron's float32 copies
     "torch._tensor._rebuild_from_type_v2": lambda make, kind, arguments, state: make(*arguments),
     "torch.Size": lambda values=(): _sizes(values),
     "torch.device": lambda kind, index=None: TorchName(
@@ -225,7 +225,7 @@ for _module in ("builtins", "__builtin__"):
     }
 _CLASSES = {
     "collections.OrderedDict": _Dict, "numpy.dtype": _Dtype,
-    # the second by converters to Megatron's form
+    # converters to Megatron's form write the second
     "argparse.Namespace": _Namespace, "types.SimpleNamespace": _Namespace,
 }  # fmt: skip
 _NAMES = {
@@ -237,10 +237,10 @@ _NAMES = {
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Raises CheckpointError at a name that is not in the tables above."""
+    """Look up a name. Raises CheckpointError unless it is in the tables above."""
 
     def __init__(self, file: IO[bytes], storage_of: StorageOf, where: str) -> None:
-        super().__init__(file, encoding="latin1")  # of pickles of Python 2
+        super().__init__(file, encoding="latin1")  # names in pickles of Python 2
         self._storage_of, self._where = storage_of, where
 
     def find_class(self, module: str, name: str) -> Any:
@@ -263,15 +263,15 @@ class _RestrictedUnpickler(pickle.Unpickler):
         kind, storage, key, _device, numel, *view = identity
         name = storage.rpartition(".")[2]
         if kind != "storage" or not isinstance(storage, TorchName) or name not in _WORDS:
-            raise ValueError(f"{identity!r} is no storage of tensors")
+            raise ValueError(f"{identity!r} is not a storage of tensors")
         return self._storage_of(
             _WORDS[name], str(key), _sizes([numel])[0], view[0] if view else None
         )
 
 
 def load_records(file: IO[bytes], storage_of: StorageOf, where: str) -> Any:
-    """The next pickle of ``file``, made of records: PlainTree makes it plain. Raises
-    CheckpointError on code, and almost any error on a pickle that is broken.
+    """Return the next pickle of ``file``, made of records: PlainTree turns them into plain data.
+    Raises CheckpointError on code, and almost any error on a broken pickle.
     """
     start = file.tell()
     size = file.seek(0, io.SEEK_END)
@@ -285,10 +285,10 @@ def load_records(file: IO[bytes], storage_of: StorageOf, where: str) -> Any:
 
 
 class PlainTree:
-    """The content of a pickle as plain Python, and in ``tensors`` and ``values`` its leaves by
-    their path, joined by dots.
+    """Content of a pickle as plain Python. ``tensors`` and ``values`` hold its leaves by their
+    path, joined by dots.
 
-    Raises ValueError on what is neither, RecursionError on what contains itself.
+    Raises ValueError for a value that is neither, and RecursionError for one that contains itself.
     """
 
     def __init__(self, content: Any) -> None:
@@ -340,7 +340,7 @@ class PlainTree:
 
 def _to_array(record: _Array) -> Any:
     _, shape, dtype, by_columns, data = record.state
-    if isinstance(data, Storage):  # its bytes are elsewhere
+    if isinstance(data, Storage):  # its bytes are stored elsewhere
         if data.check is not None:
             data.check()
         data = data.data
@@ -373,5 +373,5 @@ def _to_tensor(name: str, view: _View | Storage) -> FileTensor:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor without gaps."""
+    """Return the strides, in elements, of a tensor without gaps."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,9 +1,9 @@
-"""Files of ``torch.save`` without torch: read by memory map, with pickles taken as data alone
+"""Read files of ``torch.save`` without torch: by memory map, with pickles read only as data
 (``torch_pickle``).
 
-Format: torch/serialization.py and caffe2/serialize/inline_container.h. A zip, nothing compressed,
-of NAME/data.pkl, NAME/version, NAME/byteorder and a record NAME/data/KEY for each storage; before
-torch 1.6, pickles and then the storages one after another.
+Format: torch/serialization.py and caffe2/serialize/inline_container.h. The file is a zip without
+compression: NAME/data.pkl, NAME/version, NAME/byteorder and a record NAME/data/KEY for each
+storage. Before torch 1.6 it was pickles followed by the storages.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
 
 ZIP_MAGIC = b"PK\x03\x04"
 OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""The pickled number 0x1950a86a20f9469cfc6c with which older files begin."""
+"""Pickled number 0x1950a86a20f9469cfc6c; older files begin with it."""
 
 
 def read_torch(path: Path, content: Bytes) -> TensorFile:
-    """Tensors and values by their path in what was saved, joined by dots.
+    """Return tensors and values by their path in the saved object, joined by dots.
 
-    Views (transposed, cut, shared) are read as they were. The CRC-32 of a storage in a zip is
-    compared when the first of its tensors is read, which then raises CheckpointError. Raises
-    CheckpointError if the file names code, and almost any error if it is broken.
+    Views (transposed, cut, shared) are read as such. The CRC-32 of a storage in a zip is compared
+    when the first of its tensors is read, which then raises CheckpointError. Raises CheckpointError
+    if the file names code, and almost any error if it is broken.
     """
     tree = PlainTree(
         _read_zip(path, content) if content[:4].tobytes() == ZIP_MAGIC else _read_old(path, content)
@@ -84,8 +84,8 @@ def _read_zip(path: Path, content: Bytes) -> Any:
 
 
 def _checksum_test(path: Path, name: str, data: Bytes, expected: int) -> Callable[[], None]:
-    """Return a function that compares the CRC-32 of a record of the archive until it was right
-    once. It raises CheckpointError.
+    """Return a function that compares the CRC-32 of a record of the archive until it matched once.
+    It raises CheckpointError.
     """
 
     @cache
@@ -101,7 +101,7 @@ def _checksum_test(path: Path, name: str, data: Bytes, expected: int) -> Callabl
 
 
 def _record(content: Bytes, info: zipfile.ZipInfo) -> Bytes:
-    """The bytes of a record where they lie in the file."""
+    """Return the bytes of a record where they lie in the file."""
     head = content[info.header_offset : info.header_offset + 30].tobytes()
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
         raise ValueError(f"{info.filename} is compressed or encrypted, which torch.save never does")

@@ -1,6 +1,6 @@
-"""Files that ``torch.load(weights_only=True)`` opens, written without torch, one tensor at a time.
+"""Write files that ``torch.load(weights_only=True)`` opens, without torch, one tensor at a time.
 
-Format: see ``torch_reader``; the zip follows
+Format: see ``torch_reader``. The zip follows
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, with sizes after the data, as torch
 writes them.
 """
@@ -29,7 +29,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None), np.ndarray, np.generic)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLeaf(TensorKind):
-    """A place for a tensor; places of one ``name`` share its storage, as tied weights do."""
+    """Place of a tensor; places of one ``name`` share its storage, as tied weights do."""
 
     name: str
 
@@ -38,11 +38,10 @@ def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
     """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values,
     ``TorchName`` and ``TensorLeaf``.
 
-    arrays: those of the leaves in the order in which their names first occur, made one at a time;
-    bfloat16 as uint16 words.
-    Raises TypeError on another value in the tree, before the file is there; OSError is left to the
-    caller, who owns the folder. torch's weights_only takes Namespace and numpy values only after
-    ``add_safe_globals``, as with its own files.
+    arrays: one for each leaf, in the order in which the names first occur, made one at a time;
+    bfloat16 as uint16 words. Raises TypeError for another value in the tree, before the file
+    exists. OSError is left to the caller, who owns the folder. With weights_only, torch accepts
+    Namespace and numpy values only after ``add_safe_globals``, as with its own files.
     """
     pickler = _Pickler()
     program = b"\x80\x02" + pickler.emit(tree) + b"."
@@ -51,7 +50,7 @@ def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
         archive.add("data.pkl", program)
         archive.add("byteorder", b"little")
         pending = iter(enumerate(pickler.leaves.values()))
-        for array in arrays:  # zip would hold the last one while the next is made
+        for array in arrays:  # zip would keep the last array alive while the next is made
             (key, leaf), data = next(pending), bytes_of(array)
             assert len(data) == leaf.nbytes, f"the array of {leaf.name} is that of its leaf"
             archive.add(f"data/{key}", data)
@@ -62,7 +61,7 @@ def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
 
 
 class _Pickler:
-    """Protocol 2 by hand: pickle itself would import what it names. ``leaves``: the tensors by
+    """Write protocol 2 by hand: pickle itself would import the names. ``leaves``: the tensors by
     name, in order.
     """
 
@@ -87,7 +86,7 @@ class _Pickler:
             raise TypeError(
                 f"a {type(value).__name__} has no place in a file of weights: {value!r}"
             )
-        # without PROTO and STOP; what it remembers, it alone recalls
+        # without PROTO and STOP; only this pickle uses what it memoizes
         return pickle.dumps(value, protocol=2)[2:-1]
 
     def _tensor(self, leaf: TensorLeaf) -> bytes:
@@ -119,8 +118,8 @@ def _global(module: str, name: str) -> bytes:
 
 
 class _Zip:
-    """An archive of stored records, each aligned in the file; with 8-byte sizes throughout, which
-    spares a case for large ones.
+    """Write an archive of stored records, each aligned in the file. Sizes have 8 bytes everywhere,
+    so that large files are not a special case.
     """
 
     def __init__(self, file: ChecksummedFile, folder: str) -> None:
@@ -131,7 +130,7 @@ class _Zip:
         extra = struct.pack("<HHQQ", 1, 16, 0, 0)
         gap = -(start + 30 + len(path) + len(extra) + 4) % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", gap) + b"Z" * gap
-        # zip64; sizes follow, UTF-8; stored; 1980-01-01
+        # zip64, sizes that follow, UTF-8, stored, 1980-01-01
         common = struct.pack("<HHHHH", 45, 0x0808, 0, 0, 0x21)
         self._file.write(
             struct.pack(

@@ -1,5 +1,5 @@
-"""Tokenizers by name. Importing this package loads no tokenizer library; building a tokenizer
-does.
+"""Tokenizers by name. A tokenizer library is loaded when a tokenizer is built, not at this
+import.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> T
 def _load_file(
     kind: str, class_name: str, vocab_file: Path, merge_file: Path | None, backend: str
 ) -> Tokenizer:
-    """Load a kind of one file, by the class ``module.name`` of this package."""
+    """Load a tokenizer of a single file by the class ``module.name`` of this package."""
     if merge_file is not None:
         raise TokenizerError(
             f"{merge_file}: {kind} has no merges; leave the merge file out, or choose"
@@ -71,7 +71,10 @@ TOKENIZERS: dict[str, TokenizerLoader] = {
         }.items()
     },
 }
-"""Kind -> loader. To add a tokenizer: one entry, whose loader imports its module when called."""
+"""Loaders by kind.
+
+To add a tokenizer, add one entry whose loader imports its module when called.
+"""
 
 
 def require_files(*files: str | os.PathLike[str] | None) -> None:
@@ -93,10 +96,10 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Build a tokenizer from its files.
 
-    kind: a key of ``TOKENIZERS`` or another system's name for it; None: told from the files.
+    kind: a key of ``TOKENIZERS`` or another system's name for it. None: detect it from the files.
     vocab_file: the vocabulary, or a folder that holds all files of the tokenizer. merge_file: BPE
     merges, for kinds that have them.
-    Raises TokenizerError for an unknown kind, broken files, or a backend that is missing.
+    Raises TokenizerError for an unknown kind, broken files, or a missing backend.
     """
     require_files(vocab_file, merge_file)
     vocab_file, merge_file = Path(vocab_file), None if merge_file is None else Path(merge_file)

@@ -1,6 +1,4 @@
-"""What every tokenizer of the project offers, whatever its algorithm: text in, int32 ids out, and
-the frame of a document.
-"""
+"""Interface of all tokenizers: text in, int32 ids out, and the frame of a document."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ TokenIds = Iterable[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """Ids put around each document of a corpus. GPT-2 writes ``<|endoftext|>`` after a document and
-    nothing before it.
+    """Ids put around each document of a corpus.
 
-    newline: stands for the end of a line within a document, for tokenizers to which it is white
-    space; None where text keeps its line ends.
+    GPT-2 writes ``<|endoftext|>`` after a document and nothing before it. newline: id for the end
+    of a line in a document, if the tokenizer drops line ends as white space; else None.
     """
 
     prefix: tuple[int, ...] = ()
@@ -33,7 +30,7 @@ class Framing:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedIds:
-    """The ids of n texts in one buffer; text i holds ``ids[offsets[i]:offsets[i + 1]]``.
+    """The ids of n texts in one buffer. Text i is ``ids[offsets[i]:offsets[i + 1]]``.
 
     ids: int32 (total,). offsets: int64 (n + 1,), first 0, last total.
     """
@@ -43,35 +40,40 @@ class PackedIds:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """int64 (n,): tokens of each text."""
+        """Return the number of tokens of each text, int64 (n,)."""
         return np.diff(self.offsets)
 
     def rows(self) -> list[Ids]:
-        """One view per text. A view keeps the whole buffer alive; copy the few that must outlive
-        their batch.
+        """Return one view per text.
+
+        A view keeps the whole buffer in memory. Copy the few that must outlive their batch.
         """
         bounds = self.offsets.tolist()
         return [self.ids[start:stop] for start, stop in pairwise(bounds)]
 
 
 class TextStream(Protocol):
-    """Text of a sequence of ids that grows."""
+    """Decoder of a growing sequence of ids."""
 
     def push(self, ids: Sequence[int], final: bool = False) -> str:
-        """Return the text that is sure once ``ids`` follow what was pushed before: never a part of
-        a character. final: nothing follows; return all that was held back.
+        """Add ``ids`` and return the new text that later ids cannot change.
+
+        The text never ends within a character. final: nothing follows, so return all text held
+        back.
         """
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Read by preprocessing, evaluation and generation. Framing is not added by ``encode*``:
-    whoever builds documents adds it (``common.tokenizer.lines`` for line ends).
+    """Tokenizer for preprocessing, evaluation and generation.
+
+    ``encode*`` does not add the frame. The builder of documents adds it (``common.tokenizer.lines``
+    for line ends).
     """
 
     @property
     def kind(self) -> str:
-        """Key of this class in ``TOKENIZERS``; written into the header of a dataset."""
+        """Key of this class in ``TOKENIZERS``, written into the header of a dataset."""
 
     @property
     def backend(self) -> str:
@@ -87,8 +89,8 @@ class Tokenizer(Protocol):
 
     @property
     def unknown_id(self) -> int | None:
-        """The id of text that the vocabulary lacks, never to be generated; None where every text
-        has ids.
+        """Id for text that the vocabulary lacks, which is never generated. None if all text has
+        ids.
         """
 
     @property
@@ -104,7 +106,7 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: TokenIds) -> bytes: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def stream(self, after: Sequence[int] = ()) -> TextStream:
-        """Decode ids that follow ``after`` (a prompt's) as they come."""
+        """Return a decoder of ids that follow ``after``, such as those of a prompt."""
 
 
 class TokenizerLoader(Protocol):

@@ -1,6 +1,7 @@
-"""BERT's tokenizer over vocab.txt: a character of Chinese is a token, other words are cut into
-pieces. The ids are those of transformers' BertTokenizer.
+"""BERT's tokenizer over vocab.txt.
 
+A Chinese character is a token, and other words are cut into pieces. The ids equal those of
+transformers' BertTokenizer.
 Source of the algorithm: google-research/bert, tokenization.py. The frame of documents and the
 spelling of decoded text are those of GPT2-Chinese (train.py, generate.py).
 """
@@ -22,7 +23,7 @@ _SPOKEN = {"[MASK]": "", "[PAD]": "", "[CLS]": "\n\n", "[SEP]": "\n"}
 
 
 class BertTokenizer(TextTokenizer):
-    """Documents are ``[MASK] ... [CLS]``, with ``[SEP]`` between lines."""
+    """Tokenizer whose documents are ``[MASK] ... [CLS]``, with ``[SEP]`` between lines."""
 
     def __init__(
         self,
@@ -48,7 +49,9 @@ class BertTokenizer(TextTokenizer):
 
     @classmethod
     def from_file(cls, file: Path, kind: str) -> Self:
-        """kind: BertWordPieceLowerCase, BertWordPieceCase or BertWordLevel."""
+        """Build from vocab.txt. kind: BertWordPieceLowerCase, BertWordPieceCase or
+        BertWordLevel.
+        """
         vocabulary = read_bert_vocabulary(file)
         if kind == "BertWordLevel":
             return cls(file, kind, vocabulary, WordLevelEncoder(vocabulary).encode_many, "rjieba")
@@ -69,8 +72,9 @@ class BertTokenizer(TextTokenizer):
 
 
 class _Joiner:
-    """Joins pieces into text: Chinese without spaces, words of letters and numbers with one
-    between them. No id is a part of a character, so nothing is held back.
+    """Joins pieces into text: Chinese without spaces, words of letters and numbers with one space.
+
+    No id is a part of a character, so no text is held back.
     """
 
     def __init__(self, tokens: tuple[str, ...], after: Sequence[int]) -> None:
@@ -91,8 +95,10 @@ class _Joiner:
 
 
 def _are_words(left: str, right: str) -> bool:
-    """Whether the last character of a token and the first one of the next belong to words that are
-    written apart; two numbers are not, since a word-level vocabulary has single digits.
+    """Return whether a space separates two tokens, given the last character of one and the first of
+    the next.
+
+    Two numbers have no space between them, since a word-level vocabulary has single digits.
     """
     return (
         left.isalnum()

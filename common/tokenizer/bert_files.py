@@ -1,5 +1,6 @@
-"""Reads and checks vocab.txt of a BERT tokenizer: one token a line, its id the number of the line
-from 0.
+"""Read and check vocab.txt of a BERT tokenizer.
+
+It has one token a line, whose id is the number of the line from 0.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ from common.tokenizer.text_files import read_vocabulary_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = "##"
-"""Begins a token that continues a word."""
+"""Prefix of a token that continues a word."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BertVocabulary:
-    """tokens: indexed by id; an empty one is a line without a token, whose id no text has. ids:
-    token -> id.
+    """Content of a vocab.txt.
+
+    tokens: indexed by id. An empty one is a line without a token; no text has its id. ids: token ->
+    id.
     """
 
     tokens: tuple[str, ...]
     ids: dict[str, int]
 
     def sha256(self, kind: str) -> str:
-        """Hex digest of the content under a kind, the same for every spelling of line ends."""
+        """Return the hex digest of the content and a kind. It does not depend on the form of line
+        ends.
+        """
         content = "\n".join((f"{kind}/1", *self.tokens))
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -39,7 +44,7 @@ def read_bert_vocabulary(path: Path) -> BertVocabulary:
             f"{path}: is JSON, expected one token a line; a vocab.json goes with its merges.txt,"
             " a tokenizer.json with type HuggingFaceTokenizer"
         )
-    # not splitlines: U+2028 and its like are tokens of published vocabularies
+    # not splitlines: U+2028 and similar characters are tokens of published vocabularies
     tokens = tuple(text.replace("\r\n", "\n").rstrip("\n").split("\n"))
     ids = {token: number for number, token in enumerate(tokens) if token}
     if len(ids) < len(tokens) - tokens.count(""):

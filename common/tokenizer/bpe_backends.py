@@ -1,9 +1,8 @@
-"""The libraries that can run GPT-2's byte-level BPE, and the choice between them: the fastest one
-proved equal to the exact one.
+"""Libraries that can run GPT-2's byte-level BPE, and the choice of the fastest one that is exact.
 
-``tokenizers`` follows the merge list to the letter and is the measure. ``tiktoken`` and
-``gigatoken`` are faster, are checked at load, and leave to it the few characters on which libraries
-of different Unicode releases disagree.
+``tokenizers`` follows the merge list literally and is the reference. ``tiktoken`` and ``gigatoken``
+are faster and are compared with it when they are loaded. They leave to it the few characters on
+which libraries of different Unicode releases disagree.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from common.tokenizer.bpe_self_check import SELF_CHECK
 from common.tokenizer.unicode_drift import is_disputed
 from common.whole_numbers import whole_number
 
-# Content hash of the vocabulary that OpenAI published: the checks that a foreign vocabulary needs
-# are known to hold for it.
+# Content hash of the vocabulary that OpenAI published. It is known to pass the checks of other
+# vocabularies.
 GPT2_SHA256 = "c1e3cefd7c3749b320b1b08696e30ba187c23910de15ef8e5a33c6ee460e93e5"
 
-# The pattern of openai/gpt-2 src/encoder.py with possessive repeats, as tiktoken spells it; it cuts
+# The pattern of openai/gpt-2 src/encoder.py in tiktoken's form, with possessive repeats. Both cut
 # every text at the same places.
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
@@ -48,8 +47,9 @@ _GROUP = 100_000  # characters in one call
 
 
 class Backend(Protocol):
-    """Encodes ordinary text (no special tokens). Raises TypeError or UnicodeError for a lone
-    surrogate.
+    """Encoder of ordinary text, without special tokens.
+
+    Raises TypeError or UnicodeError for a lone surrogate.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Backend(Protocol):
 
 
 class _PassedOver(Exception):
-    """This backend cannot serve this vocabulary here; the message says why and what to do."""
+    """This backend cannot serve this vocabulary here. The message says why and what to do."""
 
 
 def _load_library(name: str, install: str) -> Any:
@@ -109,10 +109,10 @@ class _Tokenizers:
 
 
 class _Tiktoken:
-    """tiktoken built from the local files; its own loaders would go to the network.
+    """tiktoken built from the local files; its own loaders would download them.
 
-    It joins any two neighbours whose bytes are a token, where BPE asks for a listed pair. The two
-    agree on a vocabulary that was trained as BPE, see ``_check_ranks``.
+    It joins any two neighbours whose bytes are a token, while BPE requires a listed pair. The two
+    agree on a vocabulary that was trained as BPE (see ``_check_ranks``).
     """
 
     name = "tiktoken"
@@ -128,8 +128,8 @@ class _Tiktoken:
             )
         if vocabulary.sha256 != GPT2_SHA256:
             _check_ranks(vocabulary, exact)
-        # Tokens that no merge makes (added by hand) must be out of its reach: it would produce them
-        # from ordinary text.
+        # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from
+        # ordinary text.
         made = {left + right for left, right in vocabulary.merges}
         ranks = {
             vocabulary.token_bytes[token_id]: token_id
@@ -146,7 +146,7 @@ class _Tiktoken:
 
     def encode_one(self, text: str) -> Ids:
         if not text.isascii():
-            text.encode()  # tiktoken would replace a lone surrogate without a word; this raises
+            text.encode()  # raises for a lone surrogate, which tiktoken would replace silently
         parts = [text] if len(text) < _LONG_RUN else _cut_long_space(text)
         return np.concatenate(
             [
@@ -164,8 +164,9 @@ class _Tiktoken:
             return _join_packed(list(pool.map(self._encode_group, groups)))
 
     def _encode_group(self, texts: list[str]) -> PackedIds:
-        """One call for many texts, with a special token between them: tiktoken encodes what lies
-        between special tokens on its own.
+        """Encode many texts in one call, with a special token between them.
+
+        tiktoken encodes the text between special tokens separately.
         """
         joined = _BORDER.join(texts)
         if len(texts) == 1 or joined.count(_BORDER) != len(texts) - 1:
@@ -183,8 +184,9 @@ class _Tiktoken:
 
 
 def _group(texts: list[str]) -> Iterator[list[str]]:
-    """Runs of texts of about _GROUP characters; a text with room for a long run of white space
-    stands alone.
+    """Yield groups of texts of about _GROUP characters.
+
+    A text with room for a long run of white space is a group by itself.
     """
     group: list[str] = []
     size = 0
@@ -213,8 +215,9 @@ def _join_packed(parts: list[PackedIds]) -> PackedIds:
 
 
 def _cut_long_space(text: str) -> Iterator[str]:
-    """Cut before the last character of each long run of white space: the pattern cuts there as
-    well, so the ids are the same.
+    """Cut before the last character of each long run of white space.
+
+    The pattern cuts there as well, so the ids do not change.
     """
     start = 0
     for run in _LONG_SPACE.finditer(text):
@@ -226,12 +229,12 @@ def _cut_long_space(text: str) -> Iterator[str]:
 
 
 def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
-    """Refuse a vocabulary on which joining by rank could differ from joining by listed pairs.
+    """Reject a vocabulary on which joining by rank could differ from joining by listed pairs.
 
-    If ids rise in merge order, parts come before what they make, and BPE turns every made token
-    into itself, then two neighbours whose bytes spell a token t have been reached, inside their own
-    borders, by the merges ranked before t; the last step towards t is a single listed pair, so the
-    two neighbours are that pair.
+    Three conditions make them equal: ids rise in merge order, parts come before what they make, and
+    BPE turns every made token into itself. Take two neighbours whose bytes spell a token t. The
+    merges ranked before t have made them, inside their own borders. The last step towards t is a
+    single listed pair, so the two neighbours are that pair.
     """
     advice = "use backend='tokenizers' for this vocabulary"
     rank = {token: -1 for token in vocabulary.ids if len(token) == 1}
@@ -250,7 +253,7 @@ def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
             )
         rank[token] = before = token_id
     exact_pre_tokenizer = exact.model.pre_tokenizer
-    # the spelling in the byte alphabet goes to the merges as it is
+    # the merges get the spelling in the byte alphabet unchanged
     exact.model.pre_tokenizer = None
     try:
         for token in (token for token, token_id in rank.items() if token_id >= 0):
@@ -281,8 +284,8 @@ class _Gigatoken:
     def encode_many(self, texts: list[str]) -> PackedIds:
         if not texts:
             return _pack([])
-        # An awkward array: its two buffers are taken as they are, its rows are never built. In a
-        # worker process it uses one thread.
+        # The result is an array of the package awkward. Its two buffers are used directly, so no
+        # rows are built. In a worker process gigatoken uses one thread.
         layout = self._model.encode_batch(texts).layout
         return PackedIds(
             ids=_as_int32(layout.content.data),
@@ -291,7 +294,7 @@ class _Gigatoken:
 
 
 class _Guarded:
-    """A fast backend that hands the texts with a disputed character to the exact one."""
+    """Fast backend that passes texts with a disputed character to the exact one."""
 
     def __init__(self, fast: Backend, exact: Backend) -> None:
         self.name = fast.name
@@ -302,7 +305,7 @@ class _Guarded:
         return (self._exact if is_disputed(text) else self._fast).encode_one(text)
 
     def encode_many(self, texts: list[str]) -> PackedIds:
-        # One look at the whole batch: almost always there is nothing to find.
+        # Search the whole batch at once: disputed characters are rare.
         if not is_disputed("".join([text for text in texts if not text.isascii()])):
             return self._fast.encode_many(texts)
         exact = {
@@ -330,7 +333,7 @@ def _version(distribution: str) -> tuple[int, ...]:
 def _usable_cores() -> int:
     if multiprocessing.parent_process() is not None:
         return 1  # a worker among workers
-    asked = whole_number(os.environ.get("RAYON_NUM_THREADS", ""))  # what the Rust libraries obey
+    asked = whole_number(os.environ.get("RAYON_NUM_THREADS", ""))  # read by the Rust libraries
     if asked:
         return asked
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -361,9 +364,9 @@ BACKENDS = ("auto", *_FAST, "tokenizers")
 
 
 def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tuple[str, ...]]:
-    """The backend ``wanted``, or for "auto" the fastest one that is there and equal; and why faster
-    ones were passed over.
+    """Return a backend, and the reasons why faster ones were not chosen.
 
+    wanted: its name, or "auto" for the fastest one that is installed and exact.
     Raises TokenizerError for an unknown name, or when ``wanted`` is missing or fails its check.
     """
     if wanted not in BACKENDS:
@@ -384,7 +387,7 @@ def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tup
             backend = _Guarded(build(vocabulary, exact), exact)
             _prove_equal(backend, exact, vocabulary)
             return backend, tuple(reasons)
-        except Exception as error:  # whatever a third-party library raises, the next one serves
+        except Exception as error:  # try the next library, whatever error this one raises
             if wanted == name:
                 raise TokenizerError(
                     f"tokenizer backend {wanted!r} cannot be used: {error}"

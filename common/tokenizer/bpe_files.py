@@ -1,8 +1,8 @@
-"""Reads and checks the two files of a GPT-2 vocabulary: ids (vocab.json, encoder.json) and merges
-(merges.txt, vocab.bpe).
+"""Read and check the two files of a GPT-2 vocabulary.
 
-Source of both formats: openai/gpt-2, src/encoder.py. Everything a broken file can do wrong is
-refused here, with its place.
+These are the ids (vocab.json or encoder.json) and the merges (merges.txt or vocab.bpe). Every
+defect of a file is reported here with its place. Source of both formats: openai/gpt-2,
+src/encoder.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from common.structured_files import (
 from common.tokenizer.text_files import read_vocabulary_text
 
 END_OF_TEXT = "<|endoftext|>"
-# Added by hand to a vocabulary and therefore made by no merge: "<pad>", "<|im_start|>", "[MASK]".
+# Tokens added by hand, which no merge makes: "<pad>", "<|im_start|>", "[MASK]".
 _SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters that stand for the bytes in GPT-2's files -> the byte
-    (``bytes_to_unicode`` of the source).
+    """Return the byte for each of the 256 printable characters that stand for bytes in GPT-2's
+    files.
+
+    Source: ``bytes_to_unicode``.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -40,23 +42,23 @@ def byte_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BPEVocabulary:
-    """A checked vocabulary. Tokens are spelled in the byte alphabet; ``token_bytes`` holds what
-    they stand for.
+    """Checked vocabulary. Tokens are spelled in the byte alphabet; ``token_bytes`` has their
+    bytes.
     """
 
     ids: dict[str, int]
-    """token -> id, the ids being 0 .. n-1"""
+    """Ids by token, 0 .. n-1."""
     merges: tuple[tuple[str, str], ...]
-    """best first"""
+    """Merges, the first to be applied first."""
     token_bytes: tuple[bytes, ...]
-    """indexed by id"""
+    """Bytes of each token, indexed by id."""
     eod_id: int
     sha256: str
-    """of the content: the same for every file name, spacing, key order or header"""
+    """Digest of the content. It does not depend on file name, spacing, key order or header."""
 
 
 def read_vocabulary(vocab_file: Path, merge_file: Path) -> BPEVocabulary:
-    """Read both files. Raises TokenizerError that names the file, the line and the remedy."""
+    """Read both files. Raises TokenizerError that names the file, the line and the fix."""
     ids = _read_ids(vocab_file)
     tokens = _in_id_order(vocab_file, ids)
     token_bytes = _spell(vocab_file, tokens)
@@ -91,8 +93,9 @@ def _read_text(path: Path, what: str) -> str:
 
 
 def _place(text: str, token: str) -> str:
-    """Where ``token`` stands as a JSON string, for an error message; empty when it is spelled with
-    unusual escapes.
+    """Return the place of ``token`` as a JSON string, for an error message.
+
+    Empty if the token is spelled with unusual escapes.
     """
     at = max(text.find(json.dumps(token)), text.find(json.dumps(token, ensure_ascii=False)))
     return (
@@ -143,8 +146,9 @@ def _read_ids(path: Path) -> dict[str, int]:
 
 
 def _in_id_order(path: Path, ids: dict[str, int]) -> list[str]:
-    """Tokens by id; refuses ids that are not exactly 0 .. n-1, since an embedding row belongs to
-    each.
+    """Return the tokens by id. Raises TokenizerError unless the ids are exactly 0 .. n-1.
+
+    An embedding row belongs to each id.
     """
     tokens: list[str | None] = [None] * len(ids)
     outside: tuple[str, int] | None = None
@@ -247,8 +251,9 @@ def _shorten(line: str) -> str:
 def _check_same_model(
     vocab_file: Path, merge_file: Path, ids: dict[str, int], merges: tuple[tuple[str, str], ...]
 ) -> None:
-    """A token that no merge makes can never be produced: the sign of a cut merge file, or of
-    another model's.
+    """Reject a file with tokens that no merge makes.
+
+    They can never be produced, which shows a cut merge file or that of another model.
     """
     made = {left + right for left, right in merges}
     lost = [

@@ -1,8 +1,8 @@
-"""A text to compare two encoders on: scripts, emoji, digits, contractions, white space, control
-characters, long runs.
+"""Text for the comparison of two encoders: scripts, emoji, digits, contractions, white space,
+control characters, long runs.
 
-It holds what a hand-written lexer may get wrong; a fast backend must agree on it with the exact one
-before it is used.
+It holds what a hand-written lexer may get wrong. A fast backend must agree with the exact one on it
+before use.
 """
 
 from __future__ import annotations

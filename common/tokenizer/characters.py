@@ -1,5 +1,7 @@
-"""BERT's tokenizer at the speed of numpy: characters that are always a token of their own are
-looked up in a table, and what lies between them goes to the library ``tokenizers``.
+"""BERT's tokenizer at the speed of numpy.
+
+Characters that are always tokens of their own are looked up in a table. The library ``tokenizers``
+encodes the text between them.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ _CHINESE = (
     *((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2CEAF)),
     *((0xF900, 0xFAFF), (0x2F800, 0x2FA1F)),
 )
-"""First and last code point of the ranges that BERT takes for Chinese."""
+"""First and last code point of the ranges that BERT treats as Chinese."""
 _UNCHANGED = _CHINESE[:2]
-"""Those of them that no normalization changes."""
+"""Ranges of Chinese that normalization does not change."""
 _SIGNS = (
     "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
     "‐–—―‘’“”…·、。〈〉《》「」『』【】〔〕〖〗！（），．：；？［］｛｝"
@@ -27,9 +29,7 @@ _SIGNS = (
 """Frequent punctuation."""
 SPACES = " \t\n\r\u3000\xa0"
 ALONE = "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNCHANGED) + re.escape(_SIGNS)
-"""Characters that are a token of their own whatever is beside them, inside the brackets of a
-regular expression.
-"""
+"""Content of a regular expression's brackets: characters that are tokens in any context."""
 _SEPARATES, _IN_WORD = -1, -2
 
 
@@ -38,10 +38,11 @@ def is_chinese(character: str) -> bool:
 
 
 class CharacterEncoder:
-    """Ids equal to those of ``tokenizers`` for every text.
+    """Encoder whose ids equal those of ``tokenizers`` for every text.
 
-    A Chinese character, a sign of punctuation and white space end the word before them, and none of
-    them composes with its neighbours; so a run of other characters has the same ids alone.
+    A Chinese character, a sign of punctuation and white space end the word before them. None of
+    them composes with its neighbours. A run of other characters therefore has the same ids by
+    itself.
     """
 
     def __init__(self, vocabulary: BertVocabulary, *, lower_case: bool) -> None:
@@ -58,8 +59,8 @@ class CharacterEncoder:
             self._table[ord(space)] = _SEPARATES
 
     def encode_many(self, texts: list[str]) -> PackedIds:
-        """Raises UnicodeEncodeError for a lone surrogate."""
-        joined = " ".join(texts)  # a space ends a word, as a text does
+        """Encode texts. Raises UnicodeEncodeError for a lone surrogate."""
+        joined = " ".join(texts)  # a space ends a word, as the end of a text does
         found = self._table[np.frombuffer(joined.encode("utf-32-le"), dtype=np.uint32)]
         counts = (found >= 0).astype(np.int64)
         in_word = np.flatnonzero(found == _IN_WORD)
@@ -81,7 +82,7 @@ class CharacterEncoder:
             ends = np.cumsum(counts)
             ids = found[found >= 0]
         lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-        bounds = np.cumsum(lengths + 1) - 1  # of each text's end among the characters
+        bounds = np.cumsum(lengths + 1) - 1  # position of each text's end among the characters
         tokens_before = np.concatenate([[0], ends])
         return PackedIds(ids=ids, offsets=np.concatenate([[0], tokens_before[bounds]]))
 

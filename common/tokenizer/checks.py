@@ -1,4 +1,4 @@
-"""What every tokenizer of a foreign library refuses in the same words."""
+"""Checks that every tokenizer of a foreign library shares."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from common.tokenizer.base import TokenIds
 
 
 def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
-    """Return ids to decode as a list. Raises TokenizerError for one outside 0 .. vocab_size - 1,
-    with its position.
+    """Return ids to decode as a list.
+
+    Raises TokenizerError for an id outside 0 .. vocab_size - 1, with its position.
     """
     array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
     if array.size == 0:
@@ -36,8 +37,8 @@ def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
 
 
 def checked_texts(texts: object) -> list[str]:
-    """Return texts to encode as a list. Raises TokenizerError for what is no sequence of str."""
-    # the usual case, without a step of Python a text
+    """Return texts to encode as a list. Raises TokenizerError unless it is a sequence of str."""
+    # the usual case, without Python code per text
     if isinstance(texts, list) and set(map(type, texts)) <= {str}:
         return texts
     if isinstance(texts, str) or not isinstance(texts, Sequence):
@@ -55,7 +56,7 @@ def checked_texts(texts: object) -> list[str]:
 
 
 def checked_text(text: object) -> str:
-    """Return a text to encode. Raises TokenizerError for what is no str."""
+    """Return a text to encode. Raises TokenizerError for anything but a str."""
     if not isinstance(text, str):
         raise TokenizerError(
             f"encode: found {type(text).__name__}; expected str; use encode_batch for several texts"
@@ -84,8 +85,9 @@ def decoded_texts(texts: Sequence[str] | Sequence[bytes]) -> list[str]:
 
 
 def refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
-    """Raise TokenizerError with the place of the lone surrogate that a library refused, or
-    ``error`` where there is none.
+    """Raise TokenizerError with the place of the lone surrogate that a library rejected.
+
+    Without one, raise ``error``.
     """
     for number, text in enumerate(texts):
         at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)

@@ -1,4 +1,4 @@
-"""How often each token of a corpus would be used, for vocabularies of characters or of words."""
+"""Counts of a corpus's tokens, for vocabularies of characters or of words."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _RUN = re.compile(f"[^{ALONE}{SPACES}]+")
 
 
 def count_characters(texts: Iterable[str], *, lower_case: bool = True) -> Counter[str]:
-    """Count what BERT's tokenizer makes of single characters: Chinese characters and signs, first
-    letters of words, and with ``##`` the letters that follow.
+    """Count the tokens that BERT's tokenizer makes of single characters.
+
+    These are Chinese characters, signs and first letters of words. Other letters of words have
+    ``##`` in front.
     """
     characters: Counter[str] = Counter()
     runs: Counter[str] = Counter()
@@ -35,8 +37,8 @@ def count_characters(texts: Iterable[str], *, lower_case: bool = True) -> Counte
 
 
 def count_words(texts: Iterable[str]) -> Counter[str]:
-    """Count the words into which Chinese text is cut. Raises TokenizerError where the library that
-    cuts is not installed.
+    """Count the words of Chinese text. Raises TokenizerError if the library that cuts it is not
+    installed.
     """
     segmenter = Segmenter()
     found: Counter[str] = Counter()
@@ -58,8 +60,9 @@ def _words(
 
 
 def most_frequent(counts: Counter[str], size: int) -> list[str]:
-    """Return the special tokens, then the ``size`` tokens that are most frequent, equal ones in
-    the order of their code points.
+    """Return the special tokens, then the ``size`` most frequent tokens.
+
+    Tokens of equal frequency are in the order of their code points.
     """
     ordered = sorted(((-number, token) for token, number in counts.items() if token not in FIRST))
     return [*FIRST, *(token for _, token in ordered[:size])]

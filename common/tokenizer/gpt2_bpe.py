@@ -1,8 +1,8 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt: exact ids, at the speed of the fastest
-library that is installed.
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, with the fastest installed library that is
+exact.
 
-Source of the algorithm: openai/gpt-2, src/encoder.py. No text is ever changed: decode(encode(x)) ==
-x for every valid Unicode text.
+Text is never changed: decode(encode(x)) == x for every valid Unicode text. Source of the algorithm:
+openai/gpt-2, src/encoder.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from common.tokenizer.streams import ByteStream
 
 
 def files_in(folder: Path) -> tuple[Path, Path]:
-    """Vocabulary and merges of a folder, under Hugging Face's names or OpenAI's. Raises
-    TokenizerError.
+    """Return the vocabulary and merges of a folder, under Hugging Face's or OpenAI's names.
+
+    Raises TokenizerError.
     """
     for vocab_name, merge_name in BPE_FILES:
         if (folder / vocab_name).is_file() and (folder / merge_name).is_file():
@@ -48,9 +49,10 @@ def files_in(folder: Path) -> tuple[Path, Path]:
 
 
 class GPT2BPETokenizer:
-    """Text <-> ids of a GPT-2 vocabulary. ``<|endoftext|>`` begins, ends and pads.
+    """Tokenizer of a GPT-2 vocabulary. ``<|endoftext|>`` begins, ends and pads.
 
-    Safe to share between threads; pickles as its file names, so a worker process builds its own.
+    It can be shared between threads. Pickling stores its file names, so a worker process builds its
+    own.
     """
 
     kind = "GPT2BPETokenizer"
@@ -71,10 +73,10 @@ class GPT2BPETokenizer:
         merge_file: str | os.PathLike[str],
         backend: str = "auto",
     ) -> GPT2BPETokenizer:
-        """Build from vocab.json and merges.txt, or encoder.json and vocab.bpe; the merges may lack
-        their ``#version`` header.
+        """Build from vocab.json and merges.txt, or encoder.json and vocab.bpe.
 
-        backend: "auto" (gigatoken, else tiktoken, else tokenizers), or one of these names.
+        The merges may lack their ``#version`` header. backend: "auto" (gigatoken, else tiktoken,
+        else tokenizers), or one of these names.
         Raises TokenizerError for broken files, and for a named backend that is missing or not
         exact.
         """
@@ -89,7 +91,7 @@ class GPT2BPETokenizer:
 
     @property
     def backend(self) -> str:
-        """Name of the library in use; ``passed_over`` holds why faster ones are not."""
+        """Name of the library in use. ``passed_over`` holds the reasons against faster ones."""
         return self._backend.name
 
     @property
@@ -112,15 +114,13 @@ class GPT2BPETokenizer:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the parsed content: equal for both pairs of file names, with or without the
-        header.
-        """
+        """Hex digest of the parsed content. It does not depend on the file names or the header."""
         return self._sha256
 
     def encode(self, text: str, allow_special: bool = False) -> Ids:
-        """Ids of ``text``: int32 (n,). ``<|endoftext|>`` in it is ordinary text, unless
-        ``allow_special``.
+        """Return the ids of ``text``, int32 (n,).
 
+        ``<|endoftext|>`` in the text is ordinary text, unless ``allow_special``.
         Raises TokenizerError for a lone surrogate, with its position.
         """
         checked_text(text)
@@ -134,24 +134,24 @@ class GPT2BPETokenizer:
     def _encode_with_special(self, text: str) -> Ids:
         end = np.array([self._eod_id], dtype=np.int32)
         parts: list[Ids] = []
-        # Each part on its own: a special token is a border that no piece of ordinary text crosses.
+        # Encode each part separately: no piece of ordinary text crosses a special token.
         for part in text.split(END_OF_TEXT):
             parts += [self.encode(part), end]
         return np.concatenate(parts[:-1])
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text as ordinary text: int32 arrays, views of one buffer per call. Uses all
-        cores, one in a worker process.
+        """Return the ids of each text as ordinary text: int32 arrays, views of one buffer per call.
 
-        Raises TokenizerError for a lone surrogate, with the text and the position.
+        Uses all cores, but only one in a worker process. Raises TokenizerError for a lone
+        surrogate, with the text and the position.
         """
         return self._encode_strings(checked_texts(texts)).rows()
 
     def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
-        """Encode as ``encode_batch``, into one buffer with offsets: what preprocessing writes, and
-        the fastest form.
+        """Encode like ``encode_batch``, into one buffer with offsets.
 
-        Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
+        This is the fastest form, for preprocessing. Raises TokenizerError for bytes that are not
+        UTF-8, with the text and the byte.
         """
         return self._encode_strings(decoded_texts(texts))
 
@@ -162,22 +162,22 @@ class GPT2BPETokenizer:
             refuse_surrogate(texts, error)
 
     def decode(self, ids: TokenIds) -> str:
-        """Text of ``ids``. Bytes that are not whole characters, as at a cut, become U+FFFD. Raises
-        TokenizerError as decode_bytes.
+        """Return the text of ``ids``. An incomplete character, as at a cut, becomes U+FFFD.
+
+        Raises TokenizerError like ``decode_bytes``.
         """
         return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
-        """Bytes of ``ids``, exactly. Raises TokenizerError for an id outside 0 .. vocab_size - 1,
-        with its position.
+        """Return the exact bytes of ``ids``.
+
+        Raises TokenizerError for an id outside 0 .. vocab_size - 1, with its position.
         """
         found = checked_ids(ids, self.vocab_size)
         return b"".join(map(self._token_bytes.__getitem__, found))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one id stands for. Raises TokenizerError when it is outside the
-        vocabulary.
-        """
+        """Return the bytes of one id. Raises TokenizerError for an id outside the vocabulary."""
         return self.decode_bytes([token_id])
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:

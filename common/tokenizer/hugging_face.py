@@ -1,4 +1,4 @@
-"""Any tokenizer.json of Hugging Face, by the library ``tokenizers``."""
+"""Tokenizers from any tokenizer.json of Hugging Face, through the library ``tokenizers``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from common.tokenizer.text_tokenizer import TextTokenizer, pack
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """Documents end with ``eos_token`` of tokenizer_config.json beside the file, or with the token
-    that usually does.
+    """Tokenizer of a tokenizer.json.
+
+    Documents end with ``eos_token`` of tokenizer_config.json beside the file. Without one, they end
+    with the first known end token of the vocabulary.
     """
 
     def __init__(self, file: Path, kind: str, model: Any, sha256: str, end: str | None) -> None:
@@ -33,7 +35,7 @@ class HuggingFaceTokenizer(TextTokenizer):
         vocabulary = model.get_vocab(with_added_tokens=True)
         added = model.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
-        # a vocabulary may hold its end of text without calling it special
+        # a vocabulary may hold its end of text without marking it as special
         known = {token: number for token, number in vocabulary.items() if token[:1] in "<["}
         unknown = getattr(model.model, "unk_token", None)
         super().__init__(
@@ -56,15 +58,15 @@ class HuggingFaceTokenizer(TextTokenizer):
             content = repr(_sorted(parse_json(raw, unique=False))).encode()
             model = Tokenizer.from_buffer(raw)
         except MalformedError as error:
-            raise TokenizerError(f"{file}: is no JSON: {error}; fetch the file again") from None
-        except Exception as error:  # the library has no type of its own
+            raise TokenizerError(f"{file}: not JSON:  {error}; fetch the file again") from None
+        except Exception as error:  # the library raises no more specific type
             raise TokenizerError(
-                f"{file}: is no tokenizer.json ({len(raw)} bytes; {str(error)[:200]}); expected"
+                f"{file}: not a tokenizer.json ({len(raw)} bytes; {str(error)[:200]}); expected"
                 " what Tokenizer.save of Hugging Face's tokenizers writes; fetch the file again"
             ) from None
         model.no_truncation()
         model.no_padding()
-        model.encode_special_tokens = True  # in ordinary text they are text
+        model.encode_special_tokens = True  # special tokens within ordinary text are ordinary text
         return cls(file, kind, model, hashlib.sha256(content).hexdigest(), _end_named(file))
 
     def _encode_many(self, texts: list[str]) -> PackedIds:
@@ -85,14 +87,14 @@ class HuggingFaceTokenizer(TextTokenizer):
 
 
 def _sorted(value: Any) -> Any:
-    """Return a JSON value that does not depend on the order of keys."""
+    """Return a JSON value with sorted keys."""
     if isinstance(value, dict):
         return [(key, _sorted(value[key])) for key in sorted(value)]
     return list(map(_sorted, value)) if isinstance(value, list) else value
 
 
 def _end_named(file: Path) -> str | None:
-    """Return eos_token of tokenizer_config.json beside the file, if it says one."""
+    """Return eos_token of tokenizer_config.json beside the file, if there is one."""
     config = file.parent / CONFIG
     if not config.is_file():
         return None

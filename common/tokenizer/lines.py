@@ -11,7 +11,7 @@ from common.tokenizer.base import Ids, PackedIds, Tokenizer
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> PackedIds:
-    """Ids of each text, with the tokenizer's newline mark between its lines."""
+    """Return the ids of each text, with the tokenizer's newline mark between its lines."""
     mark = tokenizer.framing.newline
     if mark is None or not any("\n" in text for text in texts):
         return tokenizer.encode_packed(texts)
@@ -19,7 +19,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> PackedIds:
     packed = tokenizer.encode_packed(list(chain.from_iterable(lines)))
     counts = np.fromiter(map(len, lines), dtype=np.int64, count=len(lines))
     stops = np.cumsum(counts)
-    # a mark behind each line, the last one of each text excepted
+    # a mark after each line except the last one of each text
     marked = np.ones(int(stops[-1]), dtype=np.int64)
     marked[stops - 1] = 0
     ends = np.cumsum(packed.lengths + marked)
@@ -31,7 +31,9 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> PackedIds:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Ids:
-    """Ids of a prompt: special tokens that it spells are themselves, line ends as in documents."""
+    """Return the ids of a prompt. Special tokens in it are encoded as such, line ends as in
+    documents.
+    """
     mark = tokenizer.framing.newline
     if mark is None or "\n" not in text:
         return tokenizer.encode(text, allow_special=True)

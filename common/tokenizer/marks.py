@@ -12,10 +12,10 @@ ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>", "<|end_of_text|>", "<|im_end|
 
 
 def framing_of(ids: Mapping[str, int], file: Path, end: str | None = None) -> Framing:
-    """The frame of documents. ids: of special tokens. end: the token that a file beside the
-    vocabulary names.
+    """Return the frame of documents.
 
-    Raises TokenizerError where no token ends a document.
+    ids: of special tokens. end: end token named by a file beside the vocabulary.
+    Raises TokenizerError if no token ends a document.
     """
     chinese = all(token in ids for token in ("[MASK]", "[CLS]", "[SEP]"))
     if chinese and end in (None, "[CLS]", "[SEP]"):  # GPT2-Chinese's frame

@@ -1,4 +1,4 @@
-"""Which kind of tokenizer files are, and which file of a folder holds it."""
+"""Recognition of a tokenizer's kind by its files, and of the file in a folder that holds it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILE_OF = {
     "SentencePieceTokenizer": "*.model",
     "HuggingFaceTokenizer": "tokenizer.json",
 }
-"""Kind -> its one file, in a folder."""
+"""File name in a folder, for each kind with a single file."""
 _EXPECTED = (
     "vocab.json with merges.txt, encoder.json with vocab.bpe, vocab.txt, one SentencePiece .model"
     " or tokenizer.json"
@@ -25,16 +25,15 @@ _EXPECTED = (
 
 CONFIG = "tokenizer_config.json"
 WORDS = {"word_segmenter": "jieba"}
-"""Says in tokenizer_config.json that a vocab.txt is one of words."""
+"""Entry of tokenizer_config.json that marks a vocab.txt as one of words."""
 _NAMES = ("vocab.txt", "*.model", "tokenizer.json")
-"""Files that hold a tokenizer whole, the one that is preferred first."""
+"""Files that hold a whole tokenizer, in order of preference."""
 
 
 def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
-    """Return ``kind``, or where it is None the kind of the files. Raises TokenizerError for files
-    that are none.
+    """Return ``kind``, or if it is None the kind of the files.
 
-    source: the vocabulary, or the folder of the files.
+    source: the vocabulary, or the folder of the files. Raises TokenizerError for other files.
     """
     if kind is not None:
         return kind
@@ -53,15 +52,16 @@ def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
     if source.suffix == ".model":
         return "SentencePieceTokenizer"
     if source.name in ("vocab.json", "encoder.json"):
-        return "GPT2BPETokenizer"  # which asks for the merges
+        return "GPT2BPETokenizer"  # its loader asks for the merges
     if source.suffix == ".json":
         return "HuggingFaceTokenizer"
     return _kind_of_vocab_txt(source)
 
 
 def _kind_of_vocab_txt(file: Path) -> str:
-    """Return what tokenizer_config.json beside a vocab.txt says; without one it is lower-cased, as
-    transformers' BertTokenizer does.
+    """Return the kind named by tokenizer_config.json beside a vocab.txt.
+
+    The default is lower case, as for transformers' BertTokenizer.
     """
     config = file.parent / CONFIG
     settings = (
@@ -74,7 +74,9 @@ def _kind_of_vocab_txt(file: Path) -> str:
 
 
 def file_in(source: Path, kind: str) -> Path:
-    """Return the file of a kind, in a folder or given itself. Raises TokenizerError."""
+    """Return the file of a kind: ``source`` itself, or the file in that folder. Raises
+    TokenizerError.
+    """
     if not source.is_dir():
         return source
     if found := _only(source, _FILE_OF[kind]):

@@ -1,4 +1,4 @@
-"""SentencePiece models, by the library ``sentencepiece``."""
+"""Tokenizers of SentencePiece models, through the library ``sentencepiece``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from common.tokenizer.text_tokenizer import TextTokenizer, pack
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """Documents end with the model's end of sequence, or have GPT2-Chinese's frame where the model
-    has its pieces ``[MASK] [CLS] [SEP]``.
+    """Tokenizer of a SentencePiece model.
+
+    Documents end with the model's end of sequence. A model with the pieces ``[MASK] [CLS] [SEP]``
+    has GPT2-Chinese's frame.
     """
 
     def __init__(self, file: Path, kind: str, processor: Any, sha256: str) -> None:
@@ -60,14 +62,14 @@ class SentencePieceTokenizer(TextTokenizer):
             reason = "it holds no pieces"
         if not pieces:
             raise TokenizerError(
-                f"{file}: is no SentencePiece model ({len(raw)} bytes; {reason}); expected the"
+                f"{file}: not a SentencePiece model ({len(raw)} bytes; {reason}); expected the"
                 " .model that SentencePiece's trainer wrote; fetch the file again"
             )
         return cls(file, kind, processor, hashlib.sha256(raw).hexdigest())
 
     def _encode_many(self, texts: list[str]) -> PackedIds:
         for text in texts:
-            text.isascii() or text.encode()  # a lone surrogate raises here, before the library
+            text.isascii() or text.encode()  # raises for a lone surrogate
         return pack(self._processor.encode(texts, out_type=int, num_threads=1) if texts else [])
 
     def piece(self, token_id: int) -> str:
@@ -83,7 +85,9 @@ class SentencePieceTokenizer(TextTokenizer):
 
 
 def import_sentencepiece(purpose: str) -> Any:
-    """Return the library. Raises TokenizerError where it is not installed."""
+    """Return the library. Raises TokenizerError if it is not installed. purpose: begins the
+    message.
+    """
     try:
         import sentencepiece
     except ImportError as error:

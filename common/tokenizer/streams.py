@@ -1,6 +1,4 @@
-"""Decoding as ids come, for the kinds of tokenizers whose pieces are bytes, or cannot be decoded
-one by one.
-"""
+"""Decoding of ids as they arrive, for pieces that are bytes or cannot be decoded one by one."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 _PART = "\ufffd"
 _CONTEXT = 16
-"""Ids that are decoded again with those that follow them."""
+"""Earlier ids that are decoded again with new ones."""
 
 
 class ByteStream:
-    """Text of ids that stand for bytes."""
+    """Decoder of ids that stand for bytes."""
 
     def __init__(self, decode_bytes: Callable[[Sequence[int]], bytes]) -> None:
         self._decode_bytes = decode_bytes
@@ -24,8 +22,9 @@ class ByteStream:
 
 
 class WindowStream:
-    """Text of ids through a library that decodes whole sequences: the text of the last pieces with
-    what follows them, less the text of those pieces alone.
+    """Decoder through a library that decodes only whole sequences.
+
+    It decodes the last pieces with and without the new ones; the difference is the new text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Text of a vocabulary's files."""
+"""Text of the files of a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from common.structured_files import MAX_JSON_BYTES, read_bytes
 
 
 def read_vocabulary_text(path: Path, what: str) -> str:
-    """Text of a file in UTF-8, without a byte order mark. Raises TokenizerError."""
+    """Return the text of a UTF-8 file, without a byte order mark.
+
+    what: its content, for messages. Raises TokenizerError.
+    """
     try:
         raw = read_bytes(path, limit=MAX_JSON_BYTES, error=TokenizerError)
     except TokenizerError as error:
@@ -31,7 +34,7 @@ def read_vocabulary_text(path: Path, what: str) -> str:
 
 
 def how_to_convert(raw: bytes) -> str:
-    """Advice for text that is GBK (of which GB18030 is the whole); empty where it is not."""
+    """Return advice for text in GBK, which GB18030 includes; empty for other text."""
     try:
         raw.decode("gb18030")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What tokenizers share whose ids stand for text and not for bytes."""
+"""Base of tokenizers whose ids stand for text instead of bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from common.tokenizer.checks import checked_text, checked_texts, decoded_texts, 
 
 
 class TextTokenizer(ABC):
-    """A tokenizer of one file. special: tokens that text spells, with their ids. Safe to share
-    between threads; pickles as its file, so a worker process builds its own.
+    """Tokenizer of a single file.
+
+    special: special tokens with their ids. It can be shared between threads. Pickling stores its
+    file name, so a worker process builds its own.
     """
 
     def __init__(
@@ -49,19 +51,19 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def piece(self, token_id: int) -> str:
-        """Return how the vocabulary spells an id."""
+        """Return the vocabulary's spelling of an id."""
 
     @abstractmethod
     def decode(self, ids: TokenIds) -> str:
-        """Text of ``ids``. Raises TokenizerError for an id outside the vocabulary."""
+        """Return the text of ``ids``. Raises TokenizerError for an id outside the vocabulary."""
 
     @abstractmethod
     def stream(self, after: Sequence[int] = ()) -> TextStream: ...
 
     def encode(self, text: str, allow_special: bool = False) -> Ids:
-        """Ids of ``text``: int32 (n,). Special tokens in it are ordinary text, unless
-        ``allow_special``.
+        """Return the ids of ``text``, int32 (n,).
 
+        Special tokens in the text are ordinary text, unless ``allow_special``.
         Raises TokenizerError for a lone surrogate, with its position.
         """
         checked_text(text)
@@ -76,12 +78,13 @@ class TextTokenizer(ABC):
         return np.concatenate(parts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text as ordinary text: int32 arrays, views of one buffer."""
+        """Return the ids of each text as ordinary text: int32 arrays, views of one buffer."""
         return self._encode_strings(checked_texts(texts)).rows()
 
     def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
-        """Encode as ``encode_batch``, into one buffer with offsets. Raises TokenizerError for bytes
-        that are not UTF-8, with the text and the byte.
+        """Encode like ``encode_batch``, into one buffer with offsets.
+
+        Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
         """
         return self._encode_strings(decoded_texts(texts))
 
@@ -103,7 +106,7 @@ class TextTokenizer(ABC):
     @classmethod
     @abstractmethod
     def from_file(cls, file: Path, kind: str) -> Self:
-        """Build from its file. Raises TokenizerError."""
+        """Build from the file of a kind. Raises TokenizerError."""
 
     def __repr__(self) -> str:
         return f"{self.kind}({self.vocab_size} ids, file={str(self.file)!r})"
@@ -114,7 +117,7 @@ def _rebuild(cls: type[TextTokenizer], file: Path, kind: str) -> TextTokenizer:
 
 
 def pack(rows: Sequence[Sequence[int]]) -> PackedIds:
-    """One buffer of the ids of several texts."""
+    """Return the ids of several texts in one buffer."""
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     flat = [token for row in rows for token in row]

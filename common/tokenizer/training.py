@@ -1,4 +1,4 @@
-"""Tokenizers trained on own text. The same text gives the same files, whatever the machine."""
+"""Training of tokenizers. The same text gives the same files on every machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from common.tokenizer.sentencepiece_model import import_sentencepiece
 from common.tokenizer.words import bert_steps
 
 _CHUNK = 1000
-"""Characters: longer lines are cut for SentencePiece, which leaves out what is longer than its
-buffer.
-"""
+"""Characters of a line before it is cut. SentencePiece drops lines longer than its buffer."""
 Texts = Callable[[], Iterable[str]]
 Trainer = Callable[[Texts, int], dict[str, bytes]]
 
 
 def _train_bpe(texts: Texts, size: int) -> dict[str, bytes]:
-    """Byte-level BPE as GPT-2's: 256 bytes, merges, and the end of text as the last id."""
+    """Train byte-level BPE like GPT-2's: 256 bytes, merges, and the end of text as the last id."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
@@ -44,8 +42,9 @@ def _train_bpe(texts: Texts, size: int) -> dict[str, bytes]:
 
 
 def _train_wordpiece(texts: Texts, size: int, *, lower_case: bool) -> dict[str, bytes]:
-    """vocab.txt: special tokens, the characters, then pieces of words. Chinese characters stay
-    tokens of their own.
+    """Train vocab.txt: special tokens, the characters, then pieces of words.
+
+    Chinese characters stay tokens of their own.
     """
     from tokenizers import Tokenizer, models, trainers
 
@@ -56,8 +55,8 @@ def _train_wordpiece(texts: Texts, size: int, *, lower_case: bool) -> dict[str, 
         return {"vocab.txt": _lines(first[:size])}
     model = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # noqa: S106
     model.normalizer, model.pre_tokenizer = bert_steps(lower_case, split_chinese=True)
-    # The library would number the letters in the order of a hash table, another one in each run;
-    # what is given as special has the ids that it is given in.
+    # The library would number the letters in the order of a hash table, which differs in each run.
+    # Special tokens get ids in the order of their list.
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
         special_tokens=first,
@@ -75,8 +74,10 @@ def _lines(tokens: Iterable[str]) -> bytes:
 
 
 def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, bytes]:
-    """tokenizer.model. Text stays as it is written: SentencePiece's own NFKC would make half-width
-    signs of Chinese punctuation, and line ends spaces. Rare characters become bytes.
+    """Train tokenizer.model. Text is not normalized, and rare characters become bytes.
+
+    SentencePiece's default NFKC would turn Chinese punctuation into half-width signs, and line ends
+    into spaces.
     """
     sentencepiece = import_sentencepiece("training a SentencePiece model")
     model = io.BytesIO()
@@ -90,11 +91,11 @@ def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, byt
             character_coverage=0.9998,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            num_threads=2,  # not the machine's: their number decides the order of sums
+            num_threads=2,  # a fixed number, which determines the order of sums
             train_extremely_large_corpus=True,
             minloglevel=2,
         )
-    except RuntimeError as error:  # the library's own words: the size is too large or too small
+    except RuntimeError as error:  # the library's message: the size is too large or too small
         reason = str(error).rsplit("] ", 1)[-1].strip()
         raise ConfigError(f"--vocab-size={size}: SentencePiece says: {reason}") from None
     return {"tokenizer.model": model.getvalue()}
@@ -114,8 +115,10 @@ TRAINERS: dict[str, Trainer] = {
     "SentencePieceTokenizer": partial(_train_sentencepiece, kind="unigram"),
     "SentencePieceTokenizer/bpe": partial(_train_sentencepiece, kind="bpe"),
 }
-"""Kind -> its training: texts to be read once or more, and the size of the vocabulary, into the
-content of its files. Raises ConfigError for a size that cannot be.
+"""Training function of each kind.
+
+It turns texts, which may be read more than once, and a vocabulary size into the content of files.
+Raises ConfigError for an impossible size.
 """
 LEAST = {"GPT2BPETokenizer": 257, "BertWordPieceLowerCase": 6, "BertWordPieceCase": 6}
-"""Kind -> tokens that it has before any training."""
+"""Number of tokens that a kind has before any training."""

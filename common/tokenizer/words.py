@@ -1,4 +1,4 @@
-"""Words to the ids of their pieces, each once; and Chinese text to words."""
+"""Mapping of words to the ids of their pieces, and of Chinese text to words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW = 16
 
 
 class WordEncoder:
-    """WordPiece of runs of text, by the library ``tokenizers``; frequent runs are remembered.
+    """WordPiece for runs of text, by the library ``tokenizers``. Frequent runs are cached.
 
     split_chinese: make a word of each Chinese character, as BERT does.
     """
@@ -32,27 +32,28 @@ class WordEncoder:
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, words: Sequence[str]) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Ids of the words, one after another, and how many each has."""
+        """Return the ids of all words in sequence, and the number of ids of each word."""
         known = self._cache
         new = list({word: None for word in words if word not in known})
         found = dict(zip(new, self._pieces(new), strict=True))
         rows = [known[word] if word in known else found[word] for word in words]
         short = {word: ids for word, ids in found.items() if len(word) <= _CACHED_LENGTH}
-        # one assignment, so that other threads find the old words or the new ones
+        # a single assignment, so that other threads see either the old words or the new ones
         self._cache = short if len(known) > _CACHED_WORDS else known | short if short else known
         counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         flat = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(counts.sum()))
         return flat, counts
 
     def _pieces(self, words: list[str]) -> list[list[int]]:
-        if len(words) < _FEW:  # the library warns in every forked child once it has used threads
+        if len(words) < _FEW:  # once it has used threads, the library warns in every forked child
             return [self.model.encode(word).ids for word in words]
         return [encoding.ids for encoding in self.model.encode_batch_fast(words)]
 
 
 def build_wordpiece(vocabulary: BertVocabulary, *, lower_case: bool, split_chinese: bool) -> Any:
-    """A tokenizer of ``tokenizers`` with the settings of transformers' BertTokenizer and without
-    special tokens, which are ordinary text to it.
+    """Return a tokenizer of ``tokenizers`` with the settings of transformers' BertTokenizer.
+
+    It has no special tokens: they are ordinary text.
     """
     from tokenizers import Tokenizer, models
 
@@ -62,7 +63,7 @@ def build_wordpiece(vocabulary: BertVocabulary, *, lower_case: bool, split_chine
 
 
 def bert_words(*, lower_case: bool, split_chinese: bool) -> Callable[[str], list[str]]:
-    """Return what cuts text into the words that BERT's tokenizer cuts into pieces."""
+    """Return a function that cuts text into the words that BERT's tokenizer cuts into pieces."""
     normalizer, pre_tokenizer = bert_steps(lower_case, split_chinese)
     return lambda text: [
         word for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))
@@ -82,9 +83,9 @@ def bert_steps(lower_case: bool, split_chinese: bool) -> tuple[Any, Any]:
 
 
 class Segmenter:
-    """Cuts Chinese text into words by jieba's dictionary; digits are tokens of their own.
+    """Cutter of Chinese text into words by jieba's dictionary. Digits are tokens of their own.
 
-    Source: GPT2-Chinese, tokenizations/tokenization_bert_word_level.py, which cuts by thulac.
+    Source: GPT2-Chinese, tokenizations/tokenization_bert_word_level.py, which uses thulac instead.
     """
 
     def __init__(self) -> None:
@@ -109,8 +110,9 @@ class Segmenter:
 
 
 class WordLevelEncoder:
-    """Chinese words and their ids; a word that the vocabulary lacks is cut into pieces or is
-    ``[UNK]``.
+    """Encoder of Chinese words.
+
+    A word that the vocabulary lacks is cut into pieces or becomes ``[UNK]``.
     """
 
     def __init__(self, vocabulary: BertVocabulary) -> None:

@@ -1,7 +1,7 @@
-"""Initial weights, made by numpy so that they are the same on every layout and framework.
+"""Make initial weights with numpy, so that they are the same on every layout and framework.
 
-Each block of 128 rows of a parameter has a generator of its own, keyed by (seed, name, block), so
-that a shard makes its own rows and no others.
+Each block of 128 rows of a parameter has its own random generator, keyed by (seed, name, block). A
+shard therefore makes exactly its own rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def initial_rows(
     stop: int | None = None,
     columns: tuple[int, int] | None = None,
 ) -> NDArray[np.float32]:
-    """Rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``; of them the
-    ``columns`` from first to end.
+    """Return rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``.
+    ``columns``: first and end of the columns to return.
 
     Biases are 0 and layer-norm gains 1. Weights are normal with deviation ``initializer_range``,
     and ``initializer_range / sqrt(2 x num_layers)`` for projections back into the residual stream

@@ -1,4 +1,4 @@
-"""The parameters of a GPT-2 by name and shape: one table for both backends.
+"""Name and shape of the parameters of a GPT-2: one table for both backends.
 
 Linear weights are (out, in). q, k and v are separate, so that a contiguous cut over heads is a
 correct tensor-parallel shard. The head is tied to ``wte.weight`` and has no parameter of its own.
@@ -19,7 +19,9 @@ POSITIONS = "wpe.weight"
 
 
 def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
-    """Name -> shape with the true vocabulary, in the order of the forward pass."""
+    """Return the shape of each parameter with the true vocabulary, in the order of the forward
+    pass.
+    """
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (model.vocab_size, hidden),
@@ -46,8 +48,8 @@ def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(model: ResolvedModel) -> int:
-    """Parameters with the true vocabulary and the head tied: V h + P h + L (12 h^2 + 13 h) + 2 h
-    for an MLP of 4 h.
+    """Return the number of parameters with the true vocabulary and the head tied: V h + P h + L (12
+    h^2 + 13 h) + 2 h for an MLP of 4 h.
     """
     outside, with_a_block = (
         sum(
@@ -60,14 +62,14 @@ def count_parameters(model: ResolvedModel) -> int:
 
 
 def decays(name: str) -> bool:
-    """True for matrices and embeddings, which weight decay shrinks; False for biases and layer
+    """Whether weight decay applies: to matrices and embeddings, but not to biases and layer
     norms.
     """
     return name.endswith(".weight") and ".ln_" not in f".{name}"
 
 
 def parameter_of(tensor: str) -> str:
-    """The parameter to which a tensor of a checkpoint belongs: ``wte.weight`` of
+    """Return the parameter to which a tensor of a checkpoint belongs: ``wte.weight`` for
     ``wte.weight.exp_avg``.
     """
     return re.sub(r"\.(exp_avg|exp_avg_sq|momentum_buffer)$", "", tensor)
@@ -79,8 +81,8 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     partial: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise CheckpointError listing every tensor that is missing, unexpected, of another shape, or
-    ``partial``: how many elements are there of those that are not whole.
+    """Raise CheckpointError with every tensor that is missing, unexpected, of another shape or
+    incomplete. partial: elements present of each incomplete tensor.
     """
     partial = partial or {}
     faults = [

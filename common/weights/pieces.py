@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint as a whole, whichever ranks have written them in which pieces; any
-rectangle of them is read on its own.
+"""Read the tensors of a checkpoint as a whole, whichever ranks wrote which pieces of them. Any
+rectangle of a tensor can be read on its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from common.weights.quantized import open_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """A rectangle of a (padded) parameter: what one rank holds of it. Ends are exclusive; a vector
-    has no columns.
+    """Rectangle of a (padded) parameter that one rank holds. Ends are exclusive; a vector has no
+    columns.
     """
 
     rows: tuple[int, int]
@@ -40,8 +40,8 @@ class TensorSlice:
 
 Array = NDArray[np.float32]
 Rectangle = list[list[int]]
-"""[[first row, end], [first column, end]] as the manifest holds it; a vector has the first of them
-alone.
+"""Return [[first row, end], [first column, end]] as in the manifest; a vector has only the first
+pair.
 """
 
 
@@ -56,12 +56,13 @@ class ShardedReader:
         self._split: set[str] = set()
 
     def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
-        """The tensors of one open file; of those in ``pieces`` it holds these rectangles, of the
-        others all.
+        """Tensors of one open file. Of the tensors in ``pieces`` it holds these rectangles, of the
+        others everything.
         """
         for name, shape in shapes_of(reader).items():
             spans = [[0, size] for size in shape]
-            # what the manifest does not know is no tensor of the model: require refuses it
+            # a tensor that the manifest does not list does not belong to the model: require refuses
+            # it
             if pieces is not None and name in pieces:
                 spans = pieces[name]
                 self._split.add(name)
@@ -76,8 +77,8 @@ class ShardedReader:
         return bool(self._parts)
 
     def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless these tensors are there, whole and with these shapes, and no
-        others.
+        """Raise CheckpointError unless exactly these tensors are there, whole and with these
+        shapes.
         """
         found = {
             name: tuple(
@@ -103,7 +104,7 @@ class ShardedReader:
         check_tensors(self._path, found, expected, partial)
 
     def read(self, name: str, piece: TensorSlice) -> Array:
-        """A rectangle of a tensor; what lies beyond its rows is 0."""
+        """Return a rectangle of a tensor; elements beyond its rows are 0."""
         wanted = [piece.rows, *([piece.columns] if piece.columns else [])]
         parts = self._parts[name]
         if len(parts) == 1 and [(span.start, span.stop) for span in parts[0][1]] == wanted:
@@ -132,8 +133,8 @@ class ShardedReader:
 def open_stored(
     checkpoint: Path, file: str, manifest: Mapping[str, Any]
 ) -> Iterator[ShardedReader]:
-    """The tensors of ``file`` (model.safetensors), which one rank has written, or each rank its
-    part of. Raises CheckpointError.
+    """Return the tensors of ``file`` (model.safetensors), written by one rank or in parts by each
+    rank. Raises CheckpointError.
     """
     stored = ShardedReader(checkpoint / file)
     with ExitStack() as stack:

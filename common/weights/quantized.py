@@ -1,4 +1,4 @@
-"""Weights of 8 bits, as our folders hold them. ``safetensors`` alone reads them:
+"""Read weights of 8 bits from our folders. Only ``safetensors`` is needed to read them:
 
     NAME.weight         int8 (out, in): matrices, and the table of tokens, which is the head too
     NAME.weight_scale   float32 (out,): a weight is its integer times the scale of its row
@@ -26,27 +26,27 @@ from common.tensor_files.safetensors_file import open_safetensors
 from common.weights.names import POSITIONS, decays
 
 WEIGHT_SCALE = "_scale"
-"""What the name of a weight's scales has after the name of the weight."""
+"""Suffix that makes the name of a weight's scales from the name of the weight."""
 _INPUT_SCALE = "input_scale"
 _REMEDY = "write the folder again from the weights that it was made of"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerScheme:
-    """How one parameter becomes integers."""
+    """Scheme by which one parameter becomes integers."""
 
     scales: NDArray[np.float32] | None = None
-    """Of its rows; None: by its largest numbers."""
+    """Scales of the rows of the weight; None: from the largest number of each row."""
     per_channel: bool = True
-    """Whether each row has a scale of its own, where those are not given."""
+    """Whether each row has its own scale, if scales are not given."""
     bits: int = 8
-    """Of the integers, where scales are not given."""
+    """Number of bits of the integers, if scales are not given."""
     input_scale: float | None = None
-    """None: each token of the layer's input has its own."""
+    """Scale of the layer's input; None: each token has its own."""
 
 
 Scheme: TypeAlias = Mapping[str, LayerScheme]
-"""By the names of the parameters that are quantized. All others stay float32."""
+"""Schemes by the names of the parameters that are quantized. All others stay float32."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,16 +64,18 @@ def input_scale_name(weight: str) -> str:
 
 
 class QuantizedReader:
-    """A reader of a safetensors file with weights of 8 bits. It gives them as float32, and says so
-    once.
+    """Reader of a safetensors file with weights of 8 bits. It returns them as float32, and logs
+    that once.
     """
 
     def __init__(self, path: Path, reader: Any) -> None:
-        """Raises CheckpointError where a scale is missing, of another shape or no usable number."""
+        """Open the file. Raises CheckpointError if a scale is missing, of another shape or
+        unusable.
+        """
         self._path = path
         self._reader = reader
         self._has_said = False
-        names = list(reader.keys())  # safe_open is no mapping
+        names = list(reader.keys())  # safe_open is not a mapping
         self._stored = set(names)
         integers = [name for name in names if reader.get_slice(name).get_dtype() == "I8"]
         of_scales = {name + WEIGHT_SCALE for name in integers} | {
@@ -113,7 +115,7 @@ class QuantizedReader:
         return _Slice(self, stored, layer.scales)
 
     def say_once(self) -> None:
-        """Tell that weights are taken as float32."""
+        """Log once that weights are taken as float32."""
         if not self._has_said:
             self._has_said = True
             LOG.info(f"{self._path}: its weights of 8 bits are taken as float32")
@@ -122,8 +124,8 @@ class QuantizedReader:
         shape = self._reader.get_slice(name).get_shape()
         if len(shape) != 2 or not decays(name) or name == POSITIONS:
             raise CheckpointError(
-                f"{self._path}: {name} {shape} is of 8 bits; expected that of matrices and of the"
-                f" table of tokens alone; {_REMEDY}"
+                f"{self._path}: {name} {shape} has 8 bits; expected that only of matrices and of"
+                f" the table of tokens; {_REMEDY}"
             )
         scales = self._read_scale(name + WEIGHT_SCALE, shape[:1])
         input_scale = None
@@ -152,7 +154,7 @@ class QuantizedReader:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A tensor of 8 bits, as float32."""
+    """Tensor of 8 bits, read as float32."""
 
     file: QuantizedReader
     stored: Any
@@ -171,7 +173,7 @@ class _Slice:
 
 @contextmanager
 def open_parameters(path: Path) -> Iterator[Any]:
-    """Open a file of ours as a reader of float32 tensors, whether its weights are of 8 bits or not.
+    """Open a file of ours as a reader of float32 tensors, whether its weights have 8 bits or not.
 
     Raises CheckpointError.
     """

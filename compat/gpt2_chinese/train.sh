@@ -3,8 +3,8 @@
 #
 #   bash train.sh [section.key=value ...]
 #
-# VARIANT is the name of one of its five folders, the folder that you are in when left out; DEVICES the number of processes, 4 when
-# left out. Exit code: that of the run.
+# VARIANT is the name of one of its five folders (default: the folder that you are in). DEVICES is the number of processes (default: 4).
+# Exit code: that of the run.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(cd "$here/../.." && pwd)"

@@ -24,7 +24,7 @@ __all__ = ["chid", "detokenize_wikitext", "lambada", "process_wikitext", "wikite
 _LIMIT = 2**30
 _WORDS = {str: "a text", list: "a list", int: "a whole number"}
 _ARTICLE = re.compile(r"^(?= ?\n = [^=\n]+ = ?$)", re.MULTILINE)
-"""Where an article of WikiText begins: an empty line and its title, with one = on each side. Those
+"""Beginning of an article of WikiText: an empty line and its title, with one = on each side. Titles
 of sections have more.
 """
 

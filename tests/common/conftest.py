@@ -1,4 +1,4 @@
-"""Where the sample rank tables are."""
+"""Folder of the sample rank tables."""
 
 from pathlib import Path
 

@@ -7,10 +7,10 @@ from common.errors import ConfigError, DataError
 
 
 def test_a_long_line_loses_its_middle() -> None:
-    text = "data.json: found " + "9" * 5000 + ", expected a number; mend the file"
+    text = "data.json: found " + "9" * 5000 + ", expected a number; fix the file"
     shown = str(DataError(f"{text}\na second line"))
     assert shown.startswith("data.json: found 999") and shown.endswith(
-        "mend the file\na second line"
+        "fix the file\na second line"
     )
     assert len(shown) < 1000 and f"({len(text) - 900} characters left out)" in shown
     whole = "x" * 1000

@@ -16,7 +16,7 @@ def fill(folder: Path) -> None:
         (temporary / "new").touch()
 
 
-def test_what_another_writes_stays(tmp_path: Path) -> None:
+def test_files_of_another_writer_stay(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with whole_folder(out, what="it", remedy="mend") as ours:
         (ours / "a").touch()
@@ -38,7 +38,7 @@ def test_what_another_writes_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out", "out[1]"])
-def test_what_a_killed_writer_left_is_gone(tmp_path: Path, name: str) -> None:
+def test_remains_of_a_killed_writer_are_removed(tmp_path: Path, name: str) -> None:
     for leftover in (f".{name}.tmp", f".{name}.replaced.tmp"):
         (tmp_path / leftover / "part").mkdir(parents=True)
     fill(tmp_path / name)
@@ -98,7 +98,7 @@ def test_a_process_with_the_number_of_a_killed_one_writes(tmp_path: Path) -> Non
 def test_a_folder_may_be_renamed_once_its_last_file_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rank 0 does when all ranks' parts of a checkpoint are there."""
+    """Publish as rank 0 does when all ranks' parts of a checkpoint are there."""
     replace = os.replace
 
     def seen(source: Path, target: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_folder_may_be_renamed_once_its_last_file_is_seen(
 @pytest.mark.parametrize(
     "way", ["name", "other name", "symlink", "hard link", "link to the folder"]
 )
-def test_an_input_is_no_output(tmp_path: Path, way: str) -> None:
+def test_an_input_is_not_an_output(tmp_path: Path, way: str) -> None:
     source = tmp_path / "source"
     source.touch()
     (tmp_path / "folder").symlink_to(tmp_path)

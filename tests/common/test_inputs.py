@@ -1,4 +1,4 @@
-"""What is not there is said before a framework is imported, with the folder it was looked for
+"""Missing inputs are named before a framework is imported, with the folder they were looked for
 in.
 """
 

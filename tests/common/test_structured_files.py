@@ -133,7 +133,7 @@ def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None
         read_json(tmp_path / "list.json", limit=2)
 
 
-def test_what_an_alias_stands_for_is_a_copy() -> None:
+def test_an_alias_is_a_copy() -> None:
     value = parse_yaml("a: &x {k: 1}\nb: *x")
     value["a"]["k"] = 2
     assert value == {"a": {"k": 2}, "b": {"k": 1}}
@@ -167,7 +167,7 @@ def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
     assert time.process_time() - began < 8  # 19 s where all nodes are made first
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_a_fault(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf{}")
     assert read_json(tmp_path / "a.json") == {}
 

@@ -152,7 +152,7 @@ def header_of(**changes: Any) -> bytes:
         ({"header_size": 10**30}, "where a size is expected"),
         ({"shard_addresses": [""]}, "where a list of names is expected"),
         ({"shard_addresses": "abc"}, "where a list of names is expected"),
-        ({"page": [5]}, "a header that is no MindRecord's"),
+        ({"page": [5]}, "a header that is not a MindRecord's"),
         (
             {
                 "page": [

@@ -1,4 +1,4 @@
-"""Numbers that a person, a launcher or a platform wrote: ASCII digits alone, and none so large that
+"""Numbers that a person, a launcher or a platform wrote: only ASCII digits, and none so large that
 a list of them fills the memory.
 """
 
@@ -59,7 +59,9 @@ def test_a_port_that_is_none(text: str) -> None:
         lambda: given_port({"MASTER_PORT": text}),
         lambda: parse_master(f"10.0.0.1:{text}"),
     ):
-        with pytest.raises(ConfigError, match=r"is no port; expected 1024 to 65534") as error:
+        with pytest.raises(
+            ConfigError, match=r"is not a usable port; expected 1024 to 65534"
+        ) as error:
             parse()
         assert len(str(error.value)) < 200
 

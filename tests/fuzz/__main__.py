@@ -1,8 +1,10 @@
 """Run inputs of one area and print the defects.
 
-python -m tests.fuzz AREA [--seed N] [--count N] [--first N]     a range of inputs, in worker
-processes python -m tests.fuzz AREA --seed N --only N                      one input again, with its
-traceback python -m tests.fuzz --list                                      what is generated
+python -m tests.fuzz AREA [--seed N] [--count N] [--first N]   a range, in worker processes
+
+python -m tests.fuzz AREA --seed N --only N                    one input, with its traceback
+
+python -m tests.fuzz --list                                    the inputs of each area
 """
 
 from __future__ import annotations

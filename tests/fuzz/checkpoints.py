@@ -63,7 +63,7 @@ TREE: dict[str, Any] = {
 
 @dataclass
 class Stand:
-    """All that a resumed run goes on from."""
+    """State that a resumed run starts from."""
 
     state: dict[str, Any]
     engine: dict[str, Any]
@@ -211,7 +211,7 @@ def judge_stand(
     """
     stand, warnings = found
     if stand is None:
-        return "the run begins anew in the folder of a run"
+        return "the run starts over in the folder of a run"
     if not stand.differences(stands[STEPS[-1]]):
         return None
     if not stand.differences(stands[STEPS[0]]):
@@ -319,7 +319,7 @@ def _as_written(
     """Compare a forged manifest that was accepted with what it says itself."""
     stand = found[0]
     if stand is None:
-        return "the run begins anew in the folder of a run"
+        return "the run starts over in the folder of a run"
     words = json.loads(path.read_bytes())
     for key, value in stand.state.items():
         if key in words["state"] and not same(words["state"][key], value):

@@ -21,7 +21,9 @@ SCHEMA = {"input_ids": {"type": "int32", "shape": [-1]}}
 def write_mindrecord(
     path: Path, rows: np.ndarray, page_size: int = 256, header_size: int = 1024
 ) -> None:
-    """As MindSpore's FileWriter: rows in pages of blobs, of which the index says where they lie."""
+    """Write as MindSpore's FileWriter does: rows in pages of blobs. The index says where
+    they lie.
+    """
     pages, places, page = [b""], [], 0
     for row in rows.tolist():
         codes, numbers = [], b""
@@ -119,7 +121,7 @@ TEXTS = [
 
 
 def read_pair(prefix: Path) -> tuple[list[list[int]], list[int]]:
-    """Read sequences and document bounds with the struct module alone."""
+    """Read sequences and document bounds with only the struct module."""
     index = prefix.with_suffix(".idx").read_bytes()
     magic, version, code, count, bounds = struct.unpack_from("<9sQBQQ", index)
     assert magic == b"MMIDIDX\0\0" and version == 1

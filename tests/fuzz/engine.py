@@ -66,7 +66,7 @@ class Area(Protocol):
     """A module of this folder."""
 
     CLASSES: dict[str, str]
-    """What it generates, and from what."""
+    """Inputs that an area generates, and their sources."""
 
     def prepare(self, folder: Path) -> Any:
         """Make the whole files that inputs are made of."""

@@ -1,5 +1,5 @@
-"""Every bit of a checkpoint's manifest.json, flipped alone. The campaign goes through all, in the
-order of a permutation.
+"""Every bit of a checkpoint's manifest.json, flipped one at a time. The campaign goes
+through all, in the order of a permutation.
 """
 
 from __future__ import annotations

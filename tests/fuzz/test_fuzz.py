@@ -36,7 +36,7 @@ def test_two_hundred_inputs(area: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("area", AREAS)
 def test_thousands_of_inputs(area: str) -> None:
-    """Another seed than the suite's, so that the suite's inputs are no part of these."""
+    """Another seed than the suite's, so that these inputs differ from the suite's."""
     count = inputs_of(area) or COUNT
     result = run_area(area, seed=SEED + 1, count=count)
     print(
@@ -47,7 +47,7 @@ def test_thousands_of_inputs(area: str) -> None:
 
 
 @pytest.mark.campaign
-def test_what_is_generated() -> None:
+def test_generated_inputs() -> None:
     print(f"\n{listing()}")
 
 

@@ -56,7 +56,7 @@ def damaged_record(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-    except Exception:  # it is no archive that Python reads
+    except Exception:  # it is not an archive that Python reads
         return None
     for record in records:
         at = record.header_offset

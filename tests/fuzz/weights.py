@@ -1,8 +1,8 @@
-"""Conversion of every format of weights: what is accepted holds, bit for bit, what an independent
+"""Conversion of every format of weights. An accepted file gives, bit for bit, what an independent
 reader finds in the same file.
 
 The tensors of the whole files hold counting numbers. So a conversion of the whole file tells which
-number of which tensor goes where, and what a changed file must become follows from what torch,
+number of which tensor goes where. What a changed file must become follows from what torch,
 safetensors, pickle or a few lines of protobuf read of it.
 """
 
@@ -80,7 +80,7 @@ class Source:
     folder: Path
     format: str
     files: list[str]
-    """Of tensors."""
+    """Files of tensors."""
     settings: list[str]
     read: Callable[[Path], Arrays]
     """The tensors of a folder, without code of the project. Raises anything for a file that is
@@ -88,7 +88,7 @@ class Source:
     """
     values: Arrays
     target: Arrays
-    """What the whole folder becomes."""
+    """Weights that the whole folder becomes."""
 
 
 # ---- independent readers ----

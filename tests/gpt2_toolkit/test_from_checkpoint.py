@@ -59,7 +59,7 @@ def test_sizes_come_from_the_checkpoint_and_given_keys_win(source: Path, tmp_pat
     assert load_config(file, words).model.seq_length == 8
 
 
-def test_a_whole_section_is_left_alone(source: Path, tmp_path: Path) -> None:
+def test_a_whole_section_is_not_changed(source: Path, tmp_path: Path) -> None:
     section = {
         "num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 100,
     }  # fmt: skip
@@ -93,7 +93,7 @@ def test_finetune_then_eval_and_predict_without_a_model(
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": "from_checkpoint"}, "model: its sizes are left to the checkpoint, and none is"),
+        ({"model": "from_checkpoint"}, "model: its sizes come from the checkpoint, and none is"),
         ({"model": "from_nowhere"}, "'from_nowhere': expected from_checkpoint"),
         ({}, "model: required"),
         ({"checkpoint": {"load": "nothing"}}, "nothing: no model here: there is no such file"),

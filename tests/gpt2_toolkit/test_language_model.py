@@ -364,7 +364,7 @@ def test_a_bad_export_is_one_message(
         (lambda model: model.generate(""), "is empty"),
         (lambda model: model.generate([1, 262]), "id 262 is outside the vocabulary"),
         (lambda model: model.generate("a", top_kk=1), "did you mean predict.top_k"),
-        (lambda model: model.generate("a", prompt_file="x"), "is for --run_mode predict"),
+        (lambda model: model.generate("a", prompt_file="x"), "belongs to --run_mode predict"),
         (
             lambda model: model.generate("a", strategy="beam_search", num_beams=2, num_sequences=3),
             "num_sequences=3 is above num_beams=2",

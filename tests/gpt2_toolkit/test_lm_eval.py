@@ -101,7 +101,7 @@ def evaluated(folders: dict[str, Path], model: str, **arguments: Any) -> dict[st
 
 
 def answers(found: dict[str, Any]) -> dict[str, list[Any]]:
-    """What the model said to each request of each task."""
+    """Answers of the model to each request of each task."""
     return {
         task: [answer for sample in samples for answer in sample["resps"]]
         for task, samples in found["samples"].items()

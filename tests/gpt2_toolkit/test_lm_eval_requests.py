@@ -1,4 +1,4 @@
-"""What the harness's requests become before a model sees them, without the harness: long inputs
+"""Requests of the harness before a model sees them, without the harness. Long inputs
 lose their beginning, a continuation keeps its place, settings that are not known are refused.
 ``test_lm_eval.py`` has the harness itself.
 """
@@ -67,7 +67,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_long_inputs_lose_their_beginning(adapter: Any) -> None:
     pairs = [([1, 2], [3]), (list(range(1, 12)), [12, 13]), ([1], list(range(2, 10)))]
     found = adapter._loglikelihood_tokens([(("a", "b"), *pair) for pair in pairs])
-    # 8 inputs, and the last target, which is no input
+    # 8 inputs, and the last target, which is not an input
     assert adapter.model.asked == [
         ([1, 2, 3], 2), ([5, 6, 7, 8, 9, 10, 11, 12, 13], 7), ([1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
     ]  # fmt: skip

@@ -50,8 +50,8 @@ def make_config(folder: Path, model: dict[str, Any], **sections: Any) -> RunConf
 def test_every_row_has_the_same_loss_and_hits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """float32: 1e-5. Chunks of 7 of 4 x 5 targets, a last batch of 1 row; half of the rows end as
-    the model goes on.
+    """float32: 1e-5. Chunks of 7 of 4 x 5 targets, a last batch of 1 row. Half of the rows end as
+    the model continues.
     """
     config = make_config(tmp_path, {})
     one = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))

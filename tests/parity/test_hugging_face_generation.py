@@ -64,7 +64,7 @@ def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple
 
 
 def theirs(folder: Path) -> list[tuple[list[int], str]]:
-    """The same by what transformers makes of the folder, with no option that says what it is."""
+    """Generation equals transformers' own of the folder, with no option that says what it is."""
     model, tokenizer = (
         transformers.AutoModelForCausalLM.from_pretrained(folder),
         transformers.AutoTokenizer.from_pretrained(folder),

@@ -10,11 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 ONE_SIDED_FILES = {
+    "compilation.py": "MindSpore's graph mode compiles by itself",
     "deepspeed/*": "DeepSpeed is torch's",
     "semi_auto/*": "MindSpore's compiler splits graphs; torch's does not",
     "program.py": "programs of torch.export are torch's",
+    "device_step.py": "MindSpore's Optimizer is such a step",
     "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the"
     " caller",
+    "cpu_products.py": "MindSpore's products on a CPU are oneDNN's already",
     "private_api.py": "MindSpore needs none of its private interfaces",
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
@@ -24,20 +27,23 @@ ONE_SIDED_FILES = {
     "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a"
     " framework",
     "parallel/collectives.py": "torch has all of them on every device; MindSpore's CPU has one",
+    "parallel/zero.py": "FSDP2 is torch's",
     "parallel/replica_strategies.py": "they compare with torch's own DDP",
 }
 """Files and folders of one backend."""
 
 DIFFERENCES = {
-    "base_engine.py": {"QueuedStep": "MindSpore's steps wait for nothing on the host; torch's do"},
+    "base_engine.py": {"QueuedStep": "tensors of MindSpore; torch's engine keeps functions"},
+    "data.py": dict.fromkeys(
+        ("pin_batch", "split", "to_device"),
+        "torch copies a global batch once and splits it on the device; MindSpore's takes arrays",
+    ),
     "device.py": {
         "TorchDevice": "the device record, under the framework's name",
         "MindSporeDevice": "the device record, under the framework's name",
     },
     "parallel/data_parallel.py": {
         "LossSum": "what DDP wraps",
-        "data_mesh": "FSDP2's",
-        "shard_model": "FSDP2's",
         "sum_over": "torch sums tensor by tensor, outside of graphs",
     },
     "loss.py": {
@@ -51,11 +57,11 @@ DIFFERENCES = {
     "logits.py": {"hugging_face_logits": "transformers runs on torch"},
     "model.py": {
         "build_meta_model": "MindSpore's Cells are made with their memory",
+        "round_linear_layers": "MindSpore's graph of a micro batch rounds them itself",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
     },
     "predict.py": {"Layer": "MindSpore's graphs fuse products by themselves"},
     "optimizer.py": {
-        "DeviceLossScale": "MindSpore's graph decides about a step by itself; torch's host does",
         "Optimizer": "MindSpore has none with bias correction on a CPU",
         "local_shard": "ZeRO's split tensors are torch's",
         "sum_in_float32": "gradients are values in MindSpore, with types of their own",
@@ -63,6 +69,7 @@ DIFFERENCES = {
         "Shares": "ZeRO's split is FSDP2's in torch",
         "squares": "torch has norms of lists",
         "add_gradients": "torch sums gradients itself",
+        "clip_factor": "MindSpore's update has it inside",
         "scale_gradients": "MindSpore's update multiplies by the factor itself",
     },
     "parallel/layout.py": {

@@ -172,7 +172,7 @@ def test_runs_of_the_same_config_are_equal(tmp_path: Path, corpus_prefix: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.campaign), "sgd"])
 def test_two_hundred_steps_are_equal(tmp_path: Path, corpus_prefix: Path, optimizer: str) -> None:
     """AdamW with schedule, accumulation and a clip that acts on some steps; SGD without a clip:
     losses 1e-4, gradient norms 1e-3.

@@ -24,7 +24,7 @@ _NAME = "_simulated_npu"
 
 
 class CannotBuild(Exception):
-    """There is no compiler, or what it needs of Python or torch is not installed; the message says
+    """A compiler is missing, or what it needs of Python or torch is not installed. The message says
     which.
     """
 

@@ -245,15 +245,15 @@ def test_a_table_that_is_wrong_is_one_error_of_the_report(
 
 @pytest.mark.usefixtures("without_imports")
 def test_a_table_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """203.0.113.x are addresses of documentation alone (TEST-NET-3 of RFC 5737)."""
+    """203.0.113.x are reserved for documentation (TEST-NET-3 of RFC 5737)."""
     path = tmp_path / "table.json"
     path.write_text(json.dumps(rank_table("203.0.113.1", "203.0.113.2")))
     assert doctor.main(["--rank_table", str(path), "--json"]) == 2
     report = capsys.readouterr().out
     assert "2 ranks on 2 servers, sha256 " in check_of(report, "rank table")["found"]
     assert check_of(report, "ranks")["found"] == (
-        "none of 203.0.113.1, 203.0.113.2 is this machine's; say which server of the rank table"
-        " this is with --node_rank 0 to 1"
+        "none of 203.0.113.1, 203.0.113.2 is this machine's; name the server of the rank table"
+        " with --node_rank 0 to 1"
     )
     assert (
         doctor.main(
@@ -272,7 +272,7 @@ def test_a_table_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture
         == 2
     )
     report = capsys.readouterr().out
-    assert check_of(report, "address")["found"] == "203.0.113.2 is no address of this machine"
+    assert check_of(report, "address")["found"] == "203.0.113.2 is not an address of this machine"
     assert "not tried" in check_of(report, "all-reduce")["found"]
 
 

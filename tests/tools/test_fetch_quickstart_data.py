@@ -1,4 +1,4 @@
-"""What is fetched is checked; without the corpus package CPython's own text stands in."""
+"""Fetched files are checked; without the corpus package CPython's own text stands in."""
 
 import zipfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table that the seed's tool would write, names and bytes; what it refuses; the check of a
+"""The table that the original tool would write, names and bytes. Refusals, and the check of a
 table.
 """
 
@@ -172,7 +172,7 @@ def test_a_range_over_two_rings_is_remarked(conf: Path, capsys: pytest.CaptureFi
             r"--server_ip is 127\.0\.1\.1, a loopback address.*--server_ip ADDRESS",
         ),
         (["--server_ip", "::1"], "--server_ip is ::1, a loopback"),
-        (["--server_ip", "node1"], "--server_ip: 'node1' is no IP address"),
+        (["--server_ip", "node1"], "--server_ip: 'node1' is not an IP address"),
         (["--server_ip", "0.0.0.0"], "is not the address of one machine"),
         (
             ["--device_num_per_node", "32", "--device_num", "[15,17)"],
@@ -262,7 +262,7 @@ def test_the_rows_of_a_check(samples: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_loopback_server_is_a_warning_alone_and_an_error_among_others(
+def test_a_single_loopback_server_is_a_warning_and_an_error_among_others(
     samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], servers: int
 ) -> None:
     name = {1: "v1.0_mindformers_1x8", 2: "v1.0_merge_hccl_2x8"}[servers]

@@ -1,8 +1,11 @@
 """--help of every script and tool prints help and starts nothing."""
 
+import argparse
 import importlib
+import re
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -47,6 +50,7 @@ def test_a_script_that_needs_nothing_to_say_what_it_does(script: str, words: lis
         ("inference", ["--help"], "Keys of the section predict follow"),
         ("merge_hccl", ["--help"], "usage: "),
         ("plot", ["--help"], "usage: "),
+        ("study", ["--help"], "output/study/NAME"),
     ],
 )
 def test_a_tool(
@@ -62,6 +66,63 @@ def test_a_tool(
     out = capsys.readouterr().out
     assert stop.value.code == 0
     assert said in " ".join(out.split()) and "usage: " in out and len(out) < 10_000
+
+
+class Found(Exception):
+    """Raised in place of parsing, with the parser."""
+
+
+def parser_of(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        raise Found(parser)
+
+    for name in ("parse_args", "parse_known_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop)
+    monkeypatch.setattr("sys.argv", [f"{module}.py"])
+    with pytest.raises(Found) as found:
+        importlib.import_module(module).main()
+    parser: argparse.ArgumentParser = found.value.args[0]
+    return parser
+
+
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
+BENCHMARKS = ("run", "training", "checkpoint", "conversion", "chinese", "generation", "overhead")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "run_gpt2",
+        *(f"tools.{tool}" for tool in TOOLS if tool != "lm_eval"),
+        *(f"benchmarks.{name}" for name in BENCHMARKS),
+    ],
+)
+def test_help_says_what_each_option_is(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sentence, an example, and for every option its meaning and default."""
+    parser = parser_of(module, monkeypatch)
+    first, *_ = (parser.description or "").strip().split("\n\n")
+    assert first.endswith((".", "!")) and "\n" not in first, first
+    assert re.search(r"^ +(python|bash) \S|--run_mode", parser.format_help(), flags=re.M)
+    for action in parser._actions:
+        if action.help == argparse.SUPPRESS:
+            continue
+        text = action.help or ""
+        assert re.match(r"\w", text), f"{action.dest}: {text!r} does not begin with a word"
+        assert not re.match(r"(of|where|which|only|for|left|default)\b", text), (
+            f"{action.dest}: {text!r} is not a sentence without the option's name"
+        )
+        if action.default not in (None, False, argparse.SUPPRESS, []):
+            assert "(default: " in text, f"{action.dest}: {text!r} does not name its default"
+
+
+@pytest.mark.parametrize("system", ["", "_generate", "_eval"])
+def test_flags_of_gpt2_chinese_have_meanings(system: str) -> None:
+    from common.conversion.gpt2_chinese import _help
+    from common.systems.config import COMMAND_LINES
+
+    module = COMMAND_LINES[f"gpt2_chinese{system}"]
+    rows = re.findall(r"^  --(\w+) +(\w.+)$", _help("x.py", module), flags=re.M)
+    assert {name for name, _ in rows} == set(module.FLAGS)
 
 
 def test_standalone_shows_its_own_text(

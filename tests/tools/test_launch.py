@@ -1,5 +1,5 @@
-"""What tools/launch.py gives the supervisor, and what it does beside it: waits for tables,
-detaches, speaks through ssh.
+"""Orders of tools/launch.py to the supervisor. Beside it, the tool waits for tables,
+detaches, and speaks through ssh.
 """
 
 import json
@@ -89,7 +89,7 @@ def held(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "here"
 
 
-def test_a_second_run_in_the_same_folder_is_told_why_and_leaves_the_first_alone(
+def test_a_second_run_in_the_same_folder_is_told_why_and_does_not_disturb_the_first(
     jobs: list[Job], held: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["none", CONFIG, "[0,2]", "train", "output_dir=here", "train.global_batch_size=null"]
@@ -155,7 +155,7 @@ def test_a_table_of_ascends_on_a_machine_without_one(
     ]
     words = ["distribute", str(table), CONFIG, "[0,2]", "train", *keys]
     cause = (
-        "warning: device=auto became cpu: this machine shows no Ascend (/dev/davinciN), for"
+        "warning: device=auto chose cpu: this machine shows no Ascend (/dev/davinciN), for"
         " which the rank table is\n"
     )
     monkeypatch.setattr(hccn, "npu_numbers", lambda: [])
@@ -168,7 +168,7 @@ def test_a_table_of_ascends_on_a_machine_without_one(
     assert launch.main([*words[:-1], "device=cpu"]) == 7 and cause not in capsys.readouterr().err
 
 
-def test_full_streams_are_no_reason_not_to_start(
+def test_full_streams_do_not_prevent_the_start(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [
@@ -188,8 +188,8 @@ def test_full_streams_are_no_reason_not_to_start(
     assert len(jobs) == 1
 
 
-def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
-    """Of a dry run, whose output is all that it is for."""
+def test_runs_that_cannot_be_shown_are_an_error(tmp_path: Path) -> None:
+    """Output of a dry run, which is all that it is for."""
     words = [
         "distribute",
         "none",
@@ -431,8 +431,8 @@ def test_a_list_of_devices_in_place_of_the_range(
         (["--devices", "0,1"], ["[0,8]", *words], "--devices 0,1 and DEVICE_RANGE [0,8] both"),
         (["--devices", "0,1"], ["train", "2"], "RANK_SIZE makes the range one of ranks"),
         (["--devices", "0,a"], words, "expected device numbers with commas between"),
-        (["--devices", "0,1,0"], words, "0 is there twice"),
-        ([], ["[0,2,5]", *words], "give --devices 0,2,5 in place of the range"),
+        (["--devices", "0,1,0"], words, "0 is given twice"),
+        ([], ["[0,2,5]", *words], "give --devices 0,2,5 instead of the range"),
     ):
         assert launch.main(["distribute", *options, "none", CONFIG, *found]) == 2
         assert message in capsys.readouterr().err
@@ -483,14 +483,14 @@ def test_hosts_find_their_own_address_in_a_list(
         (["--node_ips", "127.0.0.1,"], "expected addresses with commas between"),
         (["--node_ips", "198.51.100.1,198.51.100.1"], "198.51.100.1 is there twice"),
         (["--node_ips", "127.0.0.1,198.51.100.1", "--nnodes", "3"], "--node_ips names 2 hosts"),
-        (["--nnodes", "2"], "2 hosts have to meet: give --master IP:PORT"),
+        (["--nnodes", "2"], "2 hosts need a common address: give --master IP:PORT"),
     ):
         assert launch.main(["distribute", *options, *words]) == 2
         assert message in capsys.readouterr().err
     assert len(jobs) == 2
 
 
-def test_what_is_only_shown_meets_nobody(
+def test_a_dry_run_meets_nobody(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DRY_RUN", "1")

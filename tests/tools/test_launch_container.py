@@ -77,7 +77,7 @@ def test_docker_gets_source_data_and_command(tmp_path) -> None:
         (["--program", "no-such-docker"], "no-such-docker is not installed"),
     ],
 )
-def test_what_is_missing_is_said(words, message, capsys) -> None:
+def test_missing_inputs_are_named(words, message, capsys) -> None:
     assert launch_container.main(["--image", "x", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -147,7 +147,7 @@ def newer() -> dict[str, Any]:
             r"different numbers of devices: a\.json gives server 10\.0\.0\.1 2, but c\.json gives"
             r" server 10\.0\.0\.3 4;",
         ),
-        (table(3), ["a.json", "d.json"], r"d\.json: there is no such file"),
+        (table(3), ["a.json", "d.json"], r"d\.json: no such file"),
     ],
 )
 def test_bad_inputs_are_one_error(
@@ -160,8 +160,8 @@ def test_bad_inputs_are_one_error(
     assert not list(folder.glob("hccl*"))
 
 
-def test_its_own_output_is_no_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As `hccl*.json` would name it the second time."""
+def test_its_own_output_is_not_an_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own output, as `hccl*.json` would name it the second time."""
     assert main(["a.json", "b.json"]) == 0
     before = (folder / "hccl_2s_4p.json").read_bytes()
     assert main(["a.json", "b.json", "hccl_2s_4p.json"]) == 2
@@ -175,7 +175,7 @@ def test_its_own_output_is_no_input(folder: Path, capsys: pytest.CaptureFixture[
     assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "hccl_2s_4p.json"]
 
 
-def test_version_2_is_no_input(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_2_is_not_an_input(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = shared_data / "ranktables" / "v2.0_rank_list_950_2x2_ipv4.json"
     if not path.is_file():
         pytest.skip(f"no test data: {path} is absent; set GPT2_TEST_DATA")

@@ -1,4 +1,6 @@
-"""Curves that a comparison draws, read back from matplotlib; what is no run or no metric."""
+"""Curves that a comparison draws, read back from matplotlib; inputs that are not a run or
+a metric.
+"""
 
 import json
 import re

@@ -1,9 +1,9 @@
-"""The files of a DeepSpeed checkpoint, and which of them belong together.
+"""The files of a DeepSpeed checkpoint, by rank and layer.
 
 Layout: ``save_checkpoint`` in deepspeed/runtime/engine.py and ``ckpt_layer_path`` in
-deepspeed/runtime/pipe/module.py. ROOT/latest names a folder such as global_step100 with
-mp_rank_MM_model_states.pt for each model-parallel rank (stage x tensor ranks + tensor rank),
-layer_NN-model_TT-model_states.pt of a pipeline, and zero_pp_rank_DD_mp_rank_MM_optim_states.pt with
+deepspeed/runtime/pipe/module.py. ROOT/latest names a folder such as global_step100. It has
+mp_rank_MM_model_states.pt for each model-parallel rank (stage x tensor ranks + tensor rank). A
+pipeline has layer_NN-model_TT-model_states.pt too. zero_pp_rank_DD_mp_rank_MM_optim_states.pt has
 each data rank's partition of the optimizer.
 """
 
@@ -41,11 +41,13 @@ _ARGS_OF_ALL = ("num_layers", "hidden_size", "num_attention_heads", "padded_voca
 class Checkpoint:
     folder: Path
     models: Sequence[TensorFile]
-    """By model-parallel rank."""
+    """Model states by model-parallel rank."""
     layers: Mapping[int, Sequence[TensorFile]]
-    """Of a pipeline: by number and tensor rank."""
+    """Layers of a pipeline by number and tensor rank."""
     optimizers: Sequence[Sequence[TensorFile]]
-    """[model-parallel rank][data rank]; nothing where they lie in ``models``, or were left out."""
+    """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or
+    were not saved.
+    """
     tensor: int
 
     @property
@@ -54,7 +56,7 @@ class Checkpoint:
 
     @property
     def blocks(self) -> list[int]:
-        """The numbers of the pipeline's layers that are blocks."""
+        """Numbers of the pipeline's layers that are transformer blocks."""
         return [number for number, ranks in self.layers.items() if FIRST_OF_BLOCK in ranks[0]]
 
     def weights(self, tensor: int) -> dict[str, FileTensor]:
@@ -70,7 +72,7 @@ class Checkpoint:
         return found
 
     def parameters(self, tensor: int) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of each layer of a tensor rank, or of the one that is no pipeline."""
+        """Return the shapes of a tensor rank's layers, or of the one file without a pipeline."""
         layers = [self._layer(number, ranks[tensor]) for number, ranks in self.layers.items()]
         return [
             {name: part.shape for name, part in layer.items()}
@@ -96,10 +98,10 @@ def has_files(folder: Path) -> bool:
 
 
 def find_folder(path: Path) -> Path | None:
-    """The one that holds the files: path may be it, the root above it, or a file in it. None:
-    nothing of DeepSpeed's.
+    """Return the folder that holds the files, None where ``path`` is not DeepSpeed's.
 
-    Raises CheckpointError and ConfigError where it does not say which.
+    path: the folder, the root above it, or a file in it. Raises CheckpointError and ConfigError
+    where several folders could be meant.
     """
     if path.is_file():
         return path.parent if any(p.fullmatch(path.name) for p in (_MODEL, _LAYER)) else None
@@ -223,7 +225,7 @@ def _world(first: TensorFile, name: str, fallback: int) -> int:
 
 
 def _require(folder: Path, found: Iterable[Any], expected: Iterable[Any], name: str) -> None:
-    """Raises CheckpointError unless the ranks of ``found`` are those expected."""
+    """Require that ``found`` has the expected ranks. Raises CheckpointError."""
     there, wanted = set(found), set(expected)
     if absent := sorted(wanted - there):
         _missing(folder, [name.format(rank) for rank in absent])

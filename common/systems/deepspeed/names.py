@@ -31,13 +31,13 @@ _RULES = (
     (r"^language_model\.(encoder|transformer)\.", ""),
     (r"\.attention\.", ".self_attention."),
 )
-"""What stands before a name in GPTModel and GPTModelPipe, and an older word for the attention."""
+"""Prefixes of a name in GPTModel and GPTModelPipe, and an older word for the attention."""
 FIRST_OF_BLOCK = "input_layernorm.weight"
-"""A parameter that every layer of a pipeline has that is a block, and no other layer."""
+"""Parameter of every layer that is a block, and of no other layer of a pipeline."""
 
 
 def short_name(name: str, blocks: Sequence[int] = ()) -> str:
-    """Return a name as NAME_MAP has it.
+    """Return a name in the form of NAME_MAP.
 
     blocks: the numbers of the pipeline's layers that are blocks, in ascending order.
     """

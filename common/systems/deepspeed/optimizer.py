@@ -1,4 +1,4 @@
-"""The optimizer in DeepSpeed's files, by the names of the parameters.
+"""Reader of the optimizer in DeepSpeed's files, by the names of the parameters.
 
 Layout: ``state_dict`` of the optimizers in deepspeed/runtime/zero/stage_1_and_2.py,
 bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py, and of torch's.
@@ -27,15 +27,15 @@ _Named: TypeAlias = Mapping[str, FileTensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What the optimizer of a model-parallel rank holds, by the names of the parameters."""
+    """State of a model-parallel rank's optimizer, by the names of the parameters."""
 
     masters: _Named
     """Float32 weights; nothing where the weights themselves are float32."""
     moments: Mapping[str, _Named]
     steps: int | None
-    """Updates that were made."""
+    """Number of updates that were made."""
     state: Mapping[str, Any]
-    """The tree of the optimizer, which has the loss scale."""
+    """Tree of the optimizer, which holds the loss scale."""
 
 
 def read_optimizers(there: Checkpoint) -> list[Saved]:
@@ -79,7 +79,7 @@ def _read_all_whole(there: Checkpoint) -> list[Saved]:
 
 @contextmanager
 def _refused(path: Path, remedy: str) -> Iterator[None]:
-    """Turn what a tree of another form raises into a CheckpointError."""
+    """Turn the errors of a tree of another form into a CheckpointError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -95,7 +95,7 @@ def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Chec
     with _refused(path, f"copy all {len(files)} of its files again, or take them away"):
         states = [file.tree["optimizer_state_dict"] for file in files]
         for file, state in zip(files, states, strict=True):
-            stage = state.get("zero_stage", 1)  # BF16_Optimizer says none, and cuts as stage 1
+            stage = state.get("zero_stage", 1)  # BF16_Optimizer names none, and cuts as 1 does
             if (stage.arguments[0] if isinstance(stage, Foreign) else stage) not in (0, 1, 2):
                 raise ConfigError(
                     f"{file.path}: ZeRO-3, whose weights lie in pieces of each; save the checkpoint"
@@ -135,7 +135,7 @@ def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Chec
 
 
 def _records(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the state of each group's vector in the optimizer that ZeRO has inside."""
+    """Return the state of each group's vector in the optimizer inside ZeRO's."""
     base = state["base_optimizer_state"]
     if isinstance(base, list):  # one record for each group: the elastic form
         return base
@@ -144,7 +144,7 @@ def _records(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> int | None:
-    """Return the updates, which the record of a vector has, its group, or ZeRO's own state."""
+    """Return the number of updates, which a vector's record, its group or ZeRO's state holds."""
     base = state.get("base_optimizer_state", state)
     group = base["param_groups"][0] if isinstance(base, dict) else {}
     places = [*(records[:1]), group, {"step": state.get("base_optimizer_state_step")}]
@@ -155,8 +155,8 @@ def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> in
 def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:
     """Read an optimizer without partitions.
 
-    layers: the parameters of the layers that no stage before has; those of this stage are taken
-    out.
+    layers: parameters of the layers after the earlier stages. Those of this stage are removed from
+    it.
     """
     with _refused(path, "say --weights_only, which leaves the optimizer out"):
         inner = tree.get("optimizer_state_dict", tree)
@@ -186,7 +186,9 @@ def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_la
 
 
 def _of_stage(layers: list[Shapes], elements: int, *, is_last: bool) -> Shapes:
-    """Take the layers of a stage out of ``layers`` by the elements that its optimizer has."""
+    """Remove the layers of a stage from ``layers``, and return them. They are found by the number
+    of elements in its optimizer.
+    """
     found: dict[str, tuple[int, ...]] = {}
     while layers and (is_last or elements > 0):
         layer = layers.pop(0)
@@ -198,7 +200,7 @@ def _of_stage(layers: list[Shapes], elements: int, *, is_last: bool) -> Shapes:
 
 
 def _own(values: Sequence[FileTensor], shapes: Shapes) -> list[FileTensor]:
-    """Leave out the copy of the embeddings that a last stage has before its own matrices."""
+    """Drop the copy of the embeddings, which a last stage has before its own matrices."""
     matrices = [value for value in values if len(value.shape) > 1]
     more = len(matrices) - sum(len(shape) > 1 for shape in shapes.values())
     left_out = {id(value) for value in matrices[: max(0, more)]}

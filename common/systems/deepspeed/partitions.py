@@ -1,6 +1,6 @@
-"""Tensors cut out of the flat vectors in which DeepSpeed's optimizers hold them.
+"""Parameters cut out of the flat vectors of DeepSpeed's optimizers.
 
-A vector lies in equal parts in the files of the data ranks (ZeRO), or in one file.
+A vector is in equal parts in the files of the data ranks (ZeRO), or whole in one file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 def cut(vector: Sequence[FileTensor], shapes: Shapes, gaps: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the parameters in a vector that lies in parts.
+    """Return the parameters in a vector that is given in parts.
 
-    gaps: elements between each parameter and the next one; none where it is empty. Up to two
-    elements for each part may fill the end. Raises ValueError where the vector is not of these
-    parameters.
+    gaps: elements between each parameter and the next; empty for none. Up to two elements a part
+    may fill the end. Raises ValueError where the vector holds other parameters.
     """
     found, first = {}, 0
     for (name, shape), gap in zip(shapes.items(), gaps or [0] * len(shapes), strict=True):
@@ -85,7 +84,7 @@ def _part(
 def _segments(
     vector: Sequence[FileTensor], first: int, count: int
 ) -> Iterator[tuple[FileTensor, Bytes]]:
-    """Yield the bytes of ``count`` elements from ``first`` on, by the part that has them."""
+    """Yield the bytes of ``count`` elements from ``first`` on, part by part."""
     start, item = 0, NUMPY_TYPES["float32"].itemsize
     for part in vector:
         if part.dtype != "float32" or len(part.shape) != 1 or part.strides is not None:

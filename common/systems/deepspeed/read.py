@@ -26,15 +26,16 @@ from common.tensor_files.torch_pickle import Foreign
 def detects(path: Path) -> bool:
     try:
         return find_folder(path) is not None
-    except (CheckpointError, ConfigError):  # told when it is opened to be read
+    except (CheckpointError, ConfigError):  # reported when the files are opened
         return True
 
 
 @contextmanager
 def open_deepspeed(path: Path) -> Iterator[Weights]:
-    """path: the root with ``latest``, its folder global_stepN, or a file of that.
+    """Open a checkpoint.
 
-    Raises CheckpointError and ConfigError.
+    path: the root with ``latest``, its folder global_stepN, or a file in that. Raises
+    CheckpointError and ConfigError.
     """
     with open_checkpoint(path) as there:
         first = there.first
@@ -83,7 +84,7 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
 def _by_tensor_rank(
     there: Checkpoint, saved: Sequence[Saved], pick: Callable[[Saved], Mapping[str, FileTensor]]
 ) -> list[dict[str, FileTensor]]:
-    """Put the stages of each tensor rank together. The first stage's embeddings are taken."""
+    """Join the stages of each tensor rank, with the embeddings of the first stage."""
     ranks: list[dict[str, FileTensor]] = [{} for _ in range(there.tensor)]
     for number, one in enumerate(saved):
         rank = ranks[number % there.tensor]
@@ -92,7 +93,7 @@ def _by_tensor_rank(
 
 
 def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
-    """Return the run as far as DeepSpeed's numbers tell. Raises ConfigError."""
+    """Return the state of the run, as far as DeepSpeed's numbers hold it. Raises ConfigError."""
     path, tree = there.first.path, there.first.tree
     try:
         skipped = int(tree.get("skipped_steps", 0))

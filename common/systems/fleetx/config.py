@@ -1,4 +1,5 @@
-"""PaddleFleetX's YAML in our words: projects/gpt of releases 2.3 and 2.4, with their _base_ files.
+"""Translation of PaddleFleetX's YAML: projects/gpt of releases 2.3 and 2.4, with their _base_
+files.
 
 Keys and defaults: PaddleFleetX release/2.4, ppfleetx/configs/nlp/gpt and ppfleetx/utils/config.py.
 """
@@ -29,9 +30,9 @@ MARKS = frozenset({
     "Inference", "Offline_Eval", "Profiler",
     "Quantization", "Compress", "FusedPasses",
 })  # fmt: skip
-"""Keys at the top that are FleetX's alone."""
+"""Top-level keys that only FleetX has."""
 
-_ORDER = "documents and windows are shuffled anew in every epoch"
+_ORDER = "documents and windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _EVAL = "windows of the validation part are read as those of training are"
 
@@ -50,8 +51,8 @@ TABLE: Table = {
     "Engine.logging_freq": To("logging.interval"),
     "Engine.eval_freq": To("validation.interval"),
     "Engine.test_iters": Without("the test part is not read; --run_mode eval measures a file"),
-    "Engine.save_load.save_epoch": Without("an epoch's end is no place to save; checkpoint.interval"
-        " is in steps"),
+    "Engine.save_load.save_epoch": Without("a run does not save at the end of an epoch;"
+        " checkpoint.interval is in steps"),
     "Engine.save_load.output_dir": To("output_dir"),
     "Engine.save_load.*": Without("the run folder holds it"),
     "Engine.mix_precision.custom_black_list": Without("precision says the type of each part"),
@@ -193,7 +194,7 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         if copies is not None and copies > 1:
             ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
     if copies is not None or degree > 1:
-        # dp_degree left out: FleetX gives the sharding ranks their number, and copies what is left
+        # without dp_degree, FleetX makes copies of the ranks that sharding leaves
         if copies is not None:
             ours.set(
                 "parallel.data_parallel", copies * degree, theirs.where(copies_key), copies_key
@@ -300,7 +301,7 @@ def _profile(theirs: Theirs, ours: Translation) -> None:
 
 
 def settle(ours: Translation) -> None:
-    """Take away what has no effect on the backend that the run has in the end."""
+    """Remove keys without effect on the backend that is chosen in the end."""
     if ours.get("train.recompute") == "none":
         ours.drop("train.recompute", "nothing is recomputed")
     if ours.get("evaluation.task") == "lambada":

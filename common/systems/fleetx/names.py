@@ -1,8 +1,8 @@
-"""The names that PaddleFleetX has for the parameters.
+"""PaddleFleetX's names of the parameters.
 
-A pipeline (Paddle's PipelineLayer) has the numbers of its layers instead, of which the first is the
-embedding: ``name_in_whole`` makes one of the other. Paddle's linear weights are (in, out).
-``fuse_attn_qkv`` joins query, key and value.
+A pipeline (Paddle's PipelineLayer) numbers its layers instead, from the embedding on:
+``name_in_whole`` translates these names. Paddle's linear weights are (in, out). ``fuse_attn_qkv``
+joins query, key and value.
 """
 
 import re
@@ -39,11 +39,11 @@ NAME_MAPS = (
 
 
 def name_in_whole(name: str) -> str:
-    """Return the name that a parameter of a part has in the whole model."""
-    name = re.sub(r"^_layers?\.", "", name)  # what fleet.distributed_model puts around a model
+    """Return the name in the whole model of a parameter of a part."""
+    name = re.sub(r"^_layers?\.", "", name)  # wrapper of fleet.distributed_model around a model
     if embedding := re.fullmatch(r"(?:shared_layers\.embed|0(?:\.0)?)\.(.+)", name):
         return f"gpt.embeddings.{embedding[1]}"
-    # an interleaved pipeline has the first layer of the chunk, and the place in it
+    # an interleaved pipeline names the first layer of the chunk, and the index in it
     layer = re.fullmatch(r"(\d+)(?:\.(\d+))?\.(.+)", name)
     if layer is None:
         return name

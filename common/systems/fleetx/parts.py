@@ -31,7 +31,7 @@ _NAME = "mp_{:02d}_sharding_{:02d}_pp_{:02d}"
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
     files: Sequence[Sequence[TensorFile]]
-    """[tensor rank][stage]."""
+    """Files by [tensor rank][stage]."""
 
     @property
     def first(self) -> Path:
@@ -48,14 +48,14 @@ class Parts:
             for file in files:
                 for name in file:
                     whole = name_in_whole(name)
-                    if whole == _TABLE and whole in found:  # the head, in the last stage
+                    if whole == _TABLE and whole in found:  # head of the last stage
                         check_tied(file.path, name, file[name], found[whole])
                     elif whole in found and not whole.startswith(_EMBEDDINGS):
                         raise CheckpointError(
                             f"{file.path}: {name} is in another stage too: these parts are of"
                             " several checkpoints; copy one whole"
                         )
-                    # of the last stage's positions nobody makes use: the first stage's are taken
+                    # positions of the last stage are not used; the first stage has them too
                     found.setdefault(whole, file[name])
             ranks.append(found)
         return ranks
@@ -114,7 +114,7 @@ def open_parts(path: Path) -> Iterator[Parts]:
 
 
 def _check_steps(folders: Sequence[Path]) -> None:
-    """Compare the epoch and step that each rank's meta_state.pdopt tells, where it is there."""
+    """Check that the meta_state.pdopt of every rank, where it exists, has one epoch and step."""
     told: dict[Path, dict[str, object]] = {}
     for folder in folders:
         if (folder / _META).is_file():

@@ -1,5 +1,5 @@
-"""PaddleFleetX's quantization-aware training in our words: the section Quantization of release 2.3,
-Compress.Quantization of 2.4.
+"""Translation of PaddleFleetX's quantization-aware training: the section Quantization of release
+2.3, and Compress.Quantization of 2.4.
 
 Keys and defaults: pretrain_gpt_345M_mp8_qat.yaml and qat_gpt_345M_mp8.yaml in ppfleetx/configs;
 kinds of scales: Paddle's ImperativeQuantAware.
@@ -18,7 +18,7 @@ _LINEARS = {
     "qkv_proj": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
     "out_proj": ("attn.c_proj",), "linear1": ("mlp.c_fc",), "linear2": ("mlp.c_proj",),
 }  # fmt: skip
-"""FleetX's layer of a block -> ours."""
+"""FleetX's name of a block's layer -> ours."""
 _LAYER_TYPES = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 _NONE = ("None", "null")
 
@@ -36,7 +36,7 @@ _RULES: Table = {
     "onnx_format": Without("--run_mode export writes ONNX with export.format=onnx"),
     "is_full_quantize": Without("every linear layer of a block is quantized"),
 }  # fmt: skip
-"""What becomes of the keys of an enabled section."""
+"""Rules for the keys of an enabled section."""
 _BY_HAND = (
     "enable", "weight_preprocess_type", "activation_preprocess_type", "quantizable_layer_type",
     "skip_tensor_map",
@@ -46,11 +46,11 @@ NAMES = (
     *_PRETRAINED,
     *(f"{section}.{name}" for section in _SECTIONS for name in (*_RULES, *_BY_HAND)),
 )
-"""The keys that ``translate`` takes."""
+"""Keys that ``translate`` takes."""
 
 
 def translate(theirs: Theirs, ours: Translation) -> None:
-    """Raises ConfigError for a kind of scale, or a layer, that is not known here."""
+    """Translate the section. Raises ConfigError for an unknown kind of scale or layer."""
     for section in _SECTIONS:
         if not list(theirs.under(f"{section}.")):
             continue
@@ -61,7 +61,7 @@ def translate(theirs: Theirs, ours: Translation) -> None:
         if not value:
             apply({f"{section}.*": Without("it is not enabled")}, theirs, ours)
             continue
-        # PaddleSlim's defaults, said in FleetX's docs/compression.md too
+        # PaddleSlim's defaults, as FleetX's docs/compression.md says too
         ours.set("quantization.weights", "channel_wise_abs_max")
         ours.set("quantization.activations", "moving_average_abs_max")
         _bounds(section, theirs, ours)
@@ -70,7 +70,7 @@ def translate(theirs: Theirs, ours: Translation) -> None:
     for key in _PRETRAINED:
         path = theirs.take(key)
         if path is not None:
-            # FleetX takes a prefix, and adds the ending itself
+            # FleetX takes a prefix, to which it adds the ending
             weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
             ours.set("checkpoint.init_from", weights, theirs.where(key), key)
 

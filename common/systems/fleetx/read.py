@@ -92,7 +92,7 @@ def _section(path: Path) -> dict[str, Any] | None:
     try:
         section = read_yaml_mapping(path).get("Model")
     except ConfigError as error:
-        raise ConfigError(f"{error}; mend the file, or take it away from the weights") from None
+        raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
     if isinstance(section, dict) and "<<" in section:
         raise ConfigError(
             f"{path}: Model: YAML merge keys (<<) are not supported; write the keys out"

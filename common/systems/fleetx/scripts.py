@@ -1,5 +1,5 @@
-"""PaddleFleetX's scripts on weights, ``tools/inference.py``, which runs an export folder, and the
-launcher of all its scripts.
+"""PaddleFleetX's scripts: those on weights, ``tools/inference.py`` for export folders, and the
+launcher of all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:  # --help loads no library
     from common.systems.config import Opened
 
 PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
-"""The prompt of FleetX's scripts, for commands that give none."""
+"""Prompt of FleetX's scripts, for commands without one."""
 _KEY = "Inference.model_dir"
 _FOLDER = "./output"
-"""What FleetX's configurations say for it."""
+"""FleetX's key of the export folder."""
 _RECORD = "export.json"
 _PROGRAM: dict[str, Any] = {"model": "from_checkpoint", "optimizer": {"learning_rate": 1.0}}
-"""The config of an export that has none of its own."""
+"""Config of an export without one of its own."""
 _OF_THE_MACHINE = ("device", "seed", "predict", "logging")
 """Sections that come from the command's configuration; the others come from the export."""
 
@@ -40,7 +40,7 @@ def run_script(main: Callable[..., int], mode: str, argv: Sequence[str], program
     words = ["--run_mode", mode, *argv]
     arguments = parse_arguments(words, program=program)
     more: list[str] = []
-    with suppress(GPT2Error):  # main reports it
+    with suppress(GPT2Error):  # ``main`` reports the error
         tree = _open(arguments.config, arguments.overrides).ours.tree
         checkpoint = tree.get("checkpoint", {})
         resume = checkpoint.get("resume")

@@ -18,7 +18,7 @@ from common.systems.weights import Weights, arrays_of, export_names
 from common.tensor_files.checksummed import ChecksummedFile
 
 _PROTOCOL = 3
-"""It has bytes but no frames, so that a table can be written an item at a time."""
+"""Pickle protocol with bytes but without frames, so that a table is written item by item."""
 _BEGIN = pickle.PROTO + bytes([_PROTOCOL]) + pickle.EMPTY_DICT
 _END = pickle.STOP
 
@@ -42,7 +42,7 @@ def write_fleetx(folder: Path, weights: Weights, dtype: str | None) -> dict[str,
 
 
 def _pickled(value: str | NDArray[Any]) -> bytes:
-    """Return the instructions that make a value: a pickle without its beginning and its end. What
-    it remembers, it remembers anew.
+    """Return the instructions that make a value: a pickle without its beginning and its end. The
+    instructions have a memo of their own.
     """
     return pickle.dumps(value, _PROTOCOL)[2:-1]

@@ -1,5 +1,5 @@
-"""The names that llama.cpp has for the parameters of a GPT-2. Its weights are (out, in); the head
-is the embedding where there is none.
+"""llama.cpp's names of a GPT-2's parameters. Its weights are (out, in); without a head, the
+embedding serves as one.
 """
 
 from common.systems.name_map import name_map

@@ -28,7 +28,7 @@ _SIZES = {
     "max_positions": "context_length",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }
-"""Our key -> theirs, after the name of the architecture."""
+"""Our key -> theirs, which follows the name of the architecture."""
 _TABLE = "token_embd.weight"
 _TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -40,12 +40,12 @@ def detects(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Quantized(FileTensor):
-    """A tensor of few bits, which is read as the float32 that it stands for."""
+    """Quantized tensor, which is read as the float32 values that it stands for."""
 
     kind: Any
-    """A gguf.GGMLQuantizationType."""
+    """Type of the blocks: a gguf.GGMLQuantizationType."""
     rows: NDArray[np.uint8]
-    """Its blocks, as gguf shapes them."""
+    """Blocks of the tensor, in gguf's shape."""
 
     def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
         from gguf import quants
@@ -55,13 +55,15 @@ class _Quantized(FileTensor):
 
 
 def open_to_compute(path: Path) -> AbstractContextManager[Weights]:
-    """Do as ``open_gguf``, and open quantized weights too."""
+    """Open a file as ``open_gguf`` does, quantized weights included."""
     return open_gguf(path, quantized=True)
 
 
 @contextmanager
 def open_gguf(path: Path, *, quantized: bool = False) -> Iterator[Weights]:
-    """path: the file, or a folder with one. quantized: read few bits as float32. Raises
+    """Open a file.
+
+    path: the file, or a folder with one. quantized: read quantized tensors as float32. Raises
     CheckpointError and ConfigError.
     """
     require_package("gguf", extra="export", purpose="which reads GGUF")
@@ -89,7 +91,7 @@ def _file(path: Path) -> Path:
 
 
 def _read(file: Path, *, quantized: bool) -> tuple[dict[str, Any], dict[str, FileTensor]]:
-    """Return the fields that are no lists, and the tensors by name."""
+    """Return the fields that are not lists, and the tensors by name."""
     import gguf
 
     try:
@@ -100,9 +102,9 @@ def _read(file: Path, *, quantized: bool) -> tuple[dict[str, Any], dict[str, Fil
             if gguf.GGUFValueType.ARRAY not in field.types
         }
         tensors = {tensor.name: _tensor(tensor, quantized=quantized) for tensor in reader.tensors}
-    except Exception as error:  # of any type: the reader trusts its file
+    except Exception as error:  # errors of any type: the library's reader does not check its file
         raise CheckpointError(
-            f"{file}: is no whole GGUF file ({str(error) or type(error).__name__}); fetch or write"
+            f"{file}: not a whole GGUF file ({str(error) or type(error).__name__}); fetch or write"
             " it again"
         ) from None
     return fields, tensors
@@ -132,7 +134,7 @@ def _model(file: Path, fields: dict[str, Any], stored: dict[str, FileTensor]) ->
         lacking = ", ".join([*(f"gpt2.{name}" for name in missing), *([] if missing else [_TABLE])])
         raise ConfigError(f"{file}: lacks {lacking}, which a GPT-2 has; fetch or write it again")
     section = {ours: fields[f"gpt2.{theirs}"] for ours, theirs in _SIZES.items()}
-    # The file has it in float32; the shortest number that rounds to it is what was meant.
+    # The file stores float32. The shortest number that rounds to it is the original.
     section["layer_norm_epsilon"] = float(str(np.float32(section["layer_norm_epsilon"])))
     section |= {"vocab_size": stored[_TABLE].shape[0], "seq_length": section["max_positions"]}
     return checked_model(file, section)

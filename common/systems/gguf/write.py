@@ -71,7 +71,7 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     finally:
         writer.close()
     with (folder / FILE).open("rb") as file:
-        os.fsync(file.fileno())  # before the folder gets its name
+        os.fsync(file.fileno())  # before the folder is renamed to its final name
     return {FILE: file_checksum(folder / FILE)}
 
 
@@ -87,8 +87,8 @@ def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
 
 
 class _Written(np.ndarray[Any, Any]):
-    """An array that is written so that a full disk has its own error. numpy's says how many
-    elements it wrote.
+    """Array whose writing reports a full disk as such. numpy's own error names only the elements
+    written.
     """
 
     def tofile(self, file: Any, *_: Any) -> None:

@@ -1,5 +1,5 @@
-"""GPT2-Chinese's model_config.json as a configuration: its model, with what train.py does when no
-flag says otherwise. Data, tokenizer and run folder follow in this project's words.
+"""GPT2-Chinese's model_config.json as a configuration: its model, and the defaults of train.py.
+Data, tokenizer and run folder are given with keys of this project.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from common.systems.gpt2_chinese.flags import DEFAULTS, TABLE as FLAG_TABLE, beg
 from common.systems.gpt2_chinese.shared import MODEL, SYSTEM as SYSTEM, take_sizes
 
 BASE = "_base_config"
-"""There is none: their files name no other."""
+"""Key of base files; theirs have none."""
 MARKS = frozenset({"n_ctx", "n_embd", "n_head", "n_layer"})
 TABLE: Table = MODEL
 _FLAGS = (

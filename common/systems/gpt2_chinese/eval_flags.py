@@ -1,8 +1,8 @@
-"""The flags of GPT2-Chinese's eval.py in our words.
+"""Translation of the flags of GPT2-Chinese's eval.py.
 
-Each token is scored once here, but for a remainder of less than a window at the end of the corpus;
-there the remainders of each piece and the last windows that fill no batch are left out, and writing
-result.txt fails.
+Each token is scored once here, except a remainder of less than a window at the end of the corpus.
+The original leaves out the remainder of each piece and the last windows that fill no batch. Its
+writing of result.txt fails.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of eval.py's flags, by name and value. Raises ConfigError for what
-    cannot be obeyed.
+    """Return our configuration of eval.py's flags, by name and value. Raises ConfigError for flags
+    that this project cannot follow.
     """
     theirs, ours = with_defaults(DEFAULTS, tree, sources), Translation()
     if theirs.peek("pretrained_model") is None:

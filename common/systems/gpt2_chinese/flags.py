@@ -1,7 +1,7 @@
-"""The flags of GPT2-Chinese's train.py and train_single.py in our words.
+"""Translation of the flags of GPT2-Chinese's train.py and train_single.py.
 
-Windows are cut from the whole corpus, so that the remainders of pieces and gradients that were
-gathered for a step that never comes are not lost, as they are there.
+Windows are cut from the whole corpus. The original loses the remainders of pieces, and gradients
+that are accumulated for a step that never comes.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ DEFAULTS: dict[str, Any] = {
     "min_length": 128, "output_dir": "model/", "encoder_json": "tokenizations/encoder.json",
     "vocab_bpe": "tokenizations/vocab.bpe",
 }  # fmt: skip
-"""What the flags are when they are left out; the others are off."""
+"""Values of flags that are left out; the others are off."""
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of train.py's flags, by name and value. Raises ConfigError for what
-    cannot be obeyed, and for a model_config.json that cannot be read.
+    """Return our configuration of train.py's flags, by name and value. Raises ConfigError for flags
+    that this project cannot follow, and for a model_config.json that cannot be read.
     """
     theirs, ours = with_defaults(DEFAULTS, tree, sources), Translation()
     begin(ours)
@@ -80,7 +80,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     _take_data(theirs, ours)
     level = str(theirs.take("fp16_opt_level"))
     if theirs.take("fp16"):
-        # Apex's O3 keeps no float32 weights, with which training fails; ours keeps them
+        # training fails with Apex's O3, which keeps no float32 weights; ours keeps them
         word = "pure_fp16" if level == "O3" else level
         ours.set("precision", word, theirs.where("fp16_opt_level"), "fp16_opt_level")
     else:
@@ -92,8 +92,8 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
 
 
 def begin(ours: Translation) -> None:
-    """What train.py does with any flags: AdamW of transformers 2.1.1, the learning rate down to 0,
-    all documents for training, the model after each epoch.
+    """Set what train.py does with any flags: AdamW of transformers 2.1.1, a learning rate that
+    falls to 0, all documents for training, and a model after each epoch.
     """
     for key, value in (
         ("seed", 1234), ("precision", "float32"),
@@ -112,7 +112,7 @@ def _take_data(theirs: Theirs, ours: Translation) -> None:
     ours.set("data.train", str(prefix), where, "tokenized_data_path")
     stride, window = theirs.take("stride"), ours.get("model.seq_length")
     if isinstance(stride, int) and isinstance(window, int) and stride > window:
-        # theirs leaves the tokens between the windows out, in every epoch
+        # the original leaves the tokens between windows out, in every epoch
         stride = window
     ours.set("data.stride", stride, theirs.where("stride"), "stride")
 

@@ -1,8 +1,8 @@
-"""The flags of GPT2-Chinese's generate.py and generate_texts.py in our words.
+"""Translation of the flags of GPT2-Chinese's generate.py and generate_texts.py.
 
---batch_size k gives k equal samples there, and different ones here; --nsamples that is no multiple
-of it ends. A text is --length tokens long and goes on after [CLS] with another one, as there;
-predict.stop_at_end_of_text=true ends it.
+--batch_size k gives k equal samples in the original, and different ones here. --nsamples must be a
+multiple of it. A text has --length tokens and continues after [CLS] with another one, as in the
+original; predict.stop_at_end_of_text=true ends it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ VALUED = frozenset({
 """Flags with a value that this module reads itself."""
 FLAGS = (*TABLE, *SWITCHES, *VALUED)
 TEXTS = ("prefix", "titles")
-"""Flags whose value is text, whatever it looks like."""
+"""Flags whose value is always text."""
 DEFAULTS: dict[str, Any] = {
     "length": -1, "temperature": 1, "topk": 8, "topp": 0,
     "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
@@ -69,8 +69,8 @@ OF_TITLES: dict[str, Any] = {
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of the flags, by name and value; those of titles make it
-    generate_texts.py. Raises ConfigError for what cannot be obeyed.
+    """Return our configuration of the flags, by name and value. With flags of titles, it is that of
+    generate_texts.py. Raises ConfigError for flags that this project cannot follow.
     """
     by_titles = bool(OF_TITLES.keys() & tree.keys())
     defaults = DEFAULTS | (OF_TITLES if by_titles else OF_SAMPLES)
@@ -90,7 +90,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
 
 
 def _take_lengths(theirs: Theirs, ours: Translation) -> None:
-    """The model is that of --model_path, as there; the window is its n_ctx."""
+    """Take the model from --model_path, as the original does. The window is its n_ctx."""
     weights, config = Path(str(theirs.peek("model_path"))), theirs.take("model_config")
     ours.set("output_dir", str(weights.parent), theirs.where("model_path"), "model_path")
     beside = weights / "config.json"

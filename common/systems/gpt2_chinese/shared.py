@@ -1,5 +1,5 @@
-"""What GPT2-Chinese's commands share: model_config.json, the tokenizer's flags, flags that are left
-out.
+"""Parts of the translation that GPT2-Chinese's commands share: model_config.json, the tokenizer's
+flags, and defaults of flags.
 
 Source: Morizeyao/GPT2-Chinese with transformers 2.1.1, and the study DistributedTrainingGPT2.
 """
@@ -17,9 +17,11 @@ from common.systems.dialect import Only, Table, Theirs, To, Translation, apply, 
 
 SYSTEM = "GPT2-Chinese"
 TOKENS = "tokenized_train"
-"""Stem of the pieces in --tokenized_data_path, and of the .bin/.idx pair made of them."""
+"""Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from
+them.
+"""
 CONVERTED = "torch_gpt2"
-"""Folder inside a folder of weights, with the weights in this project's form."""
+"""Folder inside a folder of weights that holds the converted weights."""
 
 _ELSE = "it does not change what GPT-2 computes"
 MODEL: Table = {
@@ -40,7 +42,7 @@ MODEL: Table = {
     ),
 }
 _OWN = ROOT / "compat" / "gpt2_chinese"
-"""Stands for the folder that their users work in: config/ is there."""
+"""Folder that stands for the users' own, which has config/."""
 _SIZES = ("n_embd", "n_layer", "n_head", "vocab_size")
 
 
@@ -49,7 +51,7 @@ def with_defaults(
     tree: Mapping[str, Any],
     sources: Mapping[tuple[str | int, ...], str],
 ) -> Theirs:
-    """Return their flags, those that were not given too."""
+    """Return their flags, with defaults for those that were not given."""
     left_out: dict[tuple[str | int, ...], str]
     left_out = {(name,): f"default: --{name}" for name in defaults}
     return Theirs(SYSTEM, {**defaults, **tree}, {**left_out, **sources})
@@ -58,7 +60,7 @@ def with_defaults(
 def forget_defaults(
     ours: Translation, defaults: Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
-    """Say nothing of flags without effect that were not given."""
+    """Forget flags without effect that were not given, so that no remark names them."""
     for flag in ours.without_effect.keys() & defaults.keys() - given.keys():
         del ours.without_effect[flag]
 
@@ -66,8 +68,8 @@ def forget_defaults(
 def take_model(path: Path, where: str, ours: Translation) -> None:
     """Take the model from model_config.json, or from the config.json beside weights.
 
-    where: what named the file, which may be one of GPT2-Chinese's own. Raises ConfigError for a
-    file that is not there or lacks a size.
+    where: the place that names the file, which may be one of GPT2-Chinese's own. Raises ConfigError
+    for a missing file or size.
     """
     if not path.is_file() and not path.is_absolute():
         path = next(filter(Path.is_file, (path, _OWN / path)), path)
@@ -80,7 +82,7 @@ def take_model(path: Path, where: str, ours: Translation) -> None:
 
 
 def take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
-    """Take the model from the fields of such a file."""
+    """Take the model from the fields of a model_config.json or config.json."""
     missing = [name for name in _SIZES if fields.get(name) is None]
     if fields.get("n_ctx") is None and fields.get("n_positions") is None:
         missing.append("n_ctx")

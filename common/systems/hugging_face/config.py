@@ -32,14 +32,14 @@ _FIXED = {
     "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
     "tie_word_embeddings": (True,),
 }  # fmt: skip
-"""Settings that our model has no choice in, with the values that it computes. The first is the
-default, except in old files.
+"""Settings that are fixed in our model, with the values that it computes. The first is the default,
+except in old files.
 """
 
 
 def read_config(path: Path) -> ResolvedModel:
-    """Return the sizes and settings of config.json. Raises ConfigError unless it is a GPT-2 that
-    computes what ours does.
+    """Return the sizes and settings of config.json. Raises ConfigError unless it describes a GPT-2
+    that computes what ours does.
     """
     if not os.path.lexists(path):
         raise ConfigError(
@@ -60,7 +60,7 @@ def read_config(path: Path) -> ResolvedModel:
         if fields.get(name, values[0]) not in values:
             raise ConfigError(
                 f"{path}: {name}={shown(fields[name])}; our model is GPT-2 with"
-                f" {name}={values[0]!r} alone, so it would compute otherwise"
+                f" {name}={values[0]!r} only, so it would compute otherwise"
             )
     section = {ours: fields[theirs] for ours, theirs in _SIZES.items()}
     section |= {
@@ -79,8 +79,10 @@ def write_config(
     end_of_text: int | None,
     window: int | None = None,
 ) -> None:
-    """Write config.json. end_of_text: of the tokenizer, as far as known; transformers would take
-    50256 for any vocabulary. window: n_ctx; the positions when left out.
+    """Write config.json.
+
+    end_of_text: id of the tokenizer, None where it is unknown; transformers would take 50256 for
+    any vocabulary. window: n_ctx, by default the number of positions.
     """
     fields = {
         "architectures": ["GPT2LMHeadModel"],

@@ -1,6 +1,4 @@
-"""The names that transformers has for the parameters of a GPT-2. Its Conv1D weights are (in,
-out).
-"""
+"""transformers' names of a GPT-2's parameters. Its Conv1D weights are (in, out)."""
 
 import re
 
@@ -29,4 +27,4 @@ def _names(prefix: str) -> NameMap:
 
 
 NAME_MAPS = (_names("transformer."), _names(""))
-"""The names that are written, and others that are read."""
+"""Names that are written, then others that are read."""

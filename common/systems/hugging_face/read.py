@@ -1,7 +1,6 @@
-"""Folders of Hugging Face's GPT-2: config.json, weights in safetensors or pytorch_model.bin, in
-shards or not, and the tokenizer's files.
-
-GPT2-Chinese has the same, with vocab.txt.
+"""Reader of folders of Hugging Face's GPT-2: config.json, weights in safetensors or
+pytorch_model.bin, in shards or not, and the tokenizer's files. GPT2-Chinese's folders have
+vocab.txt besides.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ def detects(path: Path) -> bool:
 
 @contextmanager
 def open_hugging_face(path: Path) -> Iterator[Weights]:
-    """path: the folder, or a file of weights beside its config.json. Raises CheckpointError and
+    """Open a folder.
+
+    path: the folder, or a file of weights beside its config.json. Raises CheckpointError and
     ConfigError.
     """
     folder = path if path.is_dir() else path.parent
@@ -51,7 +52,7 @@ def open_hugging_face(path: Path) -> Iterator[Weights]:
 
 @contextmanager
 def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
-    """A file by its shapes alone: good for names, not for heads, which no shape tells. Raises
+    """Open a file without a config. Its shapes give all sizes but the number of heads. Raises
     CheckpointError.
     """
     with open_tensors(file) as stored:

@@ -21,8 +21,8 @@ _UNIGRAM, _BPE = 1, 2
 
 
 def tokenizer_json(model: bytes) -> str:
-    """Return a tokenizer.json with the ids of a SentencePiece model. Raises TokenizerError for the
-    models that ``tokenizers`` has no equal of.
+    """Return a tokenizer.json with the ids of a SentencePiece model. Raises TokenizerError for a
+    model that ``tokenizers`` cannot express.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -31,7 +31,7 @@ def tokenizer_json(model: bytes) -> str:
     if kind not in (_UNIGRAM, _BPE) or trainer.get(24, 0):
         raise TokenizerError(
             "the SentencePiece model is one of words, of characters, or of spaces at the end of"
-            " words, which tokenizer.json cannot express; the .model file alone goes along"
+            " words, which tokenizer.json cannot express; only the .model file goes along"
         )
     ids = {text: number for number, (text, _, _) in enumerate(pieces)}
     unknown = next((number for number, piece in enumerate(pieces) if piece[2] == _UNKNOWN), 0)
@@ -58,7 +58,7 @@ def tokenizer_json(model: bytes) -> str:
 
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     has_prefix = bool(normalizer.get(3, 1))
-    # not Metaspace, which puts no space before a text that begins with one
+    # not Metaspace, which adds no space before a text that begins with one
     steps += [normalizers.Prepend(_SPACE)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     tokenizer.decoder = decoders.Sequence(
@@ -95,7 +95,7 @@ def _bytes(raw: bytes) -> Bytes:
 
 
 def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that make a piece, the ones of the highest score first."""
+    """Return all pairs of pieces that form a piece, highest score first."""
     found = [
         (-score, ids[text[:at]], ids[text[at:]], text[:at], text[at:])
         for text, score, kind in pieces

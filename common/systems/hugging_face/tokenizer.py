@@ -1,5 +1,5 @@
-"""The tokenizer that goes along with weights, as the files that transformers' AutoTokenizer reads:
-those beside the weights, or those of the run, where they are still there.
+"""Tokenizer that is written with weights, as files of transformers' AutoTokenizer. They come from
+beside the weights, or from the run's tokenizer where its files still exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
 from common.tokenizer.recognise import kind_of_files
 
 TOKENIZER_FILES = {
-    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # as OpenAI calls them
+    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # OpenAI's names
     **{
         name: name
         for name in (
@@ -30,12 +30,12 @@ TOKENIZER_FILES = {
         )
     },
 }  # fmt: skip
-"""Files that go along when they lie beside the weights -> their names in the target."""
+"""Files that are copied from beside the weights -> their names in the target."""
 
 
 def put_tokenizer(folder: Path, weights: Weights) -> None:
-    """Write the files into ``folder``, if they are known. Raises StorageError, and TokenizerError
-    for what cannot be read.
+    """Write the tokenizer's files into ``folder``, where there are any. Raises StorageError, and
+    TokenizerError for files that cannot be read.
     """
     for name, file in _beside(weights).items():
         content = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
@@ -50,7 +50,7 @@ def put_tokenizer(folder: Path, weights: Weights) -> None:
 
 
 def without_tokenizer(weights: Weights) -> dict[str, str]:
-    """Why what is written lacks the tokenizer of the run, if it does."""
+    """Return why the run's tokenizer cannot be written, None where it can."""
     tokenizer = _of_run(weights)
     return (
         {"tokenizer": f"files of the tokenizer: {tokenizer}"}
@@ -60,7 +60,7 @@ def without_tokenizer(weights: Weights) -> dict[str, str]:
 
 
 def end_of_text(weights: Weights) -> int | None:
-    """Its id, as far as it is known."""
+    """Return the id of the end of text, None where it is unknown."""
     tokenizer = _of_run(weights)
     if tokenizer is not None and not isinstance(tokenizer, TokenizerError):
         return tokenizer.eod_id
@@ -77,7 +77,7 @@ def _folder_of(weights: Weights) -> Path:
 
 
 def _beside(weights: Weights) -> dict[str, Path]:
-    """Return the files beside the weights, by the names that they get."""
+    """Return the files beside the weights, by their names in the target."""
     source = _folder_of(weights)
     return {
         name: source / theirs
@@ -87,8 +87,8 @@ def _beside(weights: Weights) -> dict[str, Path]:
 
 
 def _of_run(weights: Weights) -> BPEVocabulary | FileTokenizer | TokenizerError | None:
-    """The tokenizer of the run, or why its files do not serve; None where there was none, or files
-    lie beside the weights.
+    """Return the run's tokenizer, or the reason why its files cannot be used. None: the run had
+    none, or there are files beside the weights.
     """
     if weights.tokenizer is None or _beside(weights):
         return None

@@ -17,7 +17,7 @@ _JSON = "tokenizer.json"
 
 
 def files_of(tokenizer: BPEVocabulary | FileTokenizer, positions: int) -> dict[str, bytes]:
-    """Return name -> content. positions: of the model, for model_max_length."""
+    """Return the content of each file by name. positions: of the model, for model_max_length."""
     if isinstance(tokenizer, BPEVocabulary):
         files = _of_bpe(tokenizer)
     else:
@@ -33,7 +33,7 @@ def _of_bpe(vocabulary: BPEVocabulary) -> dict[str, Any]:
     merges = "".join(f"{left} {right}\n" for left, right in vocabulary.merges)
     return {
         "vocab.json": json.dumps(vocabulary.ids, ensure_ascii=False).encode(),
-        "merges.txt": f"#version: 0.2\n{merges}".encode(),  # some readers skip a header unseen
+        "merges.txt": f"#version: 0.2\n{merges}".encode(),  # some readers skip line 1
         CONFIG: {
             "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False,
             "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
@@ -46,9 +46,9 @@ def _of_bert(tokenizer: FileTokenizer, content: bytes) -> dict[str, Any]:
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": tokenizer.kind != "BertWordPieceCase",
     }
-    # transformers has no segmentation of its own: it takes text whose words stand apart
+    # transformers does not segment text: it expects spaces between words
     words = {"tokenize_chinese_chars": False, **WORDS} if tokenizer.kind == "BertWordLevel" else {}
-    # not splitlines: U+2028 and its like are tokens of published vocabularies
+    # not splitlines: U+2028 and other line separators are tokens of published vocabularies
     text = content.decode("utf-8-sig").replace("\r\n", "\n")
     return {"vocab.txt": text.encode(), CONFIG: config | words}
 

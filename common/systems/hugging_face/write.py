@@ -1,5 +1,5 @@
-"""Folders that transformers opens, written: config.json and safetensors, in shards where they are
-large; or as its versions before 4.0 wrote them.
+"""Writer of folders for transformers: config.json and safetensors, in shards where they are large,
+or pytorch_model.bin as before its release 4.0.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dic
 
 def write_with_pickle(folder: Path, weights: Weights) -> None:
     """Write config.json and pytorch_model.bin into an empty folder, as save_pretrained of
-    transformers 2 did: the output layer is there beside the table that it is tied to, and n_ctx is
-    the window of training. OSError is left to the caller.
+    transformers 2 did. The output layer is written beside the table that it is tied to, and n_ctx
+    is the window of training. OSError is left to the caller.
     """
     name_map = NAME_MAPS[0]
     tensors = export_names(name_map, weights.tensors, weights.model, None)

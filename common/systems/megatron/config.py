@@ -1,4 +1,4 @@
-"""The args in a Megatron checkpoint, read and written."""
+"""Reader and writer of the args in a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.tensor_files.torch_pickle import TorchName
 def read_config(
     shards: Shards, rows: int
 ) -> tuple[ResolvedModel, dict[str, Any] | None, dict[str, str]]:
-    """Return the model, where its run stood as a model.yaml tells it, and notes for the user. rows:
+    """Return the model, the state of its run from a model.yaml, and notes for the user. rows: those
     of the padded embedding.
     """
     folders = (shards.folder, shards.folder.parent)
@@ -24,13 +24,15 @@ def read_config(
 
 
 def hysteresis(run: Any) -> int:
-    """Return the overflows that a dynamic loss scale of a run stands before it shrinks."""
+    """Return how many overflows a dynamic loss scale tolerates before it shrinks (Megatron's
+    hysteresis).
+    """
     return int(run["config"].get("loss_scale", {}).get("hysteresis", 2))
 
 
 def model_args(weights: Weights, precision: str, tensor: int, stages: int) -> argparse.Namespace:
-    """Return the args that a model is made of, and that ``check_checkpoint_args`` and
-    ``load_args_from_checkpoint`` of Megatron read.
+    """Return the args that describe a model. Megatron's ``check_checkpoint_args`` and
+    ``load_args_from_checkpoint`` read them.
     """
     model = weights.model
     run: Any = weights.run or {"state": {"step": 0, "consumed_samples": 0}, "config": {}}

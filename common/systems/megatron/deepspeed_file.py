@@ -1,4 +1,4 @@
-"""A ds_config.json beside Megatron-DeepSpeed's flags: the numbers of a run that it says."""
+"""Translation of a ds_config.json beside Megatron-DeepSpeed's flags."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ TABLE: Table = {
     "fp16.hysteresis": To("loss_scale.hysteresis"),
     "fp16.min_loss_scale": To("loss_scale.minimum", number),
 }
-"""Keys that have one of ours; the engine holds all others against the run."""
+"""Keys with one of ours. The engine compares all others with the run."""
 
 _OF_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 def read_deepspeed_file(path: str, where: str, ours: Translation) -> None:
-    """Give keys of ours what the file says. where: the flag that named it.
-
-    Raises ConfigError for a file that cannot be read, and for a number that a flag says otherwise.
+    """Set keys of ours to the values of the file. where: the flag that names it. Raises ConfigError
+    for a file that cannot be read, and for a value that contradicts a flag.
     """
     try:
         tree = read_json_mapping(Path(path))
@@ -48,7 +47,7 @@ def read_deepspeed_file(path: str, where: str, ours: Translation) -> None:
 
 
 def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is "auto", which stands for what the flags say."""
+    """Remove values "auto", which stand for those of the flags."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in tree.items()

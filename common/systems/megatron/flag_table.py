@@ -1,7 +1,7 @@
-"""What each flag of Megatron-LM and Megatron-DeepSpeed is here.
+"""Rules for the flags of Megatron-LM and Megatron-DeepSpeed.
 
-Flags and defaults: Megatron-DeepSpeed b4d4a0e, megatron/arguments.py, and the names that
-Megatron-LM's megatron/training/arguments.py of 2025 has in their place or besides.
+Flags and defaults: Megatron-DeepSpeed b4d4a0e, megatron/arguments.py, and the other names in
+Megatron-LM's megatron/training/arguments.py of 2025.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OTHER = "it is for another model or another task"
 _IN_STEPS = "give it in steps"
 _ONE_EXPERT = "there is one expert"
 _NOT_HERE = "is not in this version; leave the flag out"
-_HELD = "a checkpoint holds all that a run goes on from; leave the flag out"
+_HELD = "a checkpoint holds all that a run resumes from; leave the flag out"
 _FORMAT = "checkpoints have this project's format; tools/convert_weight.py writes Megatron's"
 _OF_REFUSED = "it is of a switch that is refused"
 
@@ -109,9 +109,10 @@ TABLE: Table = {
     "mlp_chunks_for_prefill", "disable_chunked_prefill", "max_tokens_to_oom",
     "use_legacy_static_engine")},
     "calculate_per_token_loss": Without("the loss is the mean over all tokens"),
-    "exit_interval": Without("train.max_steps ends the run; a signal stops it with a checkpoint"),
+    "exit_interval": To("train.exit_interval", whole),
+    "exit_duration_in_mins": To("train.exit_minutes", number),
     **{name: Without("the scheduler's signal stops the run with a checkpoint") for name in (
-        "exit_duration_in_mins", "exit_signal_handler", "adlr_autoresume*")},
+        "exit_signal_handler", "adlr_autoresume*")},
     # optimizer
     "optimizer": To("optimizer.name", one_of(adam="adamw", adamw="adamw", sgd="sgd")),
     "lr": To("optimizer.learning_rate", number),

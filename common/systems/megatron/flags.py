@@ -1,5 +1,5 @@
-"""Megatron-LM's and Megatron-DeepSpeed's command lines in our words, flag by flag as
-``flag_table.py`` has them.
+"""Translation of the command lines of Megatron-LM and Megatron-DeepSpeed, by the rules of
+``flag_table.py``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ FLAGS = (*TABLE, *SWITCHES, *VALUED)
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of Megatron's flags, by name and value. Raises ConfigError for what
-    cannot be obeyed.
+    """Return our configuration of Megatron's flags, by name and value. Raises ConfigError for flags
+    that this project cannot follow.
     """
     theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
     ours.set("logging.style", "megatron")
@@ -54,7 +54,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         ("logging.interval", 100),
         ("validation.interval", 1000),
     ):  # fmt: skip
-        ours.set(key, value)  # Megatron's own defaults, where they are not ours
+        ours.set(key, value)  # Megatron's own defaults, where ours differ
     parts = (
         _precision, _recompute, _lengths, _data, _folders, _layout, _zero, _deepspeed, _trackers,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
     )
     first = theirs.take_number("profile_step_start", 10)
     last = theirs.take_count("profile_step_end", 12)
-    if theirs.take("profile"):  # steps are counted from 0 there, and the end is left out
+    if theirs.take("profile"):  # Megatron counts steps from 0 and leaves out the end
         ours.set("profile.start", first + 1, theirs.where("profile"), "profile_step_start")
         ours.set("profile.stop", last, theirs.where("profile"), "profile_step_end")
 
@@ -133,7 +133,7 @@ def _folders(theirs: Theirs, ours: Translation) -> None:
     if load is not None and load != save:
         ours.set("checkpoint.resume", str(load), theirs.where("load"), "load")
     elif load is not None:
-        ours.note("load", "checkpoint.resume=auto goes on from the newest checkpoint of --save")
+        ours.note("load", "checkpoint.resume=auto resumes from the newest checkpoint of --save")
 
 
 def _trackers(theirs: Theirs, ours: Translation) -> None:
@@ -158,7 +158,9 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
 
 
 def _zero(theirs: Theirs, ours: Translation) -> None:
-    """A strategy of FSDP says what the distributed optimizer splits, where both are given."""
+    """Translate ZeRO's flags. Where both are given, FSDP's strategy says what the distributed
+    optimizer splits.
+    """
     flag = "data_parallel_sharding_strategy"
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if theirs.peek(flag) is not None and theirs.take("use_distributed_optimizer"):
@@ -183,7 +185,7 @@ def _deepspeed(theirs: Theirs, ours: Translation) -> None:
 
 
 def settle(ours: Translation) -> None:
-    """Take away what has no effect with the engine that the run has in the end."""
+    """Remove keys without effect with the engine that is chosen in the end."""
     if ours.get("engine", "native") == "native":
         ours.drop("deepspeed.config_file", "the engine is native")
     if ours.get("optimizer.name") == "sgd":

@@ -1,6 +1,4 @@
-"""The names that Megatron-LM and Megatron-Core have for the parameters. All linear weights are
-(out, in).
-"""
+"""Names of the parameters in Megatron-LM and Megatron-Core. All linear weights are (out, in)."""
 
 from common.systems.name_map import Fusion, NameMap, name_map
 from common.weights.names import EMBEDDING, POSITIONS
@@ -26,7 +24,9 @@ def _megatron(encoder: str, attention: str) -> NameMap:
 
 
 def _megatron_core(norm_1: str, norm_2: str) -> NameMap:
-    """norm_1, norm_2: those of a block, which some kernels hold themselves."""
+    """Return Megatron-Core's table of names. norm_1, norm_2: names of a block's norms, which some
+    fused modules contain.
+    """
     block = "decoder.layers.{layer}."
     return name_map(
         {
@@ -34,7 +34,7 @@ def _megatron_core(norm_1: str, norm_2: str) -> NameMap:
             POSITIONS: "embedding.position_embeddings.weight",
             "ln_f": "decoder.final_layernorm",
             "ln_1": block + norm_1,
-            # its optimizer counts the modules as they are made
+            # its optimizer numbers the modules in the order of their creation
             "attn.c_proj": f"{block}self_attention.linear_proj",
             "attn.qkv_proj": f"{block}self_attention.linear_qkv",
             "ln_2": block + norm_2,
@@ -56,4 +56,4 @@ NAME_MAPS = {
         _megatron_core(f"self_attention.linear_qkv.{_INSIDE}", f"mlp.linear_fc1.{_INSIDE}"),
     ),
 }
-"""Format -> the names that are written, then others that are read."""
+"""Names that are written, then others that are read, by format."""

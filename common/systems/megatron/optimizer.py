@@ -1,4 +1,4 @@
-"""The state that Megatron's optimizers save, read: moments and float32 copies, in the order of its
+"""Reader of the state of Megatron's optimizers: moments and float32 copies, in the order of its
 parameters.
 """
 
@@ -21,11 +21,11 @@ _PARTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """The optimizer in a rank's file, in the order of the optimizer's parameters."""
+    """Optimizer state in a rank's file, in the order of the optimizer's parameters."""
 
     moments: Mapping[str, Sequence[FileTensor]]
     copies: Sequence[FileTensor] = ()
-    """Float32, of weights that are less precise."""
+    """Float32 copies of weights of lower precision."""
     steps: int | None = None
     scaler: Mapping[str, Any] | None = None
     why_not: str = ""
@@ -43,14 +43,14 @@ def read_optimizer(file: TensorFile) -> SavedState:
                 moments={},
                 why_not=""
                 if file.path.name == FILE
-                else "in a file of each data-parallel rank: weights alone",
+                else "in a file of each data-parallel rank: only weights",
             )
         inner = outer.get("optimizer") or outer.get("optimizer_state_dict") or outer
         ids = [number for group in inner["param_groups"] for number in group["params"]]
         if "state" not in inner:
             return SavedState(
                 moments={},
-                why_not="sharded by the distributed optimizer (distrib_optim.pt): weights alone"
+                why_not="sharded by the distributed optimizer (distrib_optim.pt): only weights"
                 if ids
                 else "",
             )
@@ -62,7 +62,7 @@ def read_optimizer(file: TensorFile) -> SavedState:
             for part in _PARTS
             if state and part in state[ids[0]]
         }
-        # apex's place, and torch's
+        # the step's place in apex, and in torch
         steps = inner["param_groups"][0].get("step", state[ids[0]].get("step") if state else None)
         whole = [*copies, *(tensor for tensors in moments.values() for tensor in tensors)]
         if not all(isinstance(tensor, FileTensor) for tensor in whole):
@@ -74,7 +74,7 @@ def read_optimizer(file: TensorFile) -> SavedState:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
         return SavedState(
             moments={},
-            why_not=f"state of the optimizer: of no form that is known ({error!r}): weights alone",
+            why_not=f"state of the optimizer: of no form that is known ({error!r}): only weights",
         )
 
 
@@ -101,14 +101,14 @@ def by_name(
 
 
 def run_of(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
-    """Return the run as far as Megatron's own numbers tell. Raises ConfigError if these are not
-    numbers.
+    """Return the state of the run, as far as Megatron's own numbers hold it. Raises ConfigError for
+    values that are not numbers.
     """
     try:
         return checked_run(shards.first.path, _counted(shards, saved, step))
     except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
         raise ConfigError(
-            f"{shards.first.path}: its counters or its grad_scaler are no numbers ({error}); copy"
+            f"{shards.first.path}: its counters or its grad_scaler are not numbers ({error}); copy"
             " it again"
         ) from None
 

@@ -1,5 +1,5 @@
-"""Checkpoints of Megatron-LM (``megatron``) and Megatron-Core (``megatron_core``), read in the
-shards of any tensor and pipeline size.
+"""Reader of checkpoints of Megatron-LM (``megatron``) and Megatron-Core (``megatron_core``), of any
+tensor and pipeline size.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ def detects(path: Path, format: str = "megatron") -> bool:
         folder = find_folder(path)
         files = rank_files(folder) if folder else {}
         if not files:
-            # its format torch_dist, refused when it is opened
+            # Megatron's format torch_dist, which is refused when it is opened
             return folder is not None and format == "megatron_core"
         with open_tensors(files[min(files)]) as file:
             return any(name.startswith("model.language_model.") for name in file) == (
                 format == "megatron"
             )
-    except (CheckpointError, ConfigError):  # told when it is opened to be read
+    except (CheckpointError, ConfigError):  # reported when the files are opened
         return format == "megatron"
 
 
 @contextmanager
 def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
-    """path: the root, one of its folders iter_... or release, or the file of a single rank.
+    """Open a checkpoint.
 
-    Raises CheckpointError and ConfigError.
+    path: the root, one of its folders iter_... or release, or the file of a single rank. Raises
+    CheckpointError and ConfigError.
     """
     with open_shards(path) as shards:
         name_map = _name_map(shards, format)
@@ -114,7 +115,9 @@ def _without_head(shards: Shards, ranks: RankTensors, name_map: NameMap) -> dict
 def _where_it_stood(
     shards: Shards, saved: SavedState, run: dict[str, Any] | None, *, has_moments: bool
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Return the run, and what is left out of it and why. run: as a model.yaml tells it."""
+    """Return the state of the run, and what is left out of it and why. run: the state in a
+    model.yaml.
+    """
     step = shards.first.tree.get("iteration", shards.first.tree.get("total_iters", 0))
     if run is not None:
         if step != run["state"]["step"]:

@@ -4,7 +4,7 @@ of each tensor, joined when it is read.
 Layout: megatron/checkpointing.py (``get_checkpoint_name``) of Megatron-LM 2.x to 23.x,
 megatron/training/checkpointing.py since with ``--ckpt-format torch``:
 ROOT/{iter_0000100,release}/mp_rank_TT[_PPP]/model_optim_rng.pt, and beside them the number in
-latest_checkpointed_iteration.txt. PPP is there with pipeline stages alone.
+latest_checkpointed_iteration.txt. PPP is there only with pipeline stages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from common.whole_numbers import whole_number
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 _FILES = (FILE, "model_rng.pt")
-"""The second with the optimizer of each data-parallel rank in a file of its own."""
+"""Names of a rank's file. With the second, each data-parallel rank's optimizer has its own file."""
 _MAX_RANKS = 1000
 _OF_ALL = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size",
@@ -38,20 +38,18 @@ _OF_ALL = (
     "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "params_dtype",
 )  # fmt: skip
-"""Args that are the same on all ranks of a checkpoint."""
+"""Args with one value on all ranks of a checkpoint."""
 _NEW_FORMAT = (".metadata", "common.pt")
 
 RankTensors = Sequence[Sequence[Mapping[str, FileTensor]]]
-"""[stage][tensor rank]: tensors by the names that the file has, without what stands before those of
-the model.
-"""
+"""Tensors by [stage][tensor rank] and name, without the prefix before the model's names."""
 
 
 def find_folder(path: Path) -> Path | None:
-    """The one that holds the ranks' folders: path may be it, the root above it, or one of them or
-    its file. None: nothing of Megatron's.
+    """Return the folder that holds the ranks' folders, None where ``path`` is not Megatron's.
 
-    Raises ConfigError on a tracker that names nothing.
+    path: the folder, the root above it, a rank's folder or its file. Raises ConfigError for a
+    tracker file that names no folder.
     """
     if path.is_file():
         return path.parent.parent if path.name in _FILES else None
@@ -67,7 +65,7 @@ def find_folder(path: Path) -> Path | None:
     word = read_bytes(tracker, limit=1000, error=CheckpointError).decode(errors="replace").strip()
     if word != "release" and whole_number(word) is None:
         raise ConfigError(
-            f"{tracker}: {word[:40]!r} is neither a number nor release; mend it, or give the folder"
+            f"{tracker}: {word[:40]!r} is neither a number nor release; fix it, or give the folder"
             " iter_... itself"
         )
     folder = path / (word if word == "release" else f"iter_{int(word):07d}")
@@ -94,7 +92,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 class Shards:
     folder: Path
     files: Sequence[Sequence[TensorFile]]
-    """[stage][tensor rank]."""
+    """Files by [stage][tensor rank]."""
 
     @property
     def first(self) -> TensorFile:
@@ -111,10 +109,8 @@ class Shards:
 
 @contextmanager
 def open_shards(path: Path) -> Iterator[Shards]:
-    """Open the files of all ranks.
-
-    Raises CheckpointError unless they are as many as training had, and ConfigError on Megatron's
-    newer format.
+    """Open the files of all ranks. Raises CheckpointError unless there is one for each rank of the
+    training, and ConfigError for Megatron's newer format.
     """
     folder = find_folder(path)
     if folder is None:
@@ -173,8 +169,8 @@ def open_shards(path: Path) -> Iterator[Shards]:
 
 
 def _check_same(first: TensorFile, file: TensorFile) -> None:
-    """Raises CheckpointError if they are of two checkpoints. Tensor ranks that changed places
-    cannot be seen: no file says its rank.
+    """Check that two files are of one checkpoint. Swapped tensor ranks are not found, since no file
+    holds its rank. Raises CheckpointError.
     """
     one, other = (vars(_args_of(rank)) | _counters(rank) for rank in (first, file))
     for name in (*_OF_ALL, "checkpoint_version", "iteration in the file"):
@@ -213,8 +209,8 @@ def model_tensors(shards: Shards) -> RankTensors:
 
 
 def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]:
-    """Each tensor of the model, with its layer's number in the whole model. Raises CheckpointError
-    where ranks do not fit together.
+    """Join the ranks: return each tensor of the model, under its name in the whole model. Raises
+    CheckpointError where ranks do not fit together.
     """
     rows = {row.theirs: row for row in name_map.rows(sum(map(_layers, ranks)))}
     if name_map.head is not None:

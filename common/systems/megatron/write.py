@@ -1,7 +1,5 @@
-"""Checkpoints of Megatron-LM and Megatron-Core, written: for each tensor and pipeline rank one
-file, made as a stream of its own part.
-
-What Megatron has no place for goes into model.yaml.
+"""Writer of checkpoints of Megatron-LM and Megatron-Core: a file for each tensor and pipeline rank,
+written as a stream. Values without a place in Megatron's files go into model.yaml.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from common.weights.names import EMBEDDING, decays
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """One file's place."""
+    """Rank that a file belongs to."""
 
     weights: Weights
     format: str
@@ -113,13 +111,17 @@ def write_megatron(
 
 @dataclass(kw_only=True)
 class _Leaves:
-    """The tensors of a file, in its order, and how each is made."""
+    """Tensors of a file in its order, and the way each is made."""
 
     rank: _Rank
     makers: dict[str, Callable[[], NDArray[Any]]] = field(default_factory=dict)
 
     def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
-        """part: of the optimizer's state. dtype: None is that of the source."""
+        """Add a tensor.
+
+        part: the part of the optimizer's state, None for the weight. dtype: None keeps that of the
+        source.
+        """
         model, tensor = self.rank.weights.model, self.rank.tensor
         source = self.rank.weights.moments if part else self.rank.weights.tensors
         wanted = dtype or source[row.ours[0] + part].dtype
@@ -172,9 +174,7 @@ def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors nested as Megatron-LM's modules save them; the encoder's layers are
-    flat.
-    """
+    """Return the tensors nested as Megatron-LM's modules save them; encoder layers stay flat."""
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():
         encoder = "language_model.encoder."
@@ -191,9 +191,8 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precision(weights: Weights, dtype: str | None) -> str:
-    """The type of the weights with which Megatron would compute; other than float32, its optimizer
-    has float32 copies of them (Float16OptimizerWithFloat16Params), and else has none
-    (FP32Optimizer).
+    """Return the type of the weights in Megatron's computation. Below float32, its optimizer holds
+    float32 copies (Float16OptimizerWithFloat16Params); with float32 it holds none (FP32Optimizer).
     """
     run: Any = weights.run or {"config": {}, "engine": {"loss_scale": {}}}
     scaled = run["engine"]["loss_scale"].get("mode", "none") != "none"
@@ -202,8 +201,8 @@ def _precision(weights: Weights, dtype: str | None) -> str:
 
 
 def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str, Any]:
-    """Parameters are numbered group by group, those with decay first: ``optimizer.by_name`` says
-    where that is from.
+    """Return the optimizer's state. Parameters are numbered group by group, those with decay first;
+    ``optimizer.by_name`` names the source.
     """
     weights = leaves.rank.weights
     run = weights.run
@@ -254,7 +253,7 @@ def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str
 
 
 def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]) -> dict[str, Any]:
-    """``step`` as apex and Transformer Engine keep it, one number for all."""
+    """Return a group of parameters, with one ``step`` for all as in apex and Transformer Engine."""
     rate = config.get("learning_rate", 0.0)
     group: dict[str, Any] = {
         "lr": rate, "max_lr": rate, "min_lr": config.get("min_learning_rate", 0.0),
@@ -274,8 +273,8 @@ def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]
 
 
 def _scheduler(run: Any) -> dict[str, Any]:
-    """Megatron counts its schedule in samples. Nothing where the run's config is not known
-    (``OptimizerParamScheduler.state_dict``).
+    """Return the state of the schedule, which Megatron counts in samples
+    (``OptimizerParamScheduler.state_dict``). It is empty where the run's config is unknown.
     """
     config, batch = (
         run["config"]["optimizer"],

@@ -1,4 +1,4 @@
-"""MindFormers' YAML in our words, key by key as ``keys.py`` has them."""
+"""Translation of MindFormers' YAML, by the rules of ``keys.py``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MARKS = frozenset({
     "moe_config", "processor", "resume_or_finetune_checkpoint", "use_parallel", "auto_trans_ckpt",
     "aicc_config", "swap_config",
 })  # fmt: skip
-"""Keys at the top that are MindFormers' alone."""
+"""Top-level keys that only MindFormers has."""
 PARTS = frozenset({"parallel_config", "recompute_config"})
-"""Sections of MindFormers' that files of ours may have."""
+"""MindFormers' sections that files of ours may have."""
 
 _PARALLEL = {
     "parallel_mode", "gradients_mean", "enable_alltoall", "full_batch", "search_mode",
@@ -43,7 +43,7 @@ _COMPILED = (
     "parallel.parallel_optimizer_config", "parallel.micro_batch_interleave_num",
     "train.recompute_slice_activation", "train.mp_comm_recompute",
 )  # fmt: skip
-"""Keys that only graphs have that MindSpore's compiler splits; results do not depend on them."""
+"""Keys of graphs that MindSpore's compiler splits. Results do not depend on them."""
 _UNUSED_ON_TORCH = {
     **dict.fromkeys(
         (f"context.{name}" for name in ("mode", "enable_graph_kernel", "graph_kernel_flags",
@@ -76,8 +76,8 @@ _BY_HAND = (
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of a whole YAML of MindFormers. Raises ConfigError for what cannot
-    be obeyed.
+    """Return our configuration of a whole YAML of MindFormers. Raises ConfigError for keys that
+    this project cannot follow.
     """
     theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
     ours.set("backend", "mindspore")
@@ -309,7 +309,7 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
 
 
 def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
-    """Return keys of ours that this layout has no use for, and why."""
+    """Return keys of ours that have no effect with this layout, and why."""
     whys: dict[str, str] = {}
     if ours.get("parallel.pipeline_stage", 1) > 1 and whole:
         whys["parallel.vocab_emb_dp"] = "with a pipeline the ranks split the table"
@@ -324,7 +324,7 @@ def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
 
 
 def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, str]:
-    """Return keys of ours that the graph of a step, or its lack, has no use for."""
+    """Return keys of ours that have no effect with this kind of graph, or without a graph."""
     whys: dict[str, str] = {}
     if not ours.get("context.enable_graph_kernel"):
         whys["context.graph_kernel_flags"] = "enable_graph_kernel is off"

@@ -1,4 +1,4 @@
-"""What each key of MindFormers' YAML is here: run_gpt2*.yaml of r0.3 to r1.x, with base_config.
+"""Rules for the keys of MindFormers' YAML: run_gpt2*.yaml of r0.3 to r1.x, and base_config.
 
 Keys and defaults: mindformers r0.3 and r1.0, configs/gpt2 and
 mindformers/models/gpt2/gpt2_config.py.

@@ -1,5 +1,5 @@
-"""The model of a ``.ckpt``, from a file beside it: a model.yaml of ours, MindFormers' own YAML, or
-the config.yaml of our run that wrote it.
+"""Finder of the model of a ``.ckpt``, in a file beside it: a model.yaml of ours, MindFormers' own
+YAML, or the config.yaml of our run that wrote it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.weights import checked_model
 
 _CONFIG = "config.yaml"
-"""The resolved config in the folder of a run of ours."""
+"""Name of the resolved config in a run folder of ours."""
 
 
 def find_model(
     file: Path, folders: Iterable[Path]
 ) -> tuple[ResolvedModel, dict[str, Any] | None] | None:
-    """Return the model, and where its run stood, from the first of ``folders`` that tells it; None
-    where none does.
-
-    file: the weights; of several YAML files that of its name is taken. Raises ConfigError.
+    """Return the model and the state of its run, from the first of ``folders`` that has them, else
+    None. file: the weights, whose name chooses among several YAML files. Raises ConfigError.
     """
     for folder in dict.fromkeys(folders):
         ours = folder / MODEL_YAML
@@ -47,13 +45,13 @@ def find_model(
 
 
 def _is_theirs(path: Path) -> bool:
-    """Whether a YAML file has MindFormers' section model, or a base that may have it. Raises
+    """Tell whether a YAML file has MindFormers' section model, or a base that may have it. Raises
     ConfigError.
     """
     try:
         tree, _ = read_yaml(path)
     except ConfigError as error:
-        raise ConfigError(f"{error}; mend the file, or take it away from the weights") from None
+        raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
     model = tree.get("model")
     return BASE in tree or (isinstance(model, dict) and "model_config" in model)
 

@@ -1,4 +1,4 @@
-"""The names that MindFormers has for the parameters, since release 0.6 and before.
+"""MindFormers' names of the parameters, since release 0.6 and before.
 
 Query, key and value are (out, in), all other linear weights (in, out).
 """
@@ -33,4 +33,4 @@ NAME_MAPS = {
         _names("gpt2.backbone.transformer.encoder.blocks.{layer}.", "gpt2.backbone.layernorm"),
     ),
 }
-"""Format -> the names that it is written and read with."""
+"""Names of the parameters by format."""

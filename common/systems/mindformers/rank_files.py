@@ -1,12 +1,11 @@
-"""The files that a run leaves for MindFormers beside its checkpoints: a ``.ckpt`` of each rank with
-its part of the parameters, and the strategy file that says which parts those are.
+"""Files for MindFormers beside the checkpoints of a run: a ``.ckpt`` of each rank with its part of
+the parameters, and the strategy file that describes the parts.
 
     checkpoints/rank_R/PREFIX_rank_R-EPOCH_STEP.ckpt
     checkpoints/ckpt_strategy.ckpt       of several ranks, the one of all stages
 
-They are cut out of the checkpoint that has just become whole, whichever ranks wrote it. MindSpore's
-tools need equal parts, and so the rows of the embedding are filled up with zeros where tensor ranks
-do not divide them.
+The parts are cut out of a complete checkpoint, whichever ranks wrote it. MindSpore's tools need
+equal parts. Where tensor ranks do not divide the rows of the embedding, rows of zeros are added.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ STRATEGY_FILE = "ckpt_strategy.ckpt"
 _NAME_MAP = NAME_MAPS["mindformers"][0]
 
 _Layouts = Mapping[int, Mapping[NameRow, Layout]]
-"""Pipeline rank -> the parameters that it holds, and how its ranks split each."""
+"""Parameters that each pipeline rank holds, and how its ranks split each of them."""
 
 
 def epoch_and_step(
@@ -59,11 +58,11 @@ def epoch_and_step(
 def write_rank_file(
     config: ResolvedRun, place: tuple[int, int], rank: int, is_split: bool, checkpoint: Path
 ) -> None:
-    """Write the file of a rank, and on rank 0 the strategy, beside a checkpoint that is whole.
+    """Write the file of a rank, and on rank 0 the strategy, beside a complete checkpoint.
 
-    place: epoch and step in it. is_split: whether ranks hold different parts; else one file has
-    all. The newest ``checkpoint.keep`` files of this name are kept (0: all). Raises StorageError
-    and CheckpointError; what has the file's name until then stays.
+    place: epoch and step in it. is_split: whether ranks hold different parts; else one file has all
+    of them. The newest ``checkpoint.keep`` files of this name are kept (0: all). Raises
+    StorageError and CheckpointError; an older file of the same name then stays.
     """
     folder = checkpoint.parent / f"rank_{rank}"
     name = f"{config.checkpoint.ckpt_prefix}_rank_{rank}"
@@ -86,7 +85,7 @@ def write_rank_file(
         _remove(_of_name(folder, leftover))
         raise StorageError(
             f"{target}: cannot be written: {error.strerror}; the checkpoint beside it is whole,"
-            " checkpoint.resume=auto goes on"
+            " checkpoint.resume=auto resumes it"
         ) from None
     _prune(folder, target, rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt", config.checkpoint.keep)
 
@@ -125,8 +124,8 @@ def _rows_of(place: int, model: ResolvedModel, topology: Topology) -> Iterator[N
 
 
 def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: int) -> Layout:
-    """Return how the ranks of a stage split a tensor of theirs: tensor ranks one dim, and those of
-    ZeRO dim 0 once more where it divides.
+    """Return how the ranks of a stage split a tensor. Tensor ranks split one dimension. ZeRO's
+    ranks split dimension 0 again, where it divides.
     """
     devices = (topology.data, topology.tensor)
     dim = split_dim(row.ours[0]) if topology.tensor > 1 else None
@@ -135,7 +134,7 @@ def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: in
     axes = tuple((1,) if dim == place else () for place in range(len(shape)))
     layout = Layout(devices=devices, axes=axes)
     divides = shape[0] % (layout.parts()[0] * shards) == 0
-    # where tensor ranks hold copies, MindSpore would deal its shards out to them too
+    # where tensor ranks hold copies, MindSpore would give shards to them too
     if divides and (dim is not None or topology.tensor == 1):
         layout = replace(layout, shards=shards)
     return layout
@@ -160,7 +159,7 @@ def _tensors(
     place: tuple[int, int],
     checkpoint: Path,
 ) -> Iterator[dict[str, Weight]]:
-    """Yield the parts of a rank of a stage, and the counters, each read when it is written."""
+    """Yield the tensors of a rank and the counters. Each is read when it is written."""
     manifest = read_manifest(checkpoint, checksums=False)
     shapes = _shapes(config.model, max(layout.devices[1] for layout in layouts.values()))
     with (
@@ -206,9 +205,7 @@ def _part(
 
 
 def _prune(folder: Path, target: Path, pattern: str, keep: int) -> None:
-    """Keep the file just written, then the newest before it, then those of a run that was taken up
-    before it.
-    """
+    """Keep the file just written, then the newest before it, then those of the resumed run."""
     numbers = _of_name(folder, pattern)
     others = sorted((path for path in numbers if path != target), key=lambda path: numbers[path])
     future = [path for path in others if numbers[path] > numbers[target]]

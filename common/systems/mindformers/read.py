@@ -1,5 +1,5 @@
-"""MindFormers' ``.ckpt``, or those of a distributed run's ranks, with a YAML beside that says heads
-and vocabulary; the names before release 0.6 were others.
+"""Reader of MindFormers' ``.ckpt``, of one file or of a distributed run's ranks. A YAML beside it
+holds heads and vocabulary. Before release 0.6 the names differed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from common.tensor_files.containers import open_tensors
 from common.weights.names import EMBEDDING, POSITIONS
 
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
-"""The optimizer's state by our names: what MindSpore's optimizers put before a parameter's name."""
+"""Parts of the optimizer's state by our names -> MindSpore's prefixes of a parameter's name."""
 _SUMS = "accu_grads."
-"""What is put before a parameter's name for the sum of its gradients."""
+"""Prefix of the sum of a parameter's gradients."""
 _COUNTERS = (
     "step_num", "epoch_num", "global_step", "loss_scale", "scale_sense", "current_iterator_step",
     "last_overflow_iterator_step",
     "learning_rate",
 )  # fmt: skip
-"""Numbers that MindSpore writes beside the parameters: those of the trainer, the optimizers and the
-loss scale.
+"""Numbers of the trainer, the optimizers and the loss scale, which MindSpore writes beside the
+parameters.
 """
 
 
@@ -47,12 +47,12 @@ def detects(path: Path, format: str = "mindformers") -> bool:
             return any(name.startswith("gpt2.") for name in stored) == (
                 format == "mindformers_r0.3"
             )
-    except CheckpointError:  # told when it is opened to be read
+    except CheckpointError:  # reported when the files are opened
         return format == "mindformers"
 
 
 def _find(path: Path) -> Path | Slices | None:
-    """Return the file, or the ranks' files, that a path means: it, or what is in a folder. Raises
+    """Return the file, or the ranks' files, that ``path`` names or contains. Raises
     CheckpointError.
     """
     if path.is_file():
@@ -83,7 +83,7 @@ def _open(found: Path | Slices) -> Iterator[Mapping[str, FileTensor | SlicedTens
 
 
 def _folders(path: Path, found: Path | Slices) -> tuple[Path, ...]:
-    """Return where the model may be told, the first of them where it is missed."""
+    """Return the folders that may describe the model. An error names the first one."""
     folder = path if path.is_dir() else path.parent
     if isinstance(found, Slices):
         return folder, found.root, found.root.parent
@@ -94,8 +94,10 @@ def _folders(path: Path, found: Path | Slices) -> tuple[Path, ...]:
 def open_mindformers(
     path: Path, format: str = "mindformers", model: ResolvedModel | None = None
 ) -> Iterator[Weights]:
-    """path: the file, a folder of one, or one above the files of a distributed run's ranks. model:
-    taken where no file tells it. Raises CheckpointError and ConfigError.
+    """Open a checkpoint.
+
+    path: the file, its folder, or the folder above the files of a distributed run's ranks. model:
+    the model where no file describes it. Raises CheckpointError and ConfigError.
     """
     found = _find(path)
     if found is None:
@@ -151,7 +153,7 @@ def open_mindformers(
         if run is None and moments:
             run = _run_of(file, counters, "sgd" if groups["momentum_buffer"] else "adamw")
             notes["position in the data"] = (
-                "not in the file: who goes on from here reads from the first sample"
+                "not in the file: a resumed run reads from the first sample"
             )
         elif run is None:
             notes |= dict.fromkeys(
@@ -162,7 +164,7 @@ def open_mindformers(
 
 
 def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
-    """Return the run as far as MindSpore's own counters tell."""
+    """Return the state of the run, as far as MindSpore's own counters hold it."""
     if wrong := [f"{name}={value:g}" for name, value in counters.items() if not 0 <= value < 2**53]:
         raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")
     updates = int(counters.get("global_step", counters.get("step_num", 0)))
@@ -178,7 +180,7 @@ def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[s
 
 
 _HEAD_WIDTH = 64
-"""The width of a head in OpenAI's models."""
+"""Width of a head in OpenAI's models."""
 
 
 def missing_config(path: Path, format: str) -> str | None:
@@ -195,7 +197,7 @@ def missing_config(path: Path, format: str) -> str | None:
 
 
 def _sizes(found: Path | Slices, format: str) -> dict[str, Any]:
-    """Return the section model as far as shapes tell it. Raises CheckpointError."""
+    """Return the part of the section model that follows from shapes. Raises CheckpointError."""
     with _open(found) as stored:
         where = found.root if isinstance(found, Slices) else found
         name_map = match_name_map(where, format, NAME_MAPS[format], stored)

@@ -1,10 +1,10 @@
-"""Checkpoints of distributed runs: a ``.ckpt`` of each rank, with parts of the parameters, and the
-strategy files that say which parts.
+"""Reader of checkpoints of distributed runs: a ``.ckpt`` of each rank with its part of the
+parameters, and the strategy files that describe the parts.
 
     rank_N/checkpoint/PREFIX_rank_N-EPOCH_STEP.ckpt     or rank_N/PREFIX_rank_N-EPOCH_STEP.ckpt
     ckpt_strategy.ckpt, strategy/ckpt_strategy_rank_N.ckpt, merged_ckpt_strategy.ckpt
 
-Nothing is read but the heads of the files, before a tensor is asked for.
+Before a tensor is requested, only the headers of the files are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from common.tensor_files.mindspore_strategy import (
 _NAME = re.compile(r"(?P<prefix>.+)_rank_(?P<rank>\d{1,6})(_\d+)?-(?P<at>\d{1,18}_\d{1,18})\.ckpt")
 _RANK = re.compile(r"rank_(?P<rank>\d{1,6})")
 _DEPTH = 4
-"""Folders below the one that is given, in which files are looked for."""
+"""Depth of folders that is searched for files."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,25 +55,25 @@ class SlicedTensor(TensorKind):
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """The files of one moment of a distributed run."""
+    """Files of a distributed run at one step."""
 
     root: Path
-    """The folder that holds the ranks' folders."""
+    """Folder that holds the ranks' folders."""
     at: str
     """EPOCH_STEP."""
     files: Mapping[int, Path]
     strategies: tuple[Path, ...]
 
     def tensors(self) -> dict[str, SlicedTensor]:
-        """Return all tensors, whole. Raises CheckpointError where a part is missing, or the
-        strategy is that of another run.
+        """Return all tensors, joined. Raises CheckpointError for a missing part, or a strategy of
+        another run.
         """
         return _merge(self, _read_strategies(self.strategies))
 
 
 def strategy_file(path: Path) -> bool:
-    """Whether a file has the name of a strategy, and is no checkpoint that is called so. What it
-    holds is checked when it is read.
+    """Tell whether a file has the name of a strategy and is not a checkpoint. Its content is
+    checked when it is read.
     """
     if "strategy" not in path.name or path.suffix not in (".ckpt", ".json") or not path.is_file():
         return False
@@ -82,13 +82,11 @@ def strategy_file(path: Path) -> bool:
 
 
 def find_slices(path: Path) -> Slices | Path | None:
-    """Return the ranks' files that ``path`` means, or the file of the one rank that there is; None
-    where there are none.
+    """Return the ranks' files that ``path`` names, the file of a single rank, or None.
 
-    path: a folder above the ranks' files, or that of one rank, of which the newest are taken; or
-    the file of one rank, which is whole where no strategy file says how it was split. Raises
-    CheckpointError where the folder has those of several runs, or of several ranks without a
-    strategy file.
+    path: a folder above the ranks' files or a rank's folder, whose newest files are taken; or the
+    file of one rank, which holds everything where there is no strategy file. Raises CheckpointError
+    for files of several runs, and for several ranks without a strategy file.
     """
     file, wanted, prefix = path if path.is_file() else None, None, None
     if file is not None:
@@ -130,7 +128,7 @@ def find_slices(path: Path) -> Slices | Path | None:
 
 
 _Found = dict[tuple[Path, str], dict[str, dict[int, Path]]]
-"""(folder of the ranks, prefix) -> EPOCH_STEP -> rank -> file."""
+"""Files by (folder of the ranks, prefix), EPOCH_STEP and rank."""
 
 
 def _look(folder: Path) -> tuple[_Found, list[Path]]:
@@ -151,7 +149,7 @@ def _look(folder: Path) -> tuple[_Found, list[Path]]:
 
 
 def _rank_of(file: Path) -> int | None:
-    """Return the rank of a file: its own name says it, or that of the folder that it is in."""
+    """Return the rank of a file, from its name or that of its folder."""
     names = [_NAME.fullmatch(file.name), *(_RANK.fullmatch(at.name) for at in _above(file))]
     return next((int(name["rank"]) for name in names if name), None)
 
@@ -220,10 +218,10 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
         stored: dict[int, Mapping[str, FileTensor]] = {}
         for rank in _needed(layouts, files):
             with open_tensors(files[rank]) as stored[rank]:
-                pass  # its tensors can be read as long as they live
+                pass  # its tensors can be read as long as the objects exist
         for name in dict.fromkeys(name for tensors in stored.values() for name in tensors):
             if name in whole:
-                continue  # a stage before it holds the same
+                continue  # an earlier stage holds the same
             held = {rank: tensors[name] for rank, tensors in stored.items() if name in tensors}
             layout = layouts.get(name)
             if layout is None:
@@ -281,7 +279,7 @@ def _whole(shape: tuple[int, ...]) -> Spans:
 
 
 def _needed(layouts: Mapping[str, Layout], files: Mapping[int, Path]) -> list[int]:
-    """Return the ranks whose files hold all that there is; others have copies."""
+    """Return ranks whose files together hold all tensors. The others have copies."""
     ranks = {rank for layout in {*layouts.values()} for rank in layout.first_ranks(sorted(files))}
     return sorted(ranks | ({min(files)} if files else set()))
 

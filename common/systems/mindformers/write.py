@@ -1,6 +1,4 @@
-"""MindFormers' ``.ckpt``, written as a stream, with the model.yaml that the file has no place
-for.
-"""
+"""Writer of MindFormers' ``.ckpt`` as a stream, with a model.yaml for what it cannot hold."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "m
 
 
 def counters_of(run: Mapping[str, Any], *, epoch: int | None = None) -> dict[str, Weight]:
-    """Return where a run stood under MindSpore's names. run: as ``Weights.run``."""
+    """Return the counters of a run under MindSpore's names. run: in the form of ``Weights.run``."""
     engine = run["engine"]
     counters = {
         "global_step": np.array([engine["optimizer_steps"]], np.int32),

@@ -1,4 +1,4 @@
-"""OneFlow-Benchmark's command line and ONEFLOW_GPT_* variables in our words.
+"""Translation of OneFlow-Benchmark's command line and ONEFLOW_GPT_* variables.
 
 Flags and defaults: OneFlow-Benchmark before fe1e78e, GPT/oneflow_gpt/config.py and
 GPT/examples/pretrain.sh.
@@ -106,12 +106,12 @@ VARIABLES = {
         )
     },
 }  # fmt: skip
-"""What examples/pretrain.sh reads, and the flag that each becomes."""
+"""Variables that examples/pretrain.sh reads, and the flag that each becomes."""
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for what
-    cannot be obeyed.
+    """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for flags
+    that this project cannot follow.
     """
     theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
     ours.set("output_dir", "output")
@@ -122,7 +122,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         ("data.split", "969,30,1"), ("seed", 12345),
         ("loss_scale.initial", 2.0**32), ("logging.interval", 100), ("logging.style", "oneflow"),
     ):  # fmt: skip
-        ours.set(key, value)  # OneFlow's own defaults, where they are not ours
+        ours.set(key, value)  # OneFlow's own defaults, where ours differ
     scale = theirs.take_number("loss_scale")
     if scale:
         ours.set("loss_scale.mode", "static", theirs.where("loss_scale"), "loss_scale")

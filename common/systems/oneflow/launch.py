@@ -1,5 +1,5 @@
-"""OneFlow's ``python -m oneflow_gpt.training``: one command on each node starts a rank on each
-of its devices, and the node finds its place by its address.
+"""Launch of OneFlow's ``python -m oneflow_gpt.training``: one command on each node starts a rank on
+each of its devices. The node finds its number by its address.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from common.whole_numbers import MOST_RANKS, argument
 def start_nodes_devices(
     run: Callable[..., int], launch: Callable[[list[str]], int], flags: Sequence[str]
 ) -> Callable[..., int]:
-    """Return what to call in place of ``main`` of run_gpt2.py for a training of these flags.
+    """Return the function to call for a training with these flags: ``run``, or a launch of several
+    ranks.
 
-    run: that main. launch: that of tools/launch.py. A single device, or a rank that another
-    launcher has started, is run as it is.
+    run: ``main`` of run_gpt2.py, for a single device or a rank that another launcher has started.
+    launch: ``main`` of tools/launch.py.
     """
 
     def start(argv: list[str], *, program: str) -> int:
@@ -40,7 +41,7 @@ def start_nodes_devices(
 
 
 def _options(flags: Sequence[str], environ: Mapping[str, str]) -> list[str] | None:
-    """Return the options for run_distribute.sh; None where there is nothing to launch. Raises
+    """Return the options for run_distribute.sh, None where nothing is to be launched. Raises
     ConfigError.
     """
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""The names that OneFlow-Benchmark's GPT has for the variables of a snapshot.
+"""Names of the variables in a snapshot of OneFlow-Benchmark's GPT.
 
 Linear weights are (in, out); c_attn holds query, key and value of each head in turn
 (GPT/oneflow_gpt/model.py).
@@ -26,17 +26,17 @@ NAME_MAP = name_map(
     fusion=Fusion.HEADS,
 )
 MOMENTS = {"exp_avg": "-m", "exp_avg_sq": "-v", "momentum_buffer": "-momentum"}
-"""Part of the optimizer's state -> what stands behind the variable's name."""
+"""Part of the optimizer's state -> suffix of the variable's name."""
 SYSTEM = "System-"
-"""What the names of OneFlow's own variables begin with."""
+"""Prefixes of the names of OneFlow's own variables."""
 STEP = "System-Train-TrainStep-"
 SCALE = "System-Train-DynamicLossScale-"
 JOB = "train"
-"""The name of the training function, which ends the name of STEP."""
+"""Name of the training function, which ends the name of STEP."""
 
 
 def moment_map(part: str) -> NameMap:
-    """Return the names of a part of the optimizer's state."""
+    """Return the map of names of a part of the optimizer's state."""
     global_rows, layer_rows = (
         tuple(replace(row, theirs=row.theirs + MOMENTS[part]) for row in rows)
         for rows in (NAME_MAP.global_rows, NAME_MAP.layer_rows)

@@ -1,5 +1,5 @@
-"""OneFlow-Benchmark's ``iter{N}_snapshot``, with a model.yaml in it or beside it: heads and the
-vocabulary without its padding cannot be read off its shapes.
+"""Reader of OneFlow-Benchmark's ``iter{N}_snapshot``, with a model.yaml in it or beside it. Its
+shapes show neither the heads nor the vocabulary without padding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TABLE = NAME_MAP.global_rows[0].theirs
 
 
 def find_snapshot(path: Path) -> Path | None:
-    """Return the snapshot: path, or the last one in it. None: nothing of OneFlow's."""
+    """Return the snapshot: ``path``, or the last one in it. None: ``path`` is not OneFlow's."""
     if (path / _TABLE / DATA).is_file():
         return path
     found = [
@@ -42,9 +42,10 @@ def detects(path: Path) -> bool:
 
 @contextmanager
 def open_oneflow(path: Path) -> Iterator[Weights]:
-    """path: a snapshot, or the folder of --save, of which the last snapshot is taken.
+    """Open a snapshot.
 
-    Raises CheckpointError and ConfigError.
+    path: the snapshot, or the folder of --save, whose last snapshot is taken. Raises
+    CheckpointError and ConfigError.
     """
     folder = find_snapshot(path)
     if folder is None:
@@ -81,7 +82,7 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
     if run is None and moments and step is not None:
         run = _run_of(folder, own, int(step), "sgd" if groups["momentum_buffer"] else "adamw")
         notes["position in the data"] = (
-            "not in the snapshot: who goes on from here reads from the first sample"
+            "not in the snapshot: a resumed run reads from the first sample"
         )
     elif run is None:
         reason = "a number of OneFlow's own, without the whole state of the optimizer"
@@ -91,16 +92,16 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
 
 
 def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float | None:
-    """Return the one number in a variable of OneFlow's own. Raises CheckpointError."""
+    """Return the only number in one of OneFlow's own variables. Raises CheckpointError."""
     names = [name for name in own if name.startswith(start) and name.endswith(end)]
     if not names:
         return None
     tensor = own[names[0]]
     data = tensor.read().reshape(-1)
-    if tensor.dtype == "uint8" and data.size in (4, 8):  # without meta
+    if tensor.dtype == "uint8" and data.size in (4, 8):  # snapshots without meta
         data = data.view("<f4" if data.size == 4 else "<i8")
     if data.size != 1 or not 0 <= data[0] < 2**53:
-        raise CheckpointError(f"{names[0]}/{DATA}: is no count and no scale; copy it again")
+        raise CheckpointError(f"{names[0]}/{DATA}: is neither a count nor a scale; copy it again")
     return float(data[0])
 
 

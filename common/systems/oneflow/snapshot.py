@@ -1,8 +1,8 @@
-"""The variables of a OneFlow snapshot: a folder for each, with its elements in ``out`` and its
-shape and type in ``meta``.
+"""Variables of a OneFlow snapshot: a folder each, with the elements in ``out`` and the shape and
+type in ``meta``.
 
 Layout: ``FileBackendVariableBlob`` in oneflow/python/framework/check_point_v2.py. meta is a
-VariableMetaInfo in protobuf's text form. A variable is whole in its folder, however many ranks had
+VariableMetaInfo in protobuf's text form. A folder holds the whole variable, however many ranks had
 parts of it.
 """
 
@@ -36,8 +36,8 @@ def variables(folder: Path) -> list[str]:
 def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
     """Return a variable.
 
-    usual: its shape where meta is not there, as in OneFlow's first releases: float32, with as many
-    rows as there are. Raises CheckpointError.
+    usual: its shape where ``meta`` is missing, as in OneFlow's first releases; it is float32 then,
+    with the rows that the file holds. Raises CheckpointError.
     """
     data = map_file(folder / DATA)
     if (folder / META).is_file():
@@ -64,7 +64,7 @@ def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
         )
     try:
         return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
-    except ValueError as error:  # a shape that no array has
+    except ValueError as error:  # a shape that an array cannot have
         raise CheckpointError(f"{folder / META}: {error}; copy it again") from None
 
 

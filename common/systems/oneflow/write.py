@@ -1,4 +1,4 @@
-"""OneFlow-Benchmark's snapshot, written, with the model.yaml that it has no place for."""
+"""Writer of OneFlow-Benchmark's snapshot, with a model.yaml for values without a place in it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from common.weights.names import EMBEDDING
 def write_oneflow(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """Write iterN_snapshot into an empty folder; return the CRC-32 of each variable's file.
 
-    OneFlow takes the vocabulary as it is here: give its flags a multiple of 1. OSError is left to
-    the caller.
+    The vocabulary is written without padding: give OneFlow's flags a multiple of 1. OSError is left
+    to the caller.
     """
     tensors = export_names(NAME_MAP, weights.tensors, weights.model, dtype)
     for part in MOMENTS:

@@ -1,8 +1,7 @@
 """Build an ONNX graph node by node, with its weights in a file beside it.
 
-Weights go to the file as soon as they are given, so that a model of any size needs the memory of
-one tensor. Each large one starts at a multiple of a page, where onnxruntime maps it instead of
-copying it.
+Weights are written as soon as they are given, so that a model of any size needs the memory of one
+tensor. Large ones start at page boundaries, where onnxruntime maps them instead of copying them.
 """
 
 from __future__ import annotations
@@ -23,10 +22,12 @@ _PRODUCER = "gpt2-toolkit"
 
 
 class GraphBuilder:
-    """A graph that grows in the order of its computation."""
+    """Graph that is built in the order of its computation."""
 
     def __init__(self, data: ChecksummedFile, location: str) -> None:
-        """data: where the weights go. location: its name, relative to the graph's file."""
+        """Begin an empty graph. data: open file for the weights. location: its name, relative to
+        the graph's file.
+        """
         self._data = data
         self._location = location
         self._nodes: list[onnx.NodeProto] = []
@@ -37,7 +38,7 @@ class GraphBuilder:
         self._domains: set[str] = {""}
 
     def input(self, name: str, dtype: int, shape: Sequence[int | str]) -> str:
-        """Declare an input; a size that is a word may vary from call to call."""
+        """Declare an input. A size given as a word may vary from call to call."""
         self._inputs.append(helper.make_tensor_value_info(name, dtype, shape))
         return name
 
@@ -67,9 +68,7 @@ class GraphBuilder:
         return name
 
     def constant(self, name: str, value: Any, dtype: type[np.generic] = np.int64) -> str:
-        """Return the name of a small constant, which is stored once however often it is asked
-        for.
-        """
+        """Return the name of a small constant, which is stored once."""
         if name not in self._constants:
             self._constants.add(name)
             self._initializers.append(onnx.numpy_helper.from_array(np.array(value, dtype), name))

@@ -1,8 +1,8 @@
-"""Layers whose weights come with scales of their own: an ONNX graph computes what ``predict`` does
-with them, by standard operators.
+"""ONNX operators for layers whose weights are integers with given scales. The graph computes what
+``predict`` computes with them.
 
-Inputs and weights go through QuantizeLinear and DequantizeLinear, which runtimes fuse with the
-product into one of integers.
+Inputs and weights go through QuantizeLinear and DequantizeLinear. Runtimes fuse these with the
+product into a product of integers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Read = Callable[[str], NDArray[np.float32]]
 
 class IntegerLayers:
     def __init__(self, graph: GraphBuilder, read: Read, scheme: Scheme) -> None:
-        """read: returns a parameter by its name."""
+        """Begin with a graph. read: returns a parameter by its name."""
         self._graph = graph
         self._read = read
         self._scheme = scheme
 
     def has(self, *layers: str) -> bool:
-        """Whether one of these layers is of integers."""
+        """Tell whether one of these layers has integer weights."""
         return any(f"{layer}.weight" in self._scheme for layer in layers)
 
     def gather(self, name: str, ids: str) -> str:
-        """Rows of a table, which stays integers in the file, for ``head`` too."""
+        """Return rows of a table. The file keeps its integers, which ``head`` uses too."""
         graph, layer = self._graph, self._scheme[f"{name}.weight"]
         table = to_integers(name, self._read(f"{name}.weight"), layer)
         integers = graph.weight(f"{name}.integers", table.integers)
@@ -44,12 +44,12 @@ class IntegerLayers:
         return graph.node("Mul", [rows, factors], f"{name}.out")
 
     def head(self, name: str, x: str) -> str:
-        """Logits of x (tokens, width) by the table that ``gather`` has written."""
+        """Return the logits of x (tokens, width), by the table that ``gather`` has written."""
         table = self._graph.node("Transpose", [f"{name}.integers"], f"{name}.turned", perm=[1, 0])
         return self._multiply("logits", x, table, f"{name}.scales", self._scheme[f"{name}.weight"])
 
     def linear(self, layers: Sequence[str], name: str, x: str) -> str:
-        """x W^T + b of layers with one input, their outputs side by side."""
+        """Return x W^T + b of layers with one input, with their outputs side by side."""
         graph = self._graph
         schemes = [self._scheme.get(f"{layer}.weight") for layer in layers]
         first = schemes[0]
@@ -75,14 +75,15 @@ class IntegerLayers:
         return graph.node("Add", [product, graph.weight(f"{name}.bias", bias)], f"{name}.out")
 
     def _multiply(self, name: str, x: str, weight: str, scales: str, scheme: LayerScheme) -> str:
-        """x times integers (in, out) with the scales (out,)."""
+        """Return the product of x and integers (in, out) with scales (out,)."""
         graph = self._graph
         weight = graph.node("DequantizeLinear", [weight, scales], f"{name}.weight", axis=1)
         if scheme.input_scale is not None:
             scale = np.array(scheme.input_scale, np.float32)
             x = self._round(name, x, graph.weight(f"{name}.input_scale", scale))
             return graph.node("MatMul", [x, weight], f"{name}.product")
-        # A token's scale is no scale of a tensor: it is divided by before, and multiplied by after.
+        # A token's scale differs from a tensor's: the input is divided by it before, and
+        # multiplied after.
         sizes = graph.node("Abs", [x], f"{name}.sizes")
         most = graph.node("ReduceMax", [sizes, graph.constant("last", [-1])], f"{name}.most")
         step = graph.node("Div", [most, self._float("largest", 127)], f"{name}.step")

@@ -26,14 +26,14 @@ from common.weights.quantized import Scheme
 
 OPSET = 20
 BITS = {"int8": 8, "int4": 4}
-"""Types of weights that are quantized in blocks."""
+"""Bits of the types of weights that are quantized in blocks."""
 _MICROSOFT = "com.microsoft"
 _FULL_INTEGER = 4
-"""MatMulNBits' accuracy_level at which the rows it multiplies become 8 bits too."""
+"""accuracy_level of MatMulNBits at which its input is rounded to 8 bits too."""
 
 
 class GPT2Graph:
-    """Writes one model. ``read`` is asked for each parameter once, in the order of the graph."""
+    """Writer of one model. ``read`` is called once for each parameter, in the graph's order."""
 
     def __init__(
         self,
@@ -44,9 +44,11 @@ class GPT2Graph:
         cache: bool = True,
         scheme: Scheme | None = None,
     ) -> None:
-        """dtype: of the weights: float32, float16, int8 or int4. cache: whether the graph takes and
-        returns keys and values, so that a step computes its own token only. scheme: which weights
-        become integers with scales of their own; all others then are of ``dtype``.
+        """Prepare the graph of a model.
+
+        dtype: type of the weights: float32, float16, int8 or int4. cache: whether the graph takes
+        and returns keys and values, so that a step computes only its new token. scheme: weights
+        that are integers with given scales; all others have ``dtype``.
         """
         self._model = model
         self._read = read
@@ -73,8 +75,8 @@ class GPT2Graph:
         return graph.model("gpt2", OPSET)
 
     def _write_mask(self) -> None:
-        """``mask`` (batch, 1, length, total): 0 where a token may look, else a large negative
-        number. Minus infinity would make rows of padding NaN.
+        """Write ``mask`` (batch, 1, length, total): 0 where a token may attend, else a large
+        negative number. Minus infinity would make rows of padding NaN.
         """
         graph, one, zero = self._graph, "one", "zero"
         graph.constant(one, 1)
@@ -130,7 +132,9 @@ class GPT2Graph:
         return add("Add", [x, y], f"{name}.mlp.sum")
 
     def _attend(self, name: str, layer: int, x: str) -> str:
-        """Heads (batch, heads, length, head size) of q, k and v, one product for all."""
+        """Return the heads (batch, heads, length, head size) of q, k and v, computed by one
+        product.
+        """
         graph, model, size = self._graph, self._model, self._head_size
         parts = [f"{name}.attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
         whole = self._write_linear(parts, x)
@@ -183,7 +187,7 @@ class GPT2Graph:
         )
 
     def _write_linear(self, names: list[str], x: str) -> str:
-        """x W^T + b of one layer, or of several with their outputs side by side."""
+        """Return x W^T + b of one layer, or of several with their outputs side by side."""
         graph = self._graph
         name = names[0] if len(names) == 1 else names[0].rpartition(".")[0] + ".c_attn"
         if self._integers.has(*names):
@@ -202,7 +206,7 @@ class GPT2Graph:
         return graph.node("Add", [product, graph.weight(f"{name}.bias", bias)], f"{name}.out")
 
     def _write_head(self, x: str) -> None:
-        """Logits by the table of the embedding, which is in the file once."""
+        """Return the logits, by the table of the embedding, which the file holds once."""
         graph, model = self._graph, self._model
         rows = graph.node(
             "Reshape", [x, graph.constant("to_rows", [-1, model.hidden_size])], "rows"
@@ -243,7 +247,7 @@ class GPT2Graph:
         self, name: str, weight: NDArray[np.float32], bits: int
     ) -> tuple[str, str]:
         integers, scales = quantize_blocks(weight, bits)
-        if name == "wte":  # the rows of a table to gather from are flat
+        if name == "wte":  # GatherBlockQuantized takes a table with flat rows
             integers = integers.reshape(len(integers), -1)
         return (
             self._graph.weight(f"{name}.integers", integers),

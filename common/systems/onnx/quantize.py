@@ -1,5 +1,5 @@
-"""Weights of 8 and 4 bits in blocks, as onnxruntime's MatMulNBits and GatherBlockQuantized take
-them.
+"""Quantization of weights to 8 and 4 bits in blocks, for onnxruntime's MatMulNBits and
+GatherBlockQuantized.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 32
-"""Neighbouring weights of a row that share a scale."""
+"""Number of neighbouring weights of a row that share a scale."""
 _ROWS = 4096
-"""Rows that are quantized at once, so that a large table needs little memory."""
+"""Number of rows that are quantized at once, which bounds the memory."""
 
 
 def quantize_blocks(

@@ -1,4 +1,4 @@
-"""Run an ONNX folder with onnxruntime on a CPU."""
+"""Execution of an ONNX folder with onnxruntime on a CPU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from common.packages import require_package
 from common.systems.onnx.write import GRAPH_FILE
 
 Cache = list[NDArray[np.float32]]
-"""Keys and values (B, nh, T, hs) of the layers, in the order of the graph."""
+"""Keys and values (B, nh, T, hs) of all layers, in the order of the graph."""
 
 _PAST = "past_key_values."
 _QUIET = 3
-"""onnxruntime's level of log messages at which only errors are left."""
+"""Level of onnxruntime's log that leaves only errors."""
 
 
 class OnnxModel:
-    """A graph that computes logits, and remembers keys and values where it was written so."""
+    """Graph that computes logits. It keeps keys and values if it was written with a cache."""
 
     def __init__(self, file: Path, threads: int = 0) -> None:
-        """threads: of one operator; 0 takes what onnxruntime takes. Raises ConfigError where the
-        file is no graph of a GPT-2.
+        """Open a graph. threads: number for one operator, 0 for onnxruntime's default. Raises
+        ConfigError unless the file is a graph of a GPT-2.
         """
         require_package("onnxruntime", extra="export", purpose="which runs ONNX")
         import onnxruntime
@@ -39,7 +39,7 @@ class OnnxModel:
             self._session = onnxruntime.InferenceSession(
                 str(file), options, providers=["CPUExecutionProvider"]
             )
-        except Exception as error:  # of many types, and none of them documented
+        except Exception as error:  # errors of many types, none of them documented
             raise ConfigError(
                 f"{file}: onnxruntime {onnxruntime.__version__} cannot open it"
                 f" ({str(error).partition(chr(10))[0]}); export it again"
@@ -58,7 +58,7 @@ class OnnxModel:
 
     @property
     def cache(self) -> Cache:
-        """What is remembered; it may be set, with nothing to begin anew."""
+        """Keys and values of the tokens so far. May be set; an empty one begins a new text."""
         return [kept.numpy() for kept in self._kept]
 
     @cache.setter
@@ -72,7 +72,7 @@ class OnnxModel:
         self._kept = []
 
     def reorder(self, rows: list[int]) -> None:
-        """Let row i be followed by what ``rows[i]`` remembers."""
+        """Give row i the keys and values of row ``rows[i]``."""
         from onnxruntime import OrtValue
 
         self._kept = [
@@ -86,9 +86,8 @@ class OnnxModel:
         mask: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        """Add tokens (B, T) to what is remembered; logits (B, T, vocab_size).
-
-        mask: (B, all tokens so far), 0 for padding. positions: (B, T).
+        """Add tokens (B, T) to the cache and return logits (B, T, vocab_size). mask: (B, all tokens
+        so far), 0 for padding. positions: (B, T).
         """
         from onnxruntime import OrtValue
 

@@ -1,4 +1,4 @@
-"""Sequences that come and go in the batches of an ONNX graph."""
+"""Batches of an ONNX graph whose sequences come and go."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _Logits = NDArray[np.float32]
 
 class OnnxSlots:
     """Implements ``common.serving.engine.Slots``. The graph's batch holds the sequences of the last
-    step, which end at the same column; those of the others lie beside it.
+    step, which end at the same column. The caches of the others are kept beside it.
     """
 
     takes_prompts = True
 
     def __init__(self, model: OnnxModel, count: int) -> None:
-        """Raises ConfigError for a graph that remembers nothing."""
+        """Make empty slots. Raises ConfigError for a graph without a cache."""
         if not model.has_cache:
             raise ConfigError(
                 "the graph takes no keys and values, so that each token would cost a pass over the"
@@ -30,7 +30,7 @@ class OnnxSlots:
         self.count = count
         self._model = model
         self._batch: list[int | None] = []
-        """Slots of the rows of the batch; None: nobody's any more."""
+        """Slot of each row of the batch, None for a row that is free."""
         self._lengths = [0] * count
         self._aside: dict[int, Cache] = {}
         """Keys and values (1, nh, T, hs) of slots outside the batch."""
@@ -75,11 +75,13 @@ class OnnxSlots:
         self._aside[slot], self._lengths[slot] = cache, length
 
     def _leave(self, slot: int) -> None:
-        """Take a slot out of the batch, where nothing reads its row any more."""
+        """Take a slot out of the batch. Its row is free afterwards."""
         self._batch = [None if each == slot else each for each in self._batch]
 
     def _cache_of(self, slot: int, length: int, batch: Cache | None = None) -> Cache:
-        """Copies of the keys and values of a slot's first tokens. batch: those of all rows."""
+        """Return copies of the keys and values of a slot's first tokens. batch: the cache of all
+        rows.
+        """
         if slot not in self._batch:
             return [each[:, :, :length].copy() for each in self._aside[slot]]
         row = self._batch.index(slot)
@@ -89,7 +91,7 @@ class OnnxSlots:
         ]
 
     def _gather(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Make a batch of these slots and set the others aside."""
+        """Make a batch of these slots, and keep the others beside it."""
         batch = self._model.cache
         for slot in self._batch:
             if slot is not None:

@@ -1,4 +1,6 @@
-"""Write an ONNX folder: the graph, its weights in a file that is mapped, and the model's sizes."""
+"""Writer of an ONNX folder: the graph, its weights in a file that can be mapped, and the model's
+sizes.
+"""
 
 from __future__ import annotations
 

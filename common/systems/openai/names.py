@@ -1,4 +1,4 @@
-"""The names that OpenAI's TensorFlow code has for the parameters.
+"""Names of the parameters in OpenAI's TensorFlow code.
 
 Weights are those of convolutions of width 1, (1, in, out), whose first axis the reader drops.
 """

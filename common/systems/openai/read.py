@@ -1,5 +1,5 @@
-"""OpenAI's own folders of GPT-2: hparams.json, a TensorFlow checkpoint, encoder.json and vocab.bpe;
-those of gpt-2-simple are the same.
+"""Reader of OpenAI's own folders of GPT-2: hparams.json, a TensorFlow checkpoint, encoder.json and
+vocab.bpe. Folders of gpt-2-simple have the same form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIZES = {
     "vocab_size": "n_vocab",
 }
 _STATE = re.compile(r"(?!model/).*|.*/Adam(_\d+)?")
-"""Counters, powers of beta and slots of an optimizer, that training leaves beside the model."""
+"""Counters, powers of beta and slots of an optimizer, which training writes beside the model."""
 
 
 def detects(path: Path) -> bool:
@@ -38,7 +38,10 @@ def detects(path: Path) -> bool:
 
 @contextmanager
 def open_openai(path: Path) -> Iterator[Weights]:
-    """path: the folder, or the .index file in it. Raises CheckpointError and ConfigError."""
+    """Open a folder.
+
+    path: the folder, or the .index file in it. Raises CheckpointError and ConfigError.
+    """
     file = path if path.is_file() else _find(path)
     model = read_config(file.parent / CONFIG)
     with open_tensors(file) as stored:
@@ -57,7 +60,7 @@ def open_openai(path: Path) -> Iterator[Weights]:
 
 
 def _find(folder: Path) -> Path:
-    """The checkpoint of the folder, or of several that which ``checkpoint`` says is the latest."""
+    """Return the checkpoint of the folder. Of several, the file ``checkpoint`` names the latest."""
     found = sorted(folder.glob("*.index"))
     if len(found) > 1 and (folder / "checkpoint").is_file():
         text = read_bytes(
@@ -73,7 +76,7 @@ def _find(folder: Path) -> Path:
 
 
 def _without_width(tensor: FileTensor) -> FileTensor:
-    """A convolution of width 1 as the matrix that it is."""
+    """Return a convolution of width 1 as a matrix."""
     return (
         replace(tensor, shape=tensor.shape[1:])
         if len(tensor.shape) == 3 and tensor.shape[0] == 1
@@ -82,7 +85,7 @@ def _without_width(tensor: FileTensor) -> FileTensor:
 
 
 def read_config(path: Path) -> ResolvedModel:
-    """Return the sizes that hparams.json says. Raises ConfigError."""
+    """Return the sizes in hparams.json. Raises ConfigError."""
     if not os.path.lexists(path):
         raise ConfigError(
             f"{path}: no such file; heads cannot be read off shapes: put OpenAI's hparams.json"

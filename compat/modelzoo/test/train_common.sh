@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What train_full_8p.sh and train_performance_8p.sh share. To be sourced.
+# Shared by train_full_8p.sh and train_performance_8p.sh. To be sourced.
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../../.." && pwd)"
 

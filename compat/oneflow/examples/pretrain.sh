@@ -4,7 +4,7 @@
 #   ONEFLOW_GPT_DATASET=data/my_text_document bash examples/pretrain_345M.sh [section.key=value ...]
 #
 # On several nodes start the same command on each, with ONEFLOW_GPT_NUM_NODES and ONEFLOW_GPT_NODE_IPS=IP,IP,...: a node finds its
-# place by its address. ONEFLOW_COMM_NET_IB_ENABLE=1: NCCL over InfiniBand or RoCE alone. Exit code: that of the run.
+# place by its address. ONEFLOW_COMM_NET_IB_ENABLE=1: NCCL only over InfiniBand or RoCE. Exit code: that of the run.
 set -euo pipefail
 root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 flags="$(mktemp --suffix=.flags)"

@@ -20,8 +20,8 @@ def test_ranks_of_mpi_that_do_not_know_their_place_on_the_host() -> None:
     with pytest.raises(ConfigError) as caught:
         find_process(PMI)
     assert str(caught.value) == (
-        "environment: PMI_RANK=1 and PMI_SIZE=2, but MPI_LOCALRANKID is not set, which says which"
-        " process of its host this is; set it and MPI_LOCALNRANKS for each, use a launcher that"
+        "environment: PMI_RANK=1 and PMI_SIZE=2, but MPI_LOCALRANKID is not set, so the rank on"
+        " this host is unknown; set it and MPI_LOCALNRANKS for each, use a launcher that"
         " does, or unset PMI_RANK for one process"
     )
     assert find_process({**PMI, "PMI_RANK": "0", "PMI_SIZE": "1"}) == ALONE
@@ -33,7 +33,7 @@ def test_rank_0_of_a_container_that_names_no_size() -> None:
     found = find_process(alone)
     assert (found.rank, found.world_size, found.device_id) == (0, 1, 3)
     assert found.remarks == (
-        "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: this is taken for a run of"
+        "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of"
         " one process",
     )
     assert announced_world_size(alone) is None
@@ -45,7 +45,7 @@ def test_rank_0_of_a_container_that_names_no_size() -> None:
 
 
 def test_torchrun_with_one_process_in_a_container_of_one() -> None:
-    """The same ranks by chance; the device is the container's."""
+    """Both give the same ranks; the device is the container's."""
     container = {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "5"}
     assert find_process({**TORCHRUN_OF_ONE, **container, "TORCHELASTIC_RUN_ID": "none"}) == Process(
         master="a", port=29501, launcher="torchrun"

@@ -1,4 +1,4 @@
-"""Who a process is: the variables of every launcher, whole and damaged."""
+"""Rank of a process from the variables of every launcher, whole and damaged."""
 
 from pathlib import Path
 
@@ -376,7 +376,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
             {**TORCHRUN, "LOCAL_RANK": "4"},
             "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE): expected 0 to 3",
         ),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host, but 8 in all"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host, but 8 in total"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected 1 to 65535"),
         ({"RANK_ID": "1"}, "RANK_ID=1, but RANK_SIZE is not set"),
         ({"RANK_SIZE": "8"}, "RANK_SIZE=8, but RANK_ID is not set"),
@@ -401,7 +401,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         ({**SRUN, "SLURM_STEP_NODELIST": "[3"}, "SLURM_STEP_NODELIST=[3: expected names such as"),
     ],
 )
-def test_what_cannot_be_is_refused(environ: dict[str, str], message: str) -> None:
+def test_impossible_values_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_process(environ)
     assert message in str(caught.value) and str(caught.value).startswith("environment: ")
@@ -414,7 +414,7 @@ def test_rank_0_that_is_not_where_horovodrun_runs_is_told() -> None:
     assert find_process(HOROVOD).remarks == ()
 
 
-def test_what_contradicts_the_rank_table_is_refused(samples: Path) -> None:
+def test_contradictions_of_the_rank_table_are_refused(samples: Path) -> None:
     table = {"RANK_TABLE_FILE": str(samples / TABLE)}
     for environ, message in (
         (table, "holds 16 ranks, but RANK_ID is not set"),
@@ -428,7 +428,7 @@ def test_what_contradicts_the_rank_table_is_refused(samples: Path) -> None:
         ConfigError, match=r"RANK_SIZE: 8 and the ranks in RANK_TABLE_FILE=.*: 16 differ"
     ):
         announced_world_size({**table, "RANK_SIZE": "8"})
-    with pytest.raises(DataError, match="there is no such file"):
+    with pytest.raises(DataError, match=r"hccl\.json: no such file"):
         find_process({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"})
 
 

@@ -53,8 +53,8 @@ def test_ipv4_goes_before_ipv6(samples: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("address_0=1.2.3", r"conf, line 1: address_0: '1\.2\.3' is no IP address"),
-        ("\n address_0 = ", "conf, line 2: address_0: '' is no IP address"),
+        ("address_0=1.2.3", r"conf, line 1: address_0: '1\.2\.3' is not an IP address"),
+        ("\n address_0 = ", "conf, line 2: address_0: '' is not an IP address"),
         (
             "address_0=10.0.0.1\naddress_0=10.0.0.2",
             r"conf, line 2: address_0 has two addresses, 10\.0\.0\.1 and 10\.0\.0\.2; keep one",

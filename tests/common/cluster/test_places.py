@@ -29,15 +29,15 @@ def test_the_end_is_exclusive_however_it_is_written(text: str) -> None:
         ("[0,]", "end_device= is not a number"),
         ("[-1,8]", "start_device=-1 is not a number"),
         ("[٣,8]", "start_device=٣ is not a number"),
-        ("0", "put it in quotes"),
-        ("8", "put it in quotes"),
-        (",", "put it in quotes"),
-        ("", "put it in quotes"),
+        ("0", "quote it"),
+        ("8", "quote it"),
+        (",", "quote it"),
+        ("", "quote it"),
         ("[8]", "expected a range such as '[0,8]'"),
         ("0,8", "expected a range such as '[0,8]'"),
         ("(0,8)", "write '[0,8)'"),
         ("[8,0]", "is empty, because its end is exclusive; '[0,8)' is 0 to 7"),
-        ("[4,4)", "is empty, because its end is exclusive; '[4,5)' is 4 alone"),
+        ("[4,4)", "is empty, because its end is exclusive; '[4,5)' is only 4"),
     ],
 )
 def test_a_range_that_is_none(text: str, message: str) -> None:
@@ -166,9 +166,9 @@ def test_devices_that_the_table_does_not_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("numbers", "rank_size", "more", "message"),
     [
-        (range(8, 16), 16, {}, "2 hosts have to meet: give --master IP:PORT"),
-        (range(8), 12, {}, "are no equal part of RANK_SIZE=12"),
-        (range(4, 12), 16, {}, "are no equal part of RANK_SIZE=16"),
+        (range(8, 16), 16, {}, "2 hosts need a common address: give --master IP:PORT"),
+        (range(8), 12, {}, "are not an equal part of RANK_SIZE=12"),
+        (range(4, 12), 16, {}, "are not an equal part of RANK_SIZE=16"),
         (
             range(8, 16),
             16,

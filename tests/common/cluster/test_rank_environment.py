@@ -68,7 +68,7 @@ def test_a_rank_finds_itself_by_them() -> None:
     assert process.master == "127.0.0.1" and process.launcher == "launch"
 
 
-def test_what_the_user_set_stays() -> None:
+def test_variables_of_the_user_stay() -> None:
     given = {"HCCL_CONNECT_TIMEOUT": "60", "OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth7"}
     found = variables(find_places(range(2)), 0, **given)
     assert {name: found[name] for name in given} == given
@@ -158,7 +158,7 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
     assert found["MASTER_ADDR"] == "nodea"
 
 
-def test_where_nothing_but_loopback_is_known_nothing_is_told(
+def test_only_loopback_addresses_give_no_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -214,7 +214,7 @@ def test_master() -> None:
     assert parse_master("[fd00::1]:29500") == ("fd00::1", 29500)
     assert parse_master(None) == (None, None)
     for text in ("10.0.0.1", ":29500", "10.0.0.1:", "10.0.0.1:65535", "10.0.0.1:0", "10.0.0.1:x"):
-        with pytest.raises(ConfigError, match=r"expected IP:PORT|is no port"):
+        with pytest.raises(ConfigError, match=r"expected IP:PORT|is not a usable port"):
             parse_master(text)
-    with pytest.raises(ConfigError, match="environment: MASTER_PORT: 'x' is no port"):
+    with pytest.raises(ConfigError, match="environment: MASTER_PORT: 'x' is not a usable port"):
         variables(find_places(range(2)), 0, MASTER_PORT="x")

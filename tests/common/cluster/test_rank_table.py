@@ -137,7 +137,9 @@ def test_version_2_is_read_and_not_written(samples: Path) -> None:
 def test_a_network_instance_may_span_machines_and_have_other_addresses(
     samples: Path, tmp_path: Path
 ) -> None:
-    """One instance of four ranks: device ids repeat, local ids do not; an EID is no IP address."""
+    """One instance of four ranks: device ids repeat, local ids do not. An EID
+    is not an IP address.
+    """
     data = json.loads((samples / "v2.0_rank_list_950_2x2_ipv4.json").read_text())
     for number, entry in enumerate(data["rank_list"]):
         entry["local_id"] = number
@@ -292,7 +294,7 @@ def tables(draw: st.DrawFn) -> RankTable:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(table=tables(), shuffle=st.randoms(use_true_random=False))
-def test_what_is_written_is_read_again_in_any_order(
+def test_written_sections_are_read_again_in_any_order(
     tmp_path: Path, table: RankTable, shuffle: Any
 ) -> None:
     path = tmp_path / "table.json"
@@ -381,7 +383,7 @@ def changed(*path: Any, to: Any, of: dict[str, Any] | None = None) -> dict[str, 
 
 
 def test_lines_of_comment_are_left_out(tmp_path: Path) -> None:
-    """As at the head of the sample in MindFormers' documents; a # in a value stays."""
+    """Comments as at the head of the sample in MindFormers' documents; a # in a value stays."""
     data = {"version": "1.0", "server_count": "1", "server_list": [server(1, range(2))]}
     data |= {"status": "completed", "note": "# kept"}
     plain = read_table(put(tmp_path, data))
@@ -399,7 +401,7 @@ _FIRST = ("server_list", 0, "device", 0)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{", r"table\.json, line 1, column 2: no JSON"),
+        ("{", r"table\.json, line 1, column 2: not valid JSON"),
         ("[]", r"table\.json: found \[\]; expected a JSON object"),
         (
             '{"a": 1, "a": 2}',
@@ -419,7 +421,7 @@ _FIRST = ("server_list", 0, "device", 0)
         ),
         (
             {"status": "completed", "version": "3.0"},
-            r'version "3\.0" with the keys status, version is no known rank table.*msrun',
+            r'version "3\.0" with the keys status, version is not a known rank table.*msrun',
         ),
         (changed("status", to=None), "status is missing; expected 'completed'"),
         (changed("status", to="failed"), 'status is "failed"; expected'),
@@ -462,7 +464,7 @@ _FIRST = ("server_list", 0, "device", 0)
         ),
         (
             changed(*_FIRST, "device_ip", to="192.168.1"),
-            r"rank 0 .*device_ip: '192\.168\.1' is no IP address",
+            r"rank 0 .*device_ip: '192\.168\.1' is not an IP address",
         ),
         (
             changed(*_FIRST, "device_ip", to="0.0.0.0"),
@@ -482,15 +484,15 @@ _FIRST = ("server_list", 0, "device", 0)
         ),
         (
             changed("server_list", 0, "server_id", to=""),
-            r'server_list\[0\]: server_id: found ""; expected printable text',
+            r'server_list\[0\]: server_id: found ""; expected non-empty printable text',
         ),
         (
             changed("server_list", 0, "server_id", to="a\nb"),
-            r'server_id: found "a\\nb"; expected printable text',
+            r'server_id: found "a\\nb"; expected non-empty printable text',
         ),
         (
             {"status": "completed", "a\nb": 1},
-            r"version null with the keys status, 'a\\nb' is no known",
+            r"version null with the keys status, 'a\\nb' is not a known",
         ),
         (
             changed("server_list", 0, "server_id", to="127.0.1.1"),
@@ -563,7 +565,7 @@ def test_counts_of_version_0_and_2_are_checked(samples: Path, tmp_path: Path) ->
         read_table(put(tmp_path, changed("rank_count", to=5, of=data)))
     with pytest.raises(
         DataError,
-        match=r"rank_list\[1\]: local_id 0 is there twice in the network instance az0-rack0-pod0",
+        match=r"rank_list\[1\]: local_id 0 occurs twice in the network instance az0-rack0-pod0",
     ):
         read_table(
             put(
@@ -580,7 +582,7 @@ def test_counts_of_version_0_and_2_are_checked(samples: Path, tmp_path: Path) ->
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"absent\.json: there is no such file; make a rank table with tools/hccl_tools",
+        match=r"absent\.json: no such file; make a rank table with tools/hccl_tools",
     ):
         read_table(tmp_path / "absent.json")
     with pytest.raises(DataError, match="cannot be read: Is a directory"):

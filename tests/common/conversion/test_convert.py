@@ -53,7 +53,7 @@ SIZES = {
     "initializer_range": 0.3,
 }
 QUIET: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-REASON = "nothing computes the logits of mindformers: the tensors alone were compared"
+REASON = "nothing computes the logits of mindformers: only the tensors were compared"
 IDS = torch.arange(18).reshape(2, 9) * 5
 
 
@@ -76,7 +76,7 @@ def run(source: Path, target: Path, to: str, **more: Any) -> Path:
 
 
 def save(model: Any, folder: Path, form: str) -> Path:
-    """As transformers of today or of old writes it."""
+    """Checkpoint folder as a present or an old transformers writes it."""
     if form == "safetensors":
         model.save_pretrained(folder)
     elif form == "shards":
@@ -416,7 +416,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_values_that_are_no_numbers_travel_bit_for_bit(tmp_path: Path) -> None:
+def test_values_that_are_not_numbers_travel_bit_for_bit(tmp_path: Path) -> None:
     model = theirs()
     words = model.transformer.wte.weight.data.view(torch.int32)
     # NaNs, -infinity, -0
@@ -440,7 +440,9 @@ def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ).is_file()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ConfigError, match="the folder that you are in"):
+    with pytest.raises(
+        ConfigError, match="is the current folder, which would be replaced; give the name of one"
+    ):
         run(source, Path(), "hf")
     with pytest.raises(
         ConfigError,
@@ -457,7 +459,7 @@ def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-def test_what_a_scheduler_stops_leaves_nothing(
+def test_a_scheduler_that_stops_it_finds_nothing_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
@@ -534,7 +536,7 @@ def test_verify_computes_the_logits_of_both_sides(
     assert {"torch_gpt2.logits", "mindformers_gpt2.logits"} <= sys.modules.keys()
 
 
-def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(theirs(), tmp_path / "hf", "safetensors")
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -592,7 +594,7 @@ def test_logits_that_differ_are_an_error(tmp_path: Path) -> None:
         assert not (tmp_path / "ours").exists()
     with pytest.raises(
         CheckpointError,
-        match="the framework that runs hf fails with it: 3; convert without --verify",
+        match="its framework for hf could not run it: 3; convert without --verify, or fix",
     ):
         convert(
             source,

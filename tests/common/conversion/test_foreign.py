@@ -103,7 +103,7 @@ def test_the_command_converts_it(ours: Path, format: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["old.ckpt", "its folder"])
 def test_a_ckpt_without_sizes(ours: Path, name: str) -> None:
-    """As MindFormers' own command makes it of pytorch_model.bin: the shapes tell all but the
+    """Checkpoint as MindFormers' command makes it of pytorch_model.bin. Shapes tell all but the
     heads.
     """
     convert(ours, Path("hf"), target_format="hf")
@@ -132,7 +132,7 @@ def test_the_key_that_named_it(ours: Path) -> None:
     assert fault_of("hf", "checkpoint.load=hf").endswith(
         "then give checkpoint.load=output/hf_converted"
     )
-    # weights alone are nothing to resume
+    # a run cannot resume from weights only
     assert fault_of("hf", "checkpoint.resume=hf").endswith(
         "then give checkpoint.init_from=output/hf_converted"
     )
@@ -143,7 +143,7 @@ def test_the_key_that_named_it(ours: Path) -> None:
     ("name", "is_model"),
     [("gpt2", True), ("openai-community/gpt2", True), ("there/gpt2", False), ("a.bin", False)],
 )
-def test_a_name_that_is_no_path(
+def test_a_name_that_is_not_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_model: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)

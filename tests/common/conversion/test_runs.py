@@ -1,5 +1,5 @@
-"""A run that was converted goes on as if it had not been; and what MindSpore's own optimizers save
-is understood.
+"""A converted run resumes as if it had not been converted. What MindSpore's own optimizers save
+is read too.
 """
 
 import json
@@ -70,7 +70,7 @@ FLOAT16 = {
         (["torch_gpt2", "mindformers_r0.3", "oneflow", "megatron_core"], {"optimizer": SGD}),
     ],
 )
-def test_a_run_goes_on_bit_for_bit(
+def test_a_run_resumes_bit_for_bit(
     tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]
 ) -> None:
     """Moments, step, schedule, loss scale, place in the data and dropout masks."""
@@ -126,11 +126,13 @@ def test_training_says_that_it_does_not_begin_at_checkpoint_load(
             tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)}
         )
     )
-    assert "training does not begin there: to go on from it say checkpoint.resume" in caplog.text
+    assert "not for training; set checkpoint.resume to resume from it" in caplog.text
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["step"] == 1
 
 
-def test_weights_alone(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_without_a_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--input", str(trained), "--verify"]
     assert main([*words, "--to", "mindformers", "--output", str(tmp_path / "run")]) == 0
     assert (
@@ -199,7 +201,7 @@ def test_a_checkpoint_of_mindspore_itself(
         )
 
 
-def test_what_does_not_belong_together_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     convert(trained, folder, target_format="mindformers")
     config = yaml.safe_load((folder / "model.yaml").read_text())

@@ -116,7 +116,9 @@ def test_gpus(tmp_path: Path, tools: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["auto", "cpu", "npu", "cuda"])
-def test_what_is_asked_for_and_missing_is_an_error(tmp_path: Path, tools: Path, asked: str) -> None:
+def test_missing_things_that_were_asked_for_are_an_error(
+    tmp_path: Path, tools: Path, asked: str
+) -> None:
     """On a machine without an accelerator, and in a container to which no Ascend was passed."""
     wrong = {
         check.name
@@ -192,7 +194,7 @@ def test_whether_an_address_is_this_machines() -> None:
         check_names("127.0.0.1", several_hosts=True)[-1].found
         == "127.0.0.1 is held by interface lo"
     )
-    # of documentation alone, TEST-NET-3 of RFC 5737
+    # reserved for documentation, TEST-NET-3 of RFC 5737
     check = check_names("203.0.113.1", several_hosts=True)[-1]
     assert check.state is State.ERROR
     assert check_names("203.0.113.1", several_hosts=False)[-1].state is State.WARNING

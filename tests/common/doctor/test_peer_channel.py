@@ -157,12 +157,12 @@ def test_a_doctor_that_is_started_again_replaces_itself(first: FirstHost) -> Non
     assert found[0].found.endswith("(the furthest: node 1 at 127.0.0.1 (ranks 2-3))")
 
 
-def test_what_is_no_doctor_is_ignored_and_an_absent_host_named(first: FirstHost) -> None:
+def test_another_program_is_ignored_and_an_absent_host_named(first: FirstHost) -> None:
     with socket.create_connection(("127.0.0.1", port_of(first))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         (check,) = first.gather(0.5)
     assert check.state is State.ERROR
-    assert check.found == "no call from node 1 (ranks 2-3) within 0.5 s"
+    assert check.found == "no connection from node 1 (ranks 2-3) within 0.5 s"
 
 
 def test_a_host_that_leaves_and_one_that_falls_silent(

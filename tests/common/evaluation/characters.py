@@ -23,7 +23,7 @@ class Characters:
         return [self.encode(text) for text in texts]
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        """Of characters that have an id of their own; é stands for the others."""
+        """Tokenizer of characters with an id each; é stands for the others."""
         return "".join(
             "é" if each == 99 else "<|endoftext|>" if each == 100 else chr(each + 9) for each in ids
         ).encode()

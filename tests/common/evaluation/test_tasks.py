@@ -195,7 +195,7 @@ def test_errors_speak_of_the_evaluations_own_settings(
     ) and "--" not in str(caught.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     for path, problem in (
         ("/dev/null", "is not a file"),
         (tmp_path, "is not a file"),

@@ -1,4 +1,4 @@
-"""A folder with a file for each text, filled by a run that was stopped and one that goes on; and
+"""A folder with a file for each text, filled by a stopped run and the one that resumes it, and
 the samples of GPT2-Chinese.
 """
 
@@ -64,7 +64,7 @@ def texts(folder: str = "made") -> dict[str, str]:
     return {path.name: path.read_text() for path in Path(folder).glob("*.txt")}
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_texts() -> None:
+def test_a_stopped_run_resumes_with_the_same_texts() -> None:
     """Titles added at the end and more texts for each leave those that are there as they are."""
     write(output_folder="whole")
     expected = texts("whole")
@@ -115,7 +115,7 @@ def test_texts_of_other_settings_are_not_mixed(change: dict[str, Any], message: 
     assert texts() == before
 
 
-def test_a_folder_that_is_older_than_a_setting_goes_on_without_it() -> None:
+def test_a_folder_older_than_a_setting_resumes_without_it() -> None:
     write(titles="a")
     record = json.loads(Path("made/generation.json").read_text())
     for name in ("stop", "logit_bias", "bad_words", "presence_penalty", "frequency_penalty"):

@@ -20,7 +20,7 @@ def settings(**changes: Any) -> PredictConfig:
 
 
 def random_words(generator: np.random.Generator) -> list[list[int]]:
-    """Sequences of up to three ids, none of them the end alone, each once."""
+    """Sequences of up to three ids, none of them only the end, each once."""
     words = {
         tuple(generator.integers(0, VOCABULARY - 1, int(generator.integers(1, 4))).tolist())
         for _ in range(int(generator.integers(1, 6)))
@@ -94,7 +94,7 @@ def test_presence_and_frequency_by_openais_formula() -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-def test_what_is_off_returns_the_same_array() -> None:
+def test_rules_that_are_off_return_the_same_array() -> None:
     logits = np.zeros(VOCABULARY, np.float32)
     assert LogitRules(settings(), end_of_text=END).apply(logits, [1], [2]) is logits
 
@@ -172,14 +172,14 @@ def test_ids_and_texts_outside_the_vocabulary(changes: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stop": ""}, "an empty text is everywhere"),
-        ({"stop": ["a", ""]}, "an empty text is everywhere"),
-        ({"bad_words": [""]}, "an empty text is everywhere"),
+        ({"stop": ""}, "an empty text matches everywhere"),
+        ({"stop": ["a", ""]}, "an empty text matches everywhere"),
+        ({"bad_words": [""]}, "an empty text matches everywhere"),
         ({"bad_words": [5]}, "5 is neither text nor a list of ids"),
         ({"bad_words": [[]]}, "neither text nor a list of ids"),
         ({"prompt": ["a", 5]}, "5 is neither text nor a list of ids"),
         ({"logit_bias": {"a": 100.5}}, "less than or equal to 100"),
-        ({"logit_bias": {"": 1.0}}, "an empty text is everywhere"),
+        ({"logit_bias": {"": 1.0}}, "an empty text matches everywhere"),
         ({"presence_penalty": 2.5}, "less than or equal to 2"),
         ({"frequency_penalty": -2.5}, "greater than or equal to -2"),
         ({"logprobs": -1}, "greater than or equal to 0"),

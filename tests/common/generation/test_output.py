@@ -1,4 +1,4 @@
-"""What reaches the terminal and the file: numbered lines, characters that are split over tokens,
+"""Output to the terminal and the file: numbered lines, characters that are split over tokens,
 and a file that is whole or absent.
 """
 
@@ -295,7 +295,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="could not be written"):
         say("abc", output_file=str(tmp_path / "file" / "out.jsonl"))
-    with pytest.raises(ConfigError, match="is no regular file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         say("abc", output_file=str(tmp_path))
     assert capsys.readouterr().out == ""
 

@@ -86,7 +86,7 @@ def test_prompts_as_ids(tmp_path: Path) -> None:
         ({"positions": 4}, 1),
     ],
 )
-def test_how_many_tokens_may_follow(words: dict[str, Any], expected: int) -> None:
+def test_number_of_tokens_that_may_follow(words: dict[str, Any], expected: int) -> None:
     assert read(prompt="abc", **words)[0].new_tokens == expected
 
 
@@ -145,7 +145,7 @@ def test_an_exported_program_cannot_slide() -> None:
         ),
         (
             {"prompt": "abc", "num_sequences": 2},
-            r"predict: num_sequences=2: greedy has one continuation.*strategy=sampling",
+            r"predict: num_sequences=2: greedy gives equal continuations.*strategy=sampling",
         ),
         (
             {"prompt": "abc", "min_new_tokens": 5, "max_new_tokens": 4},

@@ -9,7 +9,7 @@ from common.tokenizer.streams import ByteStream
 
 
 def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """What is left of a text, and which stop string ends it: the first one that is complete."""
+    """Return the text before a stop string, and the string: the first one that is complete."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -57,7 +57,7 @@ def test_random_texts_in_random_pieces() -> None:
         (["END"], ["THE", " EN"], ["TH", "E "], None),
     ],
 )
-def test_what_each_piece_shows(
+def test_text_that_each_piece_shows(
     stops: list[str], pieces: list[str], shown: list[str], found: str | None
 ) -> None:
     reader = StopText(stops)

@@ -32,7 +32,7 @@ def test_words_are_written_as_ids() -> None:
     }  # fmt: skip
 
 
-def test_what_it_cannot_hold_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_content_that_it_cannot_hold_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     start_log()
     assert "presence_penalty" not in generation_config(config(presence_penalty=0.5))
     LOG.handlers.clear()

@@ -299,7 +299,7 @@ def test_host_0_that_is_not_there(launch: Launch) -> None:
 def test_a_host_that_does_not_come_is_spoken_of_early_and_a_signal_ends_the_waiting(
     launch: Launch, own: int, reminder: str
 ) -> None:
-    """The ranks have ended with 0: without the signal it would go on for LOST_SECONDS."""
+    """The ranks have ended with 0: without the signal it would wait for LOST_SECONDS."""
     process = launch(own, "pass", "pass", lost=1e6, remind=0.5)
     assert re.search(reminder, until_said(process, "waiting for"))
     own_children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -328,7 +328,8 @@ def test_the_connect_limit_ends_no_run_whose_ranks_have_met(launch: Launch, own:
     code, output = end(launch(own, program, program, connect=2, lost=0.5))
     assert code == 0
     assert re.search(
-        rf"warning: host 127.0.0.{2 - own} .* within 2 s.*; the run goes on, as the ranks have met",
+        rf"warning: host 127.0.0.{2 - own} .* within 2 s.*; the run continues, as the ranks have"
+        " met",
         output,
     )
 

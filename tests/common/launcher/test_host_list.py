@@ -1,5 +1,5 @@
-"""The parts of a run that the hosts of a list start; whether they are what each host then makes of
-them is a system test.
+"""Parts of a run that the hosts of a list start. A system test compares them with what each host
+then starts.
 """
 
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_lists_that_do_not_fit(table: tuple[RankPlacement, ...]) -> None:
         ConfigError, match="--hosts names 2 hosts, but the rank table has 4 servers"
     ):
         parts("a,b", range(32), 32, table)
-    with pytest.raises(ConfigError, match=r"10.0.0.1 is no server of the rank table"):
+    with pytest.raises(ConfigError, match=r"10.0.0.1 is not a server of the rank table"):
         parts(",".join([*ADDRESSES[:3], "10.0.0.1"]), range(32), 32, table)
     with pytest.raises(ConfigError, match=r"needs all its ranks and RANK_SIZE: '\[0,32\)' MODE 32"):
         parts("a,b,c,d", range(8), None, table)
@@ -91,7 +91,7 @@ def test_lists_that_do_not_fit(table: tuple[RankPlacement, ...]) -> None:
         parts("a,b", range(4), 8)
 
 
-def test_what_the_user_set_for_the_network_goes_with_the_command() -> None:
+def test_network_variables_of_the_user_go_with_the_command() -> None:
     text = host_command(
         "a", ["none", "it's"], {"MASTER_PORT": "4000", "HCCL_IF_IP": "10.0.0.1", "SECRET_KEY": "x"}
     ).text

@@ -224,6 +224,23 @@ def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
     assert "rank 0" not in error
 
 
+def test_the_known_error_that_explains_most_is_named_at_the_end(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    old = tmp_path / "mf_parallel1" / "mindformer.log"
+    old.parent.mkdir()
+    old.write_text("No space left on device\n")  # of an earlier run
+    waits = "print('EI0006: Getting socket times out'); raise SystemExit(1)"
+    lacks = "print('RuntimeError: NPU out of memory. Tried to allocate'); raise SystemExit(1)"
+    environment = {**os.environ, "LC_ALL": "zh_CN.UTF-8"}
+    code, output = start(waits, lacks, env=environment).end()
+    assert code == 1
+    assert output.count("known error ") == 1
+    line = next(line for line in output.splitlines() if line.startswith("known error "))
+    assert line.startswith("known error oom.npu: torch_npu 在昇腾设备上分配张量时内存不足。")
+    assert line.endswith(f"; python tools/doctor.py --explain {old}")
+
+
 def test_a_failure_at_the_start_of_one_of_four(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +270,7 @@ def test_a_command_that_cannot_be_started(
     )
 
 
-def test_ranks_that_end_early_and_well_are_no_failure(tmp_path: Path) -> None:
+def test_ranks_that_end_early_and_well_are_not_a_failure(tmp_path: Path) -> None:
     late = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)"
     job = Job(
         children=children(TELL, late, arguments=(str(tmp_path / "done"),)),
@@ -263,7 +280,7 @@ def test_ranks_that_end_early_and_well_are_no_failure(tmp_path: Path) -> None:
     assert supervise(job) == 0
 
 
-def test_of_ranks_that_stall_the_stopped_one_is_blamed(
+def test_the_stopped_one_of_stalled_ranks_is_blamed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wait = BEAT + "beat(3, 'computing'); time.sleep(600)"
@@ -283,7 +300,7 @@ def test_of_ranks_that_stall_the_stopped_one_is_blamed(
     assert "rank 2" not in error
 
 
-def test_of_ranks_that_stall_the_one_behind_is_blamed_and_shows_where_it_hangs(
+def test_the_last_of_stalled_ranks_is_blamed_and_shows_its_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ahead = BEAT + "beat(3, 'reading data'); beat(3, 'computing'); time.sleep(600)"
@@ -307,11 +324,11 @@ def test_a_rank_that_never_begins_stalls_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert supervise(Job(children=children(SLEEP), log_folder=tmp_path, stall_limit=1.0)) == 1
-    assert "it has not come to its first step" in capsys.readouterr().err
+    assert "it has not reached its first step" in capsys.readouterr().err
 
 
 def test_progress_keeps_a_run_alive(tmp_path: Path) -> None:
-    """It goes on for twice the limit."""
+    """It continues for twice the limit."""
     program = BEAT + "[(beat(step, 'computing'), time.sleep(.1)) for step in range(40)]"
     assert supervise(Job(children=children(program), log_folder=tmp_path, stall_limit=2.0)) == 0
 
@@ -483,7 +500,7 @@ def test_on_a_terminal_progress_is_shown_below_what_is_copied(
     assert re.search(rb"\r\x1b\[Kstep 3 of 40, computing\r\x1b\[KSIGTERM: the ranks save", seen)
 
 
-def test_of_very_much_output_the_end_is_copied(
+def test_the_end_of_very_much_output_is_copied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = "print('x' * 100, flush=True); print(('y' * 99 + '\\n') * 30_000 + '训 the end')"
@@ -559,7 +576,7 @@ def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(
     )
 
 
-def test_closed_standard_streams_are_no_obstacle(
+def test_closed_standard_streams_do_not_stop_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
@@ -589,7 +606,7 @@ def hosts_over_ssh(*programs: str) -> tuple[ProcessSpec, ...]:
     )
 
 
-def test_of_hosts_over_ssh_none_is_blamed_before_the_others_have_spoken(
+def test_no_host_over_ssh_is_blamed_before_the_others_have_spoken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both launchers end with the code of the rank that failed; which of them does first, is
@@ -646,8 +663,8 @@ def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:
     assert visible("PLAIN", value) == shown
 
 
-def test_the_environment_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """A file that an earlier version made is closed to others too; one that is no file, such as a
+def test_only_the_owner_reads_the_environment(tmp_path: Path) -> None:
+    """A file that an earlier version made is closed to others too. Anything else, such as a
     device, is left as it is.
     """
     (tmp_path / "mf_parallel0").mkdir()

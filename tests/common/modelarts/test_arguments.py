@@ -81,7 +81,7 @@ def test_words(words: list[str], expected: list[str]) -> None:
     assert translate(words, {}).argv == expected
 
 
-def test_where_the_output_goes() -> None:
+def test_place_of_the_output() -> None:
     both = translate(["--output_dir=/local", "--train_url=obs://b/out"], {})
     assert both.argv == ["output_dir=/local"] and both.output_url == "obs://b/out"
     for word in (
@@ -95,7 +95,7 @@ def test_where_the_output_goes() -> None:
         translate(["--obs_path=obs://a", "--train_url=obs://b"], {})
 
 
-def test_unknown_words_are_the_platforms_inside_modelarts_alone() -> None:
+def test_unknown_words_are_the_platforms_only_inside_modelarts() -> None:
     words = [
         "--init_method",
         "tcp://job-0:6666",
@@ -134,17 +134,17 @@ def test_a_config_is_found_from_the_code_folder_inside_modelarts(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seed"], "--seed: expected a value behind it"),
-        (["--dataset", "--seed=1"], "--dataset: expected a value behind it"),
+        (["--seed"], "--seed: expected a value after it"),
+        (["--dataset", "--seed=1"], "--dataset: expected a value after it"),
         (["--use_parallel=maybe"], "--use_parallel=maybe: expected True or False"),
         (["--options", "a"], "--options a: expected section.key=value"),
         (
             ["--config=obs://b/run.yaml"],
-            "--config=obs://b/run.yaml: expected a file of this host, beside which the files of its"
+            "--config=obs://b/run.yaml: expected a file of this host, next to the files of its"
             " base:",
         ),
         (["--config", "file:///b/run.yaml"], "put it into the code folder and give its path there"),
-        (["--train_url="], "train_url: expected a folder or a URL, found nothing"),
+        (["--train_url="], "train_url: expected a folder or a URL, found an empty value"),
     ],
 )
 def test_words_that_cannot_be_meant(words: list[str], message: str) -> None:
@@ -163,7 +163,7 @@ def test_every_key_outside_of_sections_has_its_flag() -> None:
     assert {*TOP_LEVEL, "output_dir", "quantization"} == keys | {"precision"}
 
 
-def test_mindformers_train_begins_anew() -> None:
+def test_mindformers_train_starts_over() -> None:
     assert mindformers_argv(["--config=a"]) == [
         "--run_mode=train",
         "checkpoint.init_from=null",
@@ -204,7 +204,5 @@ def test_mindformers_ascend_is_mindspores(
     given = ["--run_mode=eval", f"--config={tmp_path / 'a.yaml'}", *words]
     with caplog.at_level("WARNING"):
         assert mindformers_argv(given) == [*(["backend=mindspore"] if chosen else []), *given]
-    said = (
-        "says backend: torch, which is taken; for MindSpore give backend=mindspore" in caplog.text
-    )
+    said = "says backend: torch, which is used; for MindSpore give backend=mindspore" in caplog.text
     assert said is (text in ("backend: torch", "base: other.yaml"))

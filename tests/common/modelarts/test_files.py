@@ -42,7 +42,7 @@ def bucket(tmp_path: Path) -> Path:
 
 
 def make_run(folder: Path, *steps: int, latest: int | None = None, mark: str = "") -> Path:
-    """What find_checkpoint looks at."""
+    """Names in a folder that find_checkpoint looks at."""
     for step in steps:
         checkpoint = folder / "checkpoints" / f"step_{step:08d}"
         checkpoint.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def test_a_url_without_a_whole_checkpoint(bucket: Path, environ: dict[str, str])
     (bucket / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
     (bucket / "run" / "checkpoints" / "step_00000001" / "model.safetensors").touch()
     expected = (
-        "no whole checkpoint there; expected the URL of a run folder, of its checkpoints"
+        "no complete checkpoint there; expected the URL of a run folder, of its checkpoints"
         " folder or of a step_... folder"
     )
     for form in ("run", "run/checkpoints/step_00000001", "run/checkpoints/latest", "nowhere"):
@@ -174,8 +174,8 @@ def test_a_latest_that_names_no_whole_checkpoint_is_said(
     found = files.find_checkpoint_url(f"file://{run}", environ)
     assert found == f"file://{run}/checkpoints/step_00000002"
     assert caplog.messages == [
-        f"file://{run}/checkpoints/latest names {named!r}, which is not a whole checkpoint there;"
-        " taking step_00000002 instead"
+        f"file://{run}/checkpoints/latest names {named!r}, which is not a complete checkpoint"
+        f" there; using step_00000002 instead"
     ]
 
 
@@ -190,7 +190,7 @@ def test_copies_of_two_jobs_are_apart(environ: dict[str, str]) -> None:
 # ---- the output of an earlier start ----
 
 
-def test_where_the_output_goes(environ: dict[str, str]) -> None:
+def test_place_of_the_output(environ: dict[str, str]) -> None:
     assert files.output_url(config_of(), None) is None
     assert files.output_url(config_of(output_dir="obs://b/o"), None) == "obs://b/o"
     assert files.output_url(config_of(output_dir="obs://b/o"), "obs://b/p") == "obs://b/p"
@@ -225,7 +225,7 @@ def test_a_host_without_rank_0_takes_its_newest_checkpoint(
     url, here = f"file://{bucket}/out", tmp_path / "here"
     make_run(bucket / "out", 1, 2)
     files.bring_output(url, here, ranks=(2, 3), environ=environ)
-    # step 2 anew, after the run was sent back, and step 3
+    # step 2 again, after the run was sent back, and step 3
     make_run(bucket / "out", 2, 3, mark=" again")
     files.bring_output(url, here, ranks=(), environ=environ)
     assert not (here / "checkpoints" / "step_00000003").exists(), "its first rank does it"

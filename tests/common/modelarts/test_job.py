@@ -1,4 +1,4 @@
-"""Which ranks a ModelArts job has, who starts them, and whose files a process copies."""
+"""Ranks of a ModelArts job, who starts them, and whose files a process copies."""
 
 from pathlib import Path
 
@@ -28,14 +28,14 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
         ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2"}, False, ()),
     ],
 )
-def test_whose_files_a_process_copies(
+def test_files_that_a_process_copies(
     environ: dict[str, str], one_process: bool, expected: tuple[int, ...]
 ) -> None:
     process = ALONE if modelarts_job.must_start_ranks(environ) else find_process(environ)
     assert modelarts_job.ranks_to_copy(process, environ, one_process=one_process) == expected
 
 
-def test_whose_files_a_process_copies_by_the_platforms_table(samples: Path) -> None:
+def test_files_that_a_process_copies_by_the_platforms_table(samples: Path) -> None:
     environ = {**INSIDE, "RANK_TABLE_FILE": str(samples / TABLE)}
     for rank, expected in ((0, tuple(range(8))), (7, ()), (8, tuple(range(8, 16)))):
         own = {**environ, "RANK_ID": str(rank)}

@@ -55,7 +55,7 @@ def test_a_folder_and_a_file_are_pulled(bucket: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["size", "time", "another file", "one less"])
-def test_a_copy_is_made_anew_when_its_source_has_changed(
+def test_a_copy_is_made_again_when_its_source_has_changed(
     change: str, bucket: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "gpt2")
@@ -132,7 +132,7 @@ def test_a_push_adds_and_deletes_nothing(bucket: Path, tmp_path: Path) -> None:
     remote.push(tmp_path / "never_made", f"file://{bucket}/results", {})
 
 
-def test_of_the_processes_of_a_host_one_copies(bucket: Path, tmp_path: Path) -> None:
+def test_one_process_of_a_host_copies(bucket: Path, tmp_path: Path) -> None:
     """The store counts its calls in a file, and takes long enough for the others to come."""
     program = """
 import sys, time
@@ -217,7 +217,7 @@ def test_a_failed_copy_is_one_error_and_never_looks_whole(
         remote.push(bucket / "data", f"file://{bucket}/results", {})
 
 
-def test_those_who_waited_for_a_failed_copy_fail_with_it(
+def test_processes_that_waited_for_a_failed_copy_fail_with_it(
     bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "cache" / "data"
@@ -237,7 +237,7 @@ def test_waiting_has_a_limit(bucket: Path, tmp_path: Path) -> None:
     with (target.parent / ".data.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(
-            StorageError, match="another process of this host copies it for more than 0 s"
+            StorageError, match="another process of this host has been copying it for more than 0 s"
         ):
             remote.pull_once(f"file://{bucket}/data", target, {}, limit=0)
 
@@ -245,7 +245,7 @@ def test_waiting_has_a_limit(bucket: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "error", "message"),
     [
-        ("file:///nowhere/data", DataError, "there is nothing; check the address"),
+        ("file:///nowhere/data", DataError, "no files there; check the address"),
         (
             "obs://bucket/data",
             ConfigError,
@@ -255,7 +255,7 @@ def test_waiting_has_a_limit(bucket: Path, tmp_path: Path) -> None:
         ("http://host/data", ConfigError, "expected a URL that starts with obs://, s3://, file://"),
     ],
 )
-def test_what_cannot_be_reached(
+def test_unreachable_addresses_are_named(
     url: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "_import", lambda name: None)

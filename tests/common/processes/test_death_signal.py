@@ -1,4 +1,4 @@
-"""What the project starts dies with the process that started it, also where nothing was left that
+"""A process of the project dies with the one that started it, also where nothing was left that
 could end it.
 """
 
@@ -75,7 +75,7 @@ supervise(Job(children=(rank, scheduler), log_folder=Path(sys.argv[1]), stall_li
 
 
 def test_mindspores_scheduler_dies_with_launcher_and_guard(tmp_path: Path) -> None:
-    """Of a stand-in for MindSpore, whose meeting takes for ever. The guard goes first, so that it
+    """Start a stand-in for MindSpore whose meeting takes for ever. The guard goes first, so that it
     ends nobody.
     """
     package = tmp_path / "mindspore"

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher, and how the launcher reads it."""
+"""Messages of a rank to its launcher, and how the launcher reads them."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def test_beats_and_signs_of_life() -> None:
     assert "alive" in told("import time; start_heartbeat(); time.sleep(.5)").splitlines()
 
 
-def test_what_a_rank_starts_does_not_speak_for_it() -> None:
+def test_children_of_a_rank_do_not_speak_for_it() -> None:
     """Neither by the environment nor by the open pipe, started by exec or by fork."""
     child = (
         START + "import sys; pipe = sys.argv[1]; start_heartbeat(); beat(1, 'by exec');"
@@ -116,7 +116,7 @@ def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
 def test_a_process_that_was_not_launched_does_nothing(
     launcher: str | None, pipe: str | None
 ) -> None:
-    """77 is no open file, and 1 is made one that is no pipe."""
+    """77 is not an open file, and 1 is made a file that is not a pipe."""
     program = """
 import tempfile, threading
 file = tempfile.TemporaryFile()
@@ -224,5 +224,5 @@ def rank(number: int, step: int, doing: str = "computing") -> RankState:
         ([replace(rank(0, 5), silent=None), rank(1, 6)], [0]),
     ],
 )
-def test_who_is_blamed(states: list[RankState], expected: list[int]) -> None:
+def test_the_stalled_ranks_are_blamed(states: list[RankState], expected: list[int]) -> None:
     assert [state.rank for state in stalled_ranks(states)] == expected

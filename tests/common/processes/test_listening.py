@@ -1,4 +1,4 @@
-"""Who can reach the sockets of a run."""
+"""Addresses that the sockets of a run listen on."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from common.processes.addresses import listen
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
-def test_a_loopback_address_is_listened_at_alone(address: str) -> None:
+def test_only_a_loopback_address_is_listened_at(address: str) -> None:
     with listen(address, 0) as one:
         own, port = one.getsockname()
         assert own == address and port > 0

@@ -51,7 +51,7 @@ def test_an_orphan_in_a_session_of_its_own_is_found_and_ended() -> None:
 
 
 def test_processes_that_cannot_be_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under a /proc that is mounted with hidepid=1."""
+    """Hide processes as a /proc mounted with hidepid=1 does."""
 
     def hidden(process: psutil.Process) -> str:
         if process.pid != os.getpid():
@@ -62,7 +62,7 @@ def test_processes_that_cannot_be_read_are_left_out(monkeypatch: pytest.MonkeyPa
     assert set(process_tree._processes()) == {os.getpid()}
 
 
-def test_what_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_tree, "living", lambda before: [2**30])
     began = time.monotonic()
     assert end_all((), (), 0.1) == [2**30] and time.monotonic() - began < 5

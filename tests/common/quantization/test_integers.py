@@ -51,7 +51,7 @@ MODEL = resolve_config(
 SKIP = ["h.0.attn.k_proj", "h.1.mlp"]
 IDS = np.random.default_rng(3).integers(0, 101, (3, 24))
 MAXIMUM = 3.0
-"""Of every layer's input, by the moving average: some inputs are beyond it."""
+"""Scales of every layer's input by the moving average: some inputs are beyond it."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def known(settings: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def fake_quantized_logits(values: dict[str, np.ndarray], config: QuantizationConfig) -> np.ndarray:
-    """Of transformers' model. Its layer of q, k and v takes a rounded input where q does, and its
+    """Logits of transformers' model. Its layer of q, k and v rounds its input where q does; its
     part of k, which is skipped, is put back.
     """
     layers = quantized_layers(config, MODEL.num_layers)
@@ -168,7 +168,7 @@ def test_integers_equal_what_was_trained(
         ({}, {"weight": "x"}, CheckpointError, "broken scales of activations"),
     ],
 )
-def test_what_has_no_integers_is_refused(
+def test_types_without_integers_are_refused(
     tmp_path: Path,
     values: dict[str, np.ndarray],
     settings: dict[str, Any],

@@ -82,7 +82,7 @@ class Job:
         self.error = error
 
     def expected(self) -> list[int]:
-        """What a loop without an engine generates."""
+        """Texts that a loop without an engine generates."""
         alone = Job(self.ids, self.left, self.window)
         while len(alone.tokens) < self.left:
             alone.tokens.append(next_token(alone.context()))
@@ -96,7 +96,9 @@ def finish(engine: Engine) -> None:
 
 @pytest.mark.parametrize("takes_prompts", [True, False])
 @pytest.mark.parametrize("window", [None, 12])
-def test_each_sequence_is_what_it_is_alone(takes_prompts: bool, window: int | None) -> None:
+def test_each_sequence_is_what_it_is_in_a_batch_of_one(
+    takes_prompts: bool, window: int | None
+) -> None:
     """Forty jobs of prompts that share beginnings, in three slots; some outgrow the window."""
     random = np.random.default_rng(0)
     common = random.integers(0, VOCABULARY, 40).tolist()
@@ -218,7 +220,7 @@ def test_a_cancelled_job_frees_its_slot_and_its_place() -> None:
     assert isinstance(running.error, CancelledError) and isinstance(waiting.error, CancelledError)
 
 
-def test_a_job_that_fails_leaves_the_others_alone() -> None:
+def test_a_job_that_fails_does_not_change_the_others() -> None:
     class Bad(Job):
         def advance(self, logits: Logits) -> bool:
             raise RunError("nan")

@@ -71,7 +71,7 @@ def test_every_word_is_there_in_both_languages(elements: Elements) -> None:
     assert len(used) > 20 and used <= words["en"], used - words["en"]
 
 
-def test_what_the_script_names_is_there(elements: Elements) -> None:
+def test_elements_that_the_script_names_exist(elements: Elements) -> None:
     ids = [attributes["id"] for _, attributes in elements.attributes if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'\$\("(\w+)"\)', SCRIPT)) <= set(ids)

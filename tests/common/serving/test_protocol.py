@@ -1,4 +1,4 @@
-"""What a request may say, and the field that is named where it is at fault."""
+"""Fields of a request, and the field that an error names."""
 
 import json
 from typing import Any
@@ -62,7 +62,7 @@ WRONG: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_field_is_named(name: str) -> None:
-    """Type, range and size; Python's true is no number."""
+    """Type, range and size; Python's true is not a number."""
     for value in WRONG[name]:
         with pytest.raises(Refusal) as caught:
             parse(**{name: value})
@@ -87,7 +87,7 @@ def test_a_wrong_field_is_named(name: str) -> None:
         (b'{"prompt": "\\ud800"}', "half of a pair"),
     ],
 )
-def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
+def test_a_body_that_is_not_a_request(body: bytes, message: str) -> None:
     with pytest.raises(Refusal, match=message) as caught:
         parse_request(body)
     assert caught.value.status == 400

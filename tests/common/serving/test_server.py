@@ -1,4 +1,4 @@
-"""Where the server listens, and the key that it asks for."""
+"""Address that the server listens on, and the key that it asks for."""
 
 import socket
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_an_address_that_is_taken_or_not_here() -> None:
         *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example")),
     ],
 )
-def test_what_only_this_machine_reaches(host: str, expected: bool) -> None:
+def test_addresses_that_only_this_machine_reaches(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 

@@ -42,8 +42,8 @@ OURS = {
     "device",
     "predict",
 }
-"""What the presets choose themselves: where the data and the run folder are, how often is saved and
-logged.
+"""Choices of the presets: places of the data and the run folder, and how often a run saves and
+logs.
 """
 
 
@@ -201,7 +201,7 @@ def test_keys_that_change_no_result_pass_everywhere(layout, words, graph, tmp_pa
 
 @pytest.mark.parametrize("words", [["backend=torch"], ["device=cpu"], ["device=auto"], []])
 def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path, capsys) -> None:
-    """What has no effect is said by --show_config and in a line of the log; the rest is kept."""
+    """Keys without effect are named by --show_config and in a line of the log; the rest is kept."""
     path = tmp_path / "tutorial.yaml"
     path.write_text(TUTORIAL.format(folder=PRESETS))
     opened = open_config(path, words)
@@ -227,7 +227,7 @@ SCRIPTS = {
         "Optimizer.lr.max_lr=5.0e-6", "Optimizer.lr.min_lr=1.0e-6",
     )
 }  # fmt: skip
-"""What a script of FleetX says behind its file: qat_gpt_345M_mp8.sh, of release 2.4."""
+"""Overrides behind the file in a script of FleetX: qat_gpt_345M_mp8.sh, of release 2.4."""
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_oneflows_flags_are_the_preset() -> None:
         "fleetx/pretrain_gpt_1.3B_dp8.yaml",
     ],
 )
-def test_what_convert_config_writes_reads_back_equal(name, tmp_path, capsys) -> None:
+def test_files_of_convert_config_read_back_equal(name, tmp_path, capsys) -> None:
     assert (
         convert_config.main(
             [str(ORIGINALS / name), "--output", str(tmp_path / "ours.yaml"), "seed=7"]
@@ -477,7 +477,7 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         },
         r"a\.yaml:2: .*hidden_size=8, and .* makes it 16 \(.*b\.yaml:1\); keep one",
     ),
-    "not enough": ({"a.yaml": "Global: {seed: 1}\n"}, r"model: required, and in no file"),
+    "not enough": ({"a.yaml": "Global: {seed: 1}\n"}, r"model: required, but in no file"),
 }
 
 
@@ -535,7 +535,7 @@ def test_bad_flags(text, message) -> None:
 
 
 def test_a_file_of_flags_is_a_configuration(tmp_path) -> None:
-    """Whose flags they are shows in their names."""
+    """The names of flags show the system they belong to."""
     for system, text in (
         ("Megatron", "--lr 1e-4 --micro-batch-size 1"),
         ("OneFlow", "--learning-rate 1e-4 --micro-batch-size 1"),
@@ -581,7 +581,7 @@ def test_faults_in_a_file_of_flags_name_the_line(tmp_path, text, message) -> Non
         open_config(tmp_path / "flags.txt")
 
 
-def test_what_stands_around_the_flags_is_skipped(tmp_path) -> None:
+def test_lines_around_the_flags_are_skipped(tmp_path) -> None:
     text = "set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
     (tmp_path / "run.sh").write_text(f"{text}  --split 9,1,0 2>&1 | tee log --flush\necho done\n")
     assert read_flag_file(tmp_path / "run.sh") == ["--lr", "-1e-4", "--split", "9,1,0"]
@@ -593,7 +593,7 @@ def test_what_stands_around_the_flags_is_skipped(tmp_path) -> None:
     "dialect", [mindformers, fleetx, megatron, oneflow], ids=lambda each: each.SYSTEM
 )
 def test_each_name_of_a_system_is_hinted_to_the_key_that_it_becomes(dialect) -> None:
-    """In a file of ours, where the name alone says what is meant."""
+    """In a file of ours, where only the name says what is meant."""
     own = {key.rpartition(".")[2] for key in schema_keys()}
     wrong = {}
     for key, rule in dialect.TABLE.items():

@@ -1,5 +1,5 @@
-"""Weights of every format are read where they lie as after tools/convert_weight.py, whatever part a
-rank asks for, and runs that begin with them have equal losses.
+"""Weights of every format, read in place, equal those of tools/convert_weight.py for any part a
+rank asks for. Runs that begin with them have equal losses.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def job(folder: Path, corpus: Path, weights: Path, **changes: Any) -> dict[str, 
 
 @pytest.fixture
 def starts(tmp_path: Path) -> Iterator[dict[str, Path]]:
-    """The same weights as several systems have them, and as ours."""
+    """One model's weights as several systems have them, and as ours."""
     checkpoint = write_run(tmp_path / "run")
     found = {
         "slices": slices(checkpoint, tmp_path),
@@ -171,7 +171,7 @@ def test_ranks_train_as_from_the_converted(
     corpus_prefix: Path,
     tmp_path: Path,
 ) -> None:
-    """The same numbers are read, so the losses are equal to the last bit."""
+    """Equal numbers are read, so the losses are equal to the last bit."""
     if backend == "mindspore":
         pytest.importorskip("mindspore", reason="pip install '.[mindspore]'")
     names = ("ours", "slices") if backend == "mindspore" else tuple(starts)
@@ -214,8 +214,8 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """--load_checkpoint in train: a run goes on at its step, weights begin at the first; the
-    second start of the same command goes on from its own checkpoint.
+    """--load_checkpoint in train: a run resumes at its step, weights begin at the first. The
+    second start of the same command resumes from its own checkpoint.
     """
     monkeypatch.chdir(tmp_path)
     tree = job(tmp_path / "x", corpus_prefix, Path("none"), device="cpu")
@@ -230,7 +230,7 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
 
     assert steps(starts["slices"], "output_dir=a") == [5]
     assert steps(starts["hf"], "output_dir=b", "train.max_steps=2") == [1, 2]
-    assert "theirs: holds weights alone" in capfd.readouterr().out
+    assert "theirs: holds only weights" in capfd.readouterr().out
     assert steps(starts["hf"], "output_dir=b", "train.max_steps=3") == [1, 2, 3]
 
 

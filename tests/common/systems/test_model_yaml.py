@@ -71,7 +71,7 @@ def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_sc
     assert saved["optimizer"]["param_groups"][0]["step"] == 3
 
 
-def test_what_is_written_reads_back(tmp_path: Path) -> None:
+def test_written_files_read_back(tmp_path: Path) -> None:
     model, run = read(tmp_path, yaml.safe_dump({"model": MODEL, "run": RUN}))
     write_model_yaml(tmp_path, Weights(path=tmp_path, format="x", model=model, tensors={}, run=run))
     assert read_model_yaml(tmp_path / MODEL_YAML) == (model, run) == (model, RUN)
@@ -86,7 +86,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ("  made: .nan", "Out of range float values are not JSON compliant"),
     ],
 )
-def test_what_yaml_can_say_and_json_cannot(tmp_path: Path, more: str, problem: str) -> None:
+def test_yaml_values_that_json_lacks(tmp_path: Path, more: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         read(tmp_path, _block(more))
 

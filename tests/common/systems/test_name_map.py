@@ -1,4 +1,4 @@
-"""What other formats call the parameters: against transformers, megatron-core, written-out lists
+"""Names of the parameters in other formats: against transformers, megatron-core, written-out lists
 and the formulas of their layouts.
 """
 
@@ -260,7 +260,7 @@ def test_versions_of_megatron(version: int) -> None:
     outputs=st.integers(1, 4),
     inputs=st.integers(0, 6),
 )
-def test_what_is_unpacked_is_what_was_packed(
+def test_unpacked_values_equal_packed_ones(
     fusion: Fusion, parts: int, transposed: bool, heads: int, outputs: int, inputs: int
 ) -> None:
     row = NameRow(ours=tuple("qkv"[:parts]), theirs="t", transposed=transposed, fusion=fusion)

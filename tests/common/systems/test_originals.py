@@ -81,8 +81,9 @@ def test_figures(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_convert_config_writes_the_same_run_with_a_remark_for_each_key(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("common.config.load.ROOT", tmp_path)  # where a clone may have data/
     words, _, layout, _, _ = FIGURES[name]
     own = tmp_path / "ours.yaml"
     system = {"mindformers_r1.yaml": "mindformers"}.get(name, name.partition("/")[0])
@@ -174,7 +175,7 @@ def test_each_flag_is_read_or_refused_with_the_reason(folder, system, count) -> 
         assert len(outcomes) < 2 or outcomes[0] != outcomes[1] or "leave" in outcomes[0], outcomes
 
 
-def test_a_typing_error_among_flags_without_effect_is_no_flag_without_effect() -> None:
+def test_a_typing_error_among_flags_without_effect_is_an_error() -> None:
     base = SMALLEST.format(rate="--lr").split()
     with pytest.raises(ConfigError, match=r"log_intervals: unknown key; did you mean log_interval"):
         open_flags("megatron", [*base, "--log-intervals", "5"])

@@ -76,7 +76,7 @@ def test_the_bytes_of_a_transposed_matrix(shape: tuple[int, int]) -> None:
         assert bytes(bytes_of(turned)) == turned.tobytes()
 
 
-def test_what_is_read_is_a_view_of_the_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_arrays_are_read_only_views_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\1\0\2\0")
     content = map_file(tmp_path / "x")
     array = FileTensor(name="a", dtype="bfloat16", shape=(2,), segments=(content,)).read()

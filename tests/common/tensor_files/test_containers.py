@@ -36,7 +36,7 @@ tensors = st.dictionaries(
 
 @settings(deadline=None, max_examples=40)
 @given(tensors)
-def test_what_is_written_is_read(
+def test_written_files_are_read(
     tmp_path_factory: pytest.TempPathFactory, written: dict[str, tuple[str, np.ndarray]]
 ) -> None:
     folder = tmp_path_factory.mktemp("formats")
@@ -118,10 +118,10 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     )
     assert "another folder" in refused({"weight_map": {"a": "../model.safetensors"}})
     assert all(
-        "or is no file" in refused({"weight_map": {"a": name}})
+        "or not a file" in refused({"weight_map": {"a": name}})
         for name in ("", "a\0b", INDEX, "other.index.json")
     )
-    assert "no index of shards" in refused({"weights": {}}) and "found a list" in refused([1])
+    assert "not an index of shards" in refused({"weights": {}}) and "found a list" in refused([1])
     (tmp_path / places["d"]).unlink()
     assert "no such file" in refused(index)
 
@@ -138,7 +138,7 @@ def test_a_file_is_known_by_what_it_begins_with(tmp_path: Path) -> None:
             assert stored["a"].read().tolist() == [1, 1]
     (tmp_path / "notes.txt").write_text("no weights, only words")
     with (
-        pytest.raises(CheckpointError, match="no weight file that is known"),
+        pytest.raises(CheckpointError, match="not a known weight file"),
         open_tensors(tmp_path / "notes.txt"),
     ):
         pass

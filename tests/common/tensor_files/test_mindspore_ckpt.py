@@ -87,7 +87,7 @@ def test_every_cut_is_refused_or_loses_whole_tensors(tmp_path: Path) -> None:
         short.write_bytes(content[:cut])
         try:
             with open_tensors(short) as stored:
-                # the format has no length: a cut between two values shows in what is missing alone
+                # the format has no length: a cut between two values shows only in what is missing
                 whole.append(len(stored))
         except CheckpointError as error:
             assert "not a whole MindSpore checkpoint" in str(error)

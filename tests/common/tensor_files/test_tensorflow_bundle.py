@@ -114,7 +114,7 @@ def write(folder: Path, index: bytes, data: bytes = FOUR) -> Path:
     return folder / "m.index"
 
 
-def test_what_tensorflow_wrote_is_read() -> None:
+def test_files_of_tensorflow_are_read() -> None:
     with open_tensors(FIXTURE / "model.ckpt.index") as stored:
         names = sorted(name for name in stored if name.startswith("model/") and "Adam" not in name)
         assert len(stored) == 23 and len(names) == 16
@@ -177,7 +177,7 @@ REFUSED = {
     "the checksum of a is": table(block(HEADER | {b"a": entry(b"else", size=4)})),
     "of TensorFlow's type 8": table(block(HEADER | {b"a": entry(FOUR, 8)})),
     "a is cut into slices": table(block(HEADER | {b"a": entry(FOUR, more=b"\x3a\x00")})),
-    "field 1 of an entry is no number": table(block(HEADER | {b"a": b"\x0a\x01a"})),
+    "field 1 of an entry is not a number": table(block(HEADER | {b"a": b"\x0a\x01a"})),
     "can't decode": table(block(HEADER | {b"\xff": entry(FOUR)})),
 }
 

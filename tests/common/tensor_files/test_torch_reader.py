@@ -64,7 +64,7 @@ def flat(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_what_torch_saves_is_read(tmp_path: Path, as_zip: bool) -> None:
+def test_files_of_torch_are_read(tmp_path: Path, as_zip: bool) -> None:
     saved = megatron_like()
     saved["optimizer"]["fp32_from_fp16_params"][0][1].tensor_model_parallel = True
     torch.save(saved, tmp_path / "x.pt", _use_new_zipfile_serialization=as_zip)

@@ -67,7 +67,7 @@ def test_malformed_json_has_line_and_column(small) -> None:
     refused(small, "vocab.json: line 1, column", vocab_text=json.dumps(small.ids)[:1000])
 
 
-def test_json_that_is_no_vocabulary(small) -> None:
+def test_json_that_is_not_a_vocabulary(small) -> None:
     refused(small, "holds a JSON list", vocab_text='["a"]')
     refused(small, "a number of 5000 digits", vocab_text='{"a": ' + "9" * 5000 + "}")
     refused(small, "nested deeper than 64 levels", vocab_text="[" * 100_000)

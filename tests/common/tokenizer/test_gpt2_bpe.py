@@ -91,7 +91,7 @@ def test_decode_joins_the_bytes_of_tokens(tokenizer: GPT2BPETokenizer, ids: list
     assert tokenizer.decode(iter(ids)) == joined.decode(errors="replace")
 
 
-def test_decode_refuses_what_is_no_id(tokenizer: GPT2BPETokenizer) -> None:
+def test_decode_refuses_invalid_ids(tokenizer: GPT2BPETokenizer) -> None:
     assert tokenizer.decode([50255]) == " gazed"
     assert tokenizer.decode(tokenizer.encode("魑")[:1]) == "\ufffd"
     for wrong in (50257, -1, 2**40):
@@ -258,7 +258,7 @@ def test_tiktoken_is_refused_where_ranks_are_not_merges(small) -> None:
     small.ids = {token: n for n, token in enumerate([*base, "ab", "bc", "abc", "<|endoftext|>"])}
     with pytest.raises(TokenizerError, match="do not follow the order of the merges at 'a bc'"):
         small.build("tiktoken")
-    # "abc" is always taken as ab + c, which is no listed pair, while its bytes are a token
+    # "abc" is always taken as ab + c, which is not a listed pair, while its bytes are a token
     small.merges = ["a b", "b c", "a bc"]
     with pytest.raises(TokenizerError, match="the merges never make the token 'abc'"):
         small.build("tiktoken")

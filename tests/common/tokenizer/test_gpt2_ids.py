@@ -151,7 +151,7 @@ def wrongly_classed(files: tuple[Path, Path], backend: str, points: list[int]) -
 def test_characters_that_a_later_unicode_made_letters(
     class_probe: tuple[Path, Path], backend: str
 ) -> None:
-    """gigatoken alone takes U+10955 for a letter, and so "'d" after it for a contraction."""
+    """Only gigatoken takes U+10955 for a letter, and so "'d" after it for a contraction."""
     ranges = [(max(first - 1, 0), last + 1) for first, last in DISPUTED]
     points = [point for first, last in ranges for point in range(first, last + 1)]
     assert wrongly_classed(class_probe, backend, points) == []
@@ -272,7 +272,7 @@ LONGER = [
 def test_a_megabyte_without_a_border(
     tokenizer: GPT2BPETokenizer, oracle_of_long_text: Callable[[str], np.ndarray], name: str
 ) -> None:
-    """Completes at all (quadratic code takes minutes here; tiktoken alone panics on the white
+    """Completes at all (quadratic code takes minutes here; tiktoken panics on the white
     space) and is exact.
     """
     text = long_text(name)
@@ -287,7 +287,7 @@ def test_a_megabyte_without_a_border(
 def test_cutting_long_space_is_exact(
     tiktoken_ids: Encode, monkeypatch: pytest.MonkeyPatch, space: str, after: str
 ) -> None:
-    """The work-around for tiktoken, at a size that tiktoken alone can do."""
+    """The work-around for tiktoken, at a size that tiktoken can do without it."""
     import re
 
     from common.tokenizer import bpe_backends

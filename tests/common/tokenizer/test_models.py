@@ -1,4 +1,4 @@
-"""SentencePiece models, tokenizer.json and words against their libraries; how kinds are told from
+"""SentencePiece models, tokenizer.json and words against their libraries. Kinds are told from
 files; what opens in transformers.
 """
 
@@ -210,13 +210,15 @@ def test_names_of_other_systems(name: str, kind: str) -> None:
     ("files", "message"),
     [
         ({"readme.md": "x"}, "no vocabulary: looked for vocab.json with merges.txt"),
-        ({"tokenizer.json": "{}"}, "is no tokenizer.json"),
-        ({"tokenizer.json": "她"}, "is no JSON"),
-        ({"x.model": "no model"}, "is no SentencePiece model"),
+        ({"tokenizer.json": "{}"}, "not a tokenizer.json"),
+        ({"tokenizer.json": "她"}, "not JSON"),
+        ({"x.model": "no model"}, "not a SentencePiece model"),
         ({"tokenizer.json": WITHOUT_END}, "has no token that ends a document"),
     ],
 )
-def test_files_that_are_no_tokenizer(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_files_that_are_not_a_tokenizer(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
     if "x.model" in files:
         pytest.importorskip("sentencepiece", reason="the extra chinese is not installed")
     for name, content in files.items():

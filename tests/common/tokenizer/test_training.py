@@ -115,7 +115,7 @@ def test_options_that_cannot_be(
         ),
         (train_tokenizer.main, [*train, "--input", str(empty), "--vocab-size", "300"], "is empty"),
         (make_vocab.main, [*make, str(empty)], "is empty"),
-        (make_vocab.main, [*make, str(gbk)], "the file looks like GBK: say --encoding gbk"),
+        (make_vocab.main, [*make, str(gbk)], "the file looks like GBK: add --encoding gbk"),
         (make_vocab.main, [*make, str(tmp_path / "no.json")], "not found"),
         (make_vocab.main, [*make, str(corpus), "--vocab_size", "0"], "expected 1 or more"),
         (make_vocab.main, ["--vocab_file", str(corpus), "--raw_data_path", str(corpus)], "choose"),

@@ -1,4 +1,4 @@
-"""What is said of tensors that are not those of the model."""
+"""Messages about tensors that are not those of the model."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """Tiny models with Megatron-DeepSpeed's names, trained and saved by DeepSpeed itself.
 
-``python train_tiny.py FOLDER RANKS,CASE,CASE ...``. FOLDER/CASE gets the checkpoint,
-FOLDER/CASE.rank_N.pt what the rank's parameters and their optimizer are by DeepSpeed's own
-interfaces, and FOLDER/CASE.zero_to_fp32.pt what its tool of that name makes of the files.
+``python train_tiny.py FOLDER RANKS,CASE,CASE ...``. FOLDER/CASE gets the checkpoint.
+FOLDER/CASE.rank_N.pt gets the rank's parameters and optimizer by DeepSpeed's own
+interfaces. FOLDER/CASE.zero_to_fp32.pt gets what its tool of that name makes of the files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What PaddleFleetX's own files of runs say beyond the runs that are presets."""
+"""PaddleFleetX's own files of runs, beyond the runs that are presets."""
 
 from __future__ import annotations
 

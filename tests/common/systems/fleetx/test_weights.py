@@ -1,5 +1,5 @@
-"""PaddleFleetX's folders: a file that Paddle wrote and the logits that it computed; what is no
-whole model is refused.
+"""PaddleFleetX's folders: a file that Paddle wrote and the logits that it computed. An
+incomplete model is refused.
 """
 
 import json
@@ -88,7 +88,7 @@ def test_the_logits_are_paddles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_other_forms_hold_the_same(tmp_path: Path, protocol: int) -> None:
-    """Pairs of a name and an array; query, key and value apart (``fuse_attn_qkv: False``); a
+    """Pairs of a name and an array. Query, key and value are apart (``fuse_attn_qkv: False``); a
     bfloat16 is uint16.
     """
     expected = to_hugging_face(copy(tmp_path / "one"), tmp_path / "hf")
@@ -132,7 +132,7 @@ def test_the_folders_of_ranks(tmp_path: Path) -> None:
     ):
         to_hugging_face(epoch, tmp_path / "out")
     copy(epoch / "mp_01_sharding_01_pp_00")
-    # two whole models are no halves of one
+    # two whole models are not halves of one
     with pytest.raises(CheckpointError, match=r"qkv_proj.bias is \[48\], the model's is \[24\]"):
         to_hugging_face(epoch, tmp_path / "out")
     to_hugging_face(one, tmp_path / "out")
@@ -303,8 +303,8 @@ def test_the_true_vocabulary_of_a_model_yaml_comes_first(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_written_is_a_pickle_of_arrays(tmp_path: Path, dtype: str) -> None:
-    """As paddle.load takes it, which is pickle's own reader for files without Paddle's classes; and
+def test_written_files_are_pickles_of_arrays(tmp_path: Path, dtype: str) -> None:
+    """File as paddle.load takes it, by pickle's own reader, without Paddle's classes; and
     back bit for bit.
     """
     source = copy_parts("2x2", tmp_path / "epoch")
@@ -359,9 +359,12 @@ def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (content[:3000], "not a whole file of paddle.save"),
         (content[:-1], "not a whole file of paddle.save"),
         (pickle.dumps([1]), "it holds a list"),
-        (pickle.dumps({"a": 1}), "a is no array of numbers"),
+        (pickle.dumps({"a": 1}), "a is not an array of numbers"),
         (pickle.dumps({"a": np.array([None])}), "of no type of plain numbers"),
-        (b"(Vstorage\nctorch\nByteStorage\nV9\nVcpu\nI99\ntQ.", "99 bytes at 9 are no part of it"),
+        (
+            b"(Vstorage\nctorch\nByteStorage\nV9\nVcpu\nI99\ntQ.",
+            "99 bytes at 9 are not a part of it",
+        ),
         (pickle.dumps({"a": np.zeros(3)}), "holds no names of fleetx, but a"),
     ):
         file.write_bytes(data)

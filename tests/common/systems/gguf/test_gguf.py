@@ -77,7 +77,7 @@ def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dty
 def test_each_row_of_the_embedding_has_a_token(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tokens lack a row's, are too many, or are no byte-level BPE."""
+    """The tokens lack that of a row, are too many, or are not byte-level BPE."""
     words = ["--to", "gguf", "--input", str(source), "--output"]
     kept = {token: number for number, token in enumerate([*TOKENS[:256], "<|endoftext|>"])}
     (source / "vocab.json").write_text(json.dumps(kept))
@@ -127,5 +127,5 @@ def test_bad_input(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for cut in (0, 3, 100, len(content) // 2, len(content) - 1):
         file.write_bytes(content[:cut])
         assert main(back) == 2
-        assert "is no whole GGUF file" in capsys.readouterr().err, cut
+        assert "not a whole GGUF file" in capsys.readouterr().err, cut
     assert not (tmp_path / "back").exists()

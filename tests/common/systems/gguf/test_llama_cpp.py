@@ -1,7 +1,7 @@
-"""What llama.cpp does with our GGUF files.
+"""Our GGUF files in llama.cpp.
 
 The campaign builds llama.cpp and runs it; llama_cpp.json keeps what it answered, and the suite
-holds our own model against that. UPDATE_GOLDEN=1 with the campaign writes the answers anew.
+holds our own model against that. UPDATE_GOLDEN=1 with the campaign replaces the answers.
 """
 
 import json
@@ -38,13 +38,13 @@ MODEL = resolve_model(
     ModelConfig(num_layers=2, hidden_size=64, num_heads=2, seq_length=64, vocab_size=258)
 )
 SEED, SCALE = 32, 12
-"""Of the initial weights. Larger ones say many different tokens, each with a clear lead."""
+"""Deviation of the initial weights. Larger ones give many different tokens with a clear lead."""
 PROMPT = [7, 200, 33, 120, 250, 3, 91, 18]
 NEW = 24
 BOUNDS = {"F32": 1e-3, "F16": 4e-3, "Q8_0": 8e-2, "Q4_0": 8e-2}
 """Largest difference of logits, as a part of the largest logit. llama.cpp takes gelu from a table
-of float16 (2**-11 = 5e-4), for F16 it rounds what it multiplies likewise, and for Q8_0 and Q4_0 to
-8 bits in blocks: 0.5 % of each product, of nine in a row, and 4 deviations of that. Twice what was
+of float16 (2**-11 = 5e-4). It rounds what it multiplies: for F16 likewise, for Q8_0 and Q4_0 to
+8 bits in blocks. That is 0.5 % of each of nine products in a row; 4 deviations. Twice what was
 seen.
 """
 TEXTS = [
@@ -59,7 +59,7 @@ def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def dequantized(name: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """What the file says, by the library of llama.cpp's authors."""
+    """Content of the file, by the library of llama.cpp's authors."""
     values = value_of(name, shape)
     if len(shape) == 1 or name == "wpe.weight":
         return values

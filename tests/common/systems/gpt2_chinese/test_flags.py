@@ -145,7 +145,7 @@ def test_generate_sh_slides_its_window(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_a_flag_of_train_py_becomes(words: list[str], expected: dict[str, Any]) -> None:
+def test_flags_of_train_py_become_keys(words: list[str], expected: dict[str, Any]) -> None:
     found = keys_of("gpt2_chinese", *words)
     assert {key: found.get(key) for key in expected} == expected
 
@@ -180,7 +180,7 @@ def test_what_a_flag_of_train_py_becomes(words: list[str], expected: dict[str, A
         ),
     ],
 )  # fmt: skip
-def test_what_a_flag_of_generate_py_becomes(words: list[str], expected: dict[str, Any]) -> None:
+def test_flags_of_generate_py_become_keys(words: list[str], expected: dict[str, Any]) -> None:
     found = keys_of("gpt2_chinese_generate", *words)
     assert {key: found.get(key) for key in expected} == expected
 
@@ -235,7 +235,7 @@ def test_bad_flags_are_named() -> None:
             open_flags(system, words)
 
 
-def test_whose_flags_they_are() -> None:
+def test_the_system_of_flags() -> None:
     """By the program that a script starts, else by most names."""
     words = ["--tokenized_data_path", "x", "--stride", "5", "--model_config", "y"]
     assert find_command_line(words) == "gpt2_chinese"

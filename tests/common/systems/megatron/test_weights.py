@@ -163,7 +163,7 @@ def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, versio
 
 
 def test_each_rank_has_its_own_heads_layers_and_tokens(tmp_path: Path) -> None:
-    """What is written, in torch's eyes, by the same formulas."""
+    """Written tensors as torch sees them, by the same formulas."""
     arrays = random_arrays()
     write_megatron(tmp_path, as_weights(arrays), None, 2, 2)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -349,7 +349,7 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     assert found.run == {**half_run(form)} and found.tensors["ln_f.bias"].dtype == "float32"
 
 
-def test_a_run_of_megatron_core_goes_on(tmp_path: Path, core: Any) -> None:
+def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
     """Trained and saved by its model and torch's AdamW in half precision; no model.yaml."""
     model = core()
     with torch.no_grad():
@@ -462,7 +462,7 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
     equal(tmp_path, "megatron_core", arrays)
 
 
-def test_what_its_distributed_optimizer_has_elsewhere_is_said(tmp_path: Path) -> None:
+def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -> None:
     write_megatron(tmp_path, as_weights(random_arrays()), None)
     file = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
     saved = load(file) | {
@@ -477,7 +477,7 @@ def test_what_its_distributed_optimizer_has_elsewhere_is_said(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_count_of_steps_that_is_no_number_is_said(value: float) -> None:
+def test_a_count_of_steps_that_is_not_a_number_is_named(value: float) -> None:
     data = np.array([value], np.float32).view(np.uint8)
     steps = FileTensor(name="step", dtype="float32", shape=(1,), segments=(data,))
     optimizer = {"param_groups": [{"params": [0], "step": steps}], "state": {0: {}}}
@@ -499,7 +499,7 @@ def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
     shards = types.SimpleNamespace(
         first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace()
     )
-    with pytest.raises(ConfigError, match="x: its counters or its grad_scaler are no numbers"):
+    with pytest.raises(ConfigError, match="x: its counters or its grad_scaler are not numbers"):
         megatron_optimizer.run_of(
             shards, megatron_optimizer.SavedState(moments={}, scaler=scaler), 3
         )
@@ -616,7 +616,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     (tmp_path / "bad" / "model.yaml").write_text(
         yaml.safe_dump({"model": config | {"num_heads": 2}})
     )
-    fails(r"num_heads is 2, and .* says num_attention_heads=4; mend the first", error=ConfigError)
+    fails(r"num_heads is 2, and .* says num_attention_heads=4; fix the first", error=ConfigError)
     for args, match in (
         ({"num_layers": 5}, r"missing language_model.encoder.layers.4.input_layernorm.weight"),
         (

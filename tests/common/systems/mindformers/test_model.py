@@ -52,7 +52,7 @@ RUN_OF_R03 = "base_config: ['./model_config/gpt2.yaml']\nrunner_config: {epochs:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The checkpoint alone."""
+    """Only the checkpoint."""
     model = checked_model(tmp_path, SIZES)
     tensors = {
         name: Weight(dtype="float32", shape=shape, load=lambda shape=shape: np.ones(shape, "f4"))
@@ -91,7 +91,7 @@ def test_a_yaml_of_r03_with_its_base(folder: Path) -> None:
         sizes_of(folder)
 
 
-def test_of_several_that_of_the_same_name(folder: Path) -> None:
+def test_the_file_of_the_same_name_is_chosen(folder: Path) -> None:
     (folder / "run_gpt2.yaml").write_text(R1)
     (folder / "run_other.yaml").write_text(R1.replace("num_heads: 4", "num_heads: 2"))
     with pytest.raises(ConfigError, match=r"run_gpt2\.yaml, run_other\.yaml have a model of Mind"):
@@ -109,10 +109,10 @@ def test_of_several_that_of_the_same_name(folder: Path) -> None:
         (R1.replace("GPT2Config", "LlamaConfig"), r"a\.yaml:3.*use GPT2Config"),
         (R1.replace("num_heads: 4", "num_heads: 5"), "5 heads do not divide a width of 32"),
         ("base_config: []\n", "has no model.model_config"),
-        ("model: {model_config\n", r"a\.yaml.*take it away from the weights"),
+        ("model: {model_config\n", r"a\.yaml.*move it away from the weights"),
     ],
 )
-def test_what_it_lacks(folder: Path, text: str, match: str) -> None:
+def test_missing_parts_are_named(folder: Path, text: str, match: str) -> None:
     (folder / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=match):
         sizes_of(folder)

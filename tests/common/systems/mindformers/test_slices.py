@@ -160,7 +160,7 @@ def beside_the_output(folder: Path, run: Path) -> None:
 
 
 def as_json(folder: Path, run: Path) -> None:
-    """As MindSpore writes it where the name ends in .json."""
+    """Strategy file as MindSpore writes it where the name ends in .json."""
     for path in (folder / "strategy").iterdir():
         stage, layouts = next(iter(read_strategy(path).items()))
         records = {
@@ -293,7 +293,7 @@ def cut(path: Path) -> None:
 
 
 def another_layout(folder: Path) -> None:
-    """Of a run on 2 x 4 ranks a stage."""
+    """Strategies of a run on 2 x 4 ranks a stage."""
     for path in (folder / "strategy").iterdir():
         stage, layouts = next(iter(read_strategy(path).items()))
         wider = {
@@ -304,7 +304,7 @@ def another_layout(folder: Path) -> None:
 
 
 def another_model(folder: Path) -> None:
-    """Of a network with other names."""
+    """Strategies of a network with other names."""
     for path in (folder / "strategy").iterdir():
         stage, layouts = next(iter(read_strategy(path).items()))
         write_strategy(path, {stage: {f"net.{name}": one for name, one in layouts.items()}})
@@ -371,7 +371,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_what_is_not_whole_is_one_message(slices: Path, fault: str, tmp_path: Path) -> None:
+def test_incomplete_slices_give_one_message(slices: Path, fault: str, tmp_path: Path) -> None:
     spoil, match = FAULTS[fault]
     spoil(slices)
     with pytest.raises(GPT2Error, match=match) as caught, open_mindformers(slices):

@@ -169,7 +169,7 @@ def test_the_last_snapshot_is_taken(tmp_path: Path) -> None:
         assert found.run is not None and found.run["state"]["step"] == 100
 
 
-def test_what_is_written_is_read_by_protobuf_and_back(tmp_path: Path) -> None:
+def test_written_files_are_read_by_protobuf_and_back(tmp_path: Path) -> None:
     """Our snapshot holds what transformers' weights become by OneFlow's rules, bit for bit."""
     snapshot_of(tmp_path / "theirs")
     for source, target in (("theirs", "ours"), ("ours", "own"), ("own", "again")):
@@ -242,7 +242,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta": (garble, "model-wpe/meta: no shape and data_type"),
     "numbers": (huge, "model-wpe/"),
     "a shape": (reshape, r"model-h0-mlp-c_fc-weight is \[48, 12\], the model's is \[12, 48\]"),
-    "the step": (set_step, "System-Train-TrainStep-train/out: is no count"),
+    "the step": (set_step, "System-Train-TrainStep-train/out: is neither a count"),
     "a name": (lambda folder: save(folder, "model-lm_head", np.zeros(3, np.float32)),
         "unexpected model-lm_head"),
     "heads": (lambda folder: (folder.parent / "model.yaml").unlink(), "model.yaml: no such file"),

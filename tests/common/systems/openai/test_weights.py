@@ -84,8 +84,8 @@ def test_a_folder_of_openai_becomes_one_of_hugging_face(
         )
 
 
-def test_of_several_checkpoints_the_latest(tmp_path: Path) -> None:
-    """As gpt-2-simple leaves them."""
+def test_the_latest_of_several_checkpoints(tmp_path: Path) -> None:
+    """Files as gpt-2-simple leaves them."""
     source = copy(tmp_path)
     for file in source.glob("model.ckpt.*"):
         shutil.copy(file, source / file.name.replace("model.ckpt", "model-200"))
@@ -146,7 +146,7 @@ def test_bad_folders_and_a_format_that_is_read_only(tmp_path: Path) -> None:
 def test_an_unusual_number_of_heads_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fits every shape can be wrong all the same. None of our presets is unusual, nor is any
+    """Sizes that fit every shape can still be wrong. None of our presets is unusual, nor is any
     small model.
     """
 

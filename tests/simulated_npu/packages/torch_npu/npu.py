@@ -1,4 +1,4 @@
-"""What becomes ``torch.npu``: the functions of the real one that programs here use. Work is done
+"""The module ``torch.npu``: the functions of the real one that programs here use. Work is done
 when a call returns.
 """
 

@@ -1,4 +1,4 @@
-# What OneFlow-Benchmark's script of this name starts on each of 4 machines.
+# The command that OneFlow-Benchmark's script of this name starts on each of 4 machines.
 python3 -m oneflow_gpt.training \
     --num-layers 24 --hidden-size 2304 --num-attention-heads 24 --seq-length 2048 \
     --micro-batch-size 8 --global-batch-size 512 \

@@ -1,4 +1,4 @@
-# What OneFlow-Benchmark's examples/pretrain_345M.sh starts, on one device.
+# The command that OneFlow-Benchmark's examples/pretrain_345M.sh starts, on one device.
 python3 -m oneflow_gpt.training \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 \
     --micro-batch-size 8 --global-batch-size 8 \
