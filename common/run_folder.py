@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError, StorageError
 from common.log import LOG
 
 LOCK = ".lock"
+ATTEMPTS = "attempts.jsonl"
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+"""Variable of a rank with the number of its attempt, from 0, as torchrun sets it."""
 
 
 class LostFolderError(StorageError):
@@ -97,6 +102,17 @@ def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None
             )
 
     return require
+
+
+def append_attempt(folder: Path, line: Mapping[str, Any]) -> None:
+    """Append a line about an attempt of the run. A disk that fails does not end the run."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        with os.fdopen(os.open(folder / ATTEMPTS, flags, 0o666), "wb") as file:
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def require_free_folder(folder: Path) -> None:

@@ -79,6 +79,14 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="do not show what the first rank writes: progress, losses, results",
     )
+    parser.add_argument(
+        "--max_restarts",
+        "--max-restarts",
+        type=whole_numbers.argument(),
+        metavar="N",
+        help="times to start all ranks again after a failure, from the newest complete checkpoint"
+        " (default: runtime.max_restarts of the config, 0)",
+    )
     # what happens anyway; scripts may still give it
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     # for tools/study.py: a script of another system that takes the words of run_gpt2.py

@@ -999,6 +999,17 @@ class RuntimeConfig(Section):
     """Seconds without progress after which a rank counts as failed. In a launched run they limit
     one step, the start of a rank, and one message to the others.
     """
+    max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Times that the launcher starts all ranks again after a failure, from the newest complete
+    checkpoint. A refused setting, a failure before the first step, and a step that fails twice end
+    the run.
+    """
+    min_nodes: Count | None = None
+    """Fewest hosts that the run may continue on when others do not come back, with the same global
+    batch. When left out, all hosts are needed.
+    """
+    return_limit: Annotated[float, Field(ge=1.0, le=1e6)] = 600.0
+    """Seconds to wait before a restart for hosts that have not come back."""
 
 
 class RunConfig(Section):

@@ -1,8 +1,8 @@
 """Messages between the launchers of several hosts: life, failure, stop and end, through host 0.
 
 Every client begins with ``hello`` (the index of its host and a digest of the list of hosts). The
-answer is ``welcome`` or ``refused``. Then both sides send ``life`` every two seconds, and
-``failed``, ``stop``, ``finished`` and ``end`` when these happen.
+answer is ``welcome``, ``refused`` or ``later``. Then both sides send ``life`` every two seconds,
+and ``failed``, ``stop``, ``finished``, ``again`` and ``end`` when these happen.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ _RETRY_SECONDS = 0.5
 _PEER = "a launcher"
 ROLL_CALL = "roll call"
 """First word of a host that asks for its number; see ``roll_call.py``."""
+MEETING = "meeting"
+"""Phase in which hosts meet before an attempt; see ``meeting.py``."""
+LATER = "later"
 _LAST_WORDS = ("failed", "finished", "end")
 """Messages after which a connection may close."""
 
@@ -93,6 +96,13 @@ class HostNote(HostEvent):
     """Event that does not end the run, such as waiting for a host."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostReturned:
+    """Event: a host that this attempt runs without has come. host: its index in the full list."""
+
+    host: int
+
+
 def host_name(address: str) -> str:
     """Return a host's name for messages. ``find_places`` calls one without an address ``node
     1``.
@@ -106,8 +116,23 @@ class Control:
     connect_limit: seconds within which every host should arrive; later ones are still accepted.
     """
 
-    def __init__(self, hosts: Hosts, events: queue.SimpleQueue[Any], connect_limit: float) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        events: queue.SimpleQueue[Any],
+        connect_limit: float,
+        *,
+        phase: str = "",
+        full: Hosts | None = None,
+    ) -> None:
+        """Listen on host 0.
+
+        phase: two ends connect only in the same phase; a caller in another one tries again.
+        full: all hosts of the command, if this attempt runs without some of them.
+        """
         self._hosts = hosts
+        self._phase = phase
+        self._full = full or hosts
         self._events = events
         self._limit = connect_limit
         self._links: dict[int, Channel] = {}
@@ -115,6 +140,8 @@ class Control:
         self._lock = threading.Lock()
         self._all_here = threading.Event()
         self._closed = threading.Event()
+        self.heard = time.monotonic()
+        """Time of the last word of another host."""
         self._server: socket.socket | None = None
         if hosts.own == 0:
             self._server = _listen(hosts.all[0].address, hosts.port)
@@ -133,6 +160,11 @@ class Control:
         others = range(1, len(self._hosts.all)) if self._server else [0]
         with self._lock:
             return [self._hosts.all[host] for host in others if host not in self._links]
+
+    def present(self) -> list[int]:
+        """Return the indexes of the hosts that are connected, this one included."""
+        with self._lock:
+            return sorted({self._hosts.own, *self._links})
 
     def should_give_up(self, since: float) -> bool:
         """Tell whether missing hosts have been waited for long enough. since: time.monotonic()."""
@@ -219,6 +251,9 @@ class Control:
         if hello.get("kind") != "hello" or type(host) is not int:
             link.close()
             return
+        if hello.get("phase", "") != self._phase:
+            self._send_back(link, hello, host)
+            return
         why = ""
         with self._lock:
             if hello.get("hosts") != self._hosts.digest():
@@ -228,6 +263,8 @@ class Control:
                 )
             elif not 0 < host < len(self._hosts.all):
                 why = f"has no host {host} in its list"
+            elif host in self._links and self._phase == MEETING:
+                why = LATER  # its launcher may have died without a word
             elif host in self._links:
                 why = f"has {self._hosts.all[host]} already: the run was started twice there"
             else:
@@ -236,7 +273,20 @@ class Control:
         if not why:
             self._serve(host, link)
             return
+        if why == LATER:
+            self._send_back(link, hello, host)
+            return
         self._refuse(link, host_name(str(hello.get("address"))[:100]), why)
+
+    def _send_back(self, link: Channel, hello: Mapping[str, Any], host: int) -> None:
+        """Let a launcher of another phase of this run try again, and note a host that was away."""
+        if hello.get("phase") == MEETING and hello.get("hosts") == self._full.digest():
+            self._events.put(HostReturned(host=host))
+        _send(link, {"kind": LATER})
+        link.finish()
+        with suppress(OSError):
+            link.receive(HELLO_SECONDS)
+        link.close()
 
     def _refuse(self, link: Channel, name: str, why: str) -> None:
         self._events.put(HostNote(text=f"{name} was refused: this one {why}"))
@@ -288,6 +338,7 @@ class Control:
                     "kind": "hello",
                     "host": self._hosts.own,
                     "hosts": self._hosts.digest(),
+                    "phase": self._phase,
                     "address": own,
                 }
             )
@@ -300,9 +351,12 @@ class Control:
             with self._lock:
                 self._links[0] = link
             self._serve(0, link)
-            return ""
+            return "it has left again" if self._phase == MEETING else ""
         if link is not None:
             link.close()
+        if answer.get("kind") == LATER:
+            self.heard = time.monotonic()
+            return "it is not ready for this host yet"
         if answer.get("kind") == "refused":
             self._events.put(
                 HostFailed(
@@ -329,6 +383,7 @@ class Control:
         try:
             while True:
                 message = link.receive(LOST_SECONDS)
+                self.heard = time.monotonic()
                 kind = str(message.get("kind"))
                 ended = ended or kind in _LAST_WORDS
                 if kind != "life":
@@ -343,7 +398,12 @@ class Control:
         except OSError as error:
             why = f"cannot be reached any more ({error.strerror or error})"
         link.finish()
-        if not ended and not self._closed.is_set():
+        if self._phase == MEETING:  # it may come again
+            with self._lock:
+                del self._links[host]
+            link.close()
+            self._events.put(Message(host=host, kind="left", values={}))
+        elif not ended and not self._closed.is_set():
             self._events.put(HostFailed(text=f"{name} {why}"))
 
 

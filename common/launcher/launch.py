@@ -9,13 +9,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
 from common.accelerators import require_accelerator
-from common.cluster import hccn
 from common.cluster.places import Placement, find_places, places_of_table
 from common.cluster.rank_environment import (
     FOREIGN,
@@ -27,24 +27,25 @@ from common.cluster.rank_environment import (
     shell_text,
 )
 from common.cluster.rank_table import RankTable
-from common.cluster.rank_table_files import read_table, wait_for_table, write_table
+from common.cluster.rank_table_files import read_table, wait_for_table
 from common.cluster.rank_table_formats import NotReadyError
 from common.config.load import load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.children import make_children, make_hosts
-from common.launcher.control import Hosts
+from common.launcher.attempts import RESTARTABLE, Attempt, Prepare, run_attempts
+from common.launcher.children import make_children
+from common.launcher.elastic import HostChoice
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
+from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, supervise
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
-from common.planner.cluster import describe_cluster, layout_warnings
-from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_own
+from common.planner.cluster import describe_cluster
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK
 from common.processes.ranks import ProcessSpec
 from common.resolve.derive import resolve_mode
-from common.resolve.engine_checks import check_here
 from common.run_folder import require_free_folder
 
 TOOL = ROOT / "tools" / "launch.py"
@@ -63,9 +64,7 @@ def distribute(request: LaunchRequest) -> int:
         if not starts:
             raise
         # including the wait
-        return _detach(
-            _log_folder(request, load_config(request.config, request.overrides)), request
-        )
+        return _detach(log_folder(request, load_config(request.config, request.overrides)), request)
     if request.hosts is not None:
         return _start_hosts(request.hosts, request, table)
     request = settle_nodes(request, meet=waits)
@@ -78,23 +77,27 @@ def distribute(request: LaunchRequest) -> int:
         nodes=request.nnodes,
         node_rank=request.node_rank,
     )
-    config = resolve_mode(
-        load_config(request.config, request.overrides), request.mode, world_size=places.world_size
-    )
     if request.mode == "plan":
+        config = _resolve(request, (), places.world_size)
         _say(_plan(request, config, places, table))
         return 0
+    choice = HostChoice(places, partial(_resolve, request), _min_nodes(request, places))
+    config = choice.nominal.config
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
-    children, hosts = _prepare(request, config, places, table, port=port, starts=starts)
-    ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)
-    line = f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"
-    if starts:
-        _refuse_second_run(config, request.mode, first_host=places.own[0].rank == 0)
-        tell(line)
-    else:
-        _say(f"# {line}\n")
-    return _run(_job(request, config, children, hosts), request)
+    maker = JobMaker(request=request, table=table, port=port)
+    if not starts or is_asked("DETACH"):
+        if not starts:
+            _say(f"# {ranks_here(places)}\n")
+        return _run(maker.make(config, places, starts=starts), request)
+    _refuse_second_run(config, request.mode, first_host=places.own[0].rank == 0)
+    meets = len(places.hosts) > 1 and (_max_restarts(request, config) or config.runtime.min_nodes)
+    if meets and request.mode in RESTARTABLE:
+        return _supervise(partial(maker.meet, choice, places), request, config)
+    tell(ranks_here(places))
+    return _supervise(
+        lambda number: Attempt(job=maker.make(config, places), number=number), request, config
+    )
 
 
 def standalone(request: LaunchRequest, plan: Callable[[list[str]], int]) -> int:
@@ -109,15 +112,43 @@ def standalone(request: LaunchRequest, plan: Callable[[list[str]], int]) -> int:
     if request.mode == "plan":
         return plan(list(command[2:]))  # an additional process would outlive a killed launcher
     places = find_places(request.numbers)
-    rendezvous = make_rendezvous(
-        places, port=None, table=None, backend=config.backend, environ=os.environ
-    )
+
+    def job() -> Job:
+        rendezvous = make_rendezvous(
+            places, port=None, table=None, backend=config.backend, environ=os.environ
+        )
+        child = make_children(
+            places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
+        )[0]
+        return make_job(request, config, (replace(child, folder="mf_standalone"),))
+
     if not is_asked("DRY_RUN"):
         _refuse_second_run(config, request.mode, first_host=True)
-    child = make_children(
-        places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
-    )[0]
-    return _run(_job(request, config, (replace(child, folder="mf_standalone"),)), request)
+    if is_asked("DRY_RUN") or is_asked("DETACH"):
+        return _run(job(), request)
+    return _supervise(lambda number: Attempt(job=job(), number=number), request, config)
+
+
+def _resolve(request: LaunchRequest, overrides: Sequence[str], world_size: int) -> ResolvedRun:
+    config = load_config(request.config, (*request.overrides, *overrides))
+    return resolve_mode(config, request.mode, world_size=world_size)
+
+
+def _min_nodes(request: LaunchRequest, places: Placement) -> int | None:
+    if len(places.hosts) == 1 or request.mode not in RESTARTABLE:
+        return None
+    return load_config(request.config, request.overrides).runtime.min_nodes
+
+
+def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:
+    given = request.max_restarts
+    return config.runtime.max_restarts if given is None else given
+
+
+def _supervise(prepare: Prepare, request: LaunchRequest, config: RunConfig) -> int:
+    """Run the attempts of this host. Only training is started again after a failure."""
+    most = _max_restarts(request, config) if request.mode in RESTARTABLE else 0
+    return run_attempts(prepare, most=most, folder=absolute(config.output_dir))
 
 
 def _check_options(request: LaunchRequest) -> None:
@@ -156,71 +187,6 @@ def _plan(
     )
 
 
-def _prepare(
-    request: LaunchRequest,
-    config: ResolvedRun,
-    places: Placement,
-    table: RankTable | None,
-    *,
-    port: int | None,
-    starts: bool,
-) -> tuple[tuple[ProcessSpec, ...], Hosts | None]:
-    """Return the processes of this host, and the hosts; warn of settings that are probably
-    unintended.
-    """
-    needs_ascend = (
-        starts and table is not None and (config.backend, config.device) == ("mindspore", "auto")
-    )
-    if needs_ascend and not hccn.npu_numbers():
-        text = "this machine shows no Ascend (/dev/davinciN), for which the rank table is"
-        tell(f"warning: device=auto chose cpu: {text}", error=True)
-    # a run that is only shown may be for other machines
-    kind = check_here(config) if starts else config.device
-    table_path = request.table
-    if table is not None and table.version == "0":
-        folder = _log_folder(request, config)
-        table_path = folder / "rank_table.json"  # MindSpore does not read version 0
-        if starts:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_table(table, table_path)
-    _warn(places, config, table)
-    rendezvous = make_rendezvous(
-        places,
-        port=port,
-        table=table_path,
-        backend=config.backend,
-        environ=os.environ,
-        on_cpu=kind == "cpu",
-        rdma=request.use_rdma,
-    )
-    command = rank_command(request.config, request.mode, request.overrides, program=request.program)
-    children = make_children(
-        places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
-    )
-    if config.logging.style == "fleetx":  # names of Paddle's launcher
-        children = tuple(
-            child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
-            for child in children
-        )
-    return children, make_hosts(places, rendezvous)
-
-
-def _warn(places: Placement, config: ResolvedRun, table: RankTable | None) -> None:
-    found = layout_warnings(places, config.topology)
-    if table is not None and table.version != "2.0" and not is_own(places.own_host):
-        found.append(
-            f"{places.own_host} is not an address of this machine: is this the range of another"
-            " one, or the table of another cluster?"
-        )
-    if "RANK_TABLE_FILE" in os.environ and table is None:
-        given = os.environ["RANK_TABLE_FILE"]
-        found.append(
-            f"RANK_TABLE_FILE={given} of your environment is not used: the first argument is none"
-        )
-    for text in found:
-        tell(f"warning: {text}", error=True)
-
-
 def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigError:
     """Return the error for a run that horovodrun has to start, with the command for it."""
     names = request.node_ips or [
@@ -245,26 +211,6 @@ def _refuse_second_run(config: ResolvedRun, mode: str, *, first_host: bool) -> N
         require_free_folder(Path(config.output_dir))
 
 
-def _log_folder(request: LaunchRequest, config: RunConfig) -> Path:
-    return absolute(str(request.log_dir or config.output_dir))
-
-
-def _job(
-    request: LaunchRequest,
-    config: ResolvedRun,
-    children: tuple[ProcessSpec, ...],
-    hosts: Hosts | None = None,
-) -> Job:
-    return Job(
-        children=children,
-        log_folder=_log_folder(request, config),
-        stall_limit=config.runtime.stall_limit,
-        follow=not request.quiet,
-        steps=config.train.max_steps if request.mode in ("train", "finetune") else None,
-        hosts=hosts,
-    )
-
-
 def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) -> int:
     """Show, or run over ssh, one run_distribute.sh per host."""
     if request.nnodes is not None or request.node_rank is not None or request.node_ips:
@@ -281,6 +227,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
         port=port or given_port(os.environ) or DEFAULT_PORT,
     )
     before = [f"--{name}" for name in ("quiet", "no_pinning", "use_rdma") if getattr(request, name)]
+    before += [] if request.max_restarts is None else ["--max_restarts", str(request.max_restarts)]
     before += ["--program", str(request.program)] if request.program else []
     before += ["--log_dir", str(absolute(str(request.log_dir)))] if request.log_dir else []
     after = [
@@ -309,7 +256,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
     config = load_config(request.config, request.overrides)  # each host checks the layout
     job = Job(
         children=tuple(_over_ssh(node, command) for node, command in enumerate(commands)),
-        log_folder=_log_folder(request, config),
+        log_folder=log_folder(request, config),
         stall_limit=inf,
         follow=not request.quiet,
         over_ssh=True,

@@ -110,6 +110,13 @@ class LocalRanks(Ranks):
         """Tell whether the ranks here have finished a step, which needs those of all hosts."""
         return any(monitor.is_past_first_step for monitor in self.monitors.values())
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First and last step that a rank here has reported; -1 if none."""
+        found = [monitor.steps for monitor in self.monitors.values()]
+        first = min((first for first, _ in found if first >= 0), default=-1)
+        return first, max((last for _, last in found), default=-1)
+
     def start(self) -> str:
         """Start all processes. Stops at the first that cannot be started, and returns the
         reason.

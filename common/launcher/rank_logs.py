@@ -75,6 +75,21 @@ def open_log(folder: Path, child: ProcessSpec) -> RankLog:
     return RankLog(path=path, file=file, start=file.tell())
 
 
+def set_aside(folder: Path, child: ProcessSpec) -> Path | None:
+    """Rename the log of an earlier attempt to the first free ``mindformer.log.N``.
+
+    Returns its new name, or None if there is no log or the disk does not allow it.
+    """
+    path = folder / child.log_folder / "mindformer.log"
+    number = 1
+    while (target := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    with suppress(OSError):
+        path.rename(target)
+        return target
+    return None
+
+
 def write_headers(log: RankLog, child: ProcessSpec, environment: Mapping[str, str]) -> RankLog:
     """Begin this run's part of both files, and return the log as it is then.
 

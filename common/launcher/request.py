@@ -43,6 +43,7 @@ class LaunchRequest:
     overrides: tuple[str, ...]
     log_dir: Path | None = None
     quiet: bool = False
+    max_restarts: int | None = None
     no_pinning: bool = False
     master: str | None = None
     nnodes: int | None = None

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,15 @@ from types import FrameType
 from typing import Any
 
 from common.errors import ConfigError
-from common.launcher.control import Control, HostFailed, HostMissing, HostNote, Hosts, Message
+from common.launcher.control import (
+    Control,
+    HostFailed,
+    HostMissing,
+    HostNote,
+    HostReturned,
+    Hosts,
+    Message,
+)
 from common.launcher.local_ranks import Exit, LocalRanks, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.processes.monitor import RankState
@@ -37,6 +45,10 @@ _SAME_SIGNAL_SECONDS = 0.3
 group.
 """
 _REPORT_SECONDS = 2.0
+_DECISION_SECONDS = 30.0
+"""Seconds to wait for host 0's decision: longer than it takes to kill its ranks."""
+_RETURN_SECONDS = 5.0
+"""Seconds after its last call for which a host counts as come."""
 _CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -62,17 +74,52 @@ class Job:
     """Children are launchers on other hosts, so the first to end does not show where the failure
     was.
     """
+    may_restart: Callable[[Outcome], bool] | None = None
+    """Function that tells whether another attempt follows a failure. Host 0 decides for all."""
+    phase: str = ""
+    """Number of the attempt in words, by which launchers of one attempt know each other."""
+    full: Hosts | None = None
+    """All hosts of the command, if this attempt runs without some of them."""
+    may_take_back: Callable[[Collection[int]], bool] | None = None
+    """Function that tells host 0 whether the run should end to begin again with hosts that have
+    come, given by their indexes in ``full``.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """End of one attempt."""
+
+    code: int
+    """Exit code as ``supervise`` returns it."""
+    failure: str = ""
+    """First line of the failure that counts; empty if there was none."""
+    first_step: int = -1
+    """First step that a rank of this host worked on; -1 if none."""
+    last_step: int = -1
+    """Last step that a rank of this host worked on; -1 if none."""
+    seconds: float = 0.0
+    lost_host: bool = False
+    """The failure is that a host was lost or did not come."""
+    again: bool = False
+    """Another attempt follows on all hosts."""
+    takes_back: bool = False
+    """The ranks saved and ended so that hosts can take part again."""
 
 
 def supervise(job: Job) -> int:
-    """Run the job to its end, and leave no process behind. Returns the exit code of the job on all
-    hosts.
+    """Run one attempt, and leave no process behind. Returns its exit code, equal on all hosts.
 
     0: all ranks ended well. The code of the rank that failed first, or 128+n if signal n killed it.
     128+n if signal n at a launcher stopped the run. 1: a rank stalled or a host was lost. 2: a host
     runs with another list of hosts. Raises ConfigError, with nothing started, if a log cannot be
     written or this host's port is not available.
     """
+    return run_attempt(job).code
+
+
+def run_attempt(job: Job) -> Outcome:
+    """Run the job as ``supervise`` does, and return how it ended."""
     return _Supervisor(job).run()
 
 
@@ -94,12 +141,14 @@ class _Failure:
     certain: bool = True
     ranks: tuple[int, ...] = ()
     stalled: bool = False
+    lost_host: bool = False
 
 
 class _Supervisor:
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._hosts = job.hosts if job.hosts is not None and len(job.hosts.all) > 1 else None
+        several = job.hosts is not None and (len(job.hosts.all) > 1 or job.full is not None)
+        self._hosts = job.hosts if several else None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         own = None if self._hosts is None else self._hosts.all[self._hosts.own]
         self._ranks = LocalRanks(
@@ -113,6 +162,8 @@ class _Supervisor:
                 self._hosts,
                 self._events,
                 connect_limit({**os.environ, **job.children[0].environment}),
+                phase=job.phase,
+                full=job.full,
             )
         )
         self._terminal = Terminal()
@@ -127,8 +178,16 @@ class _Supervisor:
         self._done_at = 0.0
         """Time at which the ranks here had all ended by themselves."""
         self._end: int | None = None
+        self._again: bool | None = None
+        """Answer of host 0 to the question whether another attempt follows; None until then."""
+        self._returned: dict[int, float] = {}
+        """Hosts of ``full`` that have come -> time of their last call."""
+        self._takes_back = False
+        self._lost_first = False
+        """Host 0 cannot be heard any more."""
+        self._steps = (-1, -1)
 
-    def run(self) -> int:
+    def run(self) -> Outcome:
         began = time.monotonic()
         with ExitStack() as stack:
             stack.callback(self._terminal.close)
@@ -145,6 +204,8 @@ class _Supervisor:
                     self._ranks.wait_for_leavers()
                 elif self._failure().stalled:
                     self._ranks.show_stacks(self._failure().ranks)
+                self._decide(time.monotonic() - began)
+            self._wait_for_decision()
             self._show()
             if self._ranks.undead:
                 pids = ", ".join(map(str, self._ranks.undead))
@@ -153,7 +214,45 @@ class _Supervisor:
                     " see dmesg",
                     error=True,
                 )
-            return self._tell_end(time.monotonic() - began)
+            code = self._tell_end(time.monotonic() - began)
+            return self._outcome(code, time.monotonic() - began)
+
+    def _outcome(self, code: int, seconds: float) -> Outcome:
+        return Outcome(
+            code=code,
+            failure=self._failure().text.partition("\n")[0] if self._failures else "",
+            first_step=self._steps[0],
+            last_step=self._steps[1],
+            seconds=seconds,
+            lost_host=bool(self._failures) and self._failure().lost_host,
+            again=bool(self._again),
+            takes_back=self._takes_back,
+        )
+
+    def _decide(self, seconds: float) -> None:
+        """Decide on host 0, or on a single host, whether another attempt follows, and tell it."""
+        if self._job.may_restart is None or (self._hosts is not None and self._hosts.own > 0):
+            return
+        if self._failures:
+            was_stopped = self._stop is not None and not self._takes_back
+            outcome = self._outcome(self._failure().code, seconds)
+            self._again = not was_stopped and self._job.may_restart(outcome)
+        else:
+            self._again = self._takes_back and self._was_stopped()
+        if self._control is not None:
+            self._control.tell("again", again=self._again)
+
+    def _wait_for_decision(self) -> None:
+        """Wait for host 0's decision. Without one, a failure is followed by another attempt."""
+        if self._job.may_restart is None or self._again is not None:
+            return
+        deadline = time.monotonic() + _DECISION_SECONDS
+        while self._again is None and time.monotonic() < deadline:
+            if self._lost_first or (self._control is not None and self._control.missing()):
+                break
+            self._take_events()
+        if self._again is None:
+            self._again = bool(self._failures) and self._stop is None
 
     def _start(self) -> None:
         why = self._ranks.start()
@@ -201,15 +300,18 @@ class _Supervisor:
             self._take_exit(event.index, event.code)
         elif isinstance(event, _Signal):
             self._take_signal(event)
+        elif isinstance(event, HostReturned):
+            self._returned[event.host] = time.monotonic()
         elif isinstance(event, HostFailed):
-            self._fail(_Failure(text=event.text, code=event.code))
+            self._lost_first = self._hosts is not None and self._hosts.own > 0
+            self._fail(_Failure(text=event.text, code=event.code, lost_host=True))
         elif isinstance(event, HostMissing):
             if self._ranks.have_met:
                 self._terminal.say(
                     f"warning: {event.text}; the run continues, as the ranks have met", error=True
                 )
             elif not self._ranks.done:
-                self._fail(_Failure(text=event.text, code=1))
+                self._fail(_Failure(text=event.text, code=1, lost_host=True))
         elif isinstance(event, HostNote):
             self._terminal.say(event.text, error=True)
         elif isinstance(event, Message):
@@ -286,6 +388,10 @@ class _Supervisor:
             self._elsewhere.pop(event.host, None)
         elif event.kind == "end":
             self._end = int(values["code"])
+        elif event.kind == "again":
+            self._again = bool(values["again"])
+        elif event.kind == "takes back":
+            self._takes_back = True
 
     def _fail(self, failure: _Failure) -> None:
         """Record a failure and tell the other hosts at once, since the first one told counts as the
@@ -303,9 +409,11 @@ class _Supervisor:
 
     def _look(self) -> None:
         self._ranks.read_heartbeats()
+        self._steps = self._ranks.steps
         self._show()
         if self._failures:
             return
+        self._take_back()
         if self._control is not None and self._ranks.done and not self._told_finished:
             self._told_finished = True
             self._done_at = time.monotonic()
@@ -320,6 +428,22 @@ class _Supervisor:
             )
             text += f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
+
+    def _take_back(self) -> None:
+        """End the attempt so that hosts that have come take part in the next one."""
+        if not self._returned or self._job.may_take_back is None or self._stop is not None:
+            return
+        now = time.monotonic()
+        here = [host for host, at in self._returned.items() if now - at < _RETURN_SECONDS]
+        if not here or not self._ranks.have_met or not self._job.may_take_back(here):
+            return
+        self._takes_back = True
+        self._terminal.say(
+            "hosts have come back: the ranks save, and the run continues with these hosts"
+        )
+        if self._control is not None:
+            self._control.tell("takes back")
+        self._stop_ranks(_Signal(number=signal.SIGTERM, time=now))
 
     def _look_for_stalls(self) -> None:
         """Look for stalled ranks; host 0 does it for all hosts that it can hear.

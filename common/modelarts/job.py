@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
@@ -121,34 +122,45 @@ def start_ranks(
     Raises SystemExit with their common exit code unless it is 0, and ConfigError and DataError if
     the platform's variables contradict each other.
     """
+    from common.launcher.attempts import RESTARTABLE, Attempt, run_attempts
     from common.launcher.children import make_children, make_hosts
-    from common.launcher.supervisor import Job, supervise
+    from common.launcher.meeting import meet_all
+    from common.launcher.supervisor import Job, connect_limit
 
     table_file, places = find_places(environ)
     config = resolve_mode(
         load_config(config_path, overrides), run_mode, world_size=places.world_size
     )
-    rendezvous = make_rendezvous(
-        places,
-        port=None,
-        table=table_file,
-        backend=config.backend,
-        environ=environ,
-        on_cpu=config.device == "cpu",
-    )
     for name in FOREIGN:
         os.environ.pop(name, None)
     addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
-    job = Job(
-        children=make_children(
-            places, rendezvous, rank_command(config_path, run_mode, overrides), environ=environ
-        ),
-        log_folder=Path(config.output_dir),
-        stall_limit=config.runtime.stall_limit,
-        follow=True,
-        hosts=make_hosts(places, rendezvous, addresses),
-    )
-    if code := supervise(job):
+    most = config.runtime.max_restarts if run_mode in RESTARTABLE else 0
+
+    def prepare(number: int) -> Attempt:
+        rendezvous = make_rendezvous(
+            places,
+            port=None,
+            table=table_file,
+            backend=config.backend,
+            environ=environ,
+            on_cpu=config.device == "cpu",
+        )
+        job = Job(
+            children=make_children(
+                places, rendezvous, rank_command(config_path, run_mode, overrides), environ=environ
+            ),
+            log_folder=Path(config.output_dir),
+            stall_limit=config.runtime.stall_limit,
+            follow=True,
+            hosts=make_hosts(places, rendezvous, addresses),
+        )
+        if not most or job.hosts is None:
+            return Attempt(job=job, number=number)
+        limit = config.runtime.return_limit if number else connect_limit(environ)
+        found = meet_all(job.hosts, attempt=number, limit=limit)
+        return Attempt(job=replace(job, phase=str(found)), number=found)
+
+    if code := run_attempts(prepare, most=most, folder=Path(config.output_dir)):
         sys.exit(code)  # an exception, so that a failed copy of the output does not replace it
 
 

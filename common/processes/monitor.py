@@ -95,6 +95,11 @@ class Monitor:
         return self._told.step > self._first_step
 
     @property
+    def steps(self) -> tuple[int, int]:
+        """First and last step reported; -1 if none."""
+        return self._first_step, self._told.step
+
+    @property
     def process_state(self) -> str:
         return process_state(self._pid)
 

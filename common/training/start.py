@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.files import clean_up
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
+from common.run_folder import RESTART_COUNT, append_attempt
 from common.training.checkpoint import (
     find_checkpoint,
     point_latest,
@@ -30,6 +32,7 @@ from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
 from common.training.foreign import is_foreign, manifest_of
 from common.training.snapshot import OPTIMIZER_FILE
+from common.whole_numbers import whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
             " training; set checkpoint.resume to resume from it, or checkpoint.init_from to"
             " begin with its weights"
         )
-    resume = _checkpoint_to_resume(config.checkpoint.resume, folder)
+    resume = _checkpoint_to_resume(_wish(config), folder)
     init_from = config.checkpoint.init_from
     if resume is not None and _holds_weights_alone(resume, config):
         LOG.warning(
@@ -134,6 +137,17 @@ def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> 
     )
 
 
+def _wish(config: ResolvedRun) -> str:
+    """Return checkpoint.resume, or auto in a restart of a run that has saved.
+
+    A launcher that starts the ranks again counts its attempts in RESTART_COUNT.
+    """
+    is_restart = os.environ.get(RESTART_COUNT, "0") != "0"
+    if is_restart and find_checkpoint(Path(config.output_dir)) is not None:
+        return "auto"
+    return config.checkpoint.resume
+
+
 def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
     """Return the checkpoint that checkpoint.resume asks for; None to start over."""
     if wish == "auto":
@@ -172,6 +186,13 @@ def record_start(config: ResolvedRun, start: Start) -> None:
     if start.resume is not None and start.in_folder(folder):
         point_latest(start.resume)
     save_config(config, folder / "config.yaml")
+    count = whole_number(os.environ.get(RESTART_COUNT, ""))
+    if "TORCHELASTIC_RUN_ID" in os.environ and count is not None:  # our launcher writes its own
+        began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+        after = 0 if start.resume is None else step_of(start.resume.name)
+        append_attempt(
+            folder, {"attempt": count + 1, "began": began, "first_step": max(0, after) + 1}
+        )
 
 
 def checkpoint_to_use(config: ResolvedRun) -> Path:

@@ -3,67 +3,21 @@ table, a cable that is pulled.
 """
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.training.metrics import read_metrics
+from tests.network_hosts import ADDRESSES, ip, two_hosts
 from tests.run_scripts import pids_with, run_words, start_script, wait_until
 
 pytestmark = pytest.mark.long
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    """Names of two network namespaces, joined by a cable."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip")
-    names = (f"gpt2-{os.getpid()}-a", f"gpt2-{os.getpid()}-b")
-    made = []
-    try:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-            made.append(name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip(
-            "-n",
-            names[0],
-            "link",
-            "add",
-            "cable",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            names[1],
-        )
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-        yield names
-    finally:
-        for name in made:
-            subprocess.run(
-                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=20
-            )
+hosts = pytest.fixture(two_hosts)
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""Attempts of a run: which failures are followed by another, with which pause and which line."""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import RunError
+from common.launcher.attempts import Attempt, pause, run_attempts, why_not
+from common.launcher.control import Host, Hosts
+from common.launcher.meeting import Meeting, meet, meet_all
+from common.launcher.supervisor import Job, Outcome
+from common.processes.ranks import ProcessSpec
+from tests.common.launcher.test_control import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from common.processes.heartbeat import beat, start_heartbeat
+start_heartbeat()
+number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+first, last, code = eval(sys.argv[1])[number]
+for step in range(first, last + 1):
+    beat(step, "computing")
+print("attempt", number, flush=True)
+sys.exit(code)
+"""
+"""Rank that works on steps and exits, by the triple of its attempt."""
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+
+
+def run(folder: Path, attempts: list[tuple[int, int, int]], most: int) -> int:
+    child = ProcessSpec(
+        rank=0, command=(sys.executable, "-c", PROGRAM, repr(attempts)), environment={}
+    )
+    job = Job(children=(child,), log_folder=folder, stall_limit=100.0)
+    return run_attempts(lambda number: Attempt(job=job, number=number), most=most, folder=folder)
+
+
+def test_attempts_until_one_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("common.launcher.attempts.time.sleep", slept.append)
+    assert run(tmp_path, [(1, 9, 1), (6, 12, 3), (11, 20, 0)], most=2) == 0
+    assert slept == [1.0, 2.0]
+    found = lines(tmp_path)
+    assert [(line["attempt"], line["exit_code"], line["then"]) for line in found] == [
+        (1, 1, "restarted"),
+        (2, 3, "restarted"),
+        (3, 0, "ended"),
+    ]
+    assert [(line["first_step"], line["last_step"]) for line in found] == [
+        (1, 9),
+        (6, 12),
+        (11, 20),
+    ]
+    assert "rank 0 ended with exit code 3" in found[1]["failure"]
+    logs = tmp_path / "mf_parallel0"
+    for name, number in (("mindformer.log.1", 0), ("mindformer.log.2", 1), ("mindformer.log", 2)):
+        text = (logs / name).read_text()
+        assert f"attempt {number}\n" in text and text.count("attempt") == 1
+    assert "restart 2 of 2 in 2 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attempts", "most", "count", "told"),
+    [
+        ([(1, 9, 2)], 5, 1, "exit code 2"),
+        ([(1, 1, 1)], 5, 1, "before it had finished a step"),
+        ([(1, 9, 1), (6, 9, 1)], 5, 2, "step 9 failed twice"),
+        ([(1, 9, 1), (6, 10, 1), (6, 11, 1)], 2, 3, "max_restarts=2 restarts are used up"),
+        ([(1, 9, 143)], 5, 1, "ended"),
+    ],
+)
+def test_failures_that_end_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: list[tuple[int, int, int]],
+    most: int,
+    count: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr("common.launcher.attempts.time.sleep", lambda seconds: None)
+    assert run(tmp_path, attempts, most) == attempts[-1][2]
+    found = lines(tmp_path)
+    assert len(found) == count and told in found[-1]["then"]
+
+
+def test_a_run_without_restarts_writes_nothing_of_its_own(tmp_path: Path) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    try:
+        assert run(tmp_path, [(1, 9, 1)], most=0) == 1
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+    assert not (tmp_path / "attempts.jsonl").exists()
+
+
+def test_a_lost_host_is_waited_for_even_before_the_first_step_and_at_the_same_step() -> None:
+    lost = Outcome(code=1, failure="gone", first_step=5, last_step=5, lost_host=True)
+    assert why_not(lost, [], 1) == ""
+    assert why_not(lost, [lost], 2) == ""
+    assert "used up" in why_not(lost, [lost], 1)
+
+
+def test_pauses_grow_to_a_minute() -> None:
+    assert [pause(number) for number in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert pause(10**6) == 60
+
+
+# ---- meetings ----
+
+
+def hosts(own: int, port: int, count: int = 3) -> Hosts:
+    return Hosts(
+        all=tuple(Host(address=f"127.0.0.{1 + n}", ranks=(n,)) for n in range(count)),
+        own=own,
+        port=port,
+    )
+
+
+def meet_in_threads(port: int, present: list[int], limit: float, fewest: int) -> dict[int, Any]:
+    """Result or error of each host that is present."""
+
+    def choose(found: Any) -> tuple[int, ...]:
+        return tuple(found) if len(found) >= fewest else ()
+
+    results: dict[int, Any] = {}
+
+    def take_part(own: int) -> None:
+        try:
+            results[own] = meet(
+                hosts(own, port), attempt=own + 4, limit=limit if own == 0 else 0.1, choose=choose
+            )
+        except RunError as error:
+            results[own] = str(error)
+
+    threads = [threading.Thread(target=take_part, args=(own,)) for own in present]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return results
+
+
+def test_all_hosts_meet_and_count_attempts_as_host_0_does() -> None:
+    found = meet_in_threads(free_port(), [2, 0, 1], 30.0, 3)
+    assert found == dict.fromkeys(range(3), Meeting(hosts=(0, 1, 2), attempt=4))
+
+
+def test_a_meeting_goes_without_a_missing_host_after_the_limit_or_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.launcher.meeting._PATIENCE", 8.0)
+    found = meet_in_threads(free_port(), [0, 2], 1.5, 2)
+    assert found == dict.fromkeys((0, 2), Meeting(hosts=(0, 2), attempt=4))
+    found = meet_in_threads(free_port(), [0, 2], 1.5, 3)
+    assert "host 127.0.0.2 (rank 1) did not come" in found[0]
+    assert "has not answered" in found[2]
+
+
+def test_one_that_must_have_all_fails_when_a_host_does_not_come() -> None:
+    with pytest.raises(RunError, match=r"127\.0\.0\.2 \(rank 1\), .*did not come to port"):
+        meet_all(hosts(0, free_port()), attempt=1, limit=0.5)

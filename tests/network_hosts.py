@@ -1,0 +1,41 @@
+"""Two hosts on one machine: network namespaces with addresses of their own, and a cable between."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Names of two network namespaces, joined by a cable."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the program ip")
+    names = (f"gpt2-{os.getpid()}-a", f"gpt2-{os.getpid()}-b")
+    made = []
+    try:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+            made.append(name)
+            ip("-n", name, "link", "set", "lo", "up")
+        cable = ("type", "veth", "peer", "name", "cable", "netns", names[1])
+        ip("-n", names[0], "link", "add", "cable", *cable)
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+        yield names
+    finally:
+        for name in made:
+            subprocess.run(
+                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=20
+            )
