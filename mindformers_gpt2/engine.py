@@ -114,7 +114,7 @@ class Engine(BaseEngine):
 
     def _train_step(self, tokens: Tokens) -> QueuedStep:
         self.step += 1
-        rate = learning_rate(self.config.optimizer, self.step)
+        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
         if self.quantization is not None:
             self._begin_quantized_step(self.quantization, tokens)
         loss, *gradients = self._accumulate_gradients(tokens)

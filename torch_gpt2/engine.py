@@ -240,7 +240,7 @@ class Engine(BaseEngine):
             norm = self._gradient_sync.norm(gradients) / scale
         finite = (norm < math.inf) & (loss.abs() < math.inf)
         applied = finite & (loss <= limits.loss) & (norm <= limits.grad_norm)
-        rate = learning_rate(self.config.optimizer, self.step)
+        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
         factor = clip_factor(norm, self.config.optimizer.clip_grad) / scale
         self._update(list(gradients.values()), applied, factor, rate)
         self._device_scale.update(finite)

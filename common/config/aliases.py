@@ -1,4 +1,4 @@
-"""Keys that MindFormers names differently, so that its files are read without changes.
+"""Keys that MindFormers or older versions name differently, so that such files are read unchanged.
 
 ``rename`` moves sections and keys of one file or one override. ``merge_aliases`` combines values
 that several places give under two names.
@@ -22,6 +22,10 @@ def _recompute(value: Any) -> Any:
     return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
+def _on_outlier(value: Any) -> Any:
+    return {True: "skip", False: "warn"}.get(value, value) if isinstance(value, bool) else value
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -38,6 +42,7 @@ _NAMES: dict[Path_, tuple[Path_, Callable[[Any], Any]]] = {
     ("parallel_config", "optimizer_shard"): (("parallel", "enable_parallel_optimizer"), _same),
     ("parallel", "strategy_ckpt_save_file"): (("parallel", "strategy_ckpt_config", "save_file"),
     _same),
+    ("train", "skip_outliers"): (("train", "on_outlier"), _on_outlier),
     ("micro_batch_interleave_num",): (("parallel", "micro_batch_interleave_num"), _same),
     ("recompute_config", "recompute"): (("train", "recompute"), _recompute),
     **{

@@ -110,7 +110,7 @@ def _wait_for_word(
             if hosts.own in found.hosts:
                 return found
             is_spare = True
-            tell(f"the run goes on without {hosts.all[hosts.own]}, which waits as a spare")
+            tell(f"the run continues without {hosts.all[hosts.own]}, which waits as a spare")
     if is_spare:
         tell(f"{hosts.all[0]} answers no more: the run is over, and this spare host ends")
         return Meeting(hosts=(), attempt=0)

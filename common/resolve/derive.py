@@ -225,18 +225,22 @@ def _check_observation(config: RunConfig) -> None:
         )
     if profile.memory and profile.start is None:
         raise ConfigError("profile.memory=true needs profile.start, the first step to trace")
-    if not train.skip_outliers:
+    if train.on_outlier == "warn":
         return
+    chosen = f"train.on_outlier={train.on_outlier}"
     if not config.logging.outlier_deviations:
         raise ConfigError(
-            "train.skip_outliers=true needs to know what an outlier is; set"
-            " logging.outlier_deviations=6"
+            f"{chosen} needs to know what an outlier is; set logging.outlier_deviations=6"
         )
-    if train.sink_size > 1:
+    if train.on_outlier == "rewind" and not config.checkpoint.interval:
         raise ConfigError(
-            "train.skip_outliers=true decides by the steps before,"
-            f" train.sink_size={train.sink_size} starts a step before it knows them; set"
-            " sink_size=1"
+            f"{chosen} needs checkpoints to go back to; set checkpoint.interval, the steps between"
+            " them"
+        )
+    if train.on_outlier == "skip" and train.sink_size > 1:
+        raise ConfigError(
+            f"{chosen} decides by the steps before, train.sink_size={train.sink_size} starts a step"
+            " before it knows them; set sink_size=1"
         )
 
 

@@ -147,11 +147,10 @@ def _check_deepspeed(config: ResolvedRun) -> None:
             f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs"
             " zero_stage=3; change one of them"
         )
-    if train.skip_outliers:
+    if train.on_outlier != "warn":
         raise ConfigError(
-            "train.skip_outliers=true: DeepSpeed reports the norm of a step only after it; leave"
-            " it out,"
-            " or set engine=native"
+            f"train.on_outlier={train.on_outlier}: DeepSpeed reports the norm of a step only after"
+            " it, and loads a checkpoint only at its start; leave it out, or set engine=native"
         )
     deepspeed_settings(config, read_deepspeed_file(config))
 

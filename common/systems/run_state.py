@@ -26,7 +26,9 @@ _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
         "skipped_in_a_row": _COUNT,
-        "losses?": list[float], "grad_norms?": list[float],
+        "losses?": list[float], "grad_norms?": list[float], "is_outlier?": bool,
+        "left_out?": list[list[_COUNT]], "rewinds?": _COUNT,
+        "rate_factor?": Annotated[float, Field(gt=0, le=1)],
     },
     "engine": {
         "optimizer_steps": _COUNT, "rng": dict[str, Any],

@@ -34,13 +34,16 @@ class Engine(ABC):
 
     steps_per_run: int
     """Preferred number of steps in a call of ``run``: 1, or the sink size of a graph that loops."""
+    rate_factor: float = 1.0
+    """Factor of the learning rate, lowered by rewinds."""
 
     @abstractmethod
     def begin(self, start: Start) -> TrainState:
         """Fill weights, optimizer and random generators; return the state to train from.
 
         They come from the checkpoint to resume. Without one, the weights are those of
-        ``start.weights`` or the initial ones, and no samples are read yet. Raises CheckpointError.
+        ``start.weights`` or the initial ones, and no samples are read yet. A run that goes back to
+        a checkpoint calls it again. Raises CheckpointError.
         """
 
     def identity(self) -> dict[str, Any]:

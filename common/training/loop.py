@@ -21,6 +21,7 @@ from common.log import LOG, progress_bar
 from common.parallel.resolved_run import TrainingRun
 from common.processes.heartbeat import beat
 from common.training.report import make_report
+from common.training.rewind import require_no_rewind
 from common.training.saving import Saver
 from common.training.state import TrainState
 from common.training.steps import Agreements, Run, Steps, ends_epoch
@@ -39,8 +40,9 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     ``seconds``, ``median_tokens_per_second``, ``samples_per_second_at_end`` (mean of the last 100
     steps) and ``best_validation_perplexity``.
     It returns earlier, after saving, where train.exit_interval or train.exit_minutes says so.
-    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after
-    ``train.max_skipped_steps`` skipped steps in a row.
+    Raises StopRequested after saving when a signal asked for a stop, RewindNeeded after an outlier
+    if train.on_outlier says so, and DivergedError after ``train.max_skipped_steps`` skipped steps
+    in a row.
     """
     config = run.config
     last_step = config.train.max_steps
@@ -79,6 +81,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
                 report.step(row)
                 saver.step(row)
+                require_no_rewind(config, state, row, has_saved=saver.saved_step is not None)
                 _check_divergence(config, state)
 
         while state.step < last_step and not stopping:
@@ -213,7 +216,7 @@ def _check_divergence(config: TrainingRun, state: TrainState) -> None:
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         raise DivergedError(
             f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite"
-            f" gradient{' or were outliers' if config.train.skip_outliers else ''}; lower"
+            f" gradient{' or were outliers' if config.train.on_outlier == 'skip' else ''}; lower"
             " optimizer.learning_rate, look at the data, or use precision=bf16 or float32"
             " (train.max_skipped_steps is the limit). Earlier checkpoints are whole"
         )

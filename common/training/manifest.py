@@ -79,6 +79,10 @@ class _State(_Checked):
     skipped_in_a_row: Count = 0
     losses: list[Finite] = []
     grad_norms: list[Finite] = []
+    is_outlier: bool = False
+    left_out: list[Span] = []
+    rewinds: Count = 0
+    rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @model_validator(mode="after")
     def _fits_together(self) -> _State:

@@ -20,6 +20,7 @@ from common.training.loop import train as train_loop
 from common.training.memory import record_memory
 from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow, Trace
+from common.training.rewind import RewindNeeded, checkpoint_before, go_back
 from common.training.start import Start, record_start, where_to_start
 from common.training.state import TrainState
 from common.training.steps import Run
@@ -27,7 +28,7 @@ from common.training.summary import announce, finish
 from common.training.trackers import Trackers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Session:
     """State that all ranks agree on before an engine is created. Rank 0 holds the run folder."""
 
@@ -54,9 +55,41 @@ class Session:
         config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
         state = engine.begin(self.start)
         state.sample_hash = state.sample_hash or self.data.fingerprint
+        engine.rate_factor = state.rate_factor
         self._require_equal_ranks(engine, state)
-        profile = ProfileWindow(config, state, trace, rank=self.world.rank)
         announce(config, self.data, device.name, self.start, state)
+        while True:
+            try:
+                summary = self._train_from(state, engine, device, trace)
+                break
+            except RewindNeeded as needed:
+                engine.finish()
+                self.start = self._start_before(needed.state)
+                state = engine.begin(self.start)
+                go_back(config, state, needed.state)
+                engine.rate_factor = state.rate_factor
+        record_memory(
+            folder,
+            self.world,
+            device,
+            state_bytes=engine.state_bytes(),
+            resident_at_start=self.resident_at_start,
+        )
+        if is_first:
+            finish(config, state, summary, peak_memory=device.peak_memory())
+
+    def _start_before(self, state: TrainState) -> Start:
+        """Return the checkpoint to go back to after an outlier, the same on every rank."""
+        folder = Path(self.config.output_dir) / "checkpoints"
+        step = state.step - self.config.train.rewind_batches
+        return Start(resume=self.world.decide_on_rank_0(lambda: checkpoint_before(folder, step)))
+
+    def _train_from(
+        self, state: TrainState, engine: Engine, device: Device, trace: Trace
+    ) -> dict[str, Any]:
+        """Train from ``state``, which the engine holds. Raises the errors of ``loop.train``."""
+        config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
+        profile = ProfileWindow(config, state, trace, rank=self.world.rank)
         if is_first:
             record_start(config, self.start)
         with (
@@ -98,16 +131,7 @@ class Session:
                 max_over_ranks=self.world.all_reduce_max,
                 start_max=self.world.start_max,
             )
-            summary = train_loop(run, state)
-        record_memory(
-            folder,
-            self.world,
-            device,
-            state_bytes=engine.state_bytes(),
-            resident_at_start=self.resident_at_start,
-        )
-        if is_first:
-            finish(config, state, summary, peak_memory=device.peak_memory())
+            return train_loop(run, state)
 
     def _require_equal_ranks(self, engine: Engine, state: TrainState) -> None:
         """Raise ConfigError if ranks differ in values that must be equal before the first step.

@@ -31,6 +31,7 @@ from common.training.checkpoint_reader import holds_integers
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
 from common.training.foreign import is_foreign, manifest_of
+from common.training.rewind import checkpoint_before, in_spike
 from common.training.snapshot import OPTIMIZER_FILE
 from common.whole_numbers import whole_number
 
@@ -96,6 +97,8 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
             " begin with its weights"
         )
     resume = _checkpoint_to_resume(_wish(config), folder)
+    if resume is not None and resume.parent == folder / "checkpoints":
+        resume = _prefer_healthy(resume, config)
     init_from = config.checkpoint.init_from
     if resume is not None and _holds_weights_alone(resume, config):
         LOG.warning(
@@ -135,6 +138,24 @@ def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> 
         f" give the weights they were made from ({source}), or convert them to float32: python"
         f" tools/convert_weight.py --to torch_gpt2 --input {path} --output FOLDER"
     )
+
+
+def _prefer_healthy(checkpoint: Path, config: ResolvedRun) -> Path:
+    """Return an older checkpoint where the last update of this one was an outlier, if rewinds are
+    allowed; else the same one, with a warning.
+    """
+    if not in_spike(checkpoint):
+        return checkpoint
+    step = step_of(checkpoint.name)
+    older = checkpoint_before(checkpoint.parent, step)
+    if step_of(older.name) >= step or in_spike(older):
+        return checkpoint
+    text = f"{checkpoint}: its last update was an outlier"
+    if config.train.on_outlier == "rewind":
+        LOG.warning(f"{text}; {older} is resumed instead (train.on_outlier=rewind)")
+        return older
+    LOG.warning(f"{text}; if the loss does not recover, set checkpoint.resume={older}")
+    return checkpoint
 
 
 def _wish(config: ResolvedRun) -> str:
@@ -284,7 +305,7 @@ def _log_changes(manifest: dict[str, Any], config: ResolvedRun, data: TrainingDa
     silent = {"predict", "evaluation", "serve", "logging", "profile", "checkpoint"}
     decisive = (
         {"logging.outlier_deviations", "logging.outlier_window"}
-        if config.train.skip_outliers
+        if config.train.on_outlier != "warn"
         else set()
     )
     for key, value in now.items():

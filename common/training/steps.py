@@ -100,17 +100,17 @@ class Steps:
         results = run.engine.run(
             self._batches,
             count,
-            limits_of(state, config.logging) if config.train.skip_outliers else NO_LIMITS,
+            limits_of(state, config.logging) if config.train.on_outlier == "skip" else NO_LIMITS,
         )
         self._asked += count
         if self.under_way > len(results):
-            if config.train.skip_outliers and not self._told:
+            if config.train.on_outlier == "skip" and not self._told:
                 LOG.info(
-                    "train.skip_outliers=true: every step waits for the results of the one before,"
+                    "train.on_outlier=skip: every step waits for the results of the one before,"
                     " from which its limits follow"
                 )
                 self._told = True
-            if wait or count == distance or config.train.skip_outliers:
+            if wait or count == distance or config.train.on_outlier == "skip":
                 results += run.engine.finish()
         yield from self._rows(results)
 
@@ -130,16 +130,17 @@ class Steps:
         speed = samples / seconds
         memory = run.peak_memory()
         read = [self._batches.read.popleft() for _ in results]
-        waited = sum(wait for _, wait in read) / len(results)
-        for result, (sample_hash, _) in zip(results, read, strict=True):
+        waited = sum(batch.waited for batch in read) / len(results)
+        for result, batch in zip(results, read, strict=True):
             state.step += 1
-            state.consumed_samples += samples
-            state.sample_hash = sample_hash
+            state.consumed_samples = batch.consumed_samples
+            state.sample_hash = batch.sample_hash
             state.skipped_steps += result.skipped
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped else 0
             outlier = record_outlier(
                 state, config.logging, result.loss, result.grad_norm, skipped=result.skipped
             )
+            state.is_outlier = outlier and not result.skipped
             yield {
                 "step": state.step,
                 "loss": result.loss,
@@ -158,11 +159,20 @@ class Steps:
                 "peak_memory": memory,
                 "loss_scale": result.loss_scale,
                 "consumed_samples": state.consumed_samples,
-                "sample_hash": sample_hash,
+                "sample_hash": batch.sample_hash,
                 "skipped": result.skipped,
                 "outlier": outlier,
                 "skipped_steps": state.skipped_steps,
             }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """Batch that was read: the state of the run after it, and the seconds of waiting."""
+
+    consumed_samples: int
+    sample_hash: str
+    waited: float
 
 
 class _WatchedBatches:
@@ -171,8 +181,8 @@ class _WatchedBatches:
     def __init__(self, batches: Iterator[Batch], step: int) -> None:
         self._batches = batches
         self._step = step
-        self.read: deque[tuple[str, float]] = deque()
-        """Hashes of the batches whose results are not known, and the seconds of waiting."""
+        self.read: deque[_Read] = deque()
+        """Batches whose results are not known."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -183,7 +193,13 @@ class _WatchedBatches:
         beat(self._step, "reading data")
         batch = next(self._batches)
         beat(self._step, "computing")
-        self.read.append((batch.sample_hash, time.perf_counter() - start))
+        self.read.append(
+            _Read(
+                consumed_samples=batch.consumed_samples,
+                sample_hash=batch.sample_hash,
+                waited=time.perf_counter() - start,
+            )
+        )
         return batch
 
 

@@ -108,7 +108,7 @@ class SemiAutoEngine(BaseEngine):
 
     def _train_step(self, tokens: Tokens) -> QueuedStep:
         self.step += 1
-        rate = learning_rate(self.config.optimizer, self.step)
+        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
         ops.assign(self._step.rate, Tensor(rate, ms.float32))
         self._step.set_train()
         return (rate, *self._step(*inputs_and_targets(tokens)))

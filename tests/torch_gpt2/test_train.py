@@ -153,7 +153,7 @@ def test_ten_and_ten_equal_twenty_with_skipped_outliers(
     # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which
     # the second half starts
     settings = {"tensorboard": False, "plot": False, "outlier_deviations": 0.5, "outlier_window": 8}
-    train_settings = {"micro_batch_size": 2, "global_batch_size": 4, "skip_outliers": True}
+    train_settings = {"micro_batch_size": 2, "global_batch_size": 4, "on_outlier": "skip"}
     whole = start("whole", logging=settings, train=train_settings | {"max_steps": 20})
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if "loss" in row]
     skipped = [row["step"] for row in rows if row["skipped"]]

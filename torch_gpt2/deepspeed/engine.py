@@ -186,7 +186,7 @@ class DeepSpeedEngine(BaseEngine):
     def _train_step(self, tokens: Tokens) -> StepResult:
         self.step += 1
         scale = self.loss_scale.value
-        rate = learning_rate(self.config.optimizer, self.step)
+        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
         loss, norm = self._update(tokens, rate, scale)
         # -1 is how some of DeepSpeed's optimizers say that it is not
         finite = math.isfinite(norm) and norm >= 0

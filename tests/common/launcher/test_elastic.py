@@ -55,7 +55,7 @@ def test_fewer_hosts_keep_the_global_batch_by_accumulation() -> None:
     full = choice.share((0, 1, 2, 3))
     assert full is not None and full.overrides == ()
     assert full.config.train.global_batch_size == 16
-    # 16 samples are no multiple of 3 hosts x 2 ranks x 2 samples, so one of three is a spare
+    # 16 samples do not divide by 3 hosts x 2 ranks x 2 samples, so one of three is a spare
     assert choice.choose([0, 2, 3]) == (0, 2)
     two = choice.share((0, 2))
     assert two is not None

@@ -88,11 +88,11 @@ def test_derived_values_are_filled_in() -> None:
         ({"profile__stop": 3}, "profile.stop=3 needs profile.start"),
         ({"profile": {"start": 5, "stop": 3}}, "profile.stop=3 is before profile.start=5"),
         ({"profile__memory": True}, "profile.memory=true needs profile.start"),
-        ({"train__skip_outliers": True}, "set logging.outlier_deviations=6"),
+        ({"train__on_outlier": "skip"}, "set logging.outlier_deviations=6"),
         (
             {
                 "backend": "mindspore",
-                "train__skip_outliers": True,
+                "train__on_outlier": "skip",
                 "train__sink_size": 4,
                 "logging__outlier_deviations": 6.0,
             },

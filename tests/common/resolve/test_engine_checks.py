@@ -247,8 +247,8 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             ("train.compile=true with parallel.zero_stage=3",),
         ),
         (
-            {"train__skip_outliers": True, "logging__outlier_deviations": 6.0},
-            ("train.skip_outliers=true: DeepSpeed",),
+            {"train__on_outlier": "skip", "logging__outlier_deviations": 6.0},
+            ("train.on_outlier=skip: DeepSpeed",),
         ),
         ({"backend": "mindspore"}, ("engine=deepspeed is for backend torch, not mindspore",)),
         (

@@ -246,9 +246,7 @@ def test_results_that_come_late_make_the_same_run(tmp_path: Path, steps_per_run:
 def test_limits_wait_for_the_step_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     window = {"outlier_deviations": 2.0, "outlier_window": 8}
     limits = [
-        run_loop(
-            tmp_path / kind.__name__, 1, kind, logging=window, train__skip_outliers=True
-        ).limits
+        run_loop(tmp_path / kind.__name__, 1, kind, logging=window, train__on_outlier="skip").limits
         for kind in (FakeEngine, LateEngine)
     ]
     assert limits[0] == limits[1] and limits[0][-1] != NO_LIMITS
@@ -280,7 +278,7 @@ def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_pat
     """Losses 1, 1/2, 1/3, ...: the limits of step 5 come from the first four."""
     window = {"outlier_deviations": 2.0, "outlier_window": 8}
     assert set(run_loop(tmp_path / "warn", 1, logging=window).limits) == {NO_LIMITS}
-    limits = run_loop(tmp_path / "skip", 1, logging=window, train__skip_outliers=True).limits
+    limits = run_loop(tmp_path / "skip", 1, logging=window, train__on_outlier="skip").limits
     first = np.array([1, 1 / 2, 1 / 3, 1 / 4])
     assert limits[:4] == [NO_LIMITS] * 4
     assert limits[4].loss == pytest.approx(first.mean() + 2 * first.std(ddof=1), rel=1e-6)

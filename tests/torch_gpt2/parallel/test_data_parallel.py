@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **PLAIN,
     },
     "outliers skipped": {
-        "train__skip_outliers": True,
+        "train__on_outlier": "skip",
         "logging__outlier_deviations": 0.3,
         "logging__outlier_window": 8,
         **PLAIN,
