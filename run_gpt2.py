@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
             show_config(arguments)
         elif arguments.run_mode == "plan":
             plan(arguments, environ)
+        elif arguments.certify is not None:
+            return certify(arguments, environ)
         else:
             run(arguments, job, environ)
     except (GPT2Error, OSError) as error:  # OSError: a disk that is full or gone
@@ -73,6 +75,34 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     accept_models_of_checkpoints()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
     sys.stdout.write(plan_text(Path(arguments.config), arguments.overrides, environ, **options))
+
+
+def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Train the first steps twice and compare them. Returns the exit code. Raises ConfigError."""
+    import subprocess
+
+    from common.cluster.environment import find_process
+    from common.config.load import load_config
+    from common.errors import ConfigError
+    from common.inference.from_checkpoint import accept_models_of_checkpoints
+    from common.study.certificate import certify as certify_run
+    from common.systems.config import accept_foreign_configs
+
+    raise_interrupts()
+    accept_foreign_configs()
+    accept_models_of_checkpoints()
+    if find_process(environ).world_size > 1:
+        raise ConfigError(
+            "--certify starts the run twice, so give it to scripts/run_distribute.sh, which starts"
+            " all ranks"
+        )
+    words = ["--config", arguments.config, "--run_mode", arguments.run_mode, *arguments.overrides]
+    command = [sys.executable, str(Path(__file__).resolve()), *words]
+    return certify_run(
+        load_config(Path(arguments.config), arguments.overrides),
+        arguments.certify,
+        lambda more: subprocess.run([*command, *more], check=False).returncode,  # noqa: S603
+    )
 
 
 def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> None:

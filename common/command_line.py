@@ -73,6 +73,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "section.key=value",
         "help": "same as section.key=value without -o; may be repeated",
     },
+    "certify": {
+        "type": int,
+        "metavar": "N",
+        "help": "train the first N steps twice in processes of their own, compare them bit for bit,"
+        " and write certificate.json into output_dir",
+    },
     "all_ranks": {"action": "store_true", "help": "plan lists every rank, of more than 64 too"},
     "accelerator": {
         "metavar": "NAME",
@@ -132,6 +138,10 @@ def parse_arguments(
     for name in ("all_ranks", "accelerator", "devices"):
         if getattr(arguments, name) and arguments.run_mode != "plan":
             parser.error(f"--{name} is for --run_mode plan, not {arguments.run_mode}; leave it out")
+    if arguments.certify is not None and (
+        arguments.certify < 1 or arguments.run_mode not in ("train", "finetune")
+    ):
+        parser.error("--certify N is for --run_mode train and finetune, with N of 1 or more")
     if arguments.devices is not None and arguments.accelerator is None:
         parser.error("--devices needs to know of what kind they are; add --accelerator NAME")
     return arguments

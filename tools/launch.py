@@ -28,6 +28,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,12 +41,20 @@ if __name__ == "__main__":
 import run_gpt2
 from common import whole_numbers
 from common.command_line import RUN_MODES
-from common.errors import GPT2Error
+from common.config.load import load_config
+from common.errors import ConfigError, GPT2Error
 from common.inference.from_checkpoint import accept_models_of_checkpoints
+from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import distribute, standalone
-from common.launcher.request import parse_distribute, parse_standalone
+from common.launcher.request import (
+    LaunchRequest,
+    is_asked,
+    parse_distribute,
+    parse_standalone,
+)
 from common.launcher.terminal import open_standard_streams, tell
+from common.study.certificate import certify
 from common.systems.config import accept_foreign_configs
 
 _ABOUT_STANDALONE = """Start one process on one device and wait for it, from any folder.
@@ -86,6 +95,13 @@ def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="times to start all ranks again after a failure, from the newest complete checkpoint"
         " (default: runtime.max_restarts of the config, 0)",
+    )
+    parser.add_argument(
+        "--certify",
+        type=whole_numbers.argument(1),
+        metavar="N",
+        help="train the first N steps twice, compare them bit for bit, and write certificate.json"
+        " into output_dir",
     )
     # what happens anyway; scripts may still give it
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
@@ -178,11 +194,31 @@ def launch(kind: str, words: list[str]) -> int:
     argv = (kind, *words)
     accept_foreign_configs()
     accept_models_of_checkpoints()
-    if kind == "standalone":
-        return standalone(
-            parse_standalone(positional, RUN_MODES, argv=argv, **arguments), run_gpt2.main
+    request = (parse_standalone if kind == "standalone" else parse_distribute)(
+        positional, RUN_MODES, argv=argv, **arguments
+    )
+    return _start(kind, request) if request.certify is None else _certify(kind, request)
+
+
+def _start(kind: str, request: LaunchRequest) -> int:
+    return standalone(request, run_gpt2.main) if kind == "standalone" else distribute(request)
+
+
+def _certify(kind: str, request: LaunchRequest) -> int:
+    """Start the run twice and compare the two. Raises ConfigError."""
+    several = request.hosts or request.node_ips or request.rank_size or (request.nnodes or 1) > 1
+    if request.mode not in RESTARTABLE or several or is_asked("DETACH") or is_asked("DRY_RUN"):
+        raise ConfigError(
+            "--certify is for the modes train and finetune on one host, without DETACH and DRY_RUN;"
+            " leave it out"
         )
-    return distribute(parse_distribute(positional, RUN_MODES, argv=argv, **arguments))
+    steps = request.certify or 1
+    plain = replace(request, certify=None)
+    return certify(
+        load_config(request.config, request.overrides),
+        steps,
+        lambda more: _start(kind, replace(plain, overrides=(*request.overrides, *more))),
+    )
 
 
 def _discard_output() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.cluster.rank_environment import FOREIGN
 from common.launcher.rank_logs import set_aside
 from common.launcher.supervisor import Job, Outcome, run_attempt
 from common.launcher.terminal import tell
@@ -43,6 +45,8 @@ def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
     history: list[Outcome] = []
     number = 0
     while (attempt := prepare(number)) is not None:
+        for name in FOREIGN:
+            os.environ.pop(name, None)
         number = max(number, attempt.number)
         failures = [outcome for outcome in history if outcome.failure]
         job = attempt.job

@@ -39,7 +39,7 @@ from common.launcher.host_list import HostCommand, divide, host_command, parse_h
 from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
-from common.launcher.supervisor import Job, supervise
+from common.launcher.supervisor import Job
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import describe_cluster
@@ -86,11 +86,12 @@ def distribute(request: LaunchRequest) -> int:
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
     maker = JobMaker(request=request, table=table, port=port)
-    if not starts or is_asked("DETACH"):
-        if not starts:
-            _say(f"# {ranks_here(places)}\n")
-        return _run(maker.make(config, places, starts=starts), request)
+    if not starts:
+        _say(f"# {ranks_here(places)}\n")
+        return _run(maker.make(config, places, starts=False), request)
     _refuse_second_run(config, request.mode, first_host=places.own[0].rank == 0)
+    if is_asked("DETACH"):
+        return _run(maker.make(config, places), request)
     meets = len(places.hosts) > 1 and (_max_restarts(request, config) or config.runtime.min_nodes)
     if meets and request.mode in RESTARTABLE:
         return _supervise(partial(maker.meet, choice, places), request, config)
@@ -283,7 +284,9 @@ def _run(job: Job, request: LaunchRequest) -> int:
             _say(f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}\n")
             _say(shell_text(child.environment, child.command))
         return 0
-    return _detach(job.log_folder, request) if is_asked("DETACH") else supervise(job)
+    if is_asked("DETACH"):
+        return _detach(job.log_folder, request)
+    return run_attempts(lambda number: Attempt(job=job), most=0, folder=job.log_folder)
 
 
 def _detach(folder: Path, request: LaunchRequest) -> int:

@@ -44,6 +44,7 @@ class LaunchRequest:
     log_dir: Path | None = None
     quiet: bool = False
     max_restarts: int | None = None
+    certify: int | None = None
     no_pinning: bool = False
     master: str | None = None
     nnodes: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
-from common.cluster.rank_environment import FOREIGN, make_rendezvous, rank_command
+from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
 from common.config.load import load_config
@@ -131,8 +130,6 @@ def start_ranks(
     config = resolve_mode(
         load_config(config_path, overrides), run_mode, world_size=places.world_size
     )
-    for name in FOREIGN:
-        os.environ.pop(name, None)
     addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
     most = config.runtime.max_restarts if run_mode in RESTARTABLE else 0
 

@@ -20,8 +20,8 @@ import pytest
 
 from common.cluster import hccn
 from common.config.load import load_config
-from common.launcher import launch as launching
-from common.launcher.supervisor import Job
+from common.launcher import attempts, launch as launching
+from common.launcher.supervisor import Job, Outcome
 from common.run_folder import owned_folder
 from tests.cluster_tables import write_tutorial_table
 from tests.run_scripts import clean_environment
@@ -35,7 +35,12 @@ CONFIG = str(ROOT / "configs/gpt2/run_gpt2_124m.yaml")
 def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     """The jobs that would have run; each ends with exit code 7."""
     found: list[Job] = []
-    monkeypatch.setattr(launching, "supervise", lambda job: (found.append(job), 7)[1])
+
+    def run_attempt(job: Job) -> Outcome:
+        found.append(job)
+        return Outcome(code=7, failure="rank 0 failed")
+
+    monkeypatch.setattr(attempts, "run_attempt", run_attempt)
     monkeypatch.chdir(tmp_path)
     for name in (
         "DRY_RUN",

@@ -159,10 +159,10 @@ def test_all_hosts_meet_and_count_attempts_as_host_0_does() -> None:
 def test_a_meeting_goes_without_a_missing_host_after_the_limit_or_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("common.launcher.meeting._PATIENCE", 8.0)
-    found = meet_in_threads(free_port(), [0, 2], 1.5, 2)
+    monkeypatch.setattr("common.launcher.meeting._PATIENCE", 3.0)
+    found = meet_in_threads(free_port(), [0, 2], 0.8, 2)
     assert found == dict.fromkeys((0, 2), Meeting(hosts=(0, 2), attempt=4))
-    found = meet_in_threads(free_port(), [0, 2], 1.5, 3)
+    found = meet_in_threads(free_port(), [0, 2], 0.8, 3)
     assert "host 127.0.0.2 (rank 1) did not come" in found[0]
     assert "has not answered" in found[2]
 
