@@ -58,7 +58,7 @@ def _is_broken(config: TrainingRun, row: Mapping[str, Any]) -> bool:
 
 
 def checkpoint_before(folder: Path, step: int) -> Path:
-    """Return the newest checkpoint up to ``step`` whose last update was no outlier.
+    """Return the newest checkpoint up to ``step`` whose last update was not an outlier.
 
     If there is none, the oldest one. Raises CheckpointError if there is no checkpoint at all.
     """
