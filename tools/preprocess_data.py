@@ -9,6 +9,8 @@
         PREFIX_{0 ... 99}.txt of ids, as GPT2-Chinese reads; --input-format ids reads them
     ... --format mindrecord --seq-length 1024 [--num-splits N]
         PREFIX_{key}_document.mindrecord[0 ... N-1], each with its .db
+    ... --input crawl/ --json-keys content
+        a folder of *.parquet, or one of datasets' save_to_disk, by a column of text
     ... --shard 2/8
         the second of eight parts, as PREFIX.shard-00002-of-00008_{key}_document
 
@@ -148,8 +150,13 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="FILE",
-        help="corpora: .txt, .jsonl, .json (array), each also .gz; with --input-format ids also a"
-        " folder",
+        help="corpora: .txt, .jsonl, .json (array), each also .gz; .parquet, .arrow, a folder of"
+        " *.parquet or of datasets' save_to_disk; with --input-format ids also a folder",
+    )
+    group.add_argument(
+        "--dataset-split",
+        metavar="NAME",
+        help="split to read of a folder that datasets saved with several, such as train",
     )
     group.add_argument(
         "--input-format",
@@ -176,7 +183,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of a JSON object to extract, one output each (default: text)",
+        help="keys of a JSON object, or columns of a table, to extract, one output each (default:"
+        " text)",
     )
     group.add_argument(
         "--documents",
@@ -373,6 +381,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         format=args.format if args.format in ("fleetx", "pieces") else "indexed",
         pieces=args.num_pieces or DEFAULT_PIECES,
         input_format=CorpusFormat(args.input_format) if args.input_format else None,
+        dataset_split=args.dataset_split,
         documents=DocumentRule(args.documents),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,

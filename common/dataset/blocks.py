@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.dataset.corpus import Corpus, CorpusFormat
+from common.dataset.corpus import TABLES, Corpus, CorpusFormat
 from common.dataset.json_array import JsonArrayReader
 from common.dataset.limits import DOCUMENT_BYTES, check_words
+from common.dataset.shards import Share
+from common.dataset.tables import read_table
 from common.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -50,8 +52,8 @@ class DocumentRule(enum.Enum):
 class Block:
     """Whole documents of one file.
 
-    data: bytes of a text or of JSON Lines. For an array it is a tuple of texts per item, in the
-    order of the keys.
+    data: bytes of a text or of JSON Lines. For an array or a table it is a tuple of texts per
+    item, in the order of the keys.
     first_line (from 1) and offset (bytes of uncompressed text): place where data starts.
     read_bytes: bytes taken from disk for it.
     """
@@ -76,14 +78,34 @@ def read_blocks(
     block_bytes: int = BLOCK_BYTES,
     document_bytes: int = DOCUMENT_BYTES,
     end_id: int | None = None,
+    share: Share | None = None,
 ) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes``, or of one larger document.
 
     With the rule ``file`` a block is always the whole file. end_id: id that ends each document in a
-    file of ids.
-    Raises DataError for a broken array, a broken gzip stream, and a document above
+    file of ids. share: rows of a table to read; other formats are always read whole.
+    Raises DataError for a broken array, gzip stream or table, and a document above
     ``document_bytes``. Raises MissingKeyError for an item without its key.
     """
+    if corpus.format in TABLES:
+        for found in read_table(
+            corpus.path,
+            corpus.size,
+            keys,
+            block_bytes=block_bytes,
+            document_bytes=document_bytes,
+            share=share,
+        ):
+            yield Block(
+                path=corpus.path,
+                format=corpus.format,
+                rule=rule,
+                data=found.texts,
+                first_line=1,
+                offset=0,
+                read_bytes=found.read_bytes,
+            )
+        return
     with corpus.open() as (file, raw):
         pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
         if corpus.format is CorpusFormat.ARRAY:

@@ -1,5 +1,5 @@
-"""Kind of a corpus file, decided by its content: plain text, JSON Lines or a JSON array,
-each also gzipped.
+"""Kind of a corpus file, decided by its content: plain text, JSON Lines or a JSON array, each also
+gzipped; parquet or Arrow.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from common.dataset.encodings import Recoded
+from common.dataset.tables import (
+    ARROW_FILE_MAGIC,
+    ARROW_STREAM_MAGIC,
+    PARQUET_MAGIC,
+    require_pyarrow,
+)
 from common.errors import DataError
 from common.files import open_input, reading
 from common.paths import looked_in
@@ -32,13 +38,24 @@ class CorpusFormat(enum.Enum):
     JSONL = "jsonl"
     ARRAY = "array"
     IDS = "ids"
+    PARQUET = "parquet"
+    ARROW = "arrow"
 
 
+TABLES = (CorpusFormat.PARQUET, CorpusFormat.ARROW)
+"""Formats of columns, which pyarrow reads."""
+_MAGICS = {
+    PARQUET_MAGIC: CorpusFormat.PARQUET,
+    ARROW_FILE_MAGIC: CorpusFormat.ARROW,
+    ARROW_STREAM_MAGIC: CorpusFormat.ARROW,
+}
 _WORDS = {
     CorpusFormat.TEXT: "plain text",
     CorpusFormat.JSONL: "JSON Lines (one object per line)",
     CorpusFormat.ARRAY: "a JSON array",
     CorpusFormat.IDS: "ids",
+    CorpusFormat.PARQUET: "parquet",
+    CorpusFormat.ARROW: "Arrow",
 }
 
 
@@ -76,7 +93,7 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     forced: format to use without detection. encoding: of the text, as
     ``encodings.checked_encoding`` names it.
     Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list
-    of texts.
+    of texts. Raises ConfigError for parquet and Arrow without pyarrow.
     """
     path = Path(path)
     with reading(path, DataError):
@@ -90,6 +107,11 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
         gzipped = raw.read(2) == _GZIP_MAGIC
         raw.seek(0)
         head = (gzip.GzipFile(fileobj=raw) if gzipped else raw).read(_HEAD_BYTES)
+    table = _table_format(path, head, gzipped, forced, encoding)
+    if table is not None:
+        require_pyarrow(path)
+        _log.info("%s: read as %s (by content)", path, _WORDS[table])
+        return Corpus(path=path, format=table, size=path.stat().st_size, gzipped=False)
     complete = len(head) < _HEAD_BYTES
     if complete and not head.strip() and forced is not CorpusFormat.IDS:
         raise DataError(f"{path}: is empty; a corpus needs text")
@@ -117,6 +139,33 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     return Corpus(
         path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped, encoding=encoding
     )
+
+
+def _table_format(
+    path: Path, head: bytes, gzipped: bool, forced: CorpusFormat | None, encoding: str
+) -> CorpusFormat | None:
+    """Return the format of a file of columns, None for others.
+
+    Raises DataError where an option or gzip does not go together with it.
+    """
+    found = next((kind for magic, kind in _MAGICS.items() if head.startswith(magic)), None)
+    if forced in TABLES and found is not forced:
+        raise DataError(
+            f"{path}: does not begin as {_WORDS[forced]} does, which --input-format asks for; leave"
+            " the option out, or copy the file again"
+        )
+    if found is None or forced not in (None, found):
+        return None
+    if gzipped:
+        raise DataError(
+            f"{path}: is gzipped {_WORDS[found]}, which is compressed inside; unpack it with gunzip"
+        )
+    if encoding != UTF_8:
+        raise DataError(
+            f"{path}: is {_WORDS[found]}, whose text is always UTF-8; leave --encoding {encoding}"
+            " out, and preprocess files of that encoding in a run of their own"
+        )
+    return found
 
 
 def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFormat:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
-from common.dataset.corpus import Corpus, CorpusFormat, open_corpus
+from common.dataset.corpus import TABLES, Corpus, CorpusFormat, open_corpus
 from common.dataset.encode import EncodingRules
 from common.dataset.fleetx import IDS, INDEX, FleetXWriter, fleetx_dtype
 from common.dataset.id_files import PiecesWriter, numbered_files
 from common.dataset.indexed import token_dtype
 from common.dataset.indexed_writer import IndexedWriter
+from common.dataset.input_folders import files_of
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import (
     METADATA_EXTENSION,
@@ -31,7 +32,8 @@ from common.dataset.metadata import (
     read_metadata,
     write_metadata,
 )
-from common.dataset.shards import Shard
+from common.dataset.shards import Shard, Share
+from common.dataset.tables import check_table
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, encode_blocks
 from common.errors import ConfigError, DataError
@@ -45,10 +47,11 @@ _log = logging.getLogger(__name__)
 class PreprocessOptions:
     """Settings of a preprocessing run.
 
-    inputs: files in reading order. output_prefix: its folder is created if absent; existing outputs
-    are replaced.
-    json_keys: one output for each. A corpus without keys (text, an array of strings) has the one
-    key ``text``.
+    inputs: files and folders of tables in reading order. output_prefix: its folder is created if
+    absent; existing outputs are replaced.
+    json_keys: one output for each; the columns of tables. A corpus without keys (text, an array of
+    strings) has the one key ``text``.
+    dataset_split: the one to read of a folder that has several.
     format: of the outputs: a .bin/.idx pair, FleetX's files, or GPT2-Chinese's with ``pieces``
     files.
     min_length: characters that a document must exceed. encoding: of the inputs. append_eod: put the
@@ -64,6 +67,7 @@ class PreprocessOptions:
     tokenizer: TokenizerChoice
     json_keys: tuple[str, ...] = ("text",)
     input_format: CorpusFormat | None = None
+    dataset_split: str | None = None
     documents: DocumentRule = DocumentRule.BLANK_LINE
     encoding: str = "utf-8"
     min_length: int = 0
@@ -151,6 +155,9 @@ def preprocess(
     started = time.monotonic()
     corpora = _open(options)
     keys = _keys(options.json_keys, corpora)
+    for corpus, _ in _in_reach(corpora, options.shard):
+        if corpus.format in TABLES:
+            check_table(corpus.path, keys)
     if options.format == "pieces" and len(keys) > 1:
         raise ConfigError(
             f"--json-keys {' '.join(keys)}: pieces have one key; run once for each, with another"
@@ -235,6 +242,7 @@ def _open(options: PreprocessOptions) -> list[Corpus]:
     inputs = list(options.inputs)
     if options.input_format is CorpusFormat.IDS:
         inputs = [file for path in inputs for file in numbered_files(path)]
+    inputs = files_of(inputs, options.dataset_split)
     if not inputs:
         raise DataError("no input files; name at least one with --input")
     return [open_corpus(path, options.input_format, options.encoding) for path in inputs]
@@ -279,18 +287,31 @@ def _blocks(
 ) -> Iterator[Block]:
     shard, total = options.shard, sum(corpus.size for corpus in corpora)
     block_bytes = shard.block_bytes(total, options.block_bytes) if shard else options.block_bytes
-    at = 0
+    for corpus, before in _in_reach(corpora, shard):
+        share = Share(shard=shard, before=before, total=total) if shard else None
+        blocks = read_blocks(
+            corpus, options.documents, keys, block_bytes, options.document_bytes, end_id, share
+        )
+        if share is None or corpus.format in TABLES:
+            yield from blocks
+            continue
+        at = 0
+        for block in blocks:
+            side = share.side_of(at)
+            if side > 0:
+                return
+            if side == 0:
+                yield block
+            at += block.read_bytes
+
+
+def _in_reach(corpora: list[Corpus], shard: Shard | None) -> Iterator[tuple[Corpus, int]]:
+    """Yield the files that can hold something of a shard, each with the bytes before it."""
+    total, at = sum(corpus.size for corpus in corpora), 0
     for corpus in corpora:
         end = at + corpus.size
         if shard is None or shard.part_of(at, total) <= shard.number <= shard.part_of(end, total):
-            for block in read_blocks(
-                corpus, options.documents, keys, block_bytes, options.document_bytes, end_id
-            ):
-                if shard is None or shard.part_of(at, total) == shard.number:
-                    yield block
-                elif shard.part_of(at, total) > shard.number:
-                    return
-                at += block.read_bytes
+            yield corpus, at
         at = end
 
 

@@ -82,6 +82,25 @@ def test_the_formats_give_equal_pairs(tmp_path, gpt2_vocab_files) -> None:
     assert pairs[0] == pairs[1] == pairs[2]
 
 
+def test_a_split_that_datasets_saved_by_two_workers(tmp_path, gpt2_vocab_files) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra parquet)")
+    folder = ROOT / "tests" / "common" / "dataset" / "data" / "splits"
+    texts = ["the last row", "Hello world"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pairs = []
+    for name, words in {
+        "a": ["a.jsonl"],
+        "b": [folder, "--dataset-split", "test", "--workers", 2],
+    }.items():
+        options = ("--output-prefix", name, "--log-interval", 1)
+        done = run(gpt2_vocab_files, "--input", *words, *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "processed 2 documents, 100 %" in done.stderr
+        pairs.append((tmp_path / f"{name}_text_document.bin").read_bytes())
+    assert pairs[0] == pairs[1]
+    assert "test/data-00000-of-00001.arrow: read as Arrow (by content)" in done.stderr
+
+
 def test_megatrons_older_names_are_aliases(tmp_path, gpt2_vocab_files) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "Hello world"}\n')
     vocab, merges = map(str, gpt2_vocab_files)
