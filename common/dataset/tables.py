@@ -292,10 +292,12 @@ def _arrow_stream(path: Path) -> Iterator[tuple[Any, _Groups]]:
         with pa.ipc.open_stream(source) as stream:
 
             def groups(size: int, keys: tuple[str, ...], block_bytes: int) -> Iterator[_Group]:
-                first, start = 0, source.tell()
+                first = start = 0  # the schema counts to the first rows, the end to the last
                 for batch in stream:
-                    yield _group(batch, first, start, source.tell())
-                    first, start = first + batch.num_rows, source.tell()
+                    at = source.tell()
+                    stop = size if size - at <= len(_END_OF_STREAM) else at
+                    yield _group(batch, first, start, stop)
+                    first, start = first + batch.num_rows, stop
 
             yield stream.schema, groups
 
