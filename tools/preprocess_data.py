@@ -13,6 +13,8 @@
         a folder of *.parquet, or one of datasets' save_to_disk, by a column of text
     ... --shard 2/8
         the second of eight parts, as PREFIX.shard-00002-of-00008_{key}_document
+    ... --engine ray --shards 64
+        all parts as tasks of a Ray cluster, merged; started again, it keeps finished parts
 
 Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by
 Ctrl-C and SIGTERM.
@@ -42,7 +44,7 @@ from common.dataset.corpus import CorpusFormat
 from common.dataset.encodings import checked_encoding
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
-from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
+from common.dataset.preprocess import PreprocessOptions, PreprocessResult, Progress, preprocess
 from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecord
 from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
@@ -79,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             sets, progress = preprocess_mindrecord(options, seq_length, shards, display)
             files = f"{'; '.join(_set(found, seq_length) for found in sets)}; {_counts(progress)}"
         else:
-            result = preprocess(options, display)
+            result = _preprocess(options, arguments.shards, display)
             endings = "_ids.npy/_idx.npz" if arguments.format == "fleetx" else ".bin/.idx"
             pairs = ", ".join(f"{prefix}{endings}" for prefix in result.prefixes)
             if arguments.format == "pieces":
@@ -100,6 +102,16 @@ def main(argv: list[str] | None = None) -> int:
     display.close()
     print(f"wrote {files}", file=sys.stderr)
     return 0
+
+
+def _preprocess(
+    options: PreprocessOptions, shards: int | None, display: _Display
+) -> PreprocessResult:
+    if shards is None:
+        return preprocess(options, display)
+    from common.dataset.ray_engine import preprocess_on_ray
+
+    return preprocess_on_ray(options, shards, display)
 
 
 def _set(found: RecordSet, seq_length: int) -> str:
@@ -294,6 +306,19 @@ def _parser() -> argparse.ArgumentParser:
         " array job; a part that is there already is kept",
     )
     group.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="local: this process and its --workers; ray: --shards tasks on the Ray cluster of"
+        " $RAY_ADDRESS or of this host, else on this host (default: local)",
+    )
+    group.add_argument(
+        "--shards",
+        type=int,
+        metavar="N",
+        help="with --engine ray: parts of the corpus, a few for each CPU of the cluster",
+    )
+    group.add_argument(
         "--workers",
         type=int,
         default=1,
@@ -352,6 +377,20 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             args.shard is not None and args.format != "indexed",
             f"--shard with --format {args.format}: only a .bin/.idx pair is merged; leave one of"
             " them out",
+        ),
+        (
+            (args.engine == "ray") != (args.shards is not None),
+            "--engine ray and --shards N belong together: give both or none",
+        ),
+        (
+            args.engine == "ray" and (args.format != "indexed" or args.shard is not None),
+            "--engine ray writes and merges the shards of a .bin/.idx pair; leave --shard and"
+            " --format out",
+        ),
+        (
+            args.engine == "ray" and args.workers != 1,
+            f"--workers {args.workers} with --engine ray: each shard is one process; leave"
+            " --workers out and give more --shards",
         ),
         (
             args.min_length < 0,

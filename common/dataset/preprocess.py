@@ -132,12 +132,13 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessResult:
-    """Result of a run. prefixes: of the pairs written, one per key, in the order of the keys.
+    """Result of a run. prefixes: of the pairs written, one per key, in the order of ``keys``.
 
     kept: whether they were there already, which is so for a finished shard.
     """
 
     prefixes: tuple[Path, ...]
+    keys: tuple[str, ...]
     kept: bool = False
     progress: Progress = field(default_factory=Progress)
 
@@ -179,7 +180,12 @@ def preprocess(
     )
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
     if options.shard is not None and (kept := _finished(options, tokenizer, corpora, keys)):
-        return PreprocessResult(prefixes=prefixes, kept=True, progress=kept)
+        return PreprocessResult(
+            prefixes=prefixes,
+            keys=keys,
+            kept=True,
+            progress=replace(kept, total_bytes=progress.total_bytes),
+        )
     empty, short = [0] * len(keys), [0] * len(keys)
     with ExitStack() as stack:
         writers = [_writer(options, prefix, tokenizer.vocab_size) for prefix in prefixes]
@@ -231,7 +237,7 @@ def preprocess(
             _metadata(options, tokenizer, corpora, writer, keys[n], empty[n]),
         )
     return PreprocessResult(
-        prefixes=prefixes, progress=replace(progress, seconds=time.monotonic() - started)
+        prefixes=prefixes, keys=keys, progress=replace(progress, seconds=time.monotonic() - started)
     )
 
 
