@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.cluster.pods import in_pod
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
@@ -541,6 +542,6 @@ def _table(environ: Mapping[str, str]) -> RankTable:
     path = Path(environ["RANK_TABLE_FILE"])
     return (
         wait_for_table(path, _number(environ, "HCCL_CONNECT_TIMEOUT", 1800))
-        if in_modelarts(environ)
+        if in_modelarts(environ) or in_pod(environ)
         else read_table(path)
     )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from common.cluster.rank_table import RankTable
+from common.cluster.rank_table import RankTable, Server
 from common.errors import ConfigError
 from common.processes.addresses import LOOPBACK, is_here
 from common.whole_numbers import MOST_RANKS, shortened, spans
@@ -130,7 +130,7 @@ def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
             rank=device.rank_id,
             device_id=device.device_id,
             local_rank=local[device.rank_id],
-            host=server.server_id,
+            host=server.address,
         )
         for server, device in table.places()
     )
@@ -154,20 +154,22 @@ def find_places(
     master: str | None = None,
     nodes: int | None = None,
     node_rank: int | None = None,
+    pod: Server | None = None,
 ) -> Placement:
     """Return the placement of a run from the arguments of ``run_distribute.sh``.
 
     numbers: devices of this machine, or with ``rank_size`` a range of global ranks. master, nodes,
     node_rank: for several hosts without a table, where every host runs equally many ranks. The last
-    two follow from ``numbers`` if these are ranks. master overrides the address in a table. Raises
-    ConfigError where two of these contradict each other.
+    two follow from ``numbers`` if these are ranks. master overrides the address in a table. pod:
+    server of the table that this pod is; its devices may be counted from 0, as its driver does.
+    Raises ConfigError where two of these contradict each other.
     """
     if table is not None and (nodes is not None or node_rank is not None):
         raise ConfigError(
             "--nnodes and --node_rank are for RANK_TABLE none; a rank table names the hosts"
         )
     if table is not None and table.version != "2.0":
-        return _in_table(numbers, rank_size, places_of_table(table), master)
+        return _in_table(numbers, rank_size, places_of_table(table), master, pod)
     if table is not None:
         return _in_networks(numbers, rank_size, table, master)
     if rank_size is not None:
@@ -208,11 +210,16 @@ def _in_table(
     rank_size: int | None,
     places: tuple[RankPlacement, ...],
     master: str | None,
+    pod: Server | None,
 ) -> Placement:
     hosts = list(dict.fromkeys(place.host for place in places))
     _check_size(numbers, rank_size, len(places))
     if rank_size is None:
-        own = hosts[0] if len(hosts) == 1 else _own_server(hosts, places)
+        if pod is not None:
+            own = pod.address
+            places = _counted_in_pod(numbers, places, own)
+        else:
+            own = hosts[0] if len(hosts) == 1 else _own_server(hosts, places)
         held = sorted(place.device_id for place in _of(places, own))
         if sorted(numbers) != held:
             options = (
@@ -240,6 +247,19 @@ def _in_table(
                 f" {servers}; start all ranks of a server at once"
             )
     return place_hosts(places, own, master)
+
+
+def _counted_in_pod(
+    numbers: Sequence[int], places: tuple[RankPlacement, ...], own: str
+) -> tuple[RankPlacement, ...]:
+    """Return the places with devices numbered as in a container that sees only its own."""
+    held = _of(places, own)
+    if list(numbers) != list(range(len(held))):
+        return places
+    return tuple(
+        replace(place, device_id=place.local_rank) if place.host == own else place
+        for place in places
+    )
 
 
 def _own_server(hosts: Sequence[str], places: Sequence[RankPlacement]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import DataError
-from common.processes.addresses import is_loopback
+from common.processes.addresses import is_ip, is_loopback
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -31,14 +31,23 @@ class TableDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One machine. server_id: usually its IP address; in version 2.0 its innermost network
-    instance.
+    """One machine, or a pod on it. server_id: usually the machine's IP address; in version 2.0 its
+    innermost network instance.
+
+    pod_names: of version 0.
     """
 
     server_id: str
     devices: tuple[TableDevice, ...]
     host_nic_ip: str | None = None
+    pod_names: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        """Address for the ranks of other servers: that of the pod, if the table tells one."""
+        pod = self.extra.get("container_ip")
+        return pod if isinstance(pod, str) and is_ip(pod) else self.server_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +94,10 @@ class RankTable:
             )
         return self.places()[rank]
 
-    def only(self, server_ids: Collection[str]) -> RankTable:
+    def only(self, addresses: Collection[str]) -> RankTable:
         """Return the table of these servers, with ranks counted from 0 in their order."""
-        servers = [server for server in self.servers if server.server_id in server_ids]
+        servers = [server for server in self.servers if server.address in addresses]
+        server_ids = {server.server_id for server in servers}
         held = sorted(device.rank_id for _, device in _pairs(servers))
         pods = [
             replace(

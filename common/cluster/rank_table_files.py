@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from common.processes.addresses import is_loopback
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
 
 _POLL_SECONDS = 1.0
+_SAID_EACH = 30.0
 
 
 def read_table(path: Path) -> RankTable:
@@ -37,13 +38,17 @@ def read_table(path: Path) -> RankTable:
     return table
 
 
-def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
+def wait_for_table(
+    path: Path, limit_seconds: float, on_wait: Callable[[str, float], None] | None = None
+) -> RankTable:
     """Read a table that a platform fills, looking again each second until it is complete.
 
-    It may be absent, half written or 'initializing' meanwhile. Raises DataError with the last
-    reason after ``limit_seconds``, and at once for a table that is complete and wrong.
+    It may be absent, half written or 'initializing' meanwhile. on_wait: called each half minute
+    with the reason and the seconds waited. Raises DataError with the last reason after
+    ``limit_seconds``, and at once for a table that is complete and wrong.
     """
-    deadline = time.monotonic() + limit_seconds
+    started = said = time.monotonic()
+    deadline = started + limit_seconds
     while True:
         try:
             return read_table(path)
@@ -51,6 +56,10 @@ def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DataError(f"{error} (waited {limit_seconds:g} s)") from None
+            now = time.monotonic()
+            if on_wait is not None and now - said >= _SAID_EACH:
+                said = now
+                on_wait(str(error), now - started)
         time.sleep(min(_POLL_SECONDS, left))
 
 

@@ -152,8 +152,12 @@ def _parse_0(data: dict[str, Any], place: str) -> RankTable:
             rank += 1
         before = servers.get(server_id, Server(server_id=server_id, devices=()))
         others = _others(instance, "pod_name", "server_id", "devices", "rank_id")
+        pod = instance.get("pod_name")
         servers[server_id] = replace(
-            before, devices=(*before.devices, *found), extra={**before.extra, **others}
+            before,
+            devices=(*before.devices, *found),
+            pod_names=(*before.pod_names, pod) if isinstance(pod, str) else before.pod_names,
+            extra={**before.extra, **others},
         )
     return RankTable(version="0", servers=in_rank_order(servers.values()), extra=extra)
 

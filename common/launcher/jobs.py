@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.cluster import hccn
 from common.cluster.places import Placement
+from common.cluster.pods import server_of_pod
 from common.cluster.rank_environment import Rendezvous, make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import write_table
@@ -153,7 +154,9 @@ class JobMaker:
     def _warn(self, places: Placement, config: ResolvedRun) -> None:
         table = self.table
         found = layout_warnings(places, config.topology)
-        if table is not None and table.version != "2.0" and not is_own(places.own_host):
+        if table is not None and not (
+            table.version == "2.0" or is_own(places.own_host) or server_of_pod(table, os.environ)
+        ):
             found.append(
                 f"{places.own_host} is not an address of this machine: is this the range of another"
                 " one, or the table of another cluster?"

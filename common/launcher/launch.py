@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.accelerators import require_accelerator
 from common.cluster.places import Placement, find_places, places_of_table
+from common.cluster.pods import server_of_pod
 from common.cluster.rank_environment import (
     FOREIGN,
     ROOT,
@@ -39,7 +40,7 @@ from common.launcher.host_list import HostCommand, divide, host_command, parse_h
 from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
-from common.launcher.supervisor import Job
+from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import describe_cluster
@@ -50,7 +51,6 @@ from common.run_folder import require_free_folder
 
 TOOL = ROOT / "tools" / "launch.py"
 """Script that starts a launch again, on another host or in the background."""
-TABLE_LIMIT = 1800.0
 
 
 def distribute(request: LaunchRequest) -> int:
@@ -76,6 +76,7 @@ def distribute(request: LaunchRequest) -> int:
         master=master,
         nodes=request.nnodes,
         node_rank=request.node_rank,
+        pod=None if table is None else server_of_pod(table, os.environ),
     )
     if request.mode == "plan":
         config = _resolve(request, (), places.world_size)
@@ -167,10 +168,21 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
     except NotReadyError as error:
         if not wait:
             raise
-        filling = "initializing" in path.read_text(encoding="utf-8", errors="replace")
-        limit = TABLE_LIMIT if filling else 10.0
+        limit = connect_limit(os.environ) if _is_being_filled(path) else 10.0
         tell(f"{error}; waiting up to {limit:g} s", error=True)
-        return wait_for_table(path, limit)
+
+        def say(reason: str, seconds: float) -> None:
+            tell(f"{reason.partition(';')[0]}; waited {seconds:.0f} of {limit:g} s", error=True)
+
+        return wait_for_table(path, limit, say)
+
+
+def _is_being_filled(path: Path) -> bool:
+    """Tell whether a platform is about to write the table: in a pod it may not even be there."""
+    try:
+        return "initializing" in path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return True
 
 
 def _plan(

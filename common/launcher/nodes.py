@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from common.cluster.pods import place_of_pod
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
 from common.launcher.request import LaunchRequest
@@ -15,13 +16,28 @@ from common.processes.addresses import DEFAULT_PORT, is_here
 
 
 def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
-    """Return the request with the number of this host, found by its address or from the master.
+    """Return the request with the number of this host, found by its address, from the variables of
+    a pod or from the master.
 
     meet: wait for the other hosts; a run that is only shown is node 1 unless it is the master.
     Raises ConfigError, and RunError if the others do not arrive.
     """
     if request.node_ips:
         return _place_by_address(request)
+    given = (request.table, request.rank_size, request.master, request.nnodes, request.node_rank)
+    pod = place_of_pod(os.environ) if all(item is None for item in given) else None
+    if pod is not None:
+        tell(
+            f"hosts by the pod's environment: {pod.nodes}, this is number {pod.node_rank}, rank 0"
+            f" is on {pod.address}"
+        )
+        address = f"[{pod.address}]" if ":" in pod.address else pod.address
+        return replace(
+            request,
+            nnodes=pod.nodes,
+            node_rank=pod.node_rank,
+            master=f"{address}:{pod.port}",
+        )
     host, port = parse_master(request.master)
     known = request.node_rank is not None or request.rank_size is not None or request.table
     nodes = request.nnodes or 1

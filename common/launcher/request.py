@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cluster.places import parse_devices, parse_range
+from common.cluster.pods import in_pod
 from common.errors import ConfigError
 from common.whole_numbers import shortened, whole_number
 
@@ -75,7 +76,7 @@ def parse_distribute(
         words = _with_devices(words, devices)
     if len(words) < 4:
         raise ConfigError(f"{len(words)} arguments, expected 4 or 5\n{USAGE}")
-    table = None if words[0] in NO_TABLE else _file(words[0], "RANK_TABLE_FILE")
+    table = None if words[0] in NO_TABLE else _table(words[0])
     config = _file(words[1], "config_path")
     numbers = parse_range(words[2]) if devices is None else parse_devices(devices)
     mode = _mode(words[3], modes)
@@ -161,6 +162,13 @@ def _file(word: str, name: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{name}={path} is not a file")
     return path
+
+
+def _table(word: str) -> Path:
+    """Return the path of the rank table, which a platform may not have mounted yet in a pod."""
+    if in_pod(os.environ) and absolute(word).parent.is_dir() and not os.path.lexists(word):
+        return absolute(word)
+    return _file(word, "RANK_TABLE_FILE")
 
 
 def _mode(word: str, modes: Sequence[str]) -> str:
