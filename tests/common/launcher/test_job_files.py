@@ -1,0 +1,237 @@
+"""Job files against the published definitions of their kinds, and values that Kubernetes refuses.
+
+``data/job_schemas.json`` holds the fields of the custom resource definitions that it names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import ConfigError
+from common.launcher.job_files import JobRequest, job_yaml, pytorch_job, volcano_job
+from tools.job_files import main
+
+ROOT = Path(__file__).resolve().parents[3]
+SCHEMAS = json.loads((Path(__file__).parent / "data" / "job_schemas.json").read_text())["schemas"]
+TYPES = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list}
+NAMES = ("--name", "gpt2", "--image", "registry.example/gpt2:1")
+TINY = (
+    "--config",
+    str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"),
+    "--nodes",
+    "2",
+    "--devices",
+    "2",
+    "train.micro_batch_size=2",
+)
+
+
+def problems(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
+    """Return the offences of a value, with their places; unknown fields are some, too."""
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if not any(type(value) is TYPES[kind] for kind in kinds):
+        return [f"{place}: {value!r} is not of {kinds}"]
+    found = []
+    if "enum" in schema and value not in schema["enum"]:
+        found.append(f"{place}: {value!r} is none of {schema['enum']}")
+    if isinstance(value, str):
+        if not re.search(schema.get("pattern", ""), value):
+            found.append(f"{place}: {value!r} is not {schema['pattern']}")
+        if len(value) > schema.get("maxLength", 10**6):
+            found.append(f"{place}: {value!r} is too long")
+    if isinstance(value, int) and value < schema.get("minimum", value):
+        found.append(f"{place}: {value} is too small")
+    if isinstance(value, list):
+        if len(value) < schema.get("minItems", 0):
+            found.append(f"{place}: has too few items")
+        for number, item in enumerate(value):
+            found += problems(item, schema["items"], f"{place}[{number}]")
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        found += [
+            f"{place}: {key} is missing" for key in schema.get("required", []) if key not in value
+        ]
+        for key, item in value.items():
+            inside = known.get(key, schema.get("additionalProperties"))
+            found += (
+                problems(item, inside, f"{place}.{key}") if inside else [f"{place}: unknown {key}"]
+            )
+    return found
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(list(words)) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    for document in documents:
+        assert problems(document, SCHEMAS[document["kind"]]) == []
+    return documents
+
+
+MORE = (
+    *("--namespace", "vcjob", "--queue", "team-a", "--restarts", "0", "--host_network"),
+    *("--cpu", "64", "--memory", "512Gi", "--shared_memory", "64Gi", "--workdir", "/code"),
+    *("--mount", "my.claim:/code", "--mount", "/data/texts:/data", "--env", "NCCL_DEBUG=INFO"),
+    *("--env", "EMPTY=", "--env", "NUMBER=1e3", "--env", "WORD=no", "--env", 'QUOTES="\\n: $(X)'),
+    *("--node_label", "host-arch=huawei-arm", "--node_label", "example.com/a_b=1"),
+    *("output_dir=/data/out", "train.max_steps=3", "predict.prompt=$(HOME) {a: b} 你好"),
+)
+
+
+@pytest.mark.parametrize("more", [(), MORE])
+@pytest.mark.parametrize("nodes", ["1", "2", "100"])
+@pytest.mark.parametrize("kind", ["volcano", "pytorchjob"])
+def test_jobs_fulfil_the_definitions(
+    capsys: pytest.CaptureFixture[str], kind: str, nodes: str, more: tuple[str, ...]
+) -> None:
+    batch = f"train.global_batch_size={int(nodes) * 16}"
+    documents = written(capsys, kind, *NAMES, *TINY, "--nodes", nodes, batch, *more)
+    assert len({document["metadata"]["name"] for document in documents}) == len(documents)
+
+
+def test_what_a_volcano_job_says(capsys: pytest.CaptureFixture[str]) -> None:
+    table = "/user/config/jobstart_hccl.json"
+    config_map, job = written(capsys, "volcano", *NAMES, *TINY, *MORE, "--rank_table", table)
+    assert config_map["metadata"]["name"] == "rings-config-gpt2"
+    assert config_map["metadata"]["labels"] == {"ring-controller.atlas": "ascend-910"}
+    assert json.loads(config_map["data"]["hccl.json"]) == {"status": "initializing"}
+    assert config_map["metadata"]["namespace"] == job["metadata"]["namespace"] == "vcjob"
+    assert job["metadata"]["labels"]["fault-scheduling"] == "grace"
+    assert job["spec"]["minAvailable"] == 2
+    (task,) = job["spec"]["tasks"]
+    pod, labels = task["template"]["spec"], task["template"]["metadata"]["labels"]
+    assert task["replicas"] == 2 and labels["ring-controller.atlas"] == "ascend-910"
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        *("bash", "scripts/run_distribute.sh", table, "configs/gpt2/run_gpt2_tiny.yaml", "[0,2)"),
+        *("train", "train.micro_batch_size=2", "output_dir=/data/out", "train.max_steps=3"),
+        "predict.prompt=$$(HOME) {a: b} 你好",  # Kubernetes turns $$ into $
+    ]
+    variables = {each["name"]: each for each in container["env"]}
+    devices = variables["ASCEND_VISIBLE_DEVICES"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert devices == "metadata.annotations['huawei.com/Ascend910']"
+    assert variables["XDL_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.hostIP"
+    assert variables["RANK_TABLE_FILE"]["value"] == table
+    values = [variables[name]["value"] for name in ("EMPTY", "NUMBER", "WORD", "QUOTES")]
+    assert values == ["", "1e3", "no", '"\\n: $$(X)']
+    assert container["resources"]["limits"] == {
+        **{"cpu": "64", "memory": "512Gi"},
+        "huawei.com/Ascend910": "2",
+    }
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volumes = {each.pop("name"): each for each in pod["volumes"]}
+    assert volumes[mounts["/user/config"]]["configMap"] == {
+        "name": "rings-config-gpt2",
+        "items": [{"key": "hccl.json", "path": "jobstart_hccl.json"}],
+    }
+    assert volumes[mounts["/code"]] == {"persistentVolumeClaim": {"claimName": "my.claim"}}
+    assert volumes[mounts["/data"]] == {"hostPath": {"path": "/data/texts"}}
+
+
+def test_what_a_pytorch_job_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (job,) = written(capsys, "pytorchjob", *NAMES, *TINY, "--resource", "none")
+    spec = job["spec"]
+    assert spec["nprocPerNode"] == "2" and spec["runPolicy"]["backoffLimit"] == 3
+    counts = {role: each["replicas"] for role, each in spec["pytorchReplicaSpecs"].items()}
+    assert counts == {"Master": 1, "Worker": 1}
+    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch" and "resources" not in container
+    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29500}]
+    assert container["command"][1:3] == ["scripts/run_distribute.sh", "none"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--name", "Gpt2"], "--name 'Gpt2': expected a name of Kubernetes (DNS-1123)"),
+        (["--name", "a" * 60], "at most 54 lower-case"),
+        (["--namespace", "a b"], "--namespace 'a b'"),
+        (["--queue", "a-"], "--queue 'a-'"),
+        (["--image", "a b\n"], "--image"),
+        (["--memory", "12GB"], "--memory '12GB': expected a quantity"),
+        (["--mount", "claim"], "--mount 'claim': expected SOURCE:PATH"),
+        (["--mount", "claim:relative"], "expected an absolute path"),
+        (["--mount", "Claim:/a"], "expected a claim (DNS-1123)"),
+        (["--mount", "a:/a", "--mount", "b:/a"], "/a is mounted twice"),
+        (["--mount", "a:/user/serverid/devindex/config"], "is mounted twice"),
+        (["--env", "A B=1"], "--env 'A B'"),
+        (["--env", "A=1", "--env", "A=2"], "--env A: is given twice"),
+        (["--node_label", "a=b c"], "--node_label a 'b c'"),
+        (["--chip", "gpu"], "--chip 'gpu': expected ascend-910"),
+        (["--resource", "nvidia.com/gpu"], "gets its rank table from Ascend's device plugin"),
+        (["--devices", "5"], "global_batch_size"),
+        (["train.max_step=1"], "max_steps"),
+        (["--config", "absent.yaml"], "absent.yaml"),
+        (["predict.prompt=\udce4"], "expected text in UTF-8"),
+    ],
+)
+def test_values_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], said: str
+) -> None:
+    output = tmp_path / "job.yaml"
+    assert main(["volcano", *NAMES, *TINY, "--output", str(output), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert not output.exists()
+
+
+def test_a_file_is_written_whole_and_a_lost_output_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    assert main(["volcano", *NAMES, *TINY, "--output", str(path)]) == 0
+    told = capsys.readouterr().err
+    assert f"wrote {path}: kubectl apply -f {path}" in told
+    assert "is not below a --mount" in told
+    assert [each["kind"] for each in yaml.safe_load_all(path.read_text())] == ["ConfigMap", "Job"]
+    assert main(["volcano", *NAMES, *TINY, "--mount", "code:/job/code"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_strings_stay_strings_for_every_parser() -> None:
+    words = [
+        "1e3",
+        "0x1f",
+        "no",
+        "Y",
+        "1:30",
+        "~",
+        "",
+        "a: b",
+        "- a",
+        "#",
+        "null",
+        "é\t\u2028",
+        "a\nb",
+    ]
+    assert list(yaml.safe_load_all(job_yaml([{word: [word, {word: word}] for word in words}]))) == [
+        {word: [word, {word: word}] for word in words}
+    ]
+    plain = r"[A-Za-z/][\w./-]*"
+    for line in job_yaml([{"a": word} for word in words]).splitlines():
+        assert re.fullmatch(rf'---|a: (".*"|{plain})', line)
+
+
+def test_a_request_needs_no_config_on_this_machine() -> None:
+    job = JobRequest(
+        name="a", image="b", config="/c.yaml", nodes=1, devices=8, variables={}, node_labels={}
+    )
+    for documents in (volcano_job(job), pytorch_job(job)):
+        for document in documents:
+            assert problems(document, SCHEMAS[document["kind"]]) == []
+    with pytest.raises(ConfigError, match="--workdir"):
+        JobRequest(
+            name="a",
+            image="b",
+            config="c",
+            nodes=1,
+            devices=8,
+            workdir="code",
+            variables={},
+            node_labels={},
+        )
