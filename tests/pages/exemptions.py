@@ -18,6 +18,7 @@ ELSEWHERE = {
     "python -m venv": "makes an environment, minutes and a network",
     "git": "needs a network",
     "docker": "needs a container engine",
+    "kubectl": "needs a cluster of Kubernetes",
     "ssh": "needs another host",
     "python tools/lm_eval.py": "hands its flags to another package, lm-evaluation-harness",
     "tensorboard": "is another package, and runs until it is stopped",

@@ -47,6 +47,7 @@ def test_a_script_that_needs_nothing_to_say_what_it_does(script: str, words: lis
         ("doctor", ["--help"], "usage: "),
         ("fetch_quickstart_data", ["--help"], "usage: "),
         ("hccl_tools", ["--help"], "usage: "),
+        ("job_files", ["--help"], "kubectl apply -f FILE"),
         ("inference", ["--help"], "Keys of the section predict follow"),
         ("merge_hccl", ["--help"], "usage: "),
         ("plot", ["--help"], "usage: "),

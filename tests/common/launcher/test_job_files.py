@@ -94,7 +94,7 @@ def test_jobs_fulfil_the_definitions(
     assert len({document["metadata"]["name"] for document in documents}) == len(documents)
 
 
-def test_what_a_volcano_job_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_of_a_volcano_job(capsys: pytest.CaptureFixture[str]) -> None:
     table = "/user/config/jobstart_hccl.json"
     config_map, job = written(capsys, "volcano", *NAMES, *TINY, *MORE, "--rank_table", table)
     assert config_map["metadata"]["name"] == "rings-config-gpt2"
@@ -133,7 +133,7 @@ def test_what_a_volcano_job_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert volumes[mounts["/data"]] == {"hostPath": {"path": "/data/texts"}}
 
 
-def test_what_a_pytorch_job_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_of_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:
     (job,) = written(capsys, "pytorchjob", *NAMES, *TINY, "--resource", "none")
     spec = job["spec"]
     assert spec["nprocPerNode"] == "2" and spec["runPolicy"]["backoffLimit"] == 3

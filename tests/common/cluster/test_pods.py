@@ -1,0 +1,166 @@
+"""What a pod's environment and a mounted rank table say of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.cluster import rank_table_files
+from common.cluster.places import find_places
+from common.cluster.pods import PodPlace, place_of_pod, server_of_pod
+from common.cluster.rank_table_files import read_table, wait_for_table
+from common.errors import ConfigError, DataError
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+NEW = {
+    **{"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8"},
+    **{"MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "24", "RANK": "2"},
+}
+"""Of a worker, by training-operator 1.9 with nprocPerNode 8: RANK counts pods, WORLD_SIZE ranks."""
+OLD = {"MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"}
+
+
+def write_table(path: Path, *servers: tuple[str, str | None, list[int]]) -> Path:
+    """Write a table as MindCluster does: (node, pod's address, devices) for each server."""
+    rank, entries = 0, []
+    for number, (node, pod, devices) in enumerate(servers):
+        found: list[dict[str, str]] = []
+        for device in devices:
+            address = f"192.168.{number}.{device + 1}"
+            found.append({"device_id": str(device), "device_ip": address, "rank_id": str(rank)})
+            rank += 1
+        entries.append(
+            {"device": found, "server_id": node, **({"container_ip": pod} if pod else {})}
+        )
+    table = {"server_count": str(len(servers)), "server_list": entries, "version": "1.0"}
+    path.write_text(json.dumps({"status": "completed", **table}))
+    return path
+
+
+@pytest.mark.parametrize("environ", [NEW, {**POD, **OLD}])
+def test_hosts_of_a_pytorch_job(environ: dict[str, str]) -> None:
+    expected = PodPlace(nodes=3, node_rank=2, address="gpt2-master-0", port=23456)
+    assert place_of_pod(environ) == expected
+    assert place_of_pod({**environ, "MASTER_PORT": ""}) == PodPlace(
+        nodes=3, node_rank=2, address="gpt2-master-0", port=29500
+    )
+
+
+def test_hosts_of_a_train_job_of_kubeflows_trainer() -> None:
+    """It sets only PET_..., and torchrun is to set the others."""
+    environ = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **POD}
+    assert place_of_pod({**environ, "PET_MASTER_PORT": "29400"}) == PodPlace(
+        nodes=2, node_rank=0, address="a", port=29400
+    )
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, POD, OLD, {**NEW, "PET_NNODES": "1"}, {**POD, **OLD, "WORLD_SIZE": "1"}]
+)
+def test_one_host(environ: dict[str, str]) -> None:
+    """Outside pods, variables of an earlier launch in a shell mean nothing."""
+    assert place_of_pod(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"PET_NNODES": "1:4"}, "the job is elastic; remove elasticPolicy"),
+        ({"PET_NNODES": "two"}, "PET_NNODES=two: expected a number from 1"),
+        ({"PET_NODE_RANK": "3"}, "PET_NODE_RANK=3: expected a number from 0 to 2"),
+        ({"PET_NODE_RANK": "", "RANK": ""}, "RANK is not set"),
+        ({"MASTER_ADDR": ""}, "neither MASTER_ADDR nor PET_MASTER_ADDR is set"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+    ],
+)
+def test_variables_that_cannot_be(change: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        place_of_pod({**NEW, **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("XDL_IP", "10.0.0.2"), ("POD_IP", "172.16.0.2"), ("POD_IP", "172.16.0.9")]
+)
+def test_the_server_that_a_pod_is(tmp_path: Path, name: str, value: str) -> None:
+    file = write_table(
+        tmp_path / "hccl.json",
+        ("10.0.0.1", "172.16.0.1", [0, 1]),
+        ("10.0.0.2", "172.16.0.2", [4, 5]),
+    )
+    table = read_table(file)
+    server = server_of_pod(table, {**POD, "HOSTNAME": "gpt2-worker-1", name: value})
+    if value == "172.16.0.9":
+        assert server is None
+        return
+    assert server is not None and server.server_id == "10.0.0.2"
+    assert server_of_pod(table, {name: value}) is None, "not in a pod"
+    places = find_places(range(2), table=table, pod=server)
+    assert places.master == "172.16.0.1" and places.own_host == "172.16.0.2"
+    # devices as the driver counts them in the container; those of the table are the node's
+    assert [(place.rank, place.device_id) for place in places.own] == [(2, 0), (3, 1)]
+    places = find_places((4, 5), table=table, pod=server)
+    assert [(place.rank, place.device_id) for place in places.own] == [(2, 4), (3, 5)]
+    with pytest.raises(ConfigError, match="is not what the rank table holds"):
+        find_places(range(4), table=table, pod=server)
+
+
+def test_the_only_server_and_pod_names_of_version_0(tmp_path: Path, shared_data: Path) -> None:
+    one = read_table(write_table(tmp_path / "hccl.json", ("10.0.0.1", None, [4, 5, 6, 7])))
+    places = find_places(range(4), table=one, pod=server_of_pod(one, POD))
+    assert [place.device_id for place in places.own] == [0, 1, 2, 3]
+    table = read_table(shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
+    server = server_of_pod(table, {**POD, "HOSTNAME": "fake-job-pod-1"})
+    assert server is not None and server.server_id == "10.19.1.79"
+    assert [place.rank for place in find_places(range(8), table=table, pod=server).own] == list(
+        range(8, 16)
+    )
+
+
+def test_the_wait_for_a_table_tells_how_long_it_has_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, told = [0.0], []
+    path = tmp_path / "hccl.json"
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] == 20:
+            path.write_text('{"status": "initializing"}')
+        if clock[0] == 75 and told is not None:
+            write_table(path, ("10.0.0.1", None, [0]))
+
+    monkeypatch.setattr(rank_table_files.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(rank_table_files.time, "sleep", sleep)
+
+    def say(reason: str, seconds: float) -> None:
+        told.append((reason.partition(";")[0].partition(": ")[2], seconds))
+
+    assert wait_for_table(path, 100, say).world_size == 1
+    filling = "status is 'initializing': the platform has not filled the table yet"
+    assert told == [(filling, 30), (filling, 60)]
+    path.write_text('{"status": "initializing"}')
+    clock[0] = 100.0
+    with pytest.raises(DataError, match=r"initializing.*\(waited 100 s\)"):
+        wait_for_table(path, 100, say)
+
+
+def test_a_mounted_table_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from common.launcher.request import parse_distribute
+
+    words: Any = [str(tmp_path / "hccl.json"), str(write_config(tmp_path)), "[0,1]", "train"]
+    with pytest.raises(ConfigError, match="is not a file"):
+        parse_distribute(words, ["train"], argv=())
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert parse_distribute(words, ["train"], argv=()).table == tmp_path / "hccl.json"
+    words[0] = str(tmp_path / "absent" / "hccl.json")
+    with pytest.raises(ConfigError, match="is not a file"):
+        parse_distribute(words, ["train"], argv=())
+
+
+def write_config(folder: Path) -> Path:
+    path = folder / "a.yaml"
+    path.write_text("seed: 1\n")
+    return path
