@@ -1,4 +1,4 @@
-"""What a pod's environment and a mounted rank table say of a run."""
+"""Runs that the environment of a pod and a mounted rank table describe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ NEW = {
     **{"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8"},
     **{"MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "24", "RANK": "2"},
 }
-"""Of a worker, by training-operator 1.9 with nprocPerNode 8: RANK counts pods, WORLD_SIZE ranks."""
+"""Variables of a worker with training-operator 1.9 and nprocPerNode 8.
+
+RANK counts pods, WORLD_SIZE ranks.
+"""
 OLD = {"MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"}
 
 
