@@ -73,7 +73,13 @@ def _files(folder: Path) -> list[Path]:
 
 def _saved_files(folder: Path) -> list[Path]:
     state = folder / _STATE
-    entries = read_json_mapping(state, error=DataError).get("_data_files")
+    saved = read_json_mapping(state, error=DataError)
+    if saved.get("_indices_data_files"):
+        raise DataError(
+            f"{state}: _indices_data_files: the order of the rows is in a file of its own, which"
+            " old versions of datasets wrote; load the dataset there and save it again"
+        )
+    entries = saved.get("_data_files")
     names = [
         entry.get("filename") if isinstance(entry, dict) else None
         for entry in (entries if isinstance(entries, list) else [None])

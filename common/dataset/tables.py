@@ -128,8 +128,9 @@ def _pieces(
             rows = group.rows_of(share)
             row = 0
             for batch in group.batches() if rows else ():
-                columns = batch.select(list(keys)).slice(max(0, rows.start - row))
-                row = max(row, min(rows.start, row + batch.num_rows))
+                before = min(batch.num_rows, max(0, rows.start - row))
+                columns = batch.select(list(keys)).slice(before)
+                row += before
                 for part in _divided(columns.slice(0, rows.stop - row), block_bytes):
                     found = _texts_of(part, path, group.first + row, document_bytes)
                     yield found, group.byte_of(row), group.byte_of(row + len(found))

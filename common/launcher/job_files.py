@@ -148,9 +148,11 @@ def volcano_job(job: JobRequest) -> list[dict[str, Any]]:
         beside={"volcano.sh/job-name": job.name},
     )
     template["spec"]["restartPolicy"] = "Never"
-    retried = {"fault-retry-times": str(job.restarts)} if job.restarts else {}
-    labels = {**chip, "fault-scheduling": job.fault_scheduling, **retried}
-    failed = "Ignore" if job.restarts else "AbortJob"  # MindCluster's scheduler starts pods again
+    labels = {**chip, "fault-scheduling": job.fault_scheduling}
+    failed = "RestartJob" if job.restarts else "AbortJob"
+    if job.restarts and job.fault_scheduling != "off":
+        labels["fault-retry-times"] = str(job.restarts)
+        failed = "Ignore"  # MindCluster's scheduler starts the pods again
     return [
         {
             "apiVersion": "v1",

@@ -70,20 +70,20 @@ def as_json_lines(path: Path, rows: list[str]) -> Path:
     return path
 
 
-def write(pa: Any, path: Path, rows: Any, kind: str = "parquet") -> Path:
-    """Write a table of the columns number and body, in groups of 130 rows."""
+def write(pa: Any, path: Path, rows: Any, kind: str = "parquet", group: int = 130) -> Path:
+    """Write a table of the columns number and body, in groups of ``group`` rows."""
     from pyarrow import parquet
 
     column = rows if isinstance(rows, pa.Array | pa.ChunkedArray) else pa.array(rows, pa.string())
     table = pa.table({"number": list(range(len(column))), "body": column})
     if kind.startswith("parquet"):
         options = {"compression": "zstd", "data_page_size": 4096, "use_dictionary": "dict" in kind}
-        parquet.write_table(table, path, row_group_size=130, **options)
+        parquet.write_table(table, path, row_group_size=group, **options)
         return path
     make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
     options = pa.ipc.IpcWriteOptions(compression="zstd" if kind == "zstd" else None)
     with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema, options=options) as writer:
-        writer.write_table(table, max_chunksize=130)
+        writer.write_table(table, max_chunksize=group)
     return path
 
 
@@ -116,7 +116,7 @@ def test_merged_shards_of_many_files_have_the_bytes_of_one_process(
     rows = texts()
     (tmp_path / "more").mkdir()
     inputs = (
-        write(pa, tmp_path / "z.parquet", rows[:300]),
+        write(pa, tmp_path / "z.parquet", rows[:300], group=1000),
         as_json_lines(tmp_path / "b.jsonl", rows[300:350]),
         write(pa, tmp_path / "empty.parquet", []),
         write(pa, tmp_path / "c.arrow", rows[350:500], "stream"),
@@ -282,6 +282,8 @@ def test_folders_that_cannot_be_read(
     (tmp_path / "folder").mkdir()
     assert "without *.parquet files and without state.json" in said(tmp_path / "folder")
     state = tmp_path / "folder" / "state.json"
+    state.write_text(json.dumps({"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    assert "load the dataset there and save it again" in said(tmp_path / "folder")
     for entries, message in (
         ([{"filename": "../a.arrow"}], "_data_files: expected the names of files in this folder"),
         ("many", "_data_files: expected the names"),
