@@ -141,13 +141,13 @@ def test_fields_of_a_volcano_job(capsys: pytest.CaptureFixture[str]) -> None:
         (("--restarts", "0"), {"fault-scheduling": "grace"}, "AbortJob"),
     ],
 )
-def test_who_starts_failed_pods_again(
+def test_failed_pods_are_started_again(
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
     labels: dict[str, str],
     action: str,
 ) -> None:
-    """MindCluster's scheduler, Volcano, or nobody."""
+    """It is the scheduler of MindCluster, or Volcano, or nobody."""
     job = written(capsys, "volcano", *NAMES, *TINY, *words)[1]
     assert job["metadata"]["labels"] == {"ring-controller.atlas": "ascend-910", **labels}
     assert {"event": "PodFailed", "action": action} in job["spec"]["policies"]
