@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="only nodes with this label, such as host-arch=huawei-arm; may be repeated",
+        help="label that nodes must have, such as host-arch=huawei-arm; may be repeated",
     )
     group.add_argument(
         "--host_network",
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rank_table",
         default=RANK_TABLE,
         metavar="PATH",
-        help=f"where pods see the rank table (default: {RANK_TABLE})",
+        help=f"path at which pods see the rank table (default: {RANK_TABLE})",
     )
     group.add_argument(
         "--fault_scheduling",
