@@ -9,6 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from common.dataset import Tokens
+from common.parallel.packing import Packing
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.quantization.scheme import frozen_parameters
@@ -83,16 +84,20 @@ class Engine(BaseEngine):
             if self._pipeline is None
             else self._pipeline.evaluate
         )
-        self._gradients = (
-            device.compile(LossGradients(self.model, config, self.loss_scale))
-            if self._pipeline is None
-            else None
-        )
+        own = LossGradients(self.model, config, self.loss_scale) if self._pipeline is None else None
+        self._gradients = device.compile(own) if own is not None else None
+        self._loss_gradients = own if self._pipeline is None else self._pipeline.loss_gradients
         self._add = device.compile(add_gradients)
         self._update = device.compile(self.optimizer)
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        return sum_losses(self._loss_sum, batches, self.world, has_loss=self._has_loss)
+        return sum_losses(
+            self._loss_sum,
+            batches,
+            self.world,
+            has_loss=self._has_loss,
+            packing=self.config.packing,
+        )
 
     @property
     def _has_loss(self) -> bool:
@@ -145,11 +150,13 @@ class Engine(BaseEngine):
         """This rank's part of the mean loss of the global batch, and of its gradients times the
         loss scale.
         """
-        micro = self.config.train.micro_batch_size
+        micro, packing = self.config.train.micro_batch_size, self.config.packing
         batch = [
-            inputs_and_targets(tokens[start : start + micro])
+            inputs_and_targets(tokens[start : start + micro], packing)
             for start in range(0, tokens.shape[0], micro)
         ]
+        if packing is not None and packing.masks_loss:
+            self._set_predicted(packing.counted(tokens))
         if self._pipeline is not None:
             return self._pipeline.step(batch, self._dropout_keys)
         assert self._gradients is not None
@@ -159,6 +166,15 @@ class Engine(BaseEngine):
             summed = found if summed is None else self._add(*summed, *found)
         assert summed is not None
         return summed
+
+    def _set_predicted(self, own: int) -> None:
+        """Divide by the tokens of the global batch whose losses count. own: of this rank."""
+        topology = self.world.topology
+        [total] = self.world.sum(own)
+        copies = topology.tensor * topology.pipeline  # ranks with the same tokens
+        if self._loss_gradients is not None:
+            predicted = Tensor(max(1.0, total / copies), ms.float32)
+            ops.assign(self._loss_gradients.predicted, predicted)
 
     def _dropout_keys(self, number: int) -> tuple[Tensor, ...]:
         """Return the dropout keys of a micro batch of this rank."""
@@ -173,17 +189,19 @@ def sum_losses(
     world: World,
     *,
     has_loss: bool = True,
+    packing: Packing | None = None,
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none.
+    has_loss: whether this rank's losses count; others may have the same, or none. packing: the
+    model's, which may leave out tokens.
     """
     total, tokens = 0.0, 0
     for batch in batches:
         if not len(batch):  # nor have the ranks that need this one's part of the model
             continue
-        ids, targets = inputs_and_targets(batch)
+        ids, targets = inputs_and_targets(batch, packing)
         total += float(loss_sum(ids, targets).asnumpy())
-        tokens += targets.size
+        tokens += targets.size if packing is None else packing.counted(batch)
     total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
     return total, int(all_tokens)

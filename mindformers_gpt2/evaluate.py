@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 
 import mindspore as ms
@@ -48,11 +49,16 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     if quantization is not None:
         quantization.load(CheckpointReader(checkpoint))
     if isinstance(task, ValidationTask):
-        loss_sum = device.compile(model.loss_sum)
+        measure = partial(
+            sum_losses,
+            device.compile(model.loss_sum),
+            world=World(),
+            packing=config.packing,
+        )
         if quantization is not None:
             some = islice(task.windows(), CALIBRATION_BATCHES)
-            quantization.calibrate(lambda: sum_losses(loss_sum, some, World()))
-        result = task.result(*sum_losses(loss_sum, task.windows(), World()))
+            quantization.calibrate(lambda: measure(some))
+        result = task.result(*measure(task.windows()))
     else:
         score, size = make_scorer(model, device), config.evaluation.batch_size
         if quantization is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
@@ -33,7 +35,8 @@ class LossGradients(_Gradients):
     gradients.
 
     The gradients are multiplied by the loss scale. ``of_input``: on the last stage of a pipeline it
-    takes hidden states (B, T, C) and returns their gradient before the others.
+    takes hidden states (B, T, C), and the ids as tokens if documents are kept apart, and returns
+    the gradient of its input before the others.
     """
 
     def __init__(
@@ -45,23 +48,29 @@ class LossGradients(_Gradients):
         of_input: bool = False,
     ) -> None:
         super().__init__(model, config)
-        self.predicted = config.train.global_batch_size * config.model.seq_length
+        self.predicted: Any = config.train.global_batch_size * config.model.seq_length
+        if config.packing is not None and config.packing.masks_loss:
+            # the engine sets it in each step
+            whole = Tensor(self.predicted, ms.float32)
+            self.predicted = ms.Parameter(whole, name="predicted", requires_grad=False)
         self.scale = loss_scale.value
         self.of_input = of_input
         self.value_and_grad = ms.value_and_grad(
             self.scaled_loss, 0 if of_input else None, self.parameters, has_aux=True
         )
 
-    def construct(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> tuple[Tensor, ...]:
-        (_, loss), gradients = self.value_and_grad(ids, targets, keys)
+    def construct(
+        self, ids: Tensor, targets: Tensor, keys: Tensor = None, tokens: Tensor = None
+    ) -> tuple[Tensor, ...]:
+        (_, loss), gradients = self.value_and_grad(ids, targets, keys, tokens)
         if self.of_input:
             return (loss / self.predicted, gradients[0], *self.cast(gradients[1]))
         return (loss / self.predicted, *self.cast(gradients))
 
     def scaled_loss(
-        self, ids: Tensor, targets: Tensor, keys: Tensor = None
+        self, ids: Tensor, targets: Tensor, keys: Tensor = None, tokens: Tensor = None
     ) -> tuple[Tensor, Tensor]:
-        loss = self.model.loss_sum(ids, targets, keys)
+        loss = self.model.loss_sum(ids, targets, keys, tokens)
         return loss * (self.scale / self.predicted), loss
 
 
@@ -77,17 +86,21 @@ class StageGradients(_Gradients):
         self.of_input = of_input
         self.gradient = ms.grad(self.along_slope, 0 if of_input else None, self.parameters)
 
-    def construct(self, x: Tensor, slope: Tensor, keys: Tensor = None) -> tuple[Tensor, ...]:
-        gradients = self.gradient(x, slope, keys)
+    def construct(
+        self, x: Tensor, slope: Tensor, keys: Tensor = None, tokens: Tensor = None
+    ) -> tuple[Tensor, ...]:
+        gradients = self.gradient(x, slope, keys, tokens)
         if self.of_input:
             return (gradients[0], *self.cast(gradients[1]))
         return self.cast(gradients)
 
-    def along_slope(self, x: Tensor, slope: Tensor, keys: Tensor = None) -> Tensor:
+    def along_slope(
+        self, x: Tensor, slope: Tensor, keys: Tensor = None, tokens: Tensor = None
+    ) -> Tensor:
         """Return a number whose gradients are those of x, given the gradient ``slope`` of the
         output.
         """
-        return ops.ReduceSum()(self.model(x, keys) * slope)
+        return ops.ReduceSum()(self.model(x, keys, tokens) * slope)
 
 
 def _cast(dtype: ms.Type, gradient: Tensor) -> Tensor:

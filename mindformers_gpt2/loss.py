@@ -35,6 +35,8 @@ class CrossEntropySum(nn.Cell):
         super().__init__()
         self.vocab_size = vocab_size
         self.rows_at_once = ROWS_AT_ONCE
+        self.masked = False
+        """Whether some targets are UNCOUNTED, which is below 0, and add nothing."""
         self.first = 0 if shard is None else shard.first
         self.gather = None if shard is None else AllGather(shard.group)
         self.logits = ops.MatMul(transpose_b=True)
@@ -63,11 +65,17 @@ class CrossEntropySum(nn.Cell):
             target = targets[start : start + self.rows_at_once]
             logits = ops.cast(self.logits(rows, head), ms.float32)  # (n, vocab_size)
             here = ops.ones((rows.shape[0],), ms.float32)
+            counted = here
+            if self.masked:
+                counted = ops.cast(target >= 0, ms.float32)
             if self.gather is None:
                 probabilities = self.softmax(logits)
-                total = total - ops.ReduceSum()(
-                    ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1))
-                )
+                if self.masked:
+                    target = target * ops.cast(counted, ms.int32)
+                picked = ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1))
+                if self.masked:
+                    picked = picked * counted.reshape((-1, 1))
+                total = total - ops.ReduceSum()(picked)
             else:
                 target = target - self.first
                 inside = ops.logical_and(target >= 0, target < logits.shape[1])
@@ -81,12 +89,17 @@ class CrossEntropySum(nn.Cell):
                 probabilities = ops.exp(logits - largest.reshape((-1, 1))) / exponentials.reshape(
                     (-1, 1)
                 )
-                total = total + ops.ReduceSum()(ops.log(exponentials) - (picked - largest))
+                loss = ops.log(exponentials) - (picked - largest)
+                if self.masked:
+                    loss = loss * counted
+                total = total + ops.ReduceSum()(loss)
             # The softmax, and minus one at the target. It is not the exp of log-probabilities:
             # their rounding is the same along a row, so it would not cancel. Without the loss
             # scale and 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
             places = ops.stack((ops.arange(rows.shape[0], dtype=ms.int32), target), 1)
             slope = self.subtract_at(probabilities, places, here)
+            if self.masked:
+                slope = slope * counted.reshape((-1, 1))
             slope = ops.cast(slope, hidden.dtype)
             hidden_grads = (*hidden_grads, self.hidden_slope(slope, head))
             part = ops.cast(self.weight_slope(slope, rows), ms.float32)

@@ -24,6 +24,7 @@ from common.weights.pieces import TensorSlice
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.layers import GELU, Dropout, Embedding, empty
 from mindformers_gpt2.loss import CrossEntropySum
+from mindformers_gpt2.packing import document_numbers, document_positions
 
 
 class Linear(nn.Cell):
@@ -119,8 +120,8 @@ class Attention(nn.Cell):
         values: Tensor = None,
         at: Tensor = None,
     ) -> tuple[Tensor, ...]:
-        """x: (B, T, C), or (B T, C). mask: (T, K), or (B, 1, 1, K), of the softmax's type, -inf
-        where a query must not see a key, else 0. key: of the dropout.
+        """x: (B, T, C), or (B T, C). mask: (T, K), (B, 1, T, K), or (B, 1, 1, K), of the softmax's
+        type, -inf where a query must not see a key, else 0. key: of the dropout.
 
         With a cache, keys and values (B, nh, K, hs) hold the past, and ``at`` (B, 1, K, 1) bool
         says where each row's token goes. Returns the output and the keys and values in use.
@@ -208,23 +209,36 @@ class GPT2(nn.Cell):
             config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm]
         )
         self.cross_entropy = CrossEntropySum(config.vocab_size)
+        self.resets_positions = self.resets_attention = False
+        self.eod = -1
+        """Token that ends a document, if documents are kept apart."""
 
-    def construct(self, ids: Tensor, keys: Tensor = None) -> Tensor:
+    def construct(self, ids: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
         """Hidden states (B, T, C) after the last layer norm of token ids (B, T) int32. keys:
         ``dropout_keys``; without, no dropout.
-        """
-        return self.ln_f(self.blocks(self.begin(ids, keys), keys))
 
-    def begin(self, ids: Tensor, keys: Tensor = None) -> Tensor:
+        tokens: the ids again, to keep the documents among them apart. A later stage of a pipeline
+        has hidden states in the place of the first ids.
+        """
+        return self.ln_f(self.blocks(self.begin(ids, keys, tokens), keys, tokens))
+
+    def begin(self, ids: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
         """Input of the first block: (B, T) -> (B, T, C)."""
         positions = ops.arange(ids.shape[1], dtype=ms.int32)
+        if tokens is not None and self.resets_positions:
+            positions = document_positions(tokens, self.eod)
         return self.dropout(
             ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0)
         )
 
-    def blocks(self, x: Tensor, keys: Tensor = None) -> Tensor:
+    def blocks(self, x: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
         positions = ops.arange(x.shape[1], dtype=ms.int32)
-        mask = self._mask(positions.reshape((1, -1)) > positions.reshape((-1, 1)))
+        hidden = positions.reshape((1, -1)) > positions.reshape((-1, 1))
+        if tokens is not None and self.resets_attention:
+            numbers, shape = document_numbers(tokens, self.eod), tokens.shape
+            rows = numbers.reshape((shape[0], 1, shape[1], 1))
+            hidden = ops.logical_or(hidden, rows != numbers.reshape((shape[0], 1, 1, shape[1])))
+        mask = self._mask(hidden)
         for index, block in enumerate(self.h):
             x, _, _ = block(x, mask, None if keys is None else keys[1 + 3 * index : 4 + 3 * index])
         return x
@@ -255,9 +269,17 @@ class GPT2(nn.Cell):
     def _mask(self, later: Tensor) -> Tensor:
         return ops.cast(ops.select(later, self.minus_infinity, self.zero), self.softmax_dtype)
 
-    def loss_sum(self, ids: Tensor, targets: Tensor, keys: Tensor = None) -> Tensor:
-        """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""
-        return self.loss_of(self.construct(ids, keys), targets)
+    def loss_sum(
+        self, ids: Tensor, targets: Tensor, keys: Tensor = None, tokens: Tensor = None
+    ) -> Tensor:
+        """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats.
+
+        Targets that are UNCOUNTED add nothing, if ``cross_entropy`` is masked. tokens: for a later
+        stage of a pipeline, whose ids are hidden states.
+        """
+        if tokens is None and (self.resets_positions or self.resets_attention):
+            tokens = ids
+        return self.loss_of(self.construct(ids, keys, tokens), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy computed from the final hidden states (B, T, C)."""
@@ -284,6 +306,7 @@ def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
     model = GPT2(config.model, config.precision, config.vocab_rows, native=device.native_kernels)
     for parameter in model.get_parameters():
         parameter.set_dtype(DTYPES[config.precision.parameters])
+    set_packing(model, config)
     set_recompute(model, config.train)
     return model
 
@@ -304,6 +327,16 @@ def initialise(
                 config.model, config.seed, name, shape, *piece.rows, columns=piece.columns
             )
             ops.assign(tensors[name], Tensor(padded_rows(values, tensors[name].shape[0])))
+
+
+def set_packing(model: GPT2, config: ResolvedRun) -> None:
+    """Let the model keep documents apart as the run's data ask for."""
+    packing = config.packing
+    if packing is None:
+        return
+    model.cross_entropy.masked = packing.masks_loss
+    model.resets_positions, model.resets_attention = packing.positions, packing.attention
+    model.eod = packing.eod
 
 
 def set_recompute(model: GPT2, train: TrainConfig) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
+from common.dataset import Tokens
 from common.errors import CheckpointError
 from common.parallel.resolved_run import TrainingRun
 from common.tensor_files.safetensors_file import Tensors
@@ -76,6 +78,18 @@ class BaseEngine(engine.Engine):
             ) from None
         self.step = state.step
         return state
+
+    def predicted(self, tokens: Tokens) -> int | Tensor:
+        """Return the number of tokens of the global batch whose losses count.
+
+        Where some do not, the ranks add up theirs. tokens: those of this rank.
+        """
+        packing, topology = self.config.packing, self.world.topology
+        if packing is None or not packing.masks_loss:
+            return self.config.train.global_batch_size * (tokens.shape[1] - 1)
+        own = torch.full((), packing.counted(tokens), device=self.device.torch_device)
+        copies = topology.tensor * topology.pipeline  # ranks with the same tokens
+        return (self.world.total(own.float()) / copies).clamp(min=1.0).float()
 
     def _restore_generators(self, saved: EngineState) -> None:
         """Restore the generators of the dropout masks, if the number of ranks has not changed."""

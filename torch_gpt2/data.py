@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from common.dataset import Batch, Tokens
+from common.parallel.packing import UNCOUNTED, Packing
 from torch_gpt2.device import TorchDevice
 
 
-def inputs_and_targets(tokens: Tokens, device: TorchDevice) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(
+    tokens: Tokens, device: TorchDevice, packing: Packing | None = None
+) -> tuple[Tensor, Tensor]:
     """(B, T + 1) token ids -> ids (B, T) and the tokens that follow them (B, T), int64 on the
     device.
     """
-    return split(to_device(tokens, device))
+    return split(to_device(tokens, device), packing)
 
 
 def to_device(tokens: Tokens, device: TorchDevice) -> Tensor:
@@ -29,9 +32,15 @@ def to_device(tokens: Tokens, device: TorchDevice) -> Tensor:
     return pinned.to(device.torch_device, non_blocking=True).long()
 
 
-def split(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T + 1) -> all but the last, and all but the first, of each row."""
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def split(tokens: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+    """(B, T + 1) -> all but the last, and all but the first, of each row.
+
+    packing: may leave out the losses of some, whose targets then are UNCOUNTED.
+    """
+    ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if packing is not None and packing.masks_loss:
+        targets = targets.masked_fill(ids == packing.eod, UNCOUNTED)
+    return ids, targets
 
 
 def pin_batch(batch: Batch, device: TorchDevice) -> Batch:

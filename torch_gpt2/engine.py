@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
 from common.dataset import Batch, Tokens
+from common.parallel.packing import Packing
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.quantization.scheme import frozen_parameters
@@ -134,6 +135,7 @@ class Engine(BaseEngine):
             self.world,
             has_loss=self._has_loss,
             rows=self.config.validation.micro_batch_size,
+            packing=self.config.packing,
         )
 
     @property
@@ -292,11 +294,11 @@ class Engine(BaseEngine):
         """Mean loss of the global batch, float64; its gradient, times ``scale``, is left in the
         parameters.
         """
-        micro, samples = self.config.train.micro_batch_size, self.config.train.global_batch_size
+        micro, packing = self.config.train.micro_batch_size, self.config.packing
         batch = to_device(tokens, self.device)
-        predicted = samples * (batch.shape[1] - 1)
+        predicted = self.predicted(tokens)
         if self._pipeline is not None:
-            ids, targets = split(batch)
+            ids, targets = split(batch, packing)
             factor = (scale / predicted).float()
             with self._data_parallel.micro_batch(last=True):
                 total = self._pipeline.step(ids, targets, lambda loss: loss * factor)
@@ -306,7 +308,7 @@ class Engine(BaseEngine):
             factor = scale.float()
             starts = range(0, len(batch), micro)
             for start in starts:
-                ids, targets = split(batch[start : start + micro])
+                ids, targets = split(batch[start : start + micro], packing)
                 with self._data_parallel.micro_batch(last=start == starts[-1]):
                     loss = self._data_parallel.loss_sum(ids, targets) / predicted
                     (loss * factor).backward()  # type: ignore[no-untyped-call]
@@ -324,11 +326,13 @@ def sum_losses(
     *,
     has_loss: bool,
     rows: int | None = None,
+    packing: Packing | None = None,
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
     has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a
-    full batch, if a graph of the model is made for it.
+    full batch, if a graph of the model is made for it. packing: the model's, which may leave out
+    tokens.
     """
     for part in parts:
         part.eval()
@@ -337,12 +341,12 @@ def sum_losses(
     for batch in batches:
         # a rank without a batch goes through the model for the ranks that need its part
         windows = batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32)
-        ids, targets = inputs_and_targets(windows, device)
+        ids, targets = inputs_and_targets(windows, device, packing)
         with in_graphs(len(windows), rows or len(windows)):
             loss = device.fetch(loss_sum(ids, targets).reshape(1))
         total += sum(before())
         before = loss if len(batch) else list
-        tokens += targets.numel() if len(batch) else 0
+        tokens += batch[:, 1:].size if packing is None else packing.counted(batch)
     total += sum(before())
     total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
     return total, int(all_tokens)

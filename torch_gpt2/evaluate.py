@@ -70,7 +70,15 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
 
             def measure(windows: Iterable[Tokens]) -> tuple[float, int]:
                 counts = has_loss and world.at.tensor == 0
-                return sum_losses(parts, loss_sum, windows, device, world, has_loss=counts)
+                return sum_losses(
+                    parts,
+                    loss_sum,
+                    windows,
+                    device,
+                    world,
+                    has_loss=counts,
+                    packing=config.packing,
+                )
 
             if quantization is not None:
                 quantization.calibrate(lambda: measure(islice(task.windows(), CALIBRATION_BATCHES)))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
 from common.log import LOG
+from common.parallel.packing import UNCOUNTED
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slice_of
 from common.quantization.scheme import activation_levels
@@ -25,7 +26,7 @@ from common.weights.quantized import QuantizedWeight
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE
-from torch_gpt2.model import GPT2, Linear, build_model
+from torch_gpt2.model import GPT2, Linear, build_model, set_packing
 from torch_gpt2.private_api import (
     PackedIntegers,
     integer_product,
@@ -139,7 +140,9 @@ class Int8GPT2(GPT2):
         total = torch.zeros((), device=hidden.device)
         for first in range(0, len(rows), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
-            total += F.cross_entropy(self.logits(rows[part]), wanted[part], reduction="sum")
+            total += F.cross_entropy(
+                self.logits(rows[part]), wanted[part], ignore_index=UNCOUNTED, reduction="sum"
+            )
         return total
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -178,6 +181,7 @@ def load_integer_model(config: ResolvedRun, device: TorchDevice, checkpoint: Pat
             f"{checkpoint}: this processor has no exact product of 8 bits (VNNI); its integers"
             " are multiplied as float32, which is as slow as a model in float32"
         )
+    set_packing(model, config, device)
     model.to_empty(device="cpu")
     shapes = parameter_shapes(config.model)
     floats = dict(model.named_parameters())

@@ -31,6 +31,7 @@ def cross_entropy_sum(
     shard: VocabularyShard | None = None,
     *,
     rows: int | None = None,
+    masked: bool = False,
 ) -> Tensor:
     """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from
     ``vocab_size`` on masked.
@@ -39,11 +40,12 @@ def cross_entropy_sum(
     Gradients are found in the forward pass, chunk by chunk, so that no logits are kept. With a
     shard every rank of its group returns the whole sum, and the gradient of ``hidden`` is this
     rank's part of it. rows: positions whose logits exist at one time, ROWS_AT_ONCE if left out.
+    masked: some targets are UNCOUNTED, which is below 0, and add nothing.
     """
     # Inside the function gradients are always off, and its needs_input_grad does not know of
     # no_grad either.
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    inputs = (hidden, weight, targets, vocab_size, wanted, shard, rows or ROWS_AT_ONCE)
+    inputs = (hidden, weight, targets, vocab_size, wanted, shard, rows or ROWS_AT_ONCE, masked)
     return _CrossEntropySum.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -58,6 +60,7 @@ class _CrossEntropySum(torch.autograd.Function):
         wanted: bool,
         shard: VocabularyShard | None,
         rows_at_once: int,
+        masked: bool,
     ) -> Tensor:
         first = 0 if shard is None else shard.first
         head = weight.to(hidden.dtype)
@@ -77,11 +80,14 @@ class _CrossEntropySum(torch.autograd.Function):
             log_sum = logits.logsumexp(1, keepdim=True)
             if shard is not None:
                 log_sum, picked = _over_shards(log_sum, picked, shard)
-            total += (log_sum - picked).sum()
+            counted = (targets[rows, None] >= 0).float() if masked else None
+            loss = log_sum - picked
+            total += (loss if counted is None else loss * counted).sum()
             if hidden_grad is not None and weight_grad is not None:
                 # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16
                 # does not lose them.
-                slope = _slope(logits, log_sum, target, here).to(hidden.dtype)
+                slope = _slope(logits, log_sum, target, here)
+                slope = (slope if counted is None else slope * counted).to(hidden.dtype)
                 hidden_grad[rows] = slope @ head
                 if hidden.dtype == torch.float32:
                     weight_grad.addmm_(slope.t(), hidden[rows])
@@ -99,6 +105,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return (
             (hidden_grad * grads[0]).to(hidden_grad.dtype),
             weight_grad * grads[0],
+            None,
             None,
             None,
             None,

@@ -18,12 +18,19 @@ from torch.utils.checkpoint import checkpoint
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
+from common.parallel.packing import Packing
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
+from torch_gpt2.packing import (
+    BlockAttention,
+    additive_mask,
+    document_numbers,
+    document_positions,
+)
 
 
 class _Quantizer(Protocol):
@@ -73,27 +80,31 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout or 0.0
         self.softmax_dtype = DTYPES[precision.softmax]
         self.recompute = False
+        self.blocked: BlockAttention | None = None
         self.q_proj = Linear(config.hidden_size, config.hidden_size)
         self.k_proj = Linear(config.hidden_size, config.hidden_size)
         self.v_proj = Linear(config.hidden_size, config.hidden_size)
         self.c_proj = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        """Attend within a window. mask: None, or what ``attend`` takes."""
         heads = (*x.shape[:2], -1, self.head_size)
         # (B, nh, T, hs)
         q, k, v = (
             proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        y = _maybe_recompute(self.recompute, self.attend, q, k, v)
+        y = _maybe_recompute(self.recompute, self.attend, q, k, v, mask)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         """Causal attention of queries that are all the positions of the keys, or the last ones.
 
         mask: (..., T, K) of the type of q, added to the scores. Of several queries that are not all
-        the positions it hides what comes later.
+        the positions it hides what comes later. With ``blocked`` it is that one's mask instead.
         """
+        if self.blocked is not None and mask is not None:
+            return self.blocked.attend(q, k, v, block_mask=mask)
         assert q.shape[2] in (1, k.shape[2]) or mask is not None
         dropout = self.dropout if self.training else 0.0
         causal = q.shape[2] > 1 and mask is None
@@ -137,8 +148,8 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(*norm)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.attn(self.ln_1(x)), self.dropout, self.training)
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        x = x + F.dropout(self.attn(self.ln_1(x), mask), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
 
 
@@ -152,6 +163,8 @@ class GPT2(nn.Module):
         self.dropout = config.embedding_dropout or 0.0
         self.recompute = False
         self.loss_rows = ROWS_AT_ONCE
+        self.packing: Packing | None = None
+        self.blocked: BlockAttention | None = None
         self.wte = nn.Embedding(vocab_rows, config.hidden_size)
         self.wpe = nn.Embedding(config.max_positions, config.hidden_size)
         self.h = nn.ModuleList(Block(config, precision) for _ in range(config.num_layers))
@@ -159,22 +172,35 @@ class GPT2(nn.Module):
             config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm]
         )
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Hidden states (B, T, C) after the last layer norm of token ids (B, T)."""
-        hidden: Tensor = self.ln_f(self.blocks(self.begin(ids)))
+    def forward(self, ids: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Hidden states (B, T, C) after the last layer norm of token ids (B, T).
+
+        tokens: the ids again, to keep the documents among them apart as ``packing`` says. A later
+        stage of a pipeline has hidden states in the place of the first ids.
+        """
+        hidden: Tensor = self.ln_f(self.blocks(self.begin(ids, tokens), self.mask_of(tokens)))
         return hidden
 
-    def begin(self, ids: Tensor) -> Tensor:
+    def begin(self, ids: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Input of the first block: (B, T) -> (B, T, C)."""
-        return F.dropout(
-            self.embed(ids, torch.arange(ids.shape[1], device=ids.device)),
-            self.dropout,
-            self.training,
-        )
+        if tokens is not None and self.packing is not None and self.packing.positions:
+            positions = document_positions(tokens, self.packing.eod)
+        else:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+        return F.dropout(self.embed(ids, positions), self.dropout, self.training)
 
-    def blocks(self, x: Tensor) -> Tensor:
+    def mask_of(self, tokens: Tensor | None) -> Any:
+        """Return the mask that keeps attention within documents, or None without one."""
+        if tokens is None or self.packing is None or not self.packing.attention:
+            return None
+        documents = document_numbers(tokens, self.packing.eod)
+        if self.blocked is not None:
+            return self.blocked.mask(documents)
+        return additive_mask(documents, self.compute_dtype)
+
+    def blocks(self, x: Tensor, mask: Any = None) -> Tensor:
         for block in self.h:
-            x = _maybe_recompute(self.recompute, block, x)
+            x = _maybe_recompute(self.recompute, block, x, mask)
         return x
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -183,8 +209,12 @@ class GPT2(nn.Module):
         return x.to(self.compute_dtype)
 
     def loss_sum(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats."""
-        return self.loss_of(self(ids), targets)
+        """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats.
+
+        Targets that are UNCOUNTED add nothing, if ``packing`` masks the loss.
+        """
+        separates = self.packing is not None and self.packing.separates
+        return self.loss_of(self(ids, ids) if separates else self(ids), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy computed from the final hidden states (B, T, C)."""
@@ -194,7 +224,12 @@ class GPT2(nn.Module):
             targets.flatten(),
             self.config.vocab_size,
             rows=self.loss_rows,
+            masked=self.masks_loss,
         )
+
+    @property
+    def masks_loss(self) -> bool:
+        return self.packing is not None and self.packing.masks_loss
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (..., C) -> (..., vocab_size)."""
@@ -231,6 +266,21 @@ def initialise(
                 config.model, config.seed, name, shape, *piece.rows, columns=piece.columns
             )
             tensors[name].copy_(torch.from_numpy(values))
+
+
+def set_packing(model: GPT2, config: ResolvedRun, device: TorchDevice) -> None:
+    """Let the model keep documents apart as the run's data ask for.
+
+    Attention does so by blocks where torch generates kernels for that, which have no dropout.
+    """
+    model.packing = config.packing
+    if config.packing is None or not config.packing.attention:
+        return
+    if BlockAttention.suits(config, device):
+        model.blocked = BlockAttention(fused=True)
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.blocked = model.blocked
 
 
 def set_recompute(model: GPT2, mode: str) -> None:

@@ -369,6 +369,18 @@ class DataConfig(Section):
     """Tokens between the starts of training windows; model.seq_length (no overlap) when left out.
     Below it windows overlap, and the last window ends with the last token of the epoch.
     """
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end-of-document token of a window."""
+    reset_attention_mask: bool = False
+    """Let a token attend only to tokens of its own document, not to others in the window."""
+    eod_mask_loss: bool = False
+    """Leave out the loss of positions whose input is the end-of-document token. The mean is over
+    the other positions of the global batch.
+    """
+    eod_id: NonNegative | None = None
+    """Id of the end-of-document token for the three keys above; that of the data or of
+    data.tokenizer when left out.
+    """
     index_cache: Text | None = None
     """Folder of cached sample indices; beside the data when left out."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2

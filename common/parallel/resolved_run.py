@@ -21,6 +21,7 @@ from common.config.resolved import (
 from common.config.schema import ParallelConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan, pad_vocabulary
+from common.parallel.packing import Packing, packing_of
 from common.parallel.sizes import BYTES, Sizes
 from common.parallel.topology import MAX_STAGES, Topology
 
@@ -75,6 +76,11 @@ class ResolvedRun(RunConfig):
             norm=BYTES[precision.layer_norm],
             softmax=BYTES[precision.softmax],
         )
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        """Treatment of documents that share a window; None if a window is one text."""
+        return packing_of(self.data)
 
     @cached_property
     def rounds_weights_once(self) -> bool:

@@ -68,7 +68,17 @@ def _attention(config: ResolvedRun) -> int:
 def of_embedding(config: ResolvedRun) -> int:
     """Return the bytes of token ids and positions, which are int64, and of the dropout mask."""
     s = config.sizes
-    return 8 * (s.tokens + s.seq_length) + (s.mask if config.model.embedding_dropout else 0)
+    positions = s.tokens if config.data.reset_position_ids else s.seq_length
+    return 8 * (s.tokens + positions) + (s.mask if config.model.embedding_dropout else 0)
+
+
+def of_documents(config: ResolvedRun) -> int:
+    """Return the bytes of the mask that keeps attention within documents, which all blocks share.
+
+    Kernels that skip blocks of pairs, on CUDA, need less.
+    """
+    s = config.sizes
+    return s.tokens * s.seq_length * s.compute if config.data.reset_attention_mask else 0
 
 
 def of_loss(config: ResolvedRun) -> int:

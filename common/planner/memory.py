@@ -296,6 +296,7 @@ def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> tupl
     sizes, mode, place = config.sizes, config.train.recompute, topology.place_of_stage(stage)
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
     saved = layers * activations.of_block(config, mode)
+    saved += activations.of_documents(config) if layers else 0
     loss = 0
     if stage == 0:
         saved += activations.of_embedding(config)

@@ -12,6 +12,7 @@ from common.config.resolved import ResolvedParallel
 from common.config.schema import DeepSpeedConfig
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
+from common.parallel.packing import wanted_keys
 from common.parallel.pipeline import schedule_error
 from common.parallel.resolved_run import ResolvedRun
 from common.quantization.scheme import quantized_layers
@@ -168,6 +169,13 @@ def check_mindspore(config: ResolvedRun, kind: str) -> None:
                 "quantization does not go with graphs that MindSpore's compiler splits"
                 f" (parallel.parallel_mode={parallel.parallel_mode}); set parallel_mode=0, or take"
                 " the section out"
+            )
+        wanted = wanted_keys(config.data)
+        if wanted:
+            raise ConfigError(
+                f"{wanted[0]}=true does not go with graphs that MindSpore's compiler splits"
+                f" (parallel.parallel_mode={parallel.parallel_mode}), whose plan has one mask for"
+                " all windows; set parallel_mode=0, or leave the key out"
             )
         return
     needs = _unmet_need(parallel)

@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
+
+from common.config.resolved import as_run
 from common.config.schema import TokenizerConfig
 from common.dataset import (
     Batch,
@@ -29,12 +32,15 @@ from common.dataset.mindrecord import metadata_paths
 from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG
+from common.parallel.packing import wanted_keys
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.paths import looked_in
 from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.training.state import TrainState
 from common.weights.names import count_parameters
+
+_WINDOWS_LOOKED_AT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +122,8 @@ def open_data(
     out. They divide validation windows too, but not with ``whole_validation``. Raises DataError and
     ConfigError.
     """
-    made_with = _tokenizer_record(config)
+    records = _metadata(config)
+    made_with = _tokenizer_record(records)
     given, remarks = (
         _given_tokenizer(config, is_known=made_with is not None)
         if training or made_with is None
@@ -126,6 +133,7 @@ def open_data(
     if record is not None:
         name = "the tokenizer of the data" if made_with is not None else "data.tokenizer"
         config = resolve_vocabulary(config, record["vocab_size"], name)
+    config = _with_eod(config, records)
     share = config.model.hidden_size / count_parameters(config.model)
     remarks += vocabulary_remarks([made_with], given, config.model.vocab_size, share_of_row=share)
     if not training and LOG.isEnabledFor(logging.INFO):  # a training reports them
@@ -141,6 +149,7 @@ def open_data(
             shuffle=config.data.shuffle,
             stride=config.data.stride,
         )
+        remarks += _eod_remarks(config, samples)
         config = resolve_length(config, samples.samples_per_epoch)
         sampler = ShardedSampler(
             samples,
@@ -222,24 +231,82 @@ def require_entries(entries: list[str | float] | None) -> list[str | float]:
     return entries
 
 
-def _tokenizer_record(config: ResolvedRun) -> dict[str, Any] | None:
-    """Read the tokenizer's record from the .meta.json files beside the data.
-
-    Raises DataError if parts of a blend were made with different tokenizers.
-    """
-    records: dict[str, tuple[Path, Metadata]] = {}
+def _metadata(config: ResolvedRun) -> list[tuple[Path, Metadata]]:
+    """Read the .meta.json files beside the data, with the prefix of each."""
+    found = []
     for entries in (config.data.train, config.data.validation):
         for _, prefix in parse_blend([str(entry) for entry in entries]) if entries else ():
             for path in metadata_paths(prefix):
                 metadata = read_metadata(path)
                 if metadata is not None:
-                    records[metadata.tokenizer_sha256] = (Path(prefix), metadata)
-    if len(records) > 1:
-        names = " and ".join(str(prefix) for prefix, _ in records.values())
+                    found.append((Path(prefix), metadata))
+    return found
+
+
+def _tokenizer_record(records: list[tuple[Path, Metadata]]) -> dict[str, Any] | None:
+    """Return the tokenizer's record of the data, if known.
+
+    Raises DataError if parts of a blend were made with different tokenizers.
+    """
+    by_digest = {metadata.tokenizer_sha256: (prefix, metadata) for prefix, metadata in records}
+    if len(by_digest) > 1:
+        names = " and ".join(str(prefix) for prefix, _ in by_digest.values())
         raise DataError(f"{names} were made with different tokenizers; preprocess them with one")
-    for sha256, (_, metadata) in records.items():
+    for sha256, (_, metadata) in by_digest.items():
         return {"kind": metadata.tokenizer, "sha256": sha256, "vocab_size": metadata.vocab_size}
     return None
+
+
+def _with_eod(config: ResolvedRun, records: list[tuple[Path, Metadata]]) -> ResolvedRun:
+    """Return the run with data.eod_id filled in, if a key needs it. Raises ConfigError."""
+    wanted, eod = wanted_keys(config.data), config.data.eod_id
+    if not wanted:
+        return config
+    named = f"{' and '.join(wanted)}: "
+    if eod is None:
+        for prefix, metadata in records:
+            if metadata.eod_id is None:
+                raise ConfigError(
+                    f"{named}the documents of {prefix} do not end with a token of their own, since"
+                    " they were made with --no-append-eod; preprocess them without it, or set"
+                    " data.eod_id to a token that ends them"
+                )
+        eod = records[0][1].eod_id if records else _eod_of_tokenizer(config, named)
+    assert eod is not None
+    if eod >= config.model.vocab_size:
+        raise ConfigError(
+            f"{named}data.eod_id={eod} is not a token of the vocabulary, which has"
+            f" {config.model.vocab_size}; give the id that ends documents in the data"
+        )
+    return as_run(type(config), config, data={"eod_id": eod})
+
+
+def _eod_remarks(config: ResolvedRun, samples: Samples) -> list[str]:
+    """Return a warning if the first windows have no end-of-document token, although one is
+    needed.
+    """
+    if config.packing is None:
+        return []
+    tokens = samples.read(np.arange(min(_WINDOWS_LOOKED_AT, samples.samples_per_epoch)))
+    if (tokens == config.packing.eod).any():
+        return []
+    return [
+        f"{' and '.join(wanted_keys(config.data))}: the first {len(tokens)} windows do not hold"
+        f" the token {config.packing.eod} that ends documents, so each counts as one document; if"
+        " the documents are shorter, preprocess them without --no-append-eod, or set data.eod_id"
+    ]
+
+
+def _eod_of_tokenizer(config: ResolvedRun, named: str) -> int:
+    """Return the token with which data.tokenizer ends documents. named: keys that need it."""
+    try:
+        return _load_tokenizer(config)[0].eod_id
+    except (ConfigError, TokenizerError) as error:
+        raise ConfigError(
+            f"{named}the id of the token that ends a document is not known: the data have no"
+            f" .meta.json, and there is no tokenizer to ask ({error}); set data.tokenizer or"
+            " data.eod_id"
+        ) from None
 
 
 def open_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, ResolvedRun]:

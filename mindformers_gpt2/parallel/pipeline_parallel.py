@@ -51,7 +51,7 @@ def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
 
 
 class _LaterStage(GPT2):
-    def begin(self, ids: Tensor, keys: Tensor = None) -> Tensor:
+    def begin(self, ids: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
         return ids
 
 
@@ -89,14 +89,17 @@ class Pipeline:
         self._model = model
         self._forward = device.compile(model)
         self._loss_sum = device.compile(model.loss_sum) if self.has_loss else None
+        self.loss_gradients = (
+            LossGradients(model, config, loss_scale, of_input=of_input) if self.has_loss else None
+        )
         self._gradients = device.compile(
-            LossGradients(model, config, loss_scale, of_input=of_input)
-            if self.has_loss
-            else StageGradients(model, config, of_input=of_input)
+            self.loss_gradients or StageGradients(model, config, of_input=of_input)
         )
         self._add = device.compile(add_gradients)
         self._meet = world.meet
         self._new = True
+        packing = config.packing
+        self._separates = packing is not None and packing.separates
         self._evaluated: set[tuple[int, ...]] = set()
 
     def step(
@@ -118,12 +121,12 @@ class Pipeline:
             if action.what is Pass.FORWARD:
                 inputs[number] = ids if self._before is None else self._receive(ids, self._before)
                 if self._after is not None:
-                    on_their_way.append(
-                        send(self._forward(inputs[number], *keys(number)), self._after)
-                    )
+                    more = self._more(keys(number), ids)
+                    on_their_way.append(send(self._forward(inputs[number], *more), self._after))
                 continue
             slope = targets if self._after is None else self._receive(ids, self._after)
-            found = list(self._gradients(inputs.pop(number), slope, *keys(number)))
+            more = self._more(keys(number), ids)
+            found = list(self._gradients(inputs.pop(number), slope, *more))
             if self._before is not None:
                 on_their_way.append(
                     send(found.pop(0 if self._after is not None else 1), self._before)
@@ -141,10 +144,10 @@ class Pipeline:
             self._evaluated.add(ids.shape)
         x = ids if self._before is None else self._receive(ids, self._before)
         if self._loss_sum is not None:
-            loss: Tensor = self._loss_sum(x, targets)
+            loss: Tensor = self._loss_sum(x, targets, *self._more((), ids))
             return loss
         assert self._after is not None
-        send(self._forward(x), self._after).wait()
+        send(self._forward(x, *self._more((), ids)), self._after).wait()
         return Tensor(0.0, ms.float32)
 
     def _compile(self, ids: Tensor, targets: Tensor, keys: Keys) -> None:
@@ -153,10 +156,10 @@ class Pipeline:
         A rank that waits for a message may give up after half a minute.
         """
         hidden = ops.zeros((*ids.shape, self._width), self._dtype)
-        x = ids if self._before is None else hidden
+        x, more = ids if self._before is None else hidden, self._more(keys, ids)
         if self._after is not None:
-            self._forward(x, *keys)
-        self._gradients(x, targets if self._after is None else hidden, *keys)
+            self._forward(x, *more)
+        self._gradients(x, targets if self._after is None else hidden, *more)
         forget_maxima(self._model)
         self._meet()
 
@@ -164,10 +167,16 @@ class Pipeline:
         """Compile the evaluation for batches of one shape."""
         x = ids if self._before is None else ops.zeros((*ids.shape, self._width), self._dtype)
         if self._loss_sum is None:
-            self._forward(x)
+            self._forward(x, *self._more((), ids))
         else:
-            self._loss_sum(x, targets)
+            self._loss_sum(x, targets, *self._more((), ids))
         forget_maxima(self._model)
+
+    def _more(self, keys: Keys, ids: Tensor) -> tuple[Any, ...]:
+        """Return what a stage gets beside its input: dropout keys, and the ids if it keeps
+        documents apart.
+        """
+        return (*(keys or (None,)), ids) if self._separates else keys
 
     def _receive(self, ids: Tensor, rank: int) -> Tensor:
         """Return the hidden states of these ids, or their gradient."""

@@ -60,6 +60,10 @@ DIFFERENCES = {
         "round_linear_layers": "MindSpore's graph of a micro batch rounds them itself",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
     },
+    "packing.py": {
+        "additive_mask": "MindSpore's model adds documents to its causal mask",
+        "BlockAttention": "MindSpore has no such kernels",
+    },
     "predict.py": {"Layer": "MindSpore's graphs fuse products by themselves"},
     "optimizer.py": {
         "Optimizer": "MindSpore has none with bias correction on a CPU",

@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets
-from torch_gpt2.deepspeed.pipeline import build_pipeline, grid_of, mark_split
+from torch_gpt2.deepspeed.pipeline import build_pipeline, give_tokens, grid_of, mark_split
 from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave_out_shared_memory
 from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
 from torch_gpt2.device import TorchDevice
@@ -71,6 +72,10 @@ class DeepSpeedEngine(BaseEngine):
         layout = _without_zero(config)
         self._model = build_parts(layout, device, self.world)[0]
         self._parameters = dict(self._model.named_parameters())
+        self._predicted: Tensor | None = None
+        """Predictions of a micro batch that count, on average over a step; None if all do."""
+        self._waiting: deque[Tensor] = deque()
+        """Ids of the next micro batches of a pipeline, if their documents are kept apart."""
         state = ZeroState if config.parallel.zero_stage else WholeState
         self._state: DeepSpeedState = state(self._parameters, layout, self.world)
         mark_split(self._model, layout, self.world)
@@ -80,10 +85,12 @@ class DeepSpeedEngine(BaseEngine):
             else self._model.loss_sum
         )
         self._module = (
-            build_pipeline(self._deepspeed, self._model, self.world, self._state.scaled)
+            build_pipeline(self._deepspeed, self._model, self.world, self._mean)
             if self._pipeline
-            else _MeanLossModule(self._model, loss_sum, self._state.scaled)
+            else _MeanLossModule(self._model, loss_sum, self._mean)
         )
+        if self._pipeline and config.packing is not None and config.packing.separates:
+            give_tokens(self._model, self._waiting)
 
     def run(
         self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
@@ -118,7 +125,8 @@ class DeepSpeedEngine(BaseEngine):
             for batch, loss in zip(mine, losses, strict=False):
                 predicted = batch.shape[0] * (batch.shape[1] - 1)  # 0 where a rank had none left
                 total += loss * predicted if predicted else 0.0
-                tokens += predicted
+                packing = config.packing
+                tokens += predicted if packing is None else packing.counted(batch)
         if self.world.at.tensor:  # the first rank of the group has the same
             total, tokens = 0.0, 0
         total, all_tokens = self.world.sum(total, tokens)
@@ -212,15 +220,16 @@ class DeepSpeedEngine(BaseEngine):
         self._engine.train()
         micro = self.config.train.micro_batch_size
         pieces = [tokens[start : start + micro] for start in range(0, len(tokens), micro)]
+        predicted, pairs = self.predicted(tokens), self._pairs(pieces)
+        if isinstance(predicted, Tensor):
+            self._predicted = predicted / (len(pieces) * self._ranks)
         if self._pipeline:
             with contextlib.redirect_stdout(io.StringIO()):  # the report has this line
-                loss = self._engine.train_batch(
-                    inputs_and_targets(piece, self.device) for piece in pieces
-                )
+                loss = self._engine.train_batch(pairs)
             return loss.item(), self._state.norm()
         total = 0.0
-        for piece in pieces:
-            mean = self._engine(*inputs_and_targets(piece, self.device))
+        for pair in pairs:
+            mean = self._engine(*pair)
             self._engine.backward(mean)
             self._engine.step()
             total += mean.item()
@@ -228,7 +237,7 @@ class DeepSpeedEngine(BaseEngine):
 
     def _mean_losses(self, batches: list[Tokens]) -> list[float]:
         """Return the mean loss of each batch; nothing on a pipeline's stages before the last."""
-        pairs = (inputs_and_targets(batch, self.device) for batch in batches)
+        self._predicted, pairs = None, self._pairs(batches)
         if not self._pipeline:
             return [self._engine(*pair).item() for pair in pairs]
         losses = self._engine.eval_batch(
@@ -239,6 +248,19 @@ class DeepSpeedEngine(BaseEngine):
             num_micro_batches=len(batches),
         )
         return [] if losses is None else [loss.item() for loss in losses]
+
+    def _pairs(self, pieces: list[Tokens]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return ids and targets of micro batches, of which each stage of a pipeline sees all."""
+        packing = self.config.packing
+        if self._pipeline and packing is not None and packing.separates:
+            self._waiting.clear()
+            self._waiting.extend(inputs_and_targets(piece, self.device)[0] for piece in pieces)
+        return (inputs_and_targets(piece, self.device, packing) for piece in pieces)
+
+    def _mean(self, loss_sum: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a micro batch, whose gradient is scaled."""
+        predicted = targets.numel() if self._predicted is None else self._predicted
+        return self._state.scaled(loss_sum / predicted)
 
     def _make_moments(self) -> None:
         """DeepSpeed has no place for moments before the first step: make one that changes no
@@ -288,11 +310,13 @@ def _without_zero(config: TrainingRun) -> TrainingRun:
 class _MeanLossModule(nn.Module):
     """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
 
-    def __init__(self, model: GPT2, loss_sum: LossSum, scaled: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: GPT2, loss_sum: LossSum, mean: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.model = model
-        self._scaled = scaled
+        self._mean = mean
         self._loss_sum = loss_sum
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return self._scaled(self._loss_sum(ids, targets) / targets.numel())
+        return self._mean(self._loss_sum(ids, targets), targets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -55,17 +56,17 @@ def mark_split(stage: GPT2, config: ResolvedRun, world: World) -> None:
 
 
 def build_pipeline(
-    deepspeed: Any, stage: GPT2, world: World, scaled: Callable[[Tensor], Tensor]
+    deepspeed: Any, stage: GPT2, world: World, mean: Callable[[Tensor, Tensor], Tensor]
 ) -> Any:
     """Return DeepSpeed's PipelineModule, in which each native stage is one layer.
 
     The first and the last stage each hold the token table, whose gradients DeepSpeed adds up.
-    scaled: function applied to the mean loss of a micro batch.
+    mean: function of a micro batch's summed loss and its targets.
     """
     topology, place = world.topology, world.at.pipeline
 
     def mean_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        return scaled(stage.loss_of(hidden, targets) / targets.numel())
+        return mean(stage.loss_of(hidden, targets), targets)
 
     with contextlib.redirect_stdout(io.StringIO()):
         pipeline = deepspeed.pipe.PipelineModule(
@@ -88,6 +89,19 @@ def build_pipeline(
             (_with_gradient(stage.wte.weight), world.groups[GroupKind.EMBEDDING])
         ]
     return pipeline
+
+
+def give_tokens(stage: GPT2, waiting: deque[Tensor]) -> None:
+    """Give the stage the ids of each micro batch beside its input.
+
+    DeepSpeed sends a stage hidden states only. But every stage reads the batch, and all
+    schedules go forward in the order of the micro batches. waiting: their ids, in this order.
+    """
+
+    def add(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return inputs, {**named, "tokens": waiting.popleft()}
+
+    stage.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def _with_gradient(weight: Tensor) -> Any:

@@ -47,7 +47,7 @@ def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
         del model.wte
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def _unchanged(x: Tensor, tokens: Tensor | None = None) -> Tensor:
     return x
 
 
@@ -91,11 +91,13 @@ class Pipeline:
         """
         self._finish = finish
         losses: list[Tensor] = []
-        inputs = (ids,) if 0 in self._parts else ()
+        inputs, more = (ids,) if 0 in self._parts else (), self._tokens(ids)
         if self.has_loss:
-            self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+            self._schedule.step(
+                *inputs, target=targets, losses=losses, return_outputs=False, **more
+            )
             return torch.stack([loss.detach() for loss in losses]).sum()
-        self._schedule.step(*inputs)
+        self._schedule.step(*inputs, **more)
         return torch.zeros((), device=self._device)
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ class Pipeline:
             if index > 0 and index - 1 not in self._parts:
                 x = torch.empty(self._shape(ids), dtype=part.compute_dtype, device=self._device)
                 dist.recv(x, self._rank_of(index - 1), group=self._group)
-            x = part(x)
+            x = part(x, **self._tokens(ids))
             if index < self._count - 1 and index + 1 not in self._parts:
                 dist.send(x.contiguous(), self._rank_of(index + 1), group=self._group)
         return (
@@ -116,6 +118,11 @@ class Pipeline:
             if self.has_loss
             else torch.zeros((), device=self._device)
         )
+
+    def _tokens(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return what each stage gets beside its input, to keep documents apart."""
+        packing = self._config.packing
+        return {"tokens": ids} if packing is not None and packing.separates else {}
 
     def _shape(self, ids: Tensor) -> tuple[int, int, int]:
         parallel = self._config.parallel

@@ -55,10 +55,10 @@ class TensorGroup:
         return out
 
     def local_shard(self, positions: Tensor) -> Tensor:
-        """Return the positions, out of (T,), whose activations this rank has between the
-        regions.
+        """Return the positions, out of (T,) or (B, T), whose activations this rank has between
+        the regions.
         """
-        return positions.chunk(self.size)[self.rank] if self.sequence else positions
+        return positions.chunk(self.size, -1)[self.rank] if self.sequence else positions
 
 
 class _Copy(torch.autograd.Function):
@@ -180,7 +180,9 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
     for block in model.h:
         assert isinstance(block, Block)
         for region in (block.attn, block.mlp):
-            region.register_forward_pre_hook(lambda _, inputs: (tensor.enter(inputs[0]),))
+            region.register_forward_pre_hook(
+                lambda _, inputs: (tensor.enter(inputs[0]), *inputs[1:])
+            )
         if not tensor.sequence and model.config.attention_dropout:
             _draw_own_masks(block.attn, tensor.rank, device)
     if hasattr(model, "wpe"):
@@ -200,6 +202,7 @@ def _loss_of(tensor: TensorGroup) -> Any:
             self.config.vocab_size,
             shard,
             rows=self.loss_rows,
+            masked=self.masks_loss,
         )
 
     return loss_of
@@ -216,7 +219,7 @@ def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> Non
     attend: Callable[..., Tensor] = attention.attend  # type: ignore[assignment]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend_with_own_masks(*tensors: Tensor) -> Tensor:
+    def attend_with_own_masks(*tensors: Any) -> Tensor:
         if not attention.training:
             return attend(*tensors)
         drawn = int(torch.randint(2**62, ()))

@@ -205,7 +205,7 @@ TABLE: Table = {
     "mmap_warmup", "no_mmap_bin_files", "num_dataset_builder_threads", "object_storage_cache_path",
     "mid_level_dataset_surplus", "no_create_attention_mask_in_dataloader",
     "allow_ambiguous_pad_tokens", "aml_data_download_path")},
-    **{name: Only((), "documents are packed into windows; leave the flag out") for name in
+    **{name: To(f"data.{name}", Switch(True)) for name in
        ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")},
     # checkpoints, validation, log
     **{name: To("checkpoint.interval") for name in ("save_interval", "persistent_save_interval")},

@@ -1,0 +1,64 @@
+"""Documents that share a window: what keeps them apart, and which predictions count.
+
+The rules are those of Megatron's get_ltor_masks_and_position_ids. A document ends with its
+end-of-document token, and the token after it is the first one of the next document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from common.config.schema import DataConfig
+
+UNCOUNTED = -1
+"""Target of a position whose loss does not count."""
+KEYS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Keys of the section data that need the end-of-document token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Treatment of documents in a window.
+
+    eod: the token that ends a document. positions: count them anew in each document. attention:
+    let a token attend to its own document only. masks_loss: leave out the losses of positions
+    whose input is ``eod``.
+    """
+
+    eod: int
+    positions: bool
+    attention: bool
+    masks_loss: bool
+
+    @property
+    def separates(self) -> bool:
+        """Whether the model needs to know the documents, and not only the loss."""
+        return self.positions or self.attention
+
+    def counted(self, tokens: npt.NDArray[np.int32]) -> int:
+        """Return the number of predictions that count in windows (rows, columns)."""
+        inputs = tokens[:, :-1]
+        return int(np.count_nonzero(inputs != self.eod)) if self.masks_loss else inputs.size
+
+
+def packing_of(data: DataConfig) -> Packing | None:
+    """Return the treatment that a run's data ask for; None if every window is one text.
+
+    It is also None without the token, which ``open_data`` fills in: other work reads no windows.
+    """
+    if data.eod_id is None or not wanted_keys(data):
+        return None
+    return Packing(
+        eod=data.eod_id,
+        positions=data.reset_position_ids,
+        attention=data.reset_attention_mask,
+        masks_loss=data.eod_mask_loss,
+    )
+
+
+def wanted_keys(data: DataConfig) -> list[str]:
+    """Return the keys in use that need the end-of-document token, with their section."""
+    return [f"data.{name}" for name in KEYS if getattr(data, name)]

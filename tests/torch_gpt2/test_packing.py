@@ -1,0 +1,327 @@
+"""Documents that share a window on torch: Megatron's own masks, each document alone in
+transformers' model, and what leaks from one document to another.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.config.load import build_config
+from common.config.schema import RunConfig
+from common.resolve.derive import resolve_config
+from common.training.metrics import read_metrics
+from tests.config_overrides import changed
+from tests.packed_corpus import EOD, FLAGS, write_packed_corpus
+from tests.reference import hugging_face_model, hugging_face_names
+from torch_gpt2.data import split
+from torch_gpt2.device import select_device
+from torch_gpt2.engine import Engine
+from torch_gpt2.loss import cross_entropy_sum
+from torch_gpt2.model import GPT2, Attention
+from torch_gpt2.packing import BlockAttention, additive_mask, document_numbers, document_positions
+from torch_gpt2.parallel.layout import build_parts
+from torch_gpt2.parallel.world import World
+from torch_gpt2.train import train
+
+LENGTH = 24
+
+
+def make_config(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "unused",
+        "device": "cpu",
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "seq_length": LENGTH,
+            "vocab_size": 101,
+        },
+        "train": {"max_steps": 4, "micro_batch_size": 2, "global_batch_size": 4},
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 0.05,
+            "momentum": 0.9,
+            "schedule": "constant",
+            "clip_grad": 0.0,
+        },
+        "data": {"split": "90,10,0"},
+        "logging": {"tensorboard": False, "plot": False},
+    }
+    return resolve_config(build_config(changed(tree, FLAGS | changes)))
+
+
+def make_model(config: RunConfig) -> GPT2:
+    [model] = build_parts(config, select_device("cpu"), World())
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def windows() -> Tensor:
+    """(4, LENGTH + 1): documents in the middle, EOD at both ends and twice, one EOD, and none."""
+    tokens = torch.randint(8, 101, (4, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    for row, places in ((0, (5, 11, 17)), (1, (0, 7, 8, 23, 24)), (2, (12,))):
+        tokens[row, list(places)] = EOD
+    return tokens
+
+
+def documents(ids: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the row and the columns of each document."""
+    for number, row in enumerate(ids.tolist()):
+        ends = [place + 1 for place, token in enumerate(row) if token == EOD]
+        for first, end in pairwise(sorted({0, *ends, len(row)})):
+            yield number, slice(first, end)
+
+
+@pytest.mark.filterwarnings("ignore:Transformer Engine and Apex")
+def test_masks_and_positions_are_megatrons() -> None:
+    megatron = pytest.importorskip(
+        "megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed"
+    )
+    config = make_config()
+    ids, targets = split(windows(), config.packing)
+    mask = additive_mask(document_numbers(ids, EOD), torch.float32)
+    for row, data in enumerate(ids):
+        hidden, counted, positions = megatron._get_ltor_masks_and_position_ids(
+            data, EOD, True, True, True, True
+        )
+        assert torch.equal(document_positions(ids, EOD)[row], positions)
+        assert torch.equal(mask[row] == float("-inf"), hidden)
+        assert torch.equal((targets[row] >= 0).float(), counted)
+    assert config.packing is not None
+    assert config.packing.counted(windows().int().numpy()) == int((targets >= 0).sum())
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> BlockAttention:
+    """flex_attention, whose kernels need CUDA; its operators compute gradients on a CPU too, if
+    they are let.
+    """
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    return BlockAttention(fused=False)
+
+
+PATHS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "recomputed": {"train__recompute": "full"},
+    "written out": {"precision": {"softmax": "bfloat16"}},
+    "blocks": {},
+    "blocks recomputed": {"train__recompute": "selective"},
+}
+
+
+def model_of(path: str, blocks: BlockAttention, **changes: Any) -> GPT2:
+    model = make_model(make_config(**PATHS[path], **changes))
+    if path.startswith("blocks"):
+        model.blocked = blocks
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.blocked = blocks
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "written out"])
+@pytest.mark.parametrize("masks_loss", [True, False])
+def test_losses_and_gradients_are_those_of_each_document_alone(
+    path: str, masks_loss: bool, blocks: BlockAttention
+) -> None:
+    """transformers' model sees one document at a time, at positions from 0."""
+    model = model_of(path, blocks, data__eod_mask_loss=masks_loss)
+    reference = hugging_face_model(model.config, dict(model.named_parameters()))
+    ids, targets = split(windows(), model.packing)
+    model.loss_sum(ids, targets).backward()
+    wanted = torch.zeros(())
+    for row, part in documents(ids):
+        logits = reference(ids[row : row + 1, part]).logits[0]
+        target = windows()[row, 1:][part]
+        counted = len(target) - int(masks_loss and ids[row, part][-1] == EOD)
+        if counted:
+            wanted = wanted + F.cross_entropy(logits[:counted], target[:counted], reduction="sum")
+    wanted.backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        torch.testing.assert_close(model.loss_sum(ids, targets), wanted, rtol=1e-6, atol=0)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs = dict(reference.named_parameters())
+    for name, gradient in hugging_face_names(gradients, model.config.vocab_size).items():
+        expected = theirs[name].grad
+        error = (gradient - expected).abs().max()
+        assert error <= 1e-5 * expected.abs().max().clamp(min=1.0), name
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_leaks_between_documents(path: str, blocks: BlockAttention) -> None:
+    """Other tokens in one document leave all bits of the others, and losses of the others have no
+    gradient there.
+    """
+    model = model_of(path, blocks)
+    tokens = windows()
+    ids, targets = split(tokens, model.packing)
+    changed = tokens.clone()
+    changed[0, 6:11] = 99 - (tokens[0, 6:11] % 80)  # the second document of the first row
+    assert not (changed[0, 6:11] == tokens[0, 6:11]).any()
+    with torch.no_grad():
+        before, after = model(ids, ids), model(changed[:, :-1], changed[:, :-1])
+    others = torch.ones(ids.shape, dtype=torch.bool)
+    others[0, 6:12] = False
+    assert torch.equal(before[others], after[others])
+    assert not torch.isclose(before[0, 7:12], after[0, 7:12]).all(-1).any()
+
+    embedded: list[Tensor] = []
+    model.wte.register_forward_hook(lambda *args: (embedded.append(args[2]), args[2])[1])
+    hidden = model(ids, ids)
+    for row, part in documents(ids):
+        alone = torch.full_like(targets, -1)
+        alone[row, part] = targets[row, part]
+        loss = model.loss_of(hidden, alone)
+        [gradient] = torch.autograd.grad(loss, embedded[0], retain_graph=True)
+        reached = gradient.abs().sum(-1) > 0
+        inside = torch.zeros_like(reached)
+        inside[row, part] = True
+        assert not (reached & ~inside).any()
+        assert bool(reached[row, part][0]) == bool((targets[row, part] >= 0).any())
+
+
+def test_without_the_keys_documents_do_leak() -> None:
+    """The test above can fail."""
+    model = make_model(make_config(data__reset_attention_mask=False))
+    ids, _ = split(windows())
+    changed = ids.clone()
+    changed[0, 6] = 99
+    with torch.no_grad():
+        assert not torch.equal(model(ids, ids)[0, 12:], model(changed, changed)[0, 12:])
+
+
+def test_each_key_acts_alone() -> None:
+    ids, targets = split(windows())
+    losses = {}
+    for name in ("", *FLAGS):
+        keys = {key: key == name for key in FLAGS if key != "data__eod_id"}
+        model = make_model(make_config(**keys))
+        losses[name] = model.loss_sum(*split(windows(), model.packing)).item()
+        assert (model.packing is None) == (name in ("", "data__eod_id"))
+    assert losses[""] == losses["data__eod_id"]
+    assert len(set(losses.values())) == 4
+    reference = hugging_face_model(model.config, dict(model.named_parameters()))
+    places = torch.stack([document_positions(row[None], EOD)[0] for row in ids])
+    logits = reference(ids, position_ids=places).logits
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+    assert losses["data__reset_position_ids"] == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("rows_at_once", [5, 64])
+def test_uncounted_targets_add_nothing_to_the_loss(rows_at_once: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, requires_grad=True) for rows in (37, 128))
+    targets = torch.randint(0, 101, (37,))
+    targets[::3] = -1
+    loss = cross_entropy_sum(hidden, weight, targets, 101, rows=rows_at_once, masked=True)
+    wanted = F.cross_entropy(hidden @ weight[:101].t(), targets, ignore_index=-1, reduction="sum")
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-5)
+    found, expected = (torch.autograd.grad(value, (hidden, weight)) for value in (loss, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_graph_keeps_documents_apart_by_blocks(blocks: BlockAttention) -> None:
+    """torch.compile traces masks, blocks and recomputation without a break, with the same
+    gradients. The kernels themselves are CUDA's.
+    """
+    model = model_of("blocks recomputed", blocks)
+    ids, targets = split(windows(), model.packing)
+    compiled = torch.compile(model.loss_sum, backend="aot_eager", fullgraph=True, dynamic=False)
+    results = []
+    for function in (model.loss_sum, compiled):
+        model.zero_grad()
+        loss = function(ids, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        results.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_are_for_devices_with_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_gpt2.device import TorchDevice
+
+    assert make_model(make_config()).blocked is None
+    monkeypatch.setattr(TorchDevice, "compiles", True)
+    assert make_model(make_config()).h[0].attn.blocked is not None
+    for changes in (
+        {"model__attention_dropout": 0.1},
+        {"precision": {"softmax": "bfloat16"}},
+        {"model__num_heads": 4},
+        {"data__reset_attention_mask": False},
+    ):
+        assert make_model(make_config(**changes)).blocked is None
+
+
+def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
+    """Two micro batches with different numbers of documents, whose own means differ."""
+    from common.dataset import Batch
+    from common.resolve.derive import resolve_length
+    from common.training.start import Start
+
+    config = resolve_length(make_config(), 100)
+    engine = Engine(config, select_device("cpu"))
+    engine.begin(Start())
+    model = make_model(config)
+    model.load_state_dict(engine.model.state_dict())
+    tokens = windows()
+    ids, targets = split(tokens, config.packing)
+    counted = int((targets >= 0).sum())
+    loss = model.loss_sum(ids, targets) / counted
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    batch = Batch(tokens=tokens.int().numpy(), consumed_samples=4, sample_hash="")
+    [result] = engine.run(iter([batch]), 1)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    first, second = (model.loss_sum(*split(part, config.packing)) for part in tokens.split(2))
+    means = [(part != EOD).sum() for part in ids.split(2)]
+    naive = (first / means[0] + second / means[1]) / 2
+    assert abs(naive.item() / result.loss - 1) > 1e-4
+    model.load_state_dict(engine.model.state_dict())
+    total, number = engine.evaluate([np.asarray(tokens.int())])
+    assert number == counted
+    assert total == pytest.approx(model.loss_sum(ids, targets).item(), rel=1e-6)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def test_a_run_resumes_with_the_same_bits_and_samples(tmp_path: Path) -> None:
+    corpus = write_packed_corpus(tmp_path)
+
+    def go(name: str, steps: int, **changes: Any) -> list[dict[str, Any]]:
+        train(
+            make_config(
+                output_dir=str(tmp_path / name),
+                data__train=str(corpus),
+                train__max_steps=steps,
+                optimizer__decay_steps=4,
+                **changes,
+            )
+        )
+        return [row for row in rows_of(tmp_path / name) if "loss" in row]
+
+    whole = go("whole", 4)
+    go("halves", 2)
+    halves = go("halves", 4)
+    keys = ("step", "loss", "grad_norm", "sample_hash")
+    assert [[row[key] for key in keys] for row in halves] == [
+        [row[key] for key in keys] for row in whole
+    ]
+    plain = go("plain", 4, **dict.fromkeys(FLAGS, False) | {"data__eod_id": None})
+    assert [row["sample_hash"] for row in plain] == [row["sample_hash"] for row in whole]
+    assert plain[0]["loss"] != whole[0]["loss"]

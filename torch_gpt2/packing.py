@@ -1,0 +1,83 @@
+"""Documents of a window kept apart: their positions, and the mask that keeps attention within them.
+
+The rules are in ``common.parallel.packing``. Everything follows from the token ids, so a stage of a
+pipeline needs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.parallel.resolved_run import ResolvedRun
+from torch_gpt2.device import TorchDevice
+
+_LEAST_HEAD_SIZE = 16
+"""Smallest size of a head for which torch generates kernels of BlockAttention."""
+
+
+def document_numbers(ids: Tensor, eod: int) -> Tensor:
+    """Return the number of each token's document in its window, (B, T) -> (B, T).
+
+    The end-of-document token belongs to the document that it ends.
+    """
+    ends = (ids == eod).long()
+    return ends.cumsum(1) - ends
+
+
+def document_positions(ids: Tensor, eod: int) -> Tensor:
+    """Return the position of each token in its document, (B, T) -> (B, T)."""
+    places = torch.arange(ids.shape[1], device=ids.device)
+    follows = (ids == eod).roll(1, 1) & (places > 0)
+    starts = torch.where(follows, places, 0).cummax(1).values
+    return places - starts
+
+
+def additive_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores: 0 within a document up to the query, else -inf.
+
+    (B, T) -> (B, 1, T, T).
+    """
+    length = documents.shape[1]
+    earlier = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    seen = (documents[:, :, None] == documents[:, None, :]) & earlier
+    mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device)
+    return mask.masked_fill(~seen, float("-inf"))[:, None]
+
+
+class BlockAttention:
+    """torch's flex_attention, whose kernels skip blocks of pairs of different documents.
+
+    fused: compile it to those kernels; otherwise it runs operator by operator.
+    """
+
+    @staticmethod
+    def suits(config: ResolvedRun, device: TorchDevice) -> bool:
+        """Return whether torch generates the kernels here. They have no dropout."""
+        model = config.model
+        return (
+            device.compiles
+            and not model.attention_dropout
+            and config.precision.softmax == "float32"
+            and model.hidden_size // model.num_heads >= _LEAST_HEAD_SIZE
+        )
+
+    def __init__(self, *, fused: bool) -> None:
+        # importing it takes a tenth of a second, and few runs need it
+        module = import_module("torch.nn.attention.flex_attention")
+        compiled: Any = torch.compile if fused else lambda function, **_: function
+        self._make_mask: Callable[..., Any] = compiled(module.create_block_mask, dynamic=False)
+        self.attend: Callable[..., Tensor] = compiled(module.flex_attention, dynamic=False)
+
+    def mask(self, documents: Tensor) -> Any:
+        """Return the blocks of a micro batch (B, T) that have pairs of one document."""
+
+        def is_seen(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (documents[row, query] == documents[row, key])
+
+        rows, length = documents.shape
+        return self._make_mask(is_seen, rows, None, length, length, device=str(documents.device))
