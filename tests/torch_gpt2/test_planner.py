@@ -26,7 +26,13 @@ from common.parallel.topology import GroupKind, Topology  # noqa: E402
 from common.planner.plan import make_plan  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from torch_gpt2.device import select_device  # noqa: E402
-from torch_gpt2.model import GPT2, Linear, round_linear_layers, set_recompute  # noqa: E402
+from torch_gpt2.model import (  # noqa: E402
+    GPT2,
+    Linear,
+    round_linear_layers,
+    set_packing,
+    set_recompute,
+)
 from torch_gpt2.parallel.data_parallel import DataParallel  # noqa: E402
 from torch_gpt2.parallel.tensor_parallel import TensorGroup, split_model  # noqa: E402
 from torch_gpt2.parallel.world import World  # noqa: E402
@@ -88,6 +94,7 @@ def saved_bytes(config: RunConfig) -> int:
     """Bytes that autograd keeps of the loss of one micro batch."""
     model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute)
+    set_packing(model, config, select_device("cpu"))
     model.to(getattr(torch, config.precision.parameters))
     ids = torch.zeros(
         config.train.micro_batch_size or 0, config.model.seq_length, dtype=torch.int64
@@ -107,6 +114,21 @@ def test_activations_are_what_autograd_keeps(precision: str, recompute: str) -> 
         )
         (stage,) = make_plan(config).stages
         assert stage.memory.activations + stage.memory.loss == saved_bytes(config)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("precision", ["float32", "bf16", "half"])
+def test_documents_kept_apart_keep_one_mask_for_all_blocks(precision: str, recompute: str) -> None:
+    """To the byte, with the positions of each window."""
+    data = {"reset_position_ids": True, "reset_attention_mask": True, "eod_id": 0}
+    train = {"recompute": recompute}
+    config = make(precision=PRECISIONS[precision], train=train, data=data)
+    assert make_plan(config).stages[0].memory.activations == (
+        saved_bytes(config) - make_plan(config).stages[0].memory.loss
+    )
+    plain = make(precision=PRECISIONS[precision], train=train)
+    more = saved_bytes(config) - saved_bytes(plain)
+    assert more == 3 * 40 * 40 * (4 if precision == "float32" else 2) + 8 * (3 - 1) * 40
 
 
 def test_dropout_keeps_a_mask_for_each_branch() -> None:

@@ -90,6 +90,10 @@ def test_values_in_the_table_are_taken(tmp_path: Path) -> None:
         ("model.embedding_size", "model.hidden_size"),
         ("Generation", "predict"),
         ("Distributed", "parallel"),
+        ("eod_token_id", "data.eod_id"),
+        ("data.eos_id", "data.eod_id"),
+        ("train.reset_attention_mask", "data.reset_attention_mask"),
+        ("eod_reset", "data.reset_position_ids and data.reset_attention_mask"),
     ],
 )
 def test_the_hint_is_the_right_key(typed: str, right: str) -> None:

@@ -331,6 +331,17 @@ def test_megatrons_project_of_wandb_turns_the_tracker_on() -> None:
     assert named.trackers == []
 
 
+def test_megatrons_flags_keep_documents_apart() -> None:
+    flags = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+    lengths = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-4"]
+    sizes = ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2"]
+    for given in ((), flags, flags[:1]):
+        words = [*sizes, "--seq-length", "8", *lengths, *given]
+        data = open_flags("megatron", words).config.data
+        found = (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+        assert found == tuple(flag in given for flag in flags)
+
+
 def test_oneflows_flags_are_the_preset() -> None:
     flags = """--num-layers 24 --hidden-size 2304 --num-attention-heads 24 --seq-length 2048 \
 --micro-batch-size 8 --global-batch-size 512

@@ -4,6 +4,7 @@ step.
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
+from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata, write_metadata
+from common.dataset.mindrecord import metadata_paths
 from common.dataset.token_files import with_extension
-from common.errors import DataError, TokenizerError
+from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, start_log
+from common.parallel.packing import Packing
 from common.resolve.derive import resolve_config
 from common.training import data as module
 from common.training.data import open_data, open_tokenizer
@@ -124,6 +127,65 @@ def test_a_tokenizer_that_is_not_there_or_broken(
         open_data(make_config(pair, tmp_path))
     (remark,) = open_data(make_config(pair, tmp_path / "none"))[0].remarks
     assert "the data does not record its vocabulary" in remark
+
+
+POSITIONS = {"data__reset_position_ids": True}
+
+
+def eod_of(prefix: Path, tokenizer: Path | None = None, **changes: Any) -> int | None:
+    _, config = open_data(make_config(prefix, tokenizer, **changes))
+    return config.data.eod_id
+
+
+def say_eod(prefix: Path, eod: int | None) -> None:
+    path = with_extension(prefix, METADATA_EXTENSION)
+    metadata = read_metadata(path)
+    assert metadata is not None
+    write_metadata(path, replace(metadata, eod_id=eod))
+
+
+def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s_else_given(
+    pair: Path, corpus_prefix: Path, tmp_path: Path, given: SimpleNamespace
+) -> None:
+    given.eod_id = 9
+    say_eod(pair, 5)
+    assert eod_of(pair) is None, "no key needs it"
+    assert eod_of(pair, **POSITIONS) == 5
+    assert eod_of(pair, tmp_path, **POSITIONS) == 5
+    assert eod_of(pair, data__eod_id=6, **POSITIONS) == 6
+    assert eod_of(corpus_prefix, tmp_path, **POSITIONS) == 9
+    blend = [0.5, str(corpus_prefix), 0.5, str(pair)]
+    assert eod_of(pair, data__train=blend, **POSITIONS) == 5
+    record = tmp_path / "rows.mindrecord"  # the record beside a MindRecord is found too
+    assert [path.name for path in metadata_paths(record.with_suffix(""))] == ["rows.meta.json"]
+
+
+def test_packing_is_none_until_a_key_and_the_token_are_there(pair: Path) -> None:
+    assert make_config(pair, None, data__eod_id=5).packing is None
+    assert make_config(pair, None, **POSITIONS).packing is None
+    packing = make_config(pair, None, data__eod_id=5, **POSITIONS).packing
+    assert packing == Packing(eod=5, positions=True, attention=False, masks_loss=False)
+
+
+def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: Path) -> None:
+    keys = POSITIONS | {"data__eod_mask_loss": True}
+    both = "data.reset_position_ids and data.eod_mask_loss: "
+    with pytest.raises(ConfigError, match=f"{both}.*corpus do not end.*--no-append-eod"):
+        open_data(make_config(pair, None, **keys))
+    with pytest.raises(ConfigError, match=f"{both}.*not known.*set data.tokenizer or data.eod_id"):
+        open_data(make_config(corpus_prefix, None, **keys))
+    with pytest.raises(ConfigError, match=f"{both}data.eod_id=101 is not a token.*has 101"):
+        open_data(make_config(pair, None, data__eod_id=101, **keys))
+    with pytest.raises(ConfigError, match=r"data\.eod_id=101"):
+        open_data(make_config(pair, None, data__eod_id=101, **keys), training=False)
+
+
+def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
+    say_eod(pair, 3)  # occurs among the random tokens
+    assert open_data(make_config(pair, None, **POSITIONS))[0].remarks == ()
+    wide: dict[str, Any] = {"vocab_size": 110, "data__eod_id": 109}
+    (remark,) = open_data(make_config(pair, None, **POSITIONS, **wide))[0].remarks
+    assert "the first 64 windows do not hold the token 109 that ends documents" in remark
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
