@@ -148,6 +148,11 @@ def test_the_model_is_transformers_with_rounded_inputs(folders: dict[str, Path])
     assert (model.logits(model(ids)) - expected).abs().max() < 1e-4
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), ids.flatten(), reduction="sum")
     assert abs(model.loss_sum(ids, ids) / loss - 1) < 1e-5
+    some = ids.masked_fill(ids % 3 == 0, -1)
+    loss = torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), some.flatten(), ignore_index=-1, reduction="sum"
+    )
+    assert model.head is not None and abs(model.loss_sum(ids, some) / loss - 1) < 1e-5
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.config.load import build_config
+from common.parallel.packing import KEYS
 from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
 from tests.config_overrides import changed
@@ -43,6 +44,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pipeline parallel": {"parallel__pipeline_stage": 2, **CLIPPED},
     "state split (ZeRO 1)": {"parallel__zero_stage": 1, **CLIPPED},
     "everything split (ZeRO 3)": {"parallel__zero_stage": 3, **CLIPPED},
+    "documents kept apart": {
+        "parallel__pipeline_stage": 2,
+        **dict.fromkeys(map("data__{}".format, KEYS), True),
+        "data__eod_id": 3,  # occurs among the random tokens
+        **CLIPPED,
+    },
     "adamw, gradients split (ZeRO 2)": {
         "parallel__zero_stage": 2,
         "optimizer": {"learning_rate": 0.01, "schedule": "constant", "clip_grad": 2.0},

@@ -2,6 +2,7 @@
 transformers' model, and what leaks from one document to another.
 """
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.reference import hugging_face_model, hugging_face_names
 from torch_gpt2.data import split
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
+from torch_gpt2.evaluate import evaluate, make_scorer
 from torch_gpt2.loss import cross_entropy_sum
 from torch_gpt2.model import GPT2, Attention
 from torch_gpt2.packing import BlockAttention, additive_mask, document_numbers, document_positions
@@ -325,3 +327,24 @@ def test_a_run_resumes_with_the_same_bits_and_samples(tmp_path: Path) -> None:
     plain = go("plain", 4, **dict.fromkeys(FLAGS, False) | {"data__eod_id": None})
     assert [row["sample_hash"] for row in plain] == [row["sample_hash"] for row in whole]
     assert plain[0]["loss"] != whole[0]["loss"]
+
+    evaluate(make_config(output_dir=str(tmp_path / "whole"), data__train=str(corpus)))
+    found = json.loads((tmp_path / "whole" / "evaluation.json").read_text())
+    *_, last = rows_of(tmp_path / "whole")
+    assert (found["validation_loss"], found["tokens"]) == (
+        pytest.approx(last["validation_loss"], rel=1e-6),
+        last["validation_tokens"],
+    )
+
+
+def test_rows_of_an_evaluated_text_are_one_document_each() -> None:
+    """Their first token may be the end-of-document token, which is context there."""
+    from common.evaluation import ScoredRow, score_rows
+
+    model = make_model(make_config())
+    rows = [ScoredRow(tokens=np.array([EOD, 9, 10, 11], np.int32), scored=3)]
+    found = score_rows(rows, make_scorer(model, select_device("cpu")), 1)
+    reference = hugging_face_model(model.config, dict(model.named_parameters()))
+    ids = torch.tensor([[EOD, 9, 10, 11]])
+    wanted = F.cross_entropy(reference(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum")
+    assert found.nats.sum() == pytest.approx(wanted.item(), rel=1e-5)
