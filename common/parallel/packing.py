@@ -23,7 +23,7 @@ KEYS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 class Packing:
     """Treatment of documents in a window.
 
-    eod: the token that ends a document. positions: count them anew in each document. attention:
+    eod: the token that ends a document. positions: count them from 0 in each document. attention:
     let a token attend to its own document only. masks_loss: leave out the losses of positions
     whose input is ``eod``.
     """

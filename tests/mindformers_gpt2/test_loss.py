@@ -39,6 +39,7 @@ def ours(
 ) -> tuple[np.ndarray, ...]:
     select_device("cpu")
     cross_entropy_sum = CrossEntropySum(VOCABULARY, shard)
+    cross_entropy_sum.masked = bool((targets < 0).any())
 
     def loss(hidden: ms.Tensor, weight: ms.Tensor, targets: ms.Tensor) -> ms.Tensor:
         return cross_entropy_sum(hidden, weight, targets)[0] * factor
@@ -55,7 +56,7 @@ def reference(
     """In float64."""
     h, w = (torch.from_numpy(array).double().requires_grad_() for array in (hidden, weight))
     loss = torch.nn.functional.cross_entropy(
-        h @ w[:VOCABULARY].t(), torch.from_numpy(targets).long(), reduction="sum"
+        h @ w[:VOCABULARY].t(), torch.from_numpy(targets).long(), ignore_index=-1, reduction="sum"
     )
     loss.backward()
     return loss.detach().numpy(), h.grad.numpy(), w.grad.numpy()
@@ -76,6 +77,15 @@ def test_loss_and_gradients(rows: int, width: float) -> None:
     assert not ours(hidden, weight, targets)[2][VOCABULARY:].any()
 
 
+def test_uncounted_targets_add_nothing() -> None:
+    hidden, weight, targets = inputs(ROWS_AT_ONCE + 60, 1.0)
+    targets[::3] = -1
+    expected = reference(hidden, weight, targets)
+    for found, wanted in zip(ours(hidden, weight, targets), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    assert not ours(hidden, weight, targets)[1][::3].any()
+
+
 def test_float16_keeps_small_gradients() -> None:
     """Slopes are cast to float16 before the loss is divided: the other way round 2^-20 would leave
     nothing of most of them.
@@ -86,15 +96,17 @@ def test_float16_keeps_small_gradients() -> None:
     np.testing.assert_allclose(by_weight * 2.0**20, wanted, atol=2e-2)
 
 
-def test_shards_of_the_vocabulary_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("uncounted", [0, 10])
+def test_shards_of_the_vocabulary_add_up(monkeypatch: pytest.MonkeyPatch, uncounted: int) -> None:
     """Three ranks one after the other, the last with nothing but padding; what the others would
-    send comes from numpy in float64.
+    send comes from numpy in float64. uncounted: targets that add nothing.
     """
     import mindformers_gpt2.loss as module
 
     rows, width = 40, 64
     hidden, weight, targets = inputs(rows, 1.0)
     weight = np.concatenate([weight, weight[:64]])  # (192, 16)
+    targets[:uncounted] = -1
     expected = reference(hidden, weight, targets)
     logits = hidden.astype(np.float64) @ weight.T.astype(np.float64)
     logits[:, VOCABULARY:] = -1e30

@@ -1,4 +1,4 @@
-"""Documents that share a window on torch: Megatron's own masks, each document alone in
+"""Documents that share a window on torch: Megatron's own masks, each document by itself in
 transformers' model, and what leaks from one document to another.
 """
 
@@ -136,7 +136,7 @@ def model_of(path: str, blocks: BlockAttention, **changes: Any) -> GPT2:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "written out"])
 @pytest.mark.parametrize("masks_loss", [True, False])
-def test_losses_and_gradients_are_those_of_each_document_alone(
+def test_losses_and_gradients_are_those_of_single_documents(
     path: str, masks_loss: bool, blocks: BlockAttention
 ) -> None:
     """transformers' model sees one document at a time, at positions from 0."""
@@ -206,7 +206,7 @@ def test_without_the_keys_documents_do_leak() -> None:
         assert not torch.equal(model(ids, ids)[0, 12:], model(changed, changed)[0, 12:])
 
 
-def test_each_key_acts_alone() -> None:
+def test_each_key_acts_by_itself() -> None:
     ids, targets = split(windows())
     losses = {}
     for name in ("", *FLAGS):

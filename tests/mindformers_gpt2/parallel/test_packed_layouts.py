@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 pp2": (4, PIPELINE | {"train__recompute": "full"}),
     "tp2 pp2": (4, TENSOR | PIPELINE),
 }
-IN_SUITE = ("tp2 pp2",)
+IN_SUITE = ("pp2",)  # each rank compiles its graphs in every run; test_loss.py splits the head
 CASES = [
     pytest.param(name, marks=() if name in IN_SUITE else pytest.mark.campaign) for name in LAYOUTS
 ]
