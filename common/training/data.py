@@ -149,7 +149,7 @@ def open_data(
             shuffle=config.data.shuffle,
             stride=config.data.stride,
         )
-        remarks += _eod_remarks(config, samples)
+        remarks += _eod_remarks(config, samples, records)
         config = resolve_length(config, samples.samples_per_epoch)
         sampler = ShardedSampler(
             samples,
@@ -281,12 +281,20 @@ def _with_eod(config: ResolvedRun, records: list[tuple[Path, Metadata]]) -> Reso
     return as_run(type(config), config, data={"eod_id": eod})
 
 
-def _eod_remarks(config: ResolvedRun, samples: Samples) -> list[str]:
-    """Return a warning if the first windows have no end-of-document token, although one is
-    needed.
+def _eod_remarks(
+    config: ResolvedRun, samples: Samples, records: list[tuple[Path, Metadata]]
+) -> list[str]:
+    """Return a warning if the data end documents with another token than the one in use, or if
+    their first windows do not hold it.
     """
     if config.packing is None:
         return []
+    for prefix, metadata in records:
+        if metadata.eod_id not in (None, config.packing.eod):
+            return [
+                f"data.eod_id={config.packing.eod}, but the documents of {prefix} end with"
+                f" {metadata.eod_id}; leave the key out, unless other parts of a document are meant"
+            ]
     tokens = samples.read(np.arange(min(_WINDOWS_LOOKED_AT, samples.samples_per_epoch)))
     if (tokens == config.packing.eod).any():
         return []

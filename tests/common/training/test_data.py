@@ -185,6 +185,9 @@ def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
     assert open_data(make_config(pair, None, **POSITIONS))[0].remarks == ()
     wide: dict[str, Any] = {"vocab_size": 110, "data__eod_id": 109}
     (remark,) = open_data(make_config(pair, None, **POSITIONS, **wide))[0].remarks
+    assert f"data.eod_id=109, but the documents of {pair} end with 3; leave the key" in remark
+    with_extension(pair, METADATA_EXTENSION).unlink()
+    (remark,) = open_data(make_config(pair, None, **POSITIONS, **wide))[0].remarks
     assert "the first 64 windows do not hold the token 109 that ends documents" in remark
 
 
