@@ -228,7 +228,7 @@ def refuse(config: ResolvedRun, peer: type[Peer]) -> None:
         f"precision.compute={precision.compute}": precision.compute == "float16",
         f"optimizer.name={config.optimizer.name}": config.optimizer.name not in OPTIMIZERS,
         "train.recompute=selective": config.train.recompute == "selective",
-        "train.skip_outliers=true": config.train.skip_outliers,
+        f"train.on_outlier={config.train.on_outlier}": config.train.on_outlier != "warn",
         "quantization": config.quantization is not None,
     }
     if found := [setting for setting, refused in wrong.items() if refused]:

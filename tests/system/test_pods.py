@@ -159,6 +159,7 @@ def test_a_rank_table_that_nobody_fills_ends_the_wait(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.campaign
 def test_two_pods_of_a_pytorch_job(one_process: Path, corpus_prefix: Path, tmp_path: Path) -> None:
     port = str(free_port())
     run = tmp_path / "run"

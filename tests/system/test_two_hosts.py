@@ -14,7 +14,7 @@ from common.training.metrics import read_metrics
 from tests.network_hosts import ADDRESSES, ip, two_hosts
 from tests.run_scripts import pids_with, run_words, start_script, wait_until
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.campaign
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 hosts = pytest.fixture(two_hosts)

@@ -24,7 +24,7 @@ from tests.mindformers_gpt2.parallel.test_layouts import (
 from tests.packed_corpus import FLAGS, write_packed_corpus
 from tests.ranks import Job, run_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.campaign
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -35,37 +35,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 pp2": (4, PIPELINE | {"train__recompute": "full"}),
     "tp2 pp2": (4, TENSOR | PIPELINE),
 }
-IN_SUITE = ("pp2",)  # each rank compiles its graphs in every run; test_loss.py splits the head
-CASES = [
-    pytest.param(name, marks=() if name in IN_SUITE else pytest.mark.campaign) for name in LAYOUTS
-]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """folder / layout; "one" and "dropout" are one process, "torch" is one of torch."""
     folder = tmp_path_factory.mktemp("packed")
     corpus = write_packed_corpus(folder)
-    campaign = any(
-        item.path == request.path and item.get_closest_marker("campaign")
-        for item in request.session.items
-    )
 
     def job(name: str, **changes: Any) -> Job:
         small = {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0}
         return tree(folder / name, corpus, **FLAGS, **small, **changes)
 
     run_ranks(1, [job("torch", backend="torch")])
-    alone = [job("dropout", model__hidden_dropout=0.1)] if campaign else []
-    run_ranks(1, [job("one"), *alone])
+    run_ranks(1, [job("one"), job("dropout", model__hidden_dropout=0.1)])
     for ranks in (2, 4):
-        jobs = [
-            job(name, **settings)
-            for name, (wanted, settings) in LAYOUTS.items()
-            if wanted == ranks and (campaign or name in IN_SUITE)
-        ]
-        if jobs:
-            run_ranks(ranks, jobs)
+        chosen = {name: keys for name, (wanted, keys) in LAYOUTS.items() if wanted == ranks}
+        run_ranks(ranks, [job(name, **keys) for name, keys in chosen.items()])
     return folder
 
 
@@ -80,7 +66,7 @@ def require_equal(found: Path, wanted: Path, tolerance: float) -> None:
         ], key
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_keeps_documents_apart_as_one_process(runs: Path, layout: str) -> None:
     one = "dropout" if "dropout" in layout else "one"
     require_equal(runs / layout, runs / one, TOLERANCE)

@@ -25,7 +25,7 @@ ALL = {
     "deepspeed pipeline": {"engine": "deepspeed", "parallel__pipeline_stage": 2},
     "deepspeed zero3": {"engine": "deepspeed", "parallel__zero_stage": 3},
 }
-IN_SUITE = ("dp2", "tp2 sp recomputed", "zero bubble", "zero3", "deepspeed pipeline")
+IN_SUITE = ("dp2", "tp2 sp recomputed", "zero bubble")
 CASES = [pytest.param(name, marks=() if name in IN_SUITE else pytest.mark.campaign) for name in ALL]
 
 

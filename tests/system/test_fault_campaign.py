@@ -1,0 +1,173 @@
+"""Random faults in training, saving, starting and restarting: each run ends as one without faults.
+
+    pytest -m campaign -s tests/system/test_fault_campaign.py
+
+GPT2_FAULTS sets the number of faults (300), GPT2_FAULT_SEED the seed (1).
+"""
+
+import json
+import os
+import random
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_scripts import ROOT, pids_with, run_words, start_script
+from tests.system.test_restarts import attempts_of, rows_of
+
+pytestmark = pytest.mark.campaign
+
+CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
+STEPS, FAULTS_OF_A_RUN = 60, 10
+PROGRAM = f"""
+import json, os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+
+def take(moment, step):
+    path = Path(os.environ["FAULTS"])
+    left = json.loads(path.read_text())
+    if not left or left[0]["rank"] != int(os.environ["RANK"]) or left[0]["moment"] != moment:
+        return
+    if moment != "start" and step < left[0]["step"]:
+        return
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(left[1:]))
+    part.rename(path)
+    kind = left[0]["kind"]
+    if kind == "launcher":
+        os.kill(int(os.environ["GPT2_LAUNCHER_PID"]), signal.SIGKILL)
+        time.sleep(60)
+    elif kind == "exception":
+        raise RuntimeError("a planted fault")
+    else:
+        os.kill(os.getpid(), getattr(signal, kind))
+        time.sleep(60)
+
+take("start", 0)
+import common.training.loop as loop
+import common.training.saving as saving
+import common.training.steps as steps
+import run_gpt2
+beat = steps.beat
+def with_fault(step, doing):
+    beat(step, doing)
+    take(doing, step)
+steps.beat = loop.beat = saving.beat = with_fault
+sys.exit(run_gpt2.main(sys.argv[1:]))
+"""
+MOMENTS = ("reading data", "computing", "saving", "validating", "start")
+KINDS = ("SIGKILL", "SIGABRT", "SIGSEGV", "SIGSTOP", "exception", "launcher")
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "dp2": (2, {}),
+    "zero2": (2, {"parallel__zero_stage": 2}),
+    "tp2": (2, {"parallel__model_parallel": 2}),
+    "pp2": (2, {"parallel__pipeline_stage": 2}),
+    "dp4": (4, {}),
+    "tp2 pp2": (4, {"parallel__model_parallel": 2, "parallel__pipeline_stage": 2}),
+}
+LIMIT = 600.0
+"""Seconds for a run with its faults; more would be a hang."""
+
+
+def keys_of(**keys: object) -> dict[str, object]:
+    return {
+        "train__max_steps": STEPS,
+        "checkpoint__interval": 4,
+        "validation__interval": 6,
+        "runtime__stall_limit": 12,
+        "model__dropout": 0,
+        **keys,
+    }
+
+
+def plan(chance: random.Random, ranks: int) -> list[dict[str, Any]]:
+    """Return faults at growing steps, since one step that fails twice ends a run on purpose."""
+    steps = sorted(chance.sample(range(2, STEPS - 8), FAULTS_OF_A_RUN))
+    return [
+        {
+            "step": step,
+            "rank": chance.randrange(ranks),
+            "moment": chance.choices(MOMENTS, (3, 6, 3, 1, 1))[0],
+            "kind": chance.choices(KINDS, (6, 2, 2, 1, 3, 2))[0],
+        }
+        for step in steps
+    ]
+
+
+def run_until_the_end(folder: Path, words: list[str], ranks: int) -> tuple[int, int]:
+    """Start the run as a scheduler does, again and again. Returns its starts and exit code."""
+    end = time.monotonic() + LIMIT
+    starts = 0
+    while True:
+        starts += 1
+        launcher = start_script(
+            "--program", str(folder / "program.py"), "--max_restarts", "50", "--quiet",
+            "none", CONFIG, f"[0,{ranks})", "train", *words,
+            log=folder / "log.txt", FAULTS=str(folder / "faults.json"),
+        )  # fmt: skip
+        try:
+            code = launcher.wait(timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            pytest.fail(f"hangs: {(folder / 'log.txt').read_text()[-3000:]}")
+        gone = time.monotonic() + 20
+        while pids_with(str(folder)) and time.monotonic() < gone:
+            time.sleep(0.2)
+        assert pids_with(str(folder)) == [], "a process is left"
+        if code == 0 or starts > FAULTS_OF_A_RUN + 2:
+            return starts, code
+
+
+def test_every_run_ends_as_one_without_faults(tmp_path: Path, corpus_prefix: Path) -> None:
+    wanted = int(os.environ.get("GPT2_FAULTS", "300"))
+    chance = random.Random(int(os.environ.get("GPT2_FAULT_SEED", "1")))
+    alone = tmp_path / "alone"
+    words = run_words(alone, corpus_prefix, **keys_of())
+    single = start_script("none", CONFIG, "[0,1)", "train", *words, log=tmp_path / "alone.log")
+    assert single.wait(timeout=200) == 0
+    expected = rows_of(alone)
+    met: Counter[tuple[str, str]] = Counter()
+    layouts: Counter[str] = Counter()
+    worst = 0.0
+    began = time.monotonic()
+    while sum(met.values()) < wanted:
+        name = chance.choice(list(LAYOUTS))
+        ranks, keys = LAYOUTS[name]
+        folder = tmp_path / f"run {sum(layouts.values())}"
+        folder.mkdir()
+        (folder / "program.py").write_text(PROGRAM)
+        faults = plan(chance, ranks)
+        (folder / "faults.json").write_text(json.dumps(faults))
+        run = folder / "run"
+        starts, code = run_until_the_end(
+            folder, run_words(run, corpus_prefix, **keys_of(**keys)), ranks
+        )
+        text = (folder / "log.txt").read_text()
+        assert code == 0, f"{name}, {faults}: {text[-3000:]}"
+        left = json.loads((folder / "faults.json").read_text())
+        for fault in faults[: len(faults) - len(left)]:
+            met[fault["moment"], fault["kind"]] += 1
+        layouts[name] += 1
+        found = rows_of(run)
+        assert [(row[0], row[3]) for row in found] == [(row[0], row[3]) for row in expected]
+        differences = [
+            abs(row[1] - other[1]) / other[1] for row, other in zip(found, expected, strict=True)
+        ]
+        worst = max(worst, *differences)
+        assert worst < 1e-6, (name, faults)
+        print(
+            f"\n{sum(met.values())} faults, {time.monotonic() - began:.0f} s: {name}, {starts}"
+            f" starts, {len(attempts_of(run))} attempts written, largest difference {worst:.1e}",
+            flush=True,
+        )
+    by_moment: Counter[str] = Counter()
+    by_kind: Counter[str] = Counter()
+    for (moment, kind), count in met.items():
+        by_moment[moment] += count
+        by_kind[kind] += count
+    print(f"\n{dict(layouts)}\n{dict(by_moment)}\n{dict(by_kind)}\nlosses within {worst:.1e}")
