@@ -201,7 +201,9 @@ def test_usage_errors_exit_with_2(config: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.campaign), signal.SIGKILL]
+)
 def test_a_stopped_or_killed_run_resumes(config: Path, tmp_path: Path, number: int) -> None:
     words = [
         "--config",

@@ -182,13 +182,19 @@ AFTERWARDS: dict[str, Callable[[Project], None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=() if page == "docs/ascend.md" else pytest.mark.long)
-        for page in PAGES
-    ],
-)
+IN_CAMPAIGN = {
+    f"docs/{name}.md" for name in ("chinese", "coming_from", "exports", "mindspore", "quantization")
+}
+"""Pages that take minutes, and whose features other tests of the suite cover."""
+
+
+def marks_of(page: str) -> tuple[pytest.MarkDecorator, ...]:
+    if page in IN_CAMPAIGN:
+        return (pytest.mark.campaign,)
+    return () if page == "docs/ascend.md" else (pytest.mark.long,)
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES])
 def test_the_commands_of_a_page_print_what_it_shows(page: str, project: Project) -> None:
     Reader(page, project, given_runs(page), short=True).go()
     AFTERWARDS.get(page, lambda _: None)(project)

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,14 +238,26 @@ def test_variables_of_an_earlier_run_are_not_handed_on(
 
 
 def test_a_table_that_the_platform_is_filling_is_waited_for(
-    jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    jobs: list[Job],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"status": "initializing"}')
     words = ["distribute", str(path), CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
 
+    waits = threading.Event()
+    wait = launching.wait_for_table
+
+    def wait_for_table(*words: Any) -> Any:
+        waits.set()
+        return wait(*words)
+
+    monkeypatch.setattr(launching, "wait_for_table", wait_for_table)
+
     def fill() -> None:
-        time.sleep(0.3)
+        waits.wait(timeout=60)
         write_tutorial_table(tmp_path / "whole.json", servers=1, devices=2).replace(path)
 
     filler = threading.Thread(target=fill)

@@ -20,6 +20,7 @@ from common.training.metrics import read_metrics
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
+from tests.closeness import rounding_scales
 from tests.config_overrides import changed
 from tests.ranks import run_ranks
 
@@ -267,9 +268,18 @@ def test_equal_to_one_process(runs: Path, layout: str, name: str) -> None:
 def test_weights_and_momentum_end_equal(runs: Path, layout: str, name: str) -> None:
     one, many = tensors_of(runs / "native" / name), tensors_of(runs / layout / name)
     assert set(many) == set(one)
+    checkpoint = find_checkpoint(runs / "native" / name)
+    assert checkpoint is not None
+    weights = {
+        key.partition("/")[2]: values for key, values in one.items() if key.startswith(MODEL_FILE)
+    }
+    scales = rounding_scales(build_config(read_manifest(checkpoint)["config"]), weights)
     for key, wanted in one.items():
         # the true gradient of the key bias is zero: what it holds is noise
         size = 1.0 if "k_proj.bias" in key else np.linalg.norm(wanted)
+        if key.startswith(MODEL_FILE) and "q_proj.bias" in key:
+            # its terms nearly cancel too, so their size counts, not what is left: see closeness.py
+            size = max(size, scales[key.partition("/")[2]] * np.sqrt(wanted.size))
         assert np.linalg.norm(many[key] - wanted) <= TOLERANCE * size, key
 
 
