@@ -1020,8 +1020,8 @@ class RuntimeConfig(Section):
     """
     max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Times that the launcher starts all ranks again after a failure, from the newest complete
-    checkpoint. A refused setting, a failure before the first step, and a step that fails twice end
-    the run.
+    checkpoint. A refused setting, a first attempt without a finished step, and a step that fails
+    twice end the run.
     """
     min_nodes: Count | None = None
     """Fewest hosts that the run may continue on when others do not come back, with the same global

@@ -91,14 +91,16 @@ def _may_restart(outcome: Outcome, *, before: Sequence[Outcome], most: int) -> b
 def why_not(outcome: Outcome, before: Sequence[Outcome], most: int) -> str:
     """Return why no attempt follows a failure; empty if one does.
 
-    before: failed attempts before it.
+    before: failed attempts before it. After one that has worked, a failure at the start is repeated
+    once: a device or a port may not be free yet.
     """
     if outcome.code == 2:
         return "exit code 2 means that a setting or a file was refused, which a restart repeats"
-    if not outcome.lost_host and outcome.last_step <= outcome.first_step:
+    if not outcome.lost_host and not before and outcome.last_step <= outcome.first_step:
         return "it failed before it had finished a step, which a restart would repeat"
     if not outcome.lost_host and before and before[-1].last_step == outcome.last_step:
-        return f"step {outcome.last_step} failed twice, so the cause is the step itself"
+        where = f"step {outcome.last_step}" if outcome.last_step >= 0 else "the start"
+        return f"{where} failed twice, so another attempt would fail too"
     if len(before) >= most:
         return f"runtime.max_restarts={most} restarts are used up"
     return ""

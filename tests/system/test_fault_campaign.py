@@ -145,7 +145,9 @@ def test_every_run_ends_as_one_without_faults(tmp_path: Path, corpus_prefix: Pat
         (folder / "faults.json").write_text(json.dumps(faults))
         run = folder / "run"
         starts, code = run_until_the_end(
-            folder, run_words(run, corpus_prefix, **keys_of(**keys)), ranks
+            folder,
+            run_words(run, corpus_prefix, **keys_of(runtime__stall_limit=15 * ranks, **keys)),
+            ranks,
         )
         text = (folder / "log.txt").read_text()
         assert code == 0, f"{name}, {faults}: {text[-3000:]}"

@@ -95,6 +95,15 @@ def test_failures_that_end_the_run(
     assert len(found) == count and told in found[-1]["then"]
 
 
+def test_a_start_that_fails_after_steps_is_tried_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.launcher.attempts.time.sleep", lambda seconds: None)
+    assert run(tmp_path, [(1, 9, 1), (6, 6, 1), (6, 20, 0)], most=5) == 0
+    assert run(tmp_path, [(1, 9, 1), (6, 6, 1), (6, 6, 1)], most=5) == 1
+    assert lines(tmp_path)[-1]["then"].startswith("step 6 failed twice")
+
+
 def test_a_run_without_restarts_writes_nothing_of_its_own(tmp_path: Path) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     try:
