@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -14,8 +14,10 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Names of two network namespaces, joined by a cable."""
+def two_hosts(
+    addresses: Sequence[str] = ADDRESSES, device: str = "cable"
+) -> Iterator[tuple[str, str]]:
+    """Names of two network namespaces, joined by a cable that is the device of both."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the program ip")
     names = (f"gpt2-{os.getpid()}-a", f"gpt2-{os.getpid()}-b")
@@ -28,11 +30,11 @@ def two_hosts() -> Iterator[tuple[str, str]]:
                 pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
             made.append(name)
             ip("-n", name, "link", "set", "lo", "up")
-        cable = ("type", "veth", "peer", "name", "cable", "netns", names[1])
-        ip("-n", names[0], "link", "add", "cable", *cable)
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
+        peer = ("type", "veth", "peer", "name", device, "netns", names[1])
+        ip("-n", names[0], "link", "add", device, *peer)
+        for name, address in zip(names, addresses, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "up")
         yield names
     finally:
         for name in made:

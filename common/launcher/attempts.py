@@ -57,12 +57,12 @@ def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
                 may_restart=partial(_may_restart, before=failures, most=most),
             )
         kept = [set_aside(job.log_folder, child) for child in job.children] if history else []
+        if any(kept):
+            tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         outcome = run_attempt(job)
         if most and any(child.rank == 0 and not child.name for child in job.children):
             append_attempt(folder, _line(number, began, outcome, job, failures, most))
-        if kept and any(kept):
-            tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
         if not outcome.again:
             if most and outcome.failure:
                 tell(

@@ -91,7 +91,7 @@ class Outcome:
     """End of one attempt."""
 
     code: int
-    """Exit code as ``supervise`` returns it."""
+    """Exit code of the launcher."""
     failure: str = ""
     """First line of the failure that counts; empty if there was none."""
     first_step: int = -1
@@ -107,19 +107,14 @@ class Outcome:
     """The ranks saved and ended so that hosts can take part again."""
 
 
-def supervise(job: Job) -> int:
-    """Run one attempt, and leave no process behind. Returns its exit code, equal on all hosts.
+def run_attempt(job: Job) -> Outcome:
+    """Run one attempt, and leave no process behind. Its exit code is equal on all hosts.
 
     0: all ranks ended well. The code of the rank that failed first, or 128+n if signal n killed it.
     128+n if signal n at a launcher stopped the run. 1: a rank stalled or a host was lost. 2: a host
     runs with another list of hosts. Raises ConfigError, with nothing started, if a log cannot be
     written or this host's port is not available.
     """
-    return run_attempt(job).code
-
-
-def run_attempt(job: Job) -> Outcome:
-    """Run the job as ``supervise`` does, and return how it ended."""
     return _Supervisor(job).run()
 
 
@@ -431,11 +426,14 @@ class _Supervisor:
 
     def _take_back(self) -> None:
         """End the attempt so that hosts that have come take part in the next one."""
-        if not self._returned or self._job.may_take_back is None or self._stop is not None:
+        job = self._job
+        if not self._returned or job.may_take_back is None or job.may_restart is None:
+            return
+        if self._stop is not None:
             return
         now = time.monotonic()
         here = [host for host, at in self._returned.items() if now - at < _RETURN_SECONDS]
-        if not here or not self._ranks.have_met or not self._job.may_take_back(here):
+        if not here or not self._ranks.have_met or not job.may_take_back(here):
             return
         self._takes_back = True
         self._terminal.say(

@@ -74,7 +74,7 @@ def checkpoint_before(folder: Path, step: int) -> Path:
 
 def in_spike(checkpoint: Path) -> bool:
     """Return whether the last update of a checkpoint was an outlier."""
-    return bool(read_manifest(checkpoint, checksums=False)["state"].get("is_outlier"))
+    return bool(read_manifest(checkpoint, checksums=False).get("state", {}).get("is_outlier"))
 
 
 def go_back(config: TrainingRun, state: TrainState, before: TrainState) -> None:

@@ -144,11 +144,12 @@ def _prefer_healthy(checkpoint: Path, config: ResolvedRun) -> Path:
     """Return an older checkpoint where the last update of this one was an outlier, if rewinds are
     allowed; else the same one, with a warning.
     """
-    if not in_spike(checkpoint):
-        return checkpoint
-    step = step_of(checkpoint.name)
-    older = checkpoint_before(checkpoint.parent, step)
-    if step_of(older.name) >= step or in_spike(older):
+    try:
+        step = step_of(checkpoint.name)
+        older = checkpoint_before(checkpoint.parent, step) if in_spike(checkpoint) else checkpoint
+        if step_of(older.name) >= step or in_spike(older):
+            return checkpoint
+    except CheckpointError:  # reported where the checkpoint is read, with a remedy
         return checkpoint
     text = f"{checkpoint}: its last update was an outlier"
     if config.train.on_outlier == "rewind":

@@ -7,9 +7,6 @@ Pods with a rank table are network namespaces with addresses of their own.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 
 from common.processes.addresses import free_port
 from common.training.metrics import read_metrics
+from tests.network_hosts import two_hosts
 from tests.run_scripts import run_words, start_script, wait_until
 
 pytestmark = pytest.mark.long
@@ -52,33 +50,7 @@ def equal_losses(run: Path, one: Path) -> None:
 @pytest.fixture
 def pods() -> Iterator[tuple[str, str]]:
     """Names of two network namespaces, joined by a cable."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip")
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-    names = (f"pod-{os.getpid()}-a", f"pod-{os.getpid()}-b")
-    made = []
-    try:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-            made.append(name)
-            ip("-n", name, "link", "set", "lo", "up")
-        cable = ("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        ip("-n", names[0], *cable)
-        for name, address in zip(names, PODS, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield names
-    finally:
-        for name in made:
-            subprocess.run(
-                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=20
-            )
+    yield from two_hosts(PODS, "eth0")
 
 
 def mount(folder: Path, content: object) -> None:

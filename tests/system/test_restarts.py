@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from tests.network_hosts import ADDRESSES, two_hosts
 from tests.run_scripts import ROOT, pids_with, run_words, start_script, wait_until
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
-hosts = pytest.fixture(two_hosts)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    yield from two_hosts()
+
 
 FAULTS = f"""
 import json, os, signal, sys

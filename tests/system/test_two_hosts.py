@@ -5,6 +5,7 @@ table, a cable that is pulled.
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from tests.run_scripts import pids_with, run_words, start_script, wait_until
 pytestmark = pytest.mark.campaign
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
-hosts = pytest.fixture(two_hosts)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    yield from two_hosts()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Attempts of a run: which failures are followed by another, with which pause and which line."""
 
 import json
-import os
 import sys
 import threading
 from pathlib import Path
@@ -19,12 +18,12 @@ from tests.common.launcher.test_control import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = f"""
-import os, sys, time
+import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from common.processes.heartbeat import beat, start_heartbeat
 start_heartbeat()
 number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-first, last, code = eval(sys.argv[1])[number]
+first, last, code = json.loads(sys.argv[1])[number]
 for step in range(first, last + 1):
     beat(step, "computing")
 print("attempt", number, flush=True)
@@ -39,7 +38,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def run(folder: Path, attempts: list[tuple[int, int, int]], most: int) -> int:
     child = ProcessSpec(
-        rank=0, command=(sys.executable, "-c", PROGRAM, repr(attempts)), environment={}
+        rank=0, command=(sys.executable, "-c", PROGRAM, json.dumps(attempts)), environment={}
     )
     job = Job(children=(child,), log_folder=folder, stall_limit=100.0)
     return run_attempts(lambda number: Attempt(job=job, number=number), most=most, folder=folder)
@@ -104,12 +103,11 @@ def test_a_start_that_fails_after_steps_is_tried_again_once(
     assert lines(tmp_path)[-1]["then"].startswith("step 6 failed twice")
 
 
-def test_a_run_without_restarts_writes_nothing_of_its_own(tmp_path: Path) -> None:
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-    try:
-        assert run(tmp_path, [(1, 9, 1)], most=0) == 1
-    finally:
-        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+def test_a_run_without_restarts_writes_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert run(tmp_path, [(1, 9, 1)], most=0) == 1
     assert not (tmp_path / "attempts.jsonl").exists()
 
 

@@ -34,7 +34,7 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 import common.launcher.control as control
-from common.launcher.supervisor import Job, supervise
+from common.launcher.supervisor import Job, run_attempt
 from common.processes.ranks import ProcessSpec
 job = json.loads(sys.argv[1])
 control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
@@ -57,7 +57,7 @@ work = Job(
     stall_limit=job["stall_limit"],
     hosts=hosts,
 )
-sys.exit(supervise(work))
+sys.exit(run_attempt(work).code)
 """
 TWO = (("127.0.0.1", (0, 1)), ("127.0.0.2", (2, 3)))
 Launch = Callable[..., subprocess.Popen[str]]

@@ -20,7 +20,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.launcher.rank_logs import open_log, read_new, visible
-from common.launcher.supervisor import Job, supervise
+from common.launcher.supervisor import Job, run_attempt
 from common.processes.ranks import ProcessSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,14 +41,19 @@ SAVE_AND_LEAVE = (
 SUPERVISOR = """
 import json, sys
 from pathlib import Path
-from common.launcher.supervisor import Job, supervise
+from common.launcher.supervisor import Job, run_attempt
 from common.processes.ranks import ProcessSpec
 job = json.loads(sys.argv[1])
 children = tuple(
     ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children")
 )
-sys.exit(supervise(Job(children=children, log_folder=Path(job.pop("log_folder")), **job)))
+sys.exit(run_attempt(Job(children=children, log_folder=Path(job.pop("log_folder")), **job)).code)
 """
+
+
+def supervise(job: Job) -> int:
+    """Exit code of an attempt."""
+    return run_attempt(job).code
 
 
 def children(*programs: str, arguments: tuple[str, ...] = ()) -> tuple[ProcessSpec, ...]:
@@ -79,7 +84,7 @@ def log(folder: Path, rank: int) -> str:
 
 
 class Started:
-    """``supervise`` in a process of its own."""
+    """``run_attempt`` in a process of its own."""
 
     def __init__(
         self, folder: Path, *programs: str, stall_limit: float = NEVER, **options: object

@@ -57,7 +57,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from common.cluster.rank_environment import SCHEDULER
-from common.launcher.supervisor import Job, supervise
+from common.launcher.supervisor import Job, run_attempt
 from common.processes.ranks import ProcessSpec
 rank = ProcessSpec(
     rank=0,
@@ -70,7 +70,7 @@ scheduler = ProcessSpec(
     environment={"MS_ROLE": "MS_SCHED"},
     name="scheduler",
 )
-supervise(Job(children=(rank, scheduler), log_folder=Path(sys.argv[1]), stall_limit=600))
+run_attempt(Job(children=(rank, scheduler), log_folder=Path(sys.argv[1]), stall_limit=600))
 """
 
 
