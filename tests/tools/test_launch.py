@@ -48,6 +48,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
         "RANK_TABLE_FILE",
         "MS_ROLE",
         "OMP_NUM_THREADS",
+        "HCCL_CONNECT_TIMEOUT",  # MindSpore sets it in the process of another test
     ):
         monkeypatch.delenv(name, raising=False)
     return found
