@@ -70,7 +70,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "dp4": (4, {}),
     "tp2 pp2": (4, {"parallel__model_parallel": 2, "parallel__pipeline_stage": 2}),
 }
-LIMIT = 600.0
+LIMIT = 1800.0
 """Seconds for a run with its faults; more would be a hang."""
 
 
@@ -79,7 +79,7 @@ def keys_of(**keys: object) -> dict[str, object]:
         "train__max_steps": STEPS,
         "checkpoint__interval": 4,
         "validation__interval": 6,
-        "runtime__stall_limit": 12,
+        "runtime__stall_limit": 60,
         "model__dropout": 0,
         **keys,
     }

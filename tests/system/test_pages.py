@@ -183,7 +183,18 @@ AFTERWARDS: dict[str, Callable[[Project], None]] = {
 
 
 IN_CAMPAIGN = {
-    f"docs/{name}.md" for name in ("chinese", "coming_from", "exports", "mindspore", "quantization")
+    f"docs/{name}.md"
+    for name in (
+        "chinese",
+        "coming_from",
+        "data",
+        "evaluation",
+        "exports",
+        "first_hour",
+        "mindspore",
+        "quantization",
+        "training",
+    )
 }
 """Pages that take minutes, and whose features other tests of the suite cover."""
 
