@@ -53,6 +53,11 @@ class MindSporeDevice:
         return self.kind == "npu"
 
     @property
+    def fused_attention(self) -> bool:
+        """Whether there is a kernel for all of attention; the first Ascend 910 has none."""
+        return self.kind == "npu" and self.supports("bfloat16")
+
+    @property
     def native_collectives(self) -> bool:
         """Whether groups have all of MindSpore's collective primitives; a CPU's have only
         AllReduce.

@@ -7,12 +7,15 @@ outside.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.auto_generate import FlashAttentionScore
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
@@ -89,12 +92,54 @@ class CoreAttention(nn.Cell):
         self.softmax = ops.Softmax(-1)
         self.dropout = Dropout(config.attention_dropout or 0.0, native_dropout)
         self.mix = ops.BatchMatMul()
+        self.fused: FusedAttention | None = None
 
     def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key: Tensor) -> Tensor:
+        if self.fused is not None and q.shape[2] == k.shape[2]:
+            return self.fused(q, k, v, mask)
         # scaled before, for float16's sake
         scores = ops.cast(self.scores(self.multiply(q, self.scale), k), self.softmax_dtype)
         weights = ops.cast(self.softmax(self.add(scores, mask)), v.dtype)
         return self.mix(self.dropout(weights, key), v)  # (B, nh, T, hs)
+
+
+class FusedAttention(nn.Cell):
+    """Attention by one kernel of an Ascend, which never holds the (T, T) scores.
+
+    Its softmax is float32. It takes half precision, heads whose size is a multiple of 16, and no
+    dropout. heads: those of one device; all heads where the compiler splits operators.
+    """
+
+    def __init__(self, heads: int, head_size: int) -> None:
+        super().__init__()
+        self.causal, self.masked = (
+            FlashAttentionScore(
+                head_num=heads,
+                scale_value=1.0 / math.sqrt(head_size),
+                input_layout="BNSD",
+                sparse_mode=mode,
+            )
+            for mode in (_CAUSAL, _WHOLE_MASK)
+        )
+        self.later = _later_tokens()
+
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attend within a window, (B, nh, T, hs) each. A mask (B, 1, T, T) hides pairs of tokens;
+        a mask (T, T) says nothing but that attention is causal.
+        """
+        if mask.ndim == 2:
+            return self.causal(q, k, v, None, None, None, self.later)[3]
+        return self.masked(q, k, v, None, None, None, ops.cast(mask != 0, ms.uint8))[3]
+
+
+_CAUSAL, _WHOLE_MASK = 2, 1
+"""Values of FlashAttentionScore's sparse_mode. A causal kernel skips the blocks of later tokens."""
+
+
+@functools.cache
+def _later_tokens() -> Tensor:
+    """Return the mask that a causal kernel wants for any length; 1 hides a pair of tokens."""
+    return Tensor(np.triu(np.ones((2048, 2048), np.uint8), 1))
 
 
 class Attention(nn.Cell):
@@ -307,6 +352,7 @@ def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
     for parameter in model.get_parameters():
         parameter.set_dtype(DTYPES[config.precision.parameters])
     set_packing(model, config)
+    set_fused_attention(model, config, device)
     set_recompute(model, config.train)
     return model
 
@@ -337,6 +383,27 @@ def set_packing(model: GPT2, config: ResolvedRun) -> None:
     model.cross_entropy.masked = packing.masks_loss
     model.resets_positions, model.resets_attention = packing.positions, packing.attention
     model.eod = packing.eod
+
+
+def set_fused_attention(model: GPT2, config: ResolvedRun, device: MindSporeDevice) -> None:
+    """Let attention run as one kernel where the device has it and it can compute this model."""
+    if takes_fused_attention(config, device):
+        head_size = config.model.hidden_size // config.model.num_heads
+        for block in model.h:
+            block.attn.core.fused = FusedAttention(block.attn.heads, head_size)
+
+
+def takes_fused_attention(config: ResolvedRun, device: MindSporeDevice) -> bool:
+    """Tell whether attention runs as one kernel. See FusedAttention for what it can compute."""
+    model, precision = config.model, config.precision
+    return (
+        config.train.fused_attention
+        and device.fused_attention
+        and precision.compute != "float32"
+        and precision.softmax == "float32"
+        and model.hidden_size // model.num_heads % 16 == 0
+        and not model.attention_dropout
+    )
 
 
 def set_recompute(model: GPT2, train: TrainConfig) -> None:

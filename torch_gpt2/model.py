@@ -80,6 +80,7 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout or 0.0
         self.softmax_dtype = DTYPES[precision.softmax]
         self.recompute = False
+        self.fused = True
         self.blocked: BlockAttention | None = None
         self.q_proj = Linear(config.hidden_size, config.hidden_size)
         self.k_proj = Linear(config.hidden_size, config.hidden_size)
@@ -108,7 +109,7 @@ class Attention(nn.Module):
         assert q.shape[2] in (1, k.shape[2]) or mask is not None
         dropout = self.dropout if self.training else 0.0
         causal = q.shape[2] > 1 and mask is None
-        if self.softmax_dtype == torch.float32:
+        if self.fused and self.softmax_dtype == torch.float32:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
             )
@@ -245,6 +246,7 @@ def build_meta_model(config: ResolvedRun) -> GPT2:
     """Build the model without memory for its weights."""
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
+    set_fused_attention(model, config)
     set_recompute(model, config.train.recompute)
     return model.to(DTYPES[config.precision.parameters])
 
@@ -266,6 +268,13 @@ def initialise(
                 config.model, config.seed, name, shape, *piece.rows, columns=piece.columns
             )
             tensors[name].copy_(torch.from_numpy(values))
+
+
+def set_fused_attention(model: GPT2, config: ResolvedRun) -> None:
+    """Let attention run as one kernel, which is torch's choice for the device, or written out."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.fused = config.train.fused_attention
 
 
 def set_packing(model: GPT2, config: ResolvedRun, device: TorchDevice) -> None:

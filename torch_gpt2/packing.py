@@ -60,7 +60,8 @@ class BlockAttention:
         """Return whether torch generates the kernels here. They have no dropout."""
         model = config.model
         return (
-            device.compiles
+            config.train.fused_attention
+            and device.compiles
             and not model.attention_dropout
             and config.precision.softmax == "float32"
             and model.hidden_size // model.num_heads >= _LEAST_HEAD_SIZE

@@ -218,6 +218,10 @@ class TrainConfig(Section):
     """Mode of torch.compile. reduce-overhead replays CUDA graphs; max-autotune tries kernels for
     each product, which takes minutes.
     """
+    fused_attention: bool = True
+    """Compute attention by one kernel where the device has it. Otherwise the scores of all pairs of
+    tokens are kept.
+    """
     loss_rows: Count | None = None
     """Positions whose logits exist at one time. When left out, 1024 on a CPU; on an accelerator
     more by its memory, 16384 with 80 GB.

@@ -34,11 +34,11 @@ class Strategy:
     output: Parts | None = None
 
 
-def operator_strategies(config: ResolvedRun) -> dict[str, Strategy]:
+def operator_strategies(config: ResolvedRun, *, fused: bool = False) -> dict[str, Strategy]:
     """Map each operator of the training graph to its strategy; ``h.*`` stands for every block.
 
     Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V), with B, T, C,
-    nh, hs and V as in the models.
+    nh, hs and V as in the models. fused: attention is one operator.
     """
     at = config.topology
     data, tensor = at.data, at.tensor
@@ -52,15 +52,20 @@ def operator_strategies(config: ResolvedRun) -> dict[str, Strategy]:
         "h.*.dropout": Strategy(inputs=(stream,)),
         "h.*.add": Strategy(inputs=(stream, stream)),
         "h.*.attn.split_heads": Strategy(inputs=((data, 1, tensor, 1),)),
-        "h.*.attn.core.multiply": Strategy(inputs=(heads, ())),
-        "h.*.attn.core.scores": Strategy(inputs=(heads, heads)),
-        "h.*.attn.core.add": Strategy(inputs=(heads, (1, 1))),
-        "h.*.attn.core.softmax": Strategy(inputs=(heads,)),
-        "h.*.attn.core.dropout": Strategy(inputs=(heads,)),
-        "h.*.attn.core.mix": Strategy(inputs=(heads, heads)),
         "h.*.attn.join_heads": Strategy(inputs=(heads,)),
         "h.*.mlp.gelu": Strategy(inputs=((data, tensor),)),
     }
+    if fused:
+        plan["h.*.attn.core.fused.causal"] = Strategy(inputs=(heads, heads, heads, (1, 1)))
+    else:
+        plan |= {
+            "h.*.attn.core.multiply": Strategy(inputs=(heads, ())),
+            "h.*.attn.core.scores": Strategy(inputs=(heads, heads)),
+            "h.*.attn.core.add": Strategy(inputs=(heads, (1, 1))),
+            "h.*.attn.core.softmax": Strategy(inputs=(heads,)),
+            "h.*.attn.core.dropout": Strategy(inputs=(heads,)),
+            "h.*.attn.core.mix": Strategy(inputs=(heads, heads)),
+        }
     for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"):
         plan[f"{name}.layer_norm"] = Strategy(inputs=(stream, (1,), (1,)))
     for name in (

@@ -54,7 +54,7 @@ def _attention(config: ResolvedRun) -> int:
     """
     s = config.sizes
     rows = s.tokens * s.heads // s.tensor
-    if config.precision.softmax == "float32":
+    if config.precision.softmax == "float32" and config.train.fused_attention:
         return rows * 4
     products = rows * s.seq_length
     kept = products * s.softmax + s.seq_length * s.seq_length  # softmax output, causal mask

@@ -17,7 +17,7 @@ from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.layers import dropout_keys
-from mindformers_gpt2.model import GPT2, set_packing, set_recompute
+from mindformers_gpt2.model import GPT2, set_fused_attention, set_packing, set_recompute
 from mindformers_gpt2.optimizer import squares
 from mindformers_gpt2.parallel.collectives import all_reduce
 from mindformers_gpt2.parallel.data_parallel import DataParallel
@@ -41,6 +41,7 @@ def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> l
         if topology.tensor > 1:
             split_model(model, world.groups[GroupKind.TENSOR])
     set_packing(model, config)
+    set_fused_attention(model, config, device)
     model.cross_entropy.rows_at_once = loss_rows(config, device.total_memory())
     model.init_parameters_data()
     for parameter in model.get_parameters():

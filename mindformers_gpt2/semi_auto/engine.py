@@ -60,7 +60,7 @@ class SemiAutoEngine(BaseEngine):
                 "parallel.vocab_emb_dp=true has no effect with a pipeline: tensor-parallel ranks"
                 " split the embedding table"
             )
-        network = build_network(config)
+        network = build_network(config, device)
         self._step = build_step(network, config, world.rank)
         self._evaluation, self._embedding = Evaluation(network), network.wte.weight
         self.master, self.optimizer, self.loss_scale = (

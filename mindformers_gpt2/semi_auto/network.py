@@ -24,7 +24,8 @@ from common.parallel.operator_plan import (
     stages_of_parameter,
 )
 from common.parallel.resolved_run import ResolvedRun
-from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.model import GPT2, set_fused_attention, takes_fused_attention
 from mindformers_gpt2.optimizer import (
     DeviceLossScale,
     MasterWeights,
@@ -161,9 +162,9 @@ class TrainingGraph(nn.Cell):
         return self.head(x, self.wte.weight, targets)
 
 
-def apply_plan(network: TrainingGraph, config: ResolvedRun) -> None:
-    """Set the split of each operator."""
-    for name, strategy in operator_strategies(config).items():
+def apply_plan(network: TrainingGraph, config: ResolvedRun, *, fused: bool = False) -> None:
+    """Set the split of each operator. fused: attention is one operator."""
+    for name, strategy in operator_strategies(config, fused=fused).items():
         for primitive in _primitives(network, name):
             primitive.shard(
                 strategy.inputs, None if strategy.output is None else (strategy.output,)
@@ -212,7 +213,7 @@ def _find(cell: nn.Cell, path: str) -> Any:
     return found.native if isinstance(found, nn.Cell) else found
 
 
-def build_network(config: ResolvedRun) -> TrainingGraph:
+def build_network(config: ResolvedRun, device: MindSporeDevice) -> TrainingGraph:
     """Return the model with its plan, without weights.
 
     Call it within the context of ``semi_auto_settings``; otherwise the parameters are created
@@ -224,12 +225,13 @@ def build_network(config: ResolvedRun) -> TrainingGraph:
     for cell in (model, *model.h, *(block.attn.core for block in model.h)):
         cell.dropout = SplitDropout(cell.dropout.rate)
         cell.dropout.native.recompute(False)  # recomputation would draw another mask
+    set_fused_attention(model, config, device)
     network = TrainingGraph(model, config)
     if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (
         None,
         "sharding_propagation",
     ):
-        apply_plan(network, config)
+        apply_plan(network, config, fused=takes_fused_attention(config, device))
     _set_stages(network, config)
     _set_recompute(network, config)
     return network

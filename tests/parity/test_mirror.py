@@ -59,6 +59,8 @@ DIFFERENCES = {
         "build_meta_model": "MindSpore's Cells are made with their memory",
         "round_linear_layers": "MindSpore's graph of a micro batch rounds them itself",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
+        "FusedAttention": "torch chooses the kernel within scaled_dot_product_attention",
+        "takes_fused_attention": "torch chooses the kernel within scaled_dot_product_attention",
     },
     "packing.py": {
         "additive_mask": "MindSpore's model adds documents to its causal mask",

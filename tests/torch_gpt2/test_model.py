@@ -75,6 +75,19 @@ def test_logits_and_every_gradient_equal_transformers() -> None:
         )
 
 
+def test_attention_written_out_changes_no_gradient() -> None:
+    model, batch = ours(), tokens()
+    results = []
+    for fused in (True, False):
+        for block in model.h:
+            block.attn.fused = fused
+        model.zero_grad()
+        loss = model.loss_sum(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        results.append([loss.detach(), *(each.grad for each in model.parameters())])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
+
+
 def test_padding_rows_get_no_gradient() -> None:
     model, batch = ours(), tokens()
     model.loss_sum(batch[:, :-1], batch[:, 1:]).backward()

@@ -73,8 +73,7 @@ TABLE: Table = {
     "model.model_config.softmax_compute_type": To("precision.softmax", _FLOAT),
     "model.model_config.layernorm_dtype": To("precision.layer_norm", _FLOAT),
     "model.model_config.layernorm_compute_type": To("precision.layer_norm", _FLOAT),
-    "model.model_config.use_flash_attention": Without("the fastest attention that the device has is"
-        " taken"),
+    "model.model_config.use_flash_attention": To("train.fused_attention"),
     "model.model_config.use_prompt_flash_attention": Without("the fastest attention that the device"
         " has is taken"),
     "model.model_config.use_past": Without("generation always keeps keys and values"),

@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from mindspore.ops.operations import comm_ops
 from common.config.load import build_config
 from common.resolve.derive import resolve_config, written_ranks
 from common.resolve.vendor_settings import semi_auto_settings
+from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.semi_auto.network import build_network, build_step
 
 LIBRARIES = Path(ms.__file__).parent / "lib"
@@ -124,7 +126,7 @@ def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     settings = semi_auto_settings(config, rank)
     Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
     ms.set_auto_parallel_context(**settings)
-    network = build_network(config)
+    network = build_network(config, MindSporeDevice(kind="npu", index=0, name="Ascend910B2"))
     step = build_step(network, config, rank)
     say_ascend()
     say_ranks(rank, world_size)
@@ -142,7 +144,12 @@ def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
         match[1]: [int(word) for word in match[3].split(", ") if word]
         for match in PARAMETER.finditer(texts[-1])
     }
-    return {"failure": "", "parameters": parameters, "collectives": list(collectives(texts[-1]))}
+    return {
+        "failure": "",
+        "parameters": parameters,
+        "collectives": list(collectives(texts[-1])),
+        "operators": Counter(re.findall(r"= (?:PrimFunc_)?(\w+)\(", texts[-1])),
+    }
 
 
 if __name__ == "__main__":

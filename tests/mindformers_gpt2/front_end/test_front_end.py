@@ -83,6 +83,7 @@ CASES = {
     ),
 }
 CASES["one stage, sequence parallel"][0]["model"]["num_layers"] = 1
+CASES["one stage, sequence parallel"][0]["precision"] = {"compute": "bfloat16"}
 
 
 def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) -> dict[str, Any]:
@@ -129,6 +130,14 @@ def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
     tree, rank = CASES[case]
     config = resolved(tree)
     check(compiled[case], config, rank, threshold=THRESHOLD)
+    operators = compiled[case]["operators"]
+    if config.precision.compute == "float32":
+        assert operators["BatchMatMul"] >= 6
+        assert "FlashAttentionScore" not in operators
+    else:
+        passes = config.model.num_layers * config.train.accumulation_steps
+        assert operators["FlashAttentionScore"] == operators["FlashAttentionScoreGrad"] == passes
+        assert not {"BatchMatMul", "Softmax", "SoftmaxGrad"} & set(operators)
 
 
 def test_mindspores_own_transform_gives_each_rank_its_part(

@@ -23,7 +23,7 @@ from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
 from common.training.schedule import learning_rate  # noqa: E402
 from common.training.start import Start  # noqa: E402
 from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
-from mindformers_gpt2.device import open_device  # noqa: E402
+from mindformers_gpt2.device import MindSporeDevice, open_device  # noqa: E402
 from mindformers_gpt2.engine import Engine  # noqa: E402
 from mindformers_gpt2.model import GPT2, initialise  # noqa: E402
 from mindformers_gpt2.semi_auto.network import (  # noqa: E402
@@ -32,6 +32,8 @@ from mindformers_gpt2.semi_auto.network import (  # noqa: E402
     build_step,
 )
 from tests.config_overrides import changed  # noqa: E402
+
+CPU = MindSporeDevice(kind="cpu", index=0, name="")
 
 
 def make_config(*, world_size: int = 8, **changes: Any) -> RunConfig:
@@ -66,7 +68,7 @@ def open_cpu() -> None:
 def test_loss_and_gradients_are_those_of_the_model() -> None:
     open_cpu()
     config = make_config()
-    network = build_network(config)
+    network = build_network(config, CPU)
     weights = {parameter.name: parameter for parameter in network.get_parameters()}
     initialise(weights, config)
     model = GPT2(config.model, config.precision, network.wte.weight.shape[0], native=False)
@@ -127,7 +129,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     engine = Engine(one, device)
     engine.begin(Start())
     expected = engine.run(iter(batches), 6)
-    network = build_network(one)
+    network = build_network(one, CPU)
     step = build_step(network, one, 0)
     step.optimizer.gradient_sync.all_reduce = Alone()
     initialise(step.master.tensors, one)
@@ -156,7 +158,7 @@ def operators(network: TrainingGraph) -> dict[int, tuple[str, Any]]:
 def test_every_operator_has_a_strategy(sequence_parallel: bool) -> None:
     open_cpu()
     config = make_config(parallel__sequence_parallel=sequence_parallel, model__dropout=0.1)
-    network = build_network(config)
+    network = build_network(config, CPU)
     unused = ("gelu.sigmoid",)  # the formula of devices without the kernel
     without = [
         name
