@@ -22,12 +22,21 @@ from common.processes.heartbeat import start_heartbeat
 _STOP_CHECK_SECONDS = 0.2
 _PASSED_ON = (
     "MASTER_PORT",
-    "HCCL_CONNECT_TIMEOUT",
     "OMP_NUM_THREADS",
-    "HCCL_SOCKET_IFNAME",
     "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "TASK_QUEUE_ENABLE",
+    "CPU_AFFINITY_CONF",
+    "ASCEND_LAUNCH_BLOCKING",
+    "ASCEND_GLOBAL_LOG_LEVEL",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
+"""Variables that every host gets as they are here, beside those of _PREFIXES."""
+_PREFIXES = ("NCCL_", "HCCL_", "TORCH_NCCL_")
+_OF_ONE_HOST = ("HCCL_IF_IP", "NCCL_HOSTID")
+"""Variables with such a prefix that differ from host to host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +164,17 @@ def host_command(host: str, words: Sequence[str], environ: Mapping[str, str]) ->
     settings.
     """
     variables = {"PYTHON": sys.executable} | {
-        name: environ[name] for name in _PASSED_ON if environ.get(name)
+        name: value for name, value in sorted(environ.items()) if value and _is_passed_on(name)
     }
     script = str(ROOT / "scripts" / "run_distribute.sh")
     start = shlex.join(
         ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", script, *words]
     )
     return HostCommand(host=host, text=f"cd {shlex.quote(str(Path.cwd()))} && {start}")
+
+
+def _is_passed_on(name: str) -> bool:
+    return name in _PASSED_ON or (name.startswith(_PREFIXES) and name not in _OF_ONE_HOST)
 
 
 def run_over_ssh(host: str, text: str) -> int:

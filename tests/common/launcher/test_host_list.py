@@ -97,3 +97,16 @@ def test_network_variables_of_the_user_go_with_the_command() -> None:
     ).text
     assert " MASTER_PORT=4000 bash " in text and "HCCL_IF_IP" not in text and "SECRET" not in text
     assert text.endswith("""/scripts/run_distribute.sh none 'it'"'"'s'""")
+
+
+def test_settings_of_network_and_memory_reach_every_host() -> None:
+    given = {
+        "NCCL_IB_HCA": "mlx5",
+        "HCCL_BUFFSIZE": "200",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "TASK_QUEUE_ENABLE": "2",
+    }
+    text = host_command("a", ["none"], {**given, "NCCL_HOSTID": "7", "NCCL_DEBUG": ""}).text
+    assert [word for word in text.split() if "=" in word and not word.startswith("PYTHON=")] == [
+        f"{name}={given[name]}" for name in sorted(given)
+    ]
