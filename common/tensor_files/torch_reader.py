@@ -11,11 +11,12 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from isal.isal_zlib import crc32
 
 from common.errors import CheckpointError
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, TensorFile
@@ -90,7 +91,7 @@ def _checksum_test(path: Path, name: str, data: Bytes, expected: int) -> Callabl
 
     @cache
     def check() -> None:
-        found = zlib.crc32(data.data)
+        found = crc32(data.data)
         if found != expected:
             raise CheckpointError(
                 f"{path}: {name} has changed since it was written: its CRC-32 is {found:08x}, and"
