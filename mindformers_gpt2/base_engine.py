@@ -135,6 +135,15 @@ class BaseEngine(engine.Engine):
         queued = [self._train_step(next(batches).tokens) for _ in range(steps)]
         return [_wait(*step) for step in queued]
 
+    def owned_pieces(self) -> dict[str, TensorSlice]:
+        """Return the pieces of parameters that this rank writes, without padded vocabulary."""
+        pieces = {
+            name: true_slice(name, self.pieces[name], self.config.model)
+            for name in self.master.tensors
+            if self.owns(name)
+        }
+        return {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
+
     def snapshot(self, state: TrainState) -> Snapshot | None:
         """Copy weights, optimizer state and counters to the host: all of them, or this rank's
         part.
@@ -142,12 +151,7 @@ class BaseEngine(engine.Engine):
         if self.world.rank and not self.is_sharded:
             return None
         config, rank = self.config, self.world.rank
-        pieces = {
-            name: true_slice(name, self.pieces[name], config.model)
-            for name in self.master.tensors
-            if self.owns(name)
-        }
-        pieces = {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
+        pieces = self.owned_pieces()
         weights = weights_on_host(self.master.tensors, pieces)
         steps = int(self.optimizer.steps.asnumpy())
         moments = moments_on_host(self.optimizer, pieces) if steps else {}

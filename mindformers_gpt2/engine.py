@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -28,6 +28,7 @@ from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_drop
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import Quantization, quantize_model
+from mindformers_gpt2.recording import Recorder
 
 
 class Engine(BaseEngine):
@@ -87,6 +88,7 @@ class Engine(BaseEngine):
         own = LossGradients(self.model, config, self.loss_scale) if self._pipeline is None else None
         self._gradients = device.compile(own) if own is not None else None
         self._loss_gradients = own if self._pipeline is None else self._pipeline.loss_gradients
+        self.recorder: Recorder | None = None
         self._add = device.compile(add_gradients)
         self._update = device.compile(self.optimizer)
 
@@ -122,6 +124,9 @@ class Engine(BaseEngine):
         rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
         if self.quantization is not None:
             self._begin_quantized_step(self.quantization, tokens)
+        recorder = self.recorder if self.recorder and self.recorder.step == self.step else None
+        if recorder is not None:
+            recorder.begin(tokens, [self.model], self.loss_scale.read().value)
         loss, *gradients = self._accumulate_gradients(tokens)
         if self._frozen:
             gradients = [
@@ -131,10 +136,21 @@ class Engine(BaseEngine):
         if not self._has_met:
             self.world.meet()  # after compiling
             self._has_met = True
+        if recorder is not None:
+            whole, summed = self._reduced(loss, gradients)
+            recorder.end(whole, self.master.tensors, summed, self.owned_pieces())
         result = self._update(Tensor(rate, ms.float32), self._limits, loss, *gradients)
         if self.quantization is not None and bool(result[2].asnumpy()):
             self.quantization.end_step()
         return (rate, *result)
+
+    def _reduced(
+        self, loss: Tensor, gradients: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the gradients that the update will find."""
+        if self._gradient_sync is not None:
+            loss, _, gradients = self._gradient_sync(loss, tuple(gradients))
+        return loss, dict(zip(self.master.tensors, gradients, strict=True))
 
     def _begin_quantized_step(self, quantization: Quantization, tokens: Tokens) -> None:
         """Measure the scales on the first batch, which is then trained on."""
@@ -157,11 +173,13 @@ class Engine(BaseEngine):
         ]
         if packing is not None and packing.masks_loss:
             self._set_predicted(packing.counted(tokens))
+        watch = self.recorder.watch if self.recorder is not None else _ignore
         if self._pipeline is not None:
-            return self._pipeline.step(batch, self._dropout_keys)
+            return self._pipeline.step(batch, self._dropout_keys, watch)
         assert self._gradients is not None
         summed: tuple[Tensor, ...] | None = None
         for number, (ids, targets) in enumerate(batch):
+            watch(number)
             found = self._gradients(ids, targets, *self._dropout_keys(number))
             summed = found if summed is None else self._add(*summed, *found)
         assert summed is not None
@@ -181,6 +199,10 @@ class Engine(BaseEngine):
         if not self._drops:
             return ()
         return (Tensor(own_dropout_keys(self.config, self.world, self.step, number)),)
+
+
+def _ignore(micro_batch: int | None) -> None:
+    """Do nothing before a micro batch of a step that is not recorded."""
 
 
 def sum_losses(

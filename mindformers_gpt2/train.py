@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
+from common.errors import ConfigError
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.parallel_mode import compiled_mode
@@ -16,6 +17,7 @@ from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.parallel.world import open_world
 from mindformers_gpt2.profile import make_trace
+from mindformers_gpt2.recording import open_recorder
 from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
 
 ENGINES: dict[bool, type[BaseEngine]] = {False: Engine, True: SemiAutoEngine}
@@ -40,4 +42,12 @@ def train(config: ResolvedRun, process: Process = ALONE) -> None:
     ):
         session = agree_on_start(config, data, world)
         engine = ENGINES[compiled](config, device, world, session.manifest_extra)
+        recorder = open_recorder(config, world)
+        if isinstance(engine, Engine):
+            engine.recorder = recorder
+        elif recorder is not None:
+            raise ConfigError(
+                "parallel.parallel_mode: steps that MindSpore's compiler splits cannot be recorded;"
+                " set parallel.parallel_mode=0"
+            )
         session.train(engine, device, make_trace(config, device))

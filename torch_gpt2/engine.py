@@ -28,7 +28,7 @@ from common.training.schedule import learning_rate
 from common.training.snapshot import STATE_NAMES, true_slice
 from common.training.start import Start
 from common.training.state import TrainState
-from common.weights.pieces import to_rectangle
+from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
@@ -52,6 +52,7 @@ from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
 from torch_gpt2.quantize import Quantization, quantize_model
+from torch_gpt2.recording import Recorder
 
 
 class Engine(BaseEngine):
@@ -106,6 +107,7 @@ class Engine(BaseEngine):
         """Part of each parameter that this rank holds."""
         is_piped = self.world.topology.pipeline > 1
         self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
+        self.recorder: Recorder | None = None
 
     def run(
         self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
@@ -163,11 +165,7 @@ class Engine(BaseEngine):
         generators = self.world.gather(self.device.rng_state())
         if self.world.rank and not self.is_sharded:
             return None
-        owned = {
-            name: true_slice(name, self.pieces[name], self.config.model)
-            for name in self.master.tensors
-            if self.owns(name)
-        }
+        owned = self._owned_pieces()
         parts = STATE_NAMES[self.config.optimizer.name]
         moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned)
         rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
@@ -183,6 +181,14 @@ class Engine(BaseEngine):
         )
         self._lent = snapshot if self.device.kind == "cpu" else None
         return snapshot
+
+    def _owned_pieces(self) -> dict[str, TensorSlice]:
+        """Return the pieces of parameters that this rank writes, without padded vocabulary."""
+        return {
+            name: true_slice(name, self.pieces[name], self.config.model)
+            for name in self.master.tensors
+            if self.owns(name)
+        }
 
     def norm_of_weights(self) -> float:
         return global_norm(list(self.local_weights().values())).item()
@@ -230,12 +236,17 @@ class Engine(BaseEngine):
         self.optimizer.zero_grad(set_to_none=True)
         if self.quantization is not None:
             self._begin_quantized_step(self.quantization, tokens)
+        recorder = self.recorder if self.recorder and self.recorder.step == self.step else None
+        if recorder is not None:
+            recorder.begin(tokens, self.parts, scale.item())
         loss = self._accumulate_gradients(tokens, scale)
         gradients = self.master.take_gradients()
         for name in self._frozen & gradients.keys():
             gradients[name].zero_()
         self._data_parallel.sum_gradients(list(gradients.values()))
         self._gradient_sync.complete(gradients)
+        if recorder is not None:
+            recorder.end(loss, self.master.tensors, gradients, self._owned_pieces())
         if self._gradient_sync.alone:
             norm = self._data_parallel.norm(global_norm(list(gradients.values()))).double() / scale
         else:

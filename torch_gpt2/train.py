@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
+from common.errors import ConfigError
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.run_folder import owned_folder
@@ -19,6 +20,7 @@ from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
 from torch_gpt2.profile import make_trace
+from torch_gpt2.recording import open_recorder
 
 ENGINES: dict[str, type[BaseEngine]] = {"native": NativeEngine, "deepspeed": DeepSpeedEngine}
 
@@ -42,4 +44,12 @@ def train(
             use_fastest_products(device, world)
         session = agree_on_start(config, data, world)
         engine = engines[config.engine](config, device, process, world, session.manifest_extra)
+        recorder = open_recorder(config, world)
+        if isinstance(engine, NativeEngine):
+            engine.recorder = recorder
+        elif recorder is not None:
+            raise ConfigError(
+                f"engine={config.engine}: its steps cannot be recorded; set engine=native, which"
+                " has the model and the layouts of both"
+            )
         session.train(engine, device, make_trace(config, device))

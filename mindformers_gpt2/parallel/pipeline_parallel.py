@@ -103,11 +103,15 @@ class Pipeline:
         self._evaluated: set[tuple[int, ...]] = set()
 
     def step(
-        self, batch: list[tuple[Tensor, Tensor]], keys: Callable[[int], Keys]
+        self,
+        batch: list[tuple[Tensor, Tensor]],
+        keys: Callable[[int], Keys],
+        watch: Callable[[int | None], None],
     ) -> tuple[Tensor, ...]:
         """Return the loss (0 without the head) and the gradients of this stage's weights.
 
-        Both are summed over the micro batches (ids, targets).
+        Both are summed over the micro batches (ids, targets). watch: called around the gradients of
+        each, with its number and then with None.
         """
         if self._new:
             self._compile(*batch[0], keys(0))
@@ -126,7 +130,9 @@ class Pipeline:
                 continue
             slope = targets if self._after is None else self._receive(ids, self._after)
             more = self._more(keys(number), ids)
+            watch(number)
             found = list(self._gradients(inputs.pop(number), slope, *more))
+            watch(None)
             if self._before is not None:
                 on_their_way.append(
                     send(found.pop(0 if self._after is not None else 1), self._before)

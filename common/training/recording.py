@@ -1,0 +1,195 @@
+"""Record of one training step: tokens, weights, activations and gradients of every layer.
+
+tools/compare_runs.py --layers asks for it through the variable VARIABLE. Each rank writes its part:
+
+    rank_00000.safetensors    SECTION/NAME, float32; an activation is (samples, tokens x channels)
+    rank_00000.json           the rectangle of each tensor that this rank has, and what is whole
+
+Activations are those of some samples, spread over the global batch. Gradients are of the mean loss
+of the whole batch, before clipping, without the loss scale.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError, StorageError
+from common.files import atomic_write
+from common.parallel.resolved_run import TrainingRun
+from common.parallel.topology import Coordinates, Topology
+from common.structured_files import MalformedError, parse_json
+from common.tensor_files.safetensors_file import write_safetensors
+from common.weights.names import parameter_shapes
+from common.weights.pieces import Rectangle, TensorSlice, to_rectangle
+
+VARIABLE = "GPT2_RECORD_STEP"
+TOKENS, WEIGHTS, FORWARD, BACKWARD, GRADIENTS = (
+    "tokens", "weights", "forward", "backward", "gradients",
+)  # fmt: skip
+EMBEDDINGS = "embeddings"
+"""Name of the input of the first block."""
+LAST_NORM = "ln_f"
+PARTS = ("ln_1", "attn", "ln_2", "mlp")
+"""Parts of a block whose outputs are recorded, in the order of the forward pass."""
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordRequest:
+    """Step to record, number of samples whose activations are kept, and folder of the record."""
+
+    step: int
+    samples: int
+    folder: Path
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment that lets a run record."""
+        text = json.dumps(
+            {"step": self.step, "samples": self.samples, "folder": str(self.folder.absolute())}
+        )
+        return {VARIABLE: text}
+
+
+def find_request(environ: Mapping[str, str]) -> RecordRequest | None:
+    """Return what the environment asks for; None if nothing. Raises ConfigError."""
+    text = environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        found = parse_json(text.encode())
+        return RecordRequest(
+            step=int(found["step"]), samples=int(found["samples"]), folder=Path(found["folder"])
+        )
+    except (MalformedError, LookupError, TypeError, ValueError):
+        raise ConfigError(
+            f"{VARIABLE}={text}: is not a request of tools/compare_runs.py --layers; unset it"
+        ) from None
+
+
+def activation_names(layers: int) -> Iterator[str]:
+    """Yield the names of recorded activations in the order of the forward pass."""
+    yield EMBEDDINGS
+    for layer in range(layers):
+        yield from (f"h.{layer}.{part}" for part in PARTS)
+        yield f"h.{layer}"
+    yield LAST_NORM
+
+
+def recorded_samples(wanted: int, global_batch: int) -> list[int]:
+    """Return places in the global batch, spread evenly, so that each rank has some of them."""
+    count = min(wanted, global_batch)
+    return [index * global_batch // count for index in range(count)]
+
+
+class StepRecord:
+    """One rank's part of the record of a step."""
+
+    def __init__(
+        self, request: RecordRequest, config: TrainingRun, topology: Topology, rank: int
+    ) -> None:
+        self.step = request.step
+        self._folder, self._config, self._topology = request.folder, config, topology
+        self._rank, self._at = rank, topology.coordinates(rank)
+        self._samples = recorded_samples(request.samples, config.train.global_batch_size)
+        self._local_batch = config.train.global_batch_size // topology.data
+        self._first = self._at.data * self._local_batch
+        self._found: dict[str, dict[int, Array]] = {}
+        """Activations by SECTION/NAME, then by the number of the sample among the recorded ones."""
+        self._tensors: dict[str, Array] = {}
+        self._pieces: dict[str, Rectangle] = {}
+
+    def take_tokens(self, tokens: Any) -> None:
+        """Keep the recorded samples of this rank's batch."""
+        if self._at.tensor == 0 and self._at.pipeline == 0:
+            rows = np.asarray(tokens)
+            for number, row in self._rows(0, len(rows)):
+                self._found.setdefault(TOKENS, {})[number] = rows[row].astype(np.float32)[:, None]
+
+    def take_activation(
+        self,
+        section: str,
+        name: str,
+        micro_batch: int,
+        shape: Sequence[int],
+        read: Callable[[int], Array],
+    ) -> None:
+        """Keep an activation, or its gradient, of the recorded samples of a micro batch.
+
+        shape: (samples, tokens, channels). read: returns a sample, (tokens, channels).
+        """
+        size = self._config.train.micro_batch_size
+        if shape[1] == self._config.model.seq_length and self._at.tensor:
+            return  # the first rank of the group has the same
+        found = self._found.setdefault(f"{section}/{name}", {})
+        for number, row in self._rows(micro_batch * size, min(size, shape[0])):
+            if number not in found:
+                found[number] = read(row)
+
+    def take_parameters(
+        self, section: str, values: Mapping[str, Array], pieces: Mapping[str, TensorSlice]
+    ) -> None:
+        """Keep this rank's pieces of parameters or of their gradients."""
+        for name, array in values.items():
+            self._tensors[f"{section}/{name}"] = array
+            self._pieces[f"{section}/{name}"] = to_rectangle(pieces[name])
+
+    def write(self, loss: float) -> None:
+        """Write this rank's files. Raises StorageError."""
+        for name, found in self._found.items():
+            if not found:
+                continue
+            numbers = sorted(found)
+            tokens, width = found[numbers[0]].shape
+            length = self._config.model.seq_length
+            first = 0 if name == TOKENS or tokens == length else self._at.tensor * tokens
+            self._tensors[name] = np.stack([found[number].reshape(-1) for number in numbers])
+            self._pieces[name] = [
+                [numbers[0], numbers[-1] + 1], [first * width, (first + tokens) * width],
+            ]  # fmt: skip
+        stem, model = self._folder / f"rank_{self._rank:05d}", self._config.model
+        facts = {
+            "step": self.step,
+            "ranks": self._topology.world_size,
+            "loss": loss,
+            "samples": self._samples,
+            "ranks_of_samples": [self._rank_of(sample) for sample in self._samples],
+            "sequence": model.seq_length,
+            "hidden": model.hidden_size,
+            "layers": model.num_layers,
+            "compute": self._config.precision.compute,
+            "backend": self._config.backend,
+            "shapes": parameter_shapes(model),
+            "pieces": self._pieces,
+        }
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_safetensors(stem.with_suffix(".safetensors"), self._tensors)
+            with atomic_write(stem.with_suffix(".json"), "w") as file:
+                json.dump(facts, file)
+        except OSError as error:
+            raise StorageError(
+                f"{stem}.safetensors: the record of step {self.step} could not be written:"
+                f" {error.strerror or error}"
+            ) from None
+
+    def _rank_of(self, sample: int) -> int:
+        """Return the first of the ranks that read a sample of the global batch."""
+        place = Coordinates(data=sample // self._local_batch, tensor=0, pipeline=0)
+        return self._topology.rank(place)
+
+    def _rows(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield recorded samples among ``count`` of this rank from ``start`` on: the number of the
+        sample among the recorded ones, and its row among these.
+        """
+        first = self._first + start
+        for number, sample in enumerate(self._samples):
+            if first <= sample < first + count:
+                yield number, sample - first
