@@ -87,6 +87,7 @@ def _start(launch: Launch, output: BinaryIO) -> subprocess.Popen[bytes]:
 
     return subprocess.Popen(  # noqa: S603 - no shell
         launch.command,
+        env={**os.environ, **launch.environment},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.cluster.rank_environment import rank_command
@@ -34,10 +34,13 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One process to start. cores: that it and its ranks keep to; empty: all."""
+    """One process to start. cores: that it and its ranks keep to; empty: all. environment: added
+    to the variables of this process.
+    """
 
     command: tuple[str, ...]
     cores: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def typed(self) -> list[str]:
         """Return the words as a user types them, in the folder of the project."""

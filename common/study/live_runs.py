@@ -1,0 +1,228 @@
+"""Runs that a comparison of two runs starts: of a configuration, and of one step to record."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError, RunError, StorageError
+from common.interrupts import exiting_at_sigterm
+from common.launcher.launch import TOOL
+from common.launcher.request import NO_TABLE
+from common.study.children import LAUNCHER_LOG, judge, run_launches
+from common.study.results import State
+from common.study.starting import Launch
+from common.study.two_runs import RecordedRun
+from common.training.checkpoint import require_checkpoint, step_of, whole_checkpoints
+from common.training.recording import RecordRequest
+
+_QUIET = (
+    "train.exit_minutes=null",
+    "checkpoint.interval=0",
+    "validation.interval=0",
+    "logging.plot=false",
+    "logging.tensorboard=false",
+    "logging.trackers=[]",
+)
+_IN_PYTHON = {"torch": "train.compile=false", "mindspore": "context.mode=pynative"}
+"""Override by which Python computes every layer, so that hooks see it."""
+_OWN_FOLDERS = ("run_a", "run_b", "before", "step_a", "step_b", "record_a", "record_b")
+_OWN_FILES = ("layers.tsv", "layers.png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two runs. given: a run folder, or a configuration to run first.
+
+    ranks: None takes those of the run folder, or 1. words: overrides. program: a script that takes
+    the words of run_gpt2.py, in its place.
+    """
+
+    name: str
+    given: Path
+    ranks: int | None = None
+    words: tuple[str, ...] = ()
+    program: Path | None = None
+
+    @property
+    def is_config(self) -> bool:
+        return self.given.is_file() and self.given.suffix in (".yaml", ".yml")
+
+    @property
+    def title(self) -> str:
+        return self.name.upper()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """Folder of the runs, and the seconds that each may take."""
+
+    folder: Path
+    limit: float
+
+    def prepare(self) -> None:
+        """Make the folder, and remove what an earlier comparison left there.
+
+        Raises ConfigError if it holds anything else.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            there = {path.name for path in self.folder.iterdir()}
+        except OSError as error:
+            raise ConfigError(
+                f"--output {self.folder}: cannot be used: {error.strerror}; choose another folder"
+            ) from None
+        if unknown := sorted(there - {*_OWN_FOLDERS, *_OWN_FILES}):
+            raise ConfigError(
+                f"--output {self.folder}: holds {unknown[0]}, which no comparison wrote; choose"
+                " another folder"
+            )
+        for name in there:
+            self.clear(name)
+
+    def clear(self, *names: str) -> None:
+        """Remove files and folders of this comparison."""
+        for name in names:
+            path = self.folder / name
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageError(f"{path}: cannot be removed: {error.strerror}") from None
+
+
+def run_config(side: Side, steps: int, place: Workplace) -> Path:
+    """Train the first steps of a configuration. Returns the run folder.
+
+    Raises ConfigError and RunError.
+    """
+    folder = place.folder / f"run_{side.name}"
+    words = (*side.words, "checkpoint.resume=never", f"train.exit_interval={steps}", *_QUIET)
+    _train(side, side.given, folder, words, side.ranks or 1, place)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedSides:
+    """Both runs, and the step of which every layer is compared."""
+
+    sides: tuple[Side, Side]
+    runs: tuple[RecordedRun, RecordedRun]
+    step: int
+    samples: int
+    own_weights: bool
+
+    def record(self, place: Workplace) -> tuple[Path, Path]:
+        """Let both runs make the step. Returns the folders of the records.
+
+        Raises ConfigError, CheckpointError, DataError and RunError.
+        """
+        starts = self._own_checkpoints() if self.own_weights else [self._checkpoint(place)] * 2
+        folders = []
+        for side, run, start in zip(self.sides, self.runs, starts, strict=True):
+            folder = place.folder / f"record_{side.name}"
+            request = RecordRequest(step=self.step, samples=self.samples, folder=folder)
+            words = (*_resume(start), "train.recompute=none", _in_python(run))
+            own = place.folder / f"step_{side.name}"
+            self._train_to(self.step, side, run, own, words, place, request.variables())
+            folders.append(folder)
+            place.clear(own.name)
+        place.clear("before")
+        return folders[0], folders[1]
+
+    def _checkpoint(self, place: Workplace) -> Path | None:
+        """Return the first run's weights before the step; None for the initial ones.
+
+        Where it has no checkpoint there, it trains up to it again.
+        """
+        before = self.step - 1
+        if not before:
+            return None
+        earlier = [path for path in _checkpoints(self.runs[0]) if step_of(path.name) <= before]
+        start = earlier[-1] if earlier else None
+        if start is not None and step_of(start.name) == before:
+            return start
+        folder = place.folder / "before"
+        self._train_to(before, self.sides[0], self.runs[0], folder, _resume(start), place, {})
+        return require_checkpoint(folder, f"the weights before step {self.step}")
+
+    def _own_checkpoints(self) -> list[Path | None]:
+        """Return each run's own checkpoint of the newest step before that both have."""
+        found = [
+            {step: path for path in _checkpoints(run) if (step := step_of(path.name)) < self.step}
+            for run in self.runs
+        ]
+        common = found[0].keys() & found[1].keys()
+        return [each[max(common)] if common else None for each in found]
+
+    def _train_to(
+        self,
+        step: int,
+        side: Side,
+        run: RecordedRun,
+        folder: Path,
+        words: Sequence[str],
+        place: Workplace,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Train a run up to a step, in another folder."""
+        given = () if side.is_config else side.words
+        words = (*given, *words, f"train.exit_interval={step}", *_QUIET)
+        config = run.folder / "config.yaml"
+        if not config.is_file():
+            raise ConfigError(f"{config}: no such file; --layers runs a step with it")
+        _train(side, config, folder, words, side.ranks or _ranks(run), place, environment)
+
+
+def _checkpoints(run: RecordedRun) -> list[Path]:
+    return whole_checkpoints(run.folder / "checkpoints")
+
+
+def _resume(checkpoint: Path | None) -> tuple[str, ...]:
+    return (f"checkpoint.resume={'never' if checkpoint is None else checkpoint.resolve()}",)
+
+
+def _in_python(run: RecordedRun) -> str:
+    return _IN_PYTHON[run.keys.get("backend") or "torch"]
+
+
+def _ranks(run: RecordedRun) -> int:
+    """Return the number of ranks that a run's configuration says."""
+    found = 1
+    for key in ("data_parallel", "model_parallel", "pipeline_stage"):
+        value = run.keys.get(f"parallel.{key}")
+        found *= value if isinstance(value, int) and value > 0 else 1
+    return found
+
+
+def _train(
+    side: Side,
+    config: Path,
+    folder: Path,
+    words: Sequence[str],
+    ranks: int,
+    place: Workplace,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run a configuration and wait for its end. Raises ConfigError and RunError."""
+    start: tuple[str, ...] = (sys.executable, str(TOOL), "distribute", "--quiet")
+    start += ("--program", str(side.program.absolute())) if side.program else ()
+    command = (*start, NO_TABLE[0], str(config), f"[0,{ranks})", "train", *words)
+    launch = Launch(
+        command=(*command, f"output_dir={folder}"), environment=dict(environment or {})
+    )
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be made: {error.strerror}") from None
+    sys.stdout.write(f"{side.title}: {side.given} runs in {folder}\n")
+    sys.stdout.flush()
+    with exiting_at_sigterm():
+        outcome = run_launches([launch], folder / LAUNCHER_LOG, place.limit)
+    state, reason = judge(outcome, folder, place.limit)
+    if state is not State.FINISHED:
+        kind = ConfigError if outcome.code == 2 else RunError
+        raise kind(f"{side.title}: {side.given}: {reason.replace('(time_limit)', '(--time_limit)')}")
+

@@ -1,0 +1,275 @@
+"""Comparison of two records of a step, tensor by tensor, in the order of the computation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import DataError
+from common.files import open_input
+from common.structured_files import MalformedError, parse_json
+from common.tensor_files.safetensors_file import open_safetensors
+from common.training.recording import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    LAST_NORM,
+    PARTS,
+    TOKENS,
+    WEIGHTS,
+    activation_names,
+)
+from common.weights.names import EMBEDDING, POSITIONS
+from common.weights.pieces import ShardedReader, TensorSlice
+
+LOSS = "loss"
+TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+"""Relative tolerance by the type of the computation. An activation of 12 layers adds up the
+roundings of some 50 operations, each of 2^-24, 2^-11 or 2^-8.
+"""
+TWO_FRAMEWORKS = 1e-4
+"""Least tolerance between two frameworks, whose products add up in another order."""
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One tensor in both runs."""
+
+    section: str
+    name: str
+    largest: float
+    """Largest absolute difference of two elements."""
+    relative: float
+    """Norm of the difference by the larger norm of both; NaN where a value is not finite."""
+    place: tuple[int, ...] | None
+    """First element that differs beyond the tolerance; None where the tensor is the same."""
+    sample: int | None = None
+    """Sample of the global batch to which the place belongs, for activations."""
+
+    @property
+    def differs(self) -> bool:
+        return self.place is not None
+
+    def title(self) -> str:
+        """Return the tensor's name with what it is."""
+        return {
+            TOKENS: "tokens of the batch",
+            WEIGHTS: f"weight {self.name} before the step",
+            FORWARD: f"{self.name}, forward",
+            BACKWARD: f"gradient of the output of {self.name}, backward",
+            GRADIENTS: f"gradient of {self.name}, backward",
+        }[self.section]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerComparison:
+    """Comparison of all tensors that both records have."""
+
+    step: int
+    tolerance: float
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...]
+    """Tensors that only one record has, or has with another shape."""
+    ranks: Mapping[int, tuple[int, int]]
+    """Rank in each run that reads a sample of the global batch."""
+
+    @property
+    def first(self) -> Row | None:
+        return next((row for row in self.rows if row.differs), None)
+
+
+class StepReader:
+    """Record of all ranks, read tensor by tensor."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        """Open a record. Raises DataError and CheckpointError."""
+        self.folder = folder
+        first = _facts(folder, 0)
+        self.facts = first
+        self._shapes: dict[str, list[int]] = {}
+        self._stored = ShardedReader(folder)
+        for rank in range(int(first["ranks"])):
+            facts = first if rank == 0 else _facts(folder, rank)
+            reader = stack.enter_context(open_safetensors(folder / f"rank_{rank:05d}.safetensors"))
+            self._stored.add(reader, facts["pieces"])
+            for name, spans in facts["pieces"].items():
+                ends = [end for _, end in spans]
+                before = self._shapes.setdefault(name, ends)
+                self._shapes[name] = [max(pair) for pair in zip(before, ends, strict=True)]
+        self._stored.require({name: tuple(shape) for name, shape in self._shapes.items()})
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor, None if it is not recorded."""
+        shape = self._shapes.get(name)
+        if shape is None:
+            return None
+        if name.startswith((FORWARD, BACKWARD)):
+            return (shape[0], shape[1] // self.facts["hidden"], self.facts["hidden"])
+        return tuple(shape)
+
+    def read(self, name: str) -> Array:
+        shape = self._shapes[name]
+        piece = TensorSlice(
+            rows=(0, shape[0]), columns=(0, shape[1]) if len(shape) > 1 else None
+        )
+        found = self.shape(name)
+        assert found is not None
+        return self._stored.read(name, piece).reshape(found)
+
+
+def _facts(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"rank_{rank:05d}.json"
+    if not path.is_file():
+        raise DataError(f"{path}: rank {rank} has not recorded the step; its log says why")
+    with open_input(path, DataError) as file:
+        content = file.read()
+    try:
+        found: dict[str, Any] = parse_json(content)
+        return found
+    except MalformedError as error:
+        raise DataError(f"{path}: is not a record of a step ({error}); record it again") from None
+
+
+def compare_records(one: Path, other: Path, tolerance: float | None) -> LayerComparison:
+    """Compare two records. tolerance: relative to the norm of a tensor; None takes TOLERANCES.
+
+    Raises DataError and CheckpointError.
+    """
+    with ExitStack() as stack:
+        first, second = StepReader(one, stack), StepReader(other, stack)
+        if tolerance is None:
+            tolerance = default_tolerance(first.facts, second.facts)
+        rows, left_out = [], []
+        for section, name in order(max(first.facts["layers"], second.facts["layers"])):
+            if section == FORWARD and name == LOSS:
+                rows.append(_loss_row(first.facts["loss"], second.facts["loss"], tolerance))
+                continue
+            key = f"{section}/{name}" if name else section
+            shapes = first.shape(key), second.shape(key)
+            if shapes[0] is None or shapes[0] != shapes[1]:
+                if shapes != (None, None):
+                    left_out.append(f"{key}: {_shown(shapes[0])} and {_shown(shapes[1])}")
+                continue
+            rows.append(_row(section, name, first, second, tolerance))
+        same = first.facts["samples"] == second.facts["samples"]
+        readers = zip(
+            first.facts["samples"],
+            first.facts["ranks_of_samples"],
+            second.facts["ranks_of_samples"],
+            strict=False,
+        )
+        return LayerComparison(
+            step=first.facts["step"],
+            tolerance=tolerance,
+            rows=tuple(rows),
+            left_out=tuple(left_out),
+            ranks={sample: (a, b) for sample, a, b in readers} if same else {},
+        )
+
+
+def default_tolerance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Return the tolerance for the types in which two runs compute, and their frameworks."""
+    tolerance = max(TOLERANCES[facts["compute"]] for facts in (one, other))
+    return tolerance if one["backend"] == other["backend"] else max(tolerance, TWO_FRAMEWORKS)
+
+
+def order(layers: int) -> Iterator[tuple[str, str]]:
+    """Yield section and name of all tensors in the order in which a step computes them.
+
+    The gradients of the token table come last: the embedding adds its part there to the head's.
+    """
+    yield TOKENS, ""
+    forward = list(activation_names(layers))
+    yield from ((WEIGHTS, name) for name in (EMBEDDING, POSITIONS))
+    for name in forward:
+        yield from ((WEIGHTS, parameter) for parameter in parameters_of(name))
+    yield from ((FORWARD, name) for name in (*forward, LOSS))
+    for name in reversed(forward):
+        yield BACKWARD, name
+        yield from ((GRADIENTS, parameter) for parameter in reversed(parameters_of(name)))
+    yield from ((GRADIENTS, name) for name in (POSITIONS, EMBEDDING))
+
+
+def parameters_of(activation: str) -> list[str]:
+    """Return the parameters from which a recorded activation is computed directly."""
+    part = activation.rpartition(".")[2]
+    inner = {
+        "attn": ("q_proj", "k_proj", "v_proj", "c_proj"),
+        "mlp": ("c_fc", "c_proj"),
+    }.get(part)
+    if inner is not None:
+        return [f"{activation}.{name}.{kind}" for name in inner for kind in ("weight", "bias")]
+    if part in PARTS or activation == LAST_NORM:
+        return [f"{activation}.{kind}" for kind in ("weight", "bias")]
+    return []
+
+
+def _row(
+    section: str, name: str, one: StepReader, other: StepReader, tolerance: float
+) -> Row:
+    key = f"{section}/{name}" if name else section
+    values, found = one.read(key), other.read(key)
+    scale = 0.0
+    if section == GRADIENTS and name.endswith(("q_proj.bias", "k_proj.bias")):
+        weight = f"{section}/{name.removesuffix('bias')}weight"
+        scale = max(_terms(one.read(weight)), _terms(other.read(weight)))
+    largest, relative, place = difference(values, found, tolerance, scale)
+    sample = None
+    if place is not None and section in (TOKENS, FORWARD, BACKWARD):
+        sample = one.facts["samples"][place[0]]
+    return Row(
+        section=section, name=name, largest=largest, relative=relative, place=place, sample=sample
+    )
+
+
+def _terms(weight_gradient: Array) -> float:
+    """Return the size of the terms that add up to the gradient of a bias.
+
+    They nearly cancel for queries, and wholly for keys, which the softmax does not see. Gradients
+    of the weight are the same terms times inputs of size one, which do not cancel.
+    """
+    return float(np.linalg.norm(weight_gradient)) / math.sqrt(weight_gradient.shape[1])
+
+
+def difference(
+    one: Array, other: Array, tolerance: float, scale: float = 0.0
+) -> tuple[float, float, tuple[int, ...] | None]:
+    """Return the largest absolute difference, the relative one, and the first place beyond the
+    tolerance.
+
+    scale: least norm to which the difference is relative. An element is beyond the tolerance if its
+    difference is more than that share of the root mean square.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(one.astype(np.float64) - other.astype(np.float64))
+        size = max(float(np.linalg.norm(one)), float(np.linalg.norm(other)), scale)
+    if not np.isfinite(apart).all():
+        place = np.argwhere(~np.isfinite(apart))[0]
+        return math.nan, math.nan, tuple(int(index) for index in place)
+    largest, total = float(apart.max(initial=0.0)), float(np.linalg.norm(apart))
+    relative = total / size if size else 0.0
+    if relative <= tolerance:
+        return largest, relative, None
+    beyond = np.argwhere(apart > tolerance * size / math.sqrt(apart.size))[0]
+    return largest, relative, tuple(int(index) for index in beyond)
+
+
+def _loss_row(one: float, other: float, tolerance: float) -> Row:
+    values = np.array([one], np.float64), np.array([other], np.float64)
+    largest, relative, place = difference(*values, tolerance)  # type: ignore[arg-type]
+    return Row(section=FORWARD, name=LOSS, largest=largest, relative=relative, place=place)
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "not recorded" if shape is None else str(list(shape))
+
+
