@@ -162,8 +162,7 @@ def compare(arguments: argparse.Namespace, stack: ExitStack) -> int:
         raise ConfigError("--step is the step of --layers; give --layers too")
     place = _workplace(arguments, sides, stack)
     folders = [
-        run_config(side, arguments.steps, place) if side.is_config else side.given
-        for side in sides
+        run_config(side, arguments.steps, place) if side.is_config else side.given for side in sides
     ]
     runs = (read_run(folders[0]), read_run(folders[1]))
     found = compare_runs(*runs, arguments.tolerance)
@@ -226,9 +225,7 @@ def _sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
     return sides[0], sides[1]
 
 
-def _workplace(
-    arguments: argparse.Namespace, sides: Sequence[Side], stack: ExitStack
-) -> Workplace:
+def _workplace(arguments: argparse.Namespace, sides: Sequence[Side], stack: ExitStack) -> Workplace:
     """Return the folder of the runs to start, empty. Raises ConfigError."""
     folder = arguments.output
     if folder is None:

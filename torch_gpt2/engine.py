@@ -306,13 +306,14 @@ class Engine(BaseEngine):
         parameters.
         """
         micro, packing = self.config.train.micro_batch_size, self.config.packing
+        watch = self.recorder.watch if self.recorder is not None else _ignore
         batch = to_device(tokens, self.device)
         predicted = self.predicted(tokens)
         if self._pipeline is not None:
             ids, targets = split(batch, packing)
             factor = (scale / predicted).float()
             with self._data_parallel.micro_batch(last=True):
-                total = self._pipeline.step(ids, targets, lambda loss: loss * factor)
+                total = self._pipeline.step(ids, targets, lambda loss: loss * factor, watch)
             total = total / scale.float()
         else:
             total = torch.zeros((), device=self.device.torch_device)
@@ -320,11 +321,16 @@ class Engine(BaseEngine):
             starts = range(0, len(batch), micro)
             for start in starts:
                 ids, targets = split(batch[start : start + micro], packing)
+                watch(start // micro)
                 with self._data_parallel.micro_batch(last=start == starts[-1]):
                     loss = self._data_parallel.loss_sum(ids, targets) / predicted
                     (loss * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         return self.world.total(total if self._has_loss else torch.zeros_like(total))
+
+
+def _ignore(micro_batch: int | None) -> None:
+    """Do nothing before a micro batch of a step that is not recorded."""
 
 
 @torch.no_grad()

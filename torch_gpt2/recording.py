@@ -34,6 +34,11 @@ class Recorder:
         self._record = record
         self._scale = 1.0
         self._hooks: list[Any] = []
+        self._micro_batch: int | None = None
+
+    def watch(self, micro_batch: int | None) -> None:
+        """Take the activations of what is computed next; None takes nothing."""
+        self._micro_batch = micro_batch
 
     def begin(self, tokens: Any, parts: Sequence[GPT2], scale: float) -> None:
         """Watch the parts of the model during the step. scale: the loss scale."""
@@ -73,8 +78,7 @@ class Recorder:
         self._hooks.append(module.register_forward_hook(lambda _, given, output: hook(output)))
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
-        """Return a function that takes an activation of the next micro batch."""
-        count = 0
+        """Return a function that takes an activation of the micro batch under way."""
 
         def take(values: Tensor, section: str, number: int) -> None:
             factor = 1.0 if section == FORWARD else 1.0 / self._scale
@@ -87,10 +91,9 @@ class Recorder:
             )
 
         def hook(output: Tensor) -> None:
-            nonlocal count
-            number, count = count, count + 1
-            take(output, FORWARD, number)
-            if output.requires_grad:
+            number = self._micro_batch
+            if number is not None:
+                take(output, FORWARD, number)
                 output.register_hook(lambda gradient: take(gradient, BACKWARD, number))
 
         return hook

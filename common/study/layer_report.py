@@ -65,7 +65,7 @@ def draw(found: LayerComparison, path: Path, names: tuple[str, str]) -> None:
     """
     pyplot = open_pyplot()
     figure, panels = pyplot.subplots(2, figsize=(11, 7.5), layout="constrained")
-    forward = [row for row in found.rows if row.section in (TOKENS, WEIGHTS, FORWARD)]
+    forward = list(_without_equal_weights(found))
     backward = [row for row in found.rows if row.section in (BACKWARD, GRADIENTS)]
     _draw_panel(panels[0], found, forward, "forward pass: tokens, weights, outputs of layers")
     _draw_panel(panels[1], found, backward, "backward pass: gradients, from the last layer on")
@@ -75,6 +75,18 @@ def draw(found: LayerComparison, path: Path, names: tuple[str, str]) -> None:
     with atomic_write(path) as file:
         figure.savefig(file, dpi=110, format="png")
     pyplot.close(figure)
+
+
+def _without_equal_weights(found: LayerComparison) -> Iterator[Row]:
+    """Yield the rows of the forward pass. Of the weights before the step all that differ, or else
+    the one that differs most.
+    """
+    weights = [row for row in found.rows if row.section == WEIGHTS]
+    shown = [row for row in weights if row.differs]
+    shown = shown or sorted(weights, key=lambda row: row.relative)[-1:]
+    yield from (row for row in found.rows if row.section == TOKENS)
+    yield from shown
+    yield from (row for row in found.rows if row.section == FORWARD)
 
 
 _LOOKS = {
@@ -116,7 +128,14 @@ def _draw_panel(axes: Any, found: LayerComparison, rows: Sequence[Row], title: s
             fontsize="small",
         )
     ticks = list(_ticks(rows))
-    axes.set_xticks([place for place, _ in ticks], [name for _, name in ticks], fontsize="small")
+    axes.set_xticks(
+        [place for place, _ in ticks],
+        [name for _, name in ticks],
+        fontsize="small",
+        rotation=40,
+        ha="right",
+        rotation_mode="anchor",
+    )
     top = max([found.tolerance, *heights])
     axes.set(yscale="log", ylabel="relative difference", title=title, ylim=(_LEAST / 3, top * 300))
     axes.grid(alpha=0.25)
@@ -128,7 +147,7 @@ def _height(row: Row, tolerance: float) -> float:
 
 
 def _ticks(rows: Sequence[Row]) -> Iterator[tuple[int, str]]:
-    """Yield where each layer begins, at most some 16 of them, and its name."""
+    """Yield where each layer begins, at most some 32 of them, and its name."""
     found: list[tuple[int, str]] = []
     before = ""
     for place, row in enumerate(rows):
@@ -139,7 +158,7 @@ def _ticks(rows: Sequence[Row]) -> Iterator[tuple[int, str]]:
         if layer and layer != before:
             found.append((place, layer))
         before = layer
-    yield from found[:: 1 + len(found) // 16]
+    yield from found[:: 1 + len(found) // 32]
 
 
 def _where(found: LayerComparison, row: Row) -> str:

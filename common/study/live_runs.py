@@ -210,9 +210,7 @@ def _train(
     start: tuple[str, ...] = (sys.executable, str(TOOL), "distribute", "--quiet")
     start += ("--program", str(side.program.absolute())) if side.program else ()
     command = (*start, NO_TABLE[0], str(config), f"[0,{ranks})", "train", *words)
-    launch = Launch(
-        command=(*command, f"output_dir={folder}"), environment=dict(environment or {})
-    )
+    launch = Launch(command=(*command, f"output_dir={folder}"), environment=dict(environment or {}))
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -224,5 +222,6 @@ def _train(
     state, reason = judge(outcome, folder, place.limit)
     if state is not State.FINISHED:
         kind = ConfigError if outcome.code == 2 else RunError
-        raise kind(f"{side.title}: {side.given}: {reason.replace('(time_limit)', '(--time_limit)')}")
-
+        raise kind(
+            f"{side.title}: {side.given}: {reason.replace('(time_limit)', '(--time_limit)')}"
+        )

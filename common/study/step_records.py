@@ -118,9 +118,7 @@ class StepReader:
 
     def read(self, name: str) -> Array:
         shape = self._shapes[name]
-        piece = TensorSlice(
-            rows=(0, shape[0]), columns=(0, shape[1]) if len(shape) > 1 else None
-        )
+        piece = TensorSlice(rows=(0, shape[0]), columns=(0, shape[1]) if len(shape) > 1 else None)
         found = self.shape(name)
         assert found is not None
         return self._stored.read(name, piece).reshape(found)
@@ -185,13 +183,19 @@ def default_tolerance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float
 def order(layers: int) -> Iterator[tuple[str, str]]:
     """Yield section and name of all tensors in the order in which a step computes them.
 
-    The gradients of the token table come last: the embedding adds its part there to the head's.
+    The gradients of the token table come last: the embedding adds its part there to the head's. The
+    softmax does not see the biases of keys. Adam moves them by rounding errors, so they are left
+    out among the weights.
     """
     yield TOKENS, ""
     forward = list(activation_names(layers))
     yield from ((WEIGHTS, name) for name in (EMBEDDING, POSITIONS))
     for name in forward:
-        yield from ((WEIGHTS, parameter) for parameter in parameters_of(name))
+        yield from (
+            (WEIGHTS, parameter)
+            for parameter in parameters_of(name)
+            if not parameter.endswith("k_proj.bias")
+        )
     yield from ((FORWARD, name) for name in (*forward, LOSS))
     for name in reversed(forward):
         yield BACKWARD, name
@@ -213,13 +217,11 @@ def parameters_of(activation: str) -> list[str]:
     return []
 
 
-def _row(
-    section: str, name: str, one: StepReader, other: StepReader, tolerance: float
-) -> Row:
+def _row(section: str, name: str, one: StepReader, other: StepReader, tolerance: float) -> Row:
     key = f"{section}/{name}" if name else section
     values, found = one.read(key), other.read(key)
     scale = 0.0
-    if section == GRADIENTS and name.endswith(("q_proj.bias", "k_proj.bias")):
+    if section in (WEIGHTS, GRADIENTS) and name.endswith(("q_proj.bias", "k_proj.bias")):
         weight = f"{section}/{name.removesuffix('bias')}weight"
         scale = max(_terms(one.read(weight)), _terms(other.read(weight)))
     largest, relative, place = difference(values, found, tolerance, scale)
@@ -231,13 +233,13 @@ def _row(
     )
 
 
-def _terms(weight_gradient: Array) -> float:
-    """Return the size of the terms that add up to the gradient of a bias.
+def _terms(weight: Array) -> float:
+    """Return the size of the terms that add up to a bias or to its gradient.
 
     They nearly cancel for queries, and wholly for keys, which the softmax does not see. Gradients
     of the weight are the same terms times inputs of size one, which do not cancel.
     """
-    return float(np.linalg.norm(weight_gradient)) / math.sqrt(weight_gradient.shape[1])
+    return float(np.linalg.norm(weight)) / math.sqrt(weight.shape[1])
 
 
 def difference(
@@ -271,5 +273,3 @@ def _loss_row(one: float, other: float, tolerance: float) -> Row:
 
 def _shown(shape: tuple[int, ...] | None) -> str:
     return "not recorded" if shape is None else str(list(shape))
-
-

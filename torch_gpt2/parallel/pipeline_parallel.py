@@ -75,6 +75,7 @@ class Pipeline:
             frugal_stage(part, index, self._count, self._device, group=self._group)
             for index, part in self._parts.items()
         ]
+        self._stages = made
         name = config.parallel.pipeline_schedule
         if name == "1f1b" and micro_batches < world.topology.pipeline:
             name = "gpipe"  # too few micro batches to alternate
@@ -84,11 +85,20 @@ class Pipeline:
         )
         self._finish: Callable[[Tensor], Tensor] = lambda loss: loss
 
-    def step(self, ids: Tensor, targets: Tensor, finish: Callable[[Tensor], Tensor]) -> Tensor:
+    def step(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        finish: Callable[[Tensor], Tensor],
+        watch: Callable[[int | None], None],
+    ) -> Tensor:
         """Compute the gradients of ``finish(sum of the losses)`` of all micro batches.
 
-        Returns the sum of the results of ``finish``, or 0 without the head.
+        watch: called around each forward pass, with the number of its micro batch and then with
+        None. Returns the sum of the results of ``finish``, or 0 without the head.
         """
+        for stage in self._stages:
+            stage.watch = watch
         self._finish = finish
         losses: list[Tensor] = []
         inputs, more = (ids,) if 0 in self._parts else (), self._tokens(ids)

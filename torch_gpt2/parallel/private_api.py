@@ -7,6 +7,7 @@ is gone. ``PRIVATE`` gives the purpose of each, and the public way that would re
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ class FrugalStage(PipelineStage):
     the meta device, with only shape and type. The signatures are those of 2.13; arguments are
     passed on unread.
     """
+
+    watch: Callable[[int | None], None] = staticmethod(lambda micro_batch: None)
+    """Function that is called around each forward pass of a step, with the number of its micro
+    batch and then with None.
+    """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.watch(fwd_chunk_id)
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.watch(None)
+        return result
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(1, *args, **kwargs)

@@ -1,0 +1,199 @@
+"""The record of a step: what it holds, and the planted fault that it leads to."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from common.config.load import build_config, load_config
+from common.errors import ConfigError, DataError
+from common.resolve.derive import resolve_config
+from common.study.step_records import StepReader, compare_records, difference
+from common.training.recording import VARIABLE, RecordRequest, find_request
+from tests.config_overrides import changed
+from tests.reference import hugging_face_model, hugging_face_names
+from torch_gpt2 import engine as engine_module
+from torch_gpt2.model import GPT2, MLP
+from torch_gpt2.train import train
+
+LAYERS = 3
+
+
+@pytest.fixture
+def record(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Record a step of a tiny run; returns the folder of the record."""
+
+    def run(name: str, step: int = 1, samples: int = 8, **changes: Any) -> Path:
+        tree: dict[str, Any] = {
+            "output_dir": str(tmp_path / f"run_{name}"),
+            "device": "cpu",
+            "precision": "float32",
+            "model": {
+                "num_layers": LAYERS,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "seq_length": 16,
+                "vocab_size": 101,
+                "dropout": 0.0,
+            },
+            "train": {"max_steps": step, "micro_batch_size": 2, "global_batch_size": 4},
+            "optimizer": {"learning_rate": 0.01, "decay_steps": 20},
+            "data": {"train": str(corpus_prefix), "split": "100,0,0"},
+            "logging": {"tensorboard": False, "plot": False},
+        }
+        request = RecordRequest(step=step, samples=samples, folder=tmp_path / name)
+        with monkeypatch.context() as patch:
+            for key, value in request.variables().items():
+                patch.setenv(key, value)
+            train(resolve_config(build_config(changed(tree, changes))))
+        return tmp_path / name
+
+    return run
+
+
+class Scaled(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.001 * super().forward(x)
+
+
+def scale_mlp(monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    build = engine_module.build_parts
+
+    def scaled(*given: Any) -> list[GPT2]:
+        parts = build(*given)
+        parts[0].h[layer].mlp.__class__ = Scaled
+        return parts
+
+    monkeypatch.setattr(engine_module, "build_parts", scaled)
+
+
+def scale_gradient(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    build = engine_module.build_parts
+
+    def hooked(*given: Any) -> list[GPT2]:
+        parts = build(*given)
+        parts[0].get_parameter(name).register_hook(lambda gradient: 1.001 * gradient)
+        return parts
+
+    monkeypatch.setattr(engine_module, "build_parts", hooked)
+
+
+def test_the_record_is_what_transformers_computes(record: Any, tmp_path: Path) -> None:
+    """Outputs of blocks, their gradients and those of all weights, of transformers' own model."""
+    folder = record("one")
+    with ExitStack() as stack:
+        reader = StepReader(folder, stack)
+        found = {name: reader.read(name) for name in load_file(folder / "rank_00000.safetensors")}
+    weights = {
+        name.partition("/")[2]: torch.from_numpy(values)
+        for name, values in found.items()
+        if name.startswith("weights/")
+    }
+    config = load_config(tmp_path / "run_one" / "config.yaml").model
+    model = hugging_face_model(config, weights)
+    tokens = torch.from_numpy(found["tokens"].astype(np.int64))
+    outputs = model(tokens[:, :-1], output_hidden_states=True)
+    for state in outputs.hidden_states:
+        state.retain_grad()
+    loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    names = ["embeddings", *(f"h.{layer}" for layer in range(LAYERS - 1)), "ln_f"]
+    states = outputs.hidden_states  # the last of transformers' is the output of the last norm
+    for name, state in zip(names, states, strict=True):
+        np.testing.assert_allclose(found[f"forward/{name}"], state.detach(), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(found[f"backward/{name}"], state.grad, atol=1e-8, rtol=1e-4)
+    gradients = hugging_face_names(
+        {
+            name.partition("/")[2]: torch.from_numpy(values)
+            for name, values in found.items()
+            if name.startswith("gradients/")
+        },
+        101,
+    )
+    for name, gradient in gradients.items():
+        expected = model.get_parameter(name).grad
+        assert expected is not None
+        torch.testing.assert_close(gradient, expected, atol=1e-7, rtol=1e-4)
+    facts = json.loads((folder / "rank_00000.json").read_text())
+    assert facts["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert facts["samples"] == [0, 1, 2, 3] and len(found) == len(facts["pieces"])
+
+
+def test_equal_steps_have_no_difference(record: Any) -> None:
+    """A smaller micro batch adds the same gradients in another order; a loss scale cancels out."""
+    one, other = record("one"), record("other", train__micro_batch_size=1)
+    found = compare_records(one, other, None)
+    assert found.first is None and not found.left_out and found.tolerance == 1e-5
+    assert {row.section for row in found.rows} == {
+        "tokens", "weights", "forward", "backward", "gradients",
+    }  # fmt: skip
+    scaled = record("scaled", loss_scale={"mode": "static", "initial": 1024.0})
+    assert compare_records(one, scaled, None).first is None
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_scaled_layer_is_named(record: Any, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    one = record("one")
+    scale_mlp(monkeypatch, layer)
+    row = compare_records(one, record("other"), None).first
+    assert row is not None and (row.section, row.name) == ("forward", f"h.{layer}.mlp")
+    assert row.relative == pytest.approx(1e-3, rel=0.01)
+    assert row.place == (0, 0, 0) and row.sample == 0
+
+
+@pytest.mark.parametrize("name", ["h.1.mlp.c_fc.weight", "h.0.ln_2.bias", "wpe.weight"])
+def test_a_scaled_gradient_is_named(
+    record: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nothing but this gradient differs, forward or backward."""
+    one = record("one")
+    scale_gradient(monkeypatch, name)
+    found = compare_records(one, record("other"), None)
+    assert [(row.section, row.name) for row in found.rows if row.differs] == [("gradients", name)]
+
+
+def test_samples_are_spread_over_the_batch(record: Any) -> None:
+    folder = record("one", samples=2)
+    facts = json.loads((folder / "rank_00000.json").read_text())
+    assert facts["samples"] == [0, 2]
+    assert load_file(folder / "rank_00000.safetensors")["forward/h.0"].shape == (2, 16 * 16)
+
+
+def test_other_samples_and_weights_come_first(record: Any, tmp_path: Path) -> None:
+    one = record("one")
+    row = compare_records(one, record("seed", seed=7), None).first
+    assert row is not None and row.section == "tokens"
+    trained = record("trained", checkpoint__init_from=str(tmp_path / "run_one"))
+    row = compare_records(one, trained, None).first
+    assert row is not None and (row.section, row.name) == ("weights", "wte.weight")
+
+
+def test_difference_is_relative_to_the_norm() -> None:
+    one = np.zeros((2, 3), np.float32)
+    one[0] = 3.0, 4.0, 0.0
+    other = one.copy()
+    other[1, 2] = 0.5
+    assert difference(one, one, 0.0) == (0.0, 0.0, None)
+    largest, relative, place = difference(one, other, 1e-3)
+    assert largest == 0.5 and place == (1, 2)
+    assert relative == pytest.approx(0.5 / np.sqrt(25.25))
+    assert difference(one, other, 1e-3, scale=1000.0)[2] is None
+    other[0, 1] = np.nan
+    assert difference(other, other, 0.9)[2] == (0, 1), "NaN equals nothing"
+
+
+def test_a_record_that_lacks_a_rank_or_a_request_is_one_error(
+    record: Any,
+) -> None:
+    folder = record("one")
+    facts = folder / "rank_00000.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"ranks": 2}))
+    with pytest.raises(DataError, match="rank 1 has not recorded the step"):
+        compare_records(folder, folder, None)
+    with pytest.raises(ConfigError, match="is not a request of"):
+        find_request({VARIABLE: "yes"})
