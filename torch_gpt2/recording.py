@@ -94,7 +94,9 @@ class Recorder:
             number = self._micro_batch
             if number is not None:
                 take(output, FORWARD, number)
-                output.register_hook(lambda gradient: take(gradient, BACKWARD, number))
+                output.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: take(gradient, BACKWARD, number)
+                )
 
         return hook
 
