@@ -163,7 +163,12 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
             config=config,
             engine=engine,
             batches=(
-                Batch(tokens=local_shard(tokens, world), consumed_samples=0, sample_hash="")
+                Batch(
+                    tokens=local_shard(tokens, world),
+                    samples=len(tokens),
+                    consumed_samples=0,
+                    sample_hash="",
+                )
                 for tokens in turns
             ),
             validation=None,

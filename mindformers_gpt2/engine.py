@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -17,7 +18,7 @@ from common.training.schedule import learning_rate
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.gradients import LossGradients
+from mindformers_gpt2.gradients import LossGradients, varies
 from mindformers_gpt2.optimizer import (
     DeviceLossScale,
     MasterWeights,
@@ -171,34 +172,43 @@ class Engine(BaseEngine):
             inputs_and_targets(tokens[start : start + micro], packing)
             for start in range(0, tokens.shape[0], micro)
         ]
-        if packing is not None and packing.masks_loss:
-            self._set_predicted(packing.counted(tokens))
+        self._set_predicted(tokens)
+        keys = partial(self._dropout_keys, accumulation=len(batch))
         watch = self.recorder.watch if self.recorder is not None else _ignore
         if self._pipeline is not None:
-            return self._pipeline.step(batch, self._dropout_keys, watch)
+            return self._pipeline.step(batch, keys, watch)
         assert self._gradients is not None
         summed: tuple[Tensor, ...] | None = None
         for number, (ids, targets) in enumerate(batch):
             watch(number)
-            found = self._gradients(ids, targets, *self._dropout_keys(number))
+            found = self._gradients(ids, targets, *keys(number))
             summed = found if summed is None else self._add(*summed, *found)
         assert summed is not None
         return summed
 
-    def _set_predicted(self, own: int) -> None:
-        """Divide by the tokens of the global batch whose losses count. own: of this rank."""
-        topology = self.world.topology
-        [total] = self.world.sum(own)
-        copies = topology.tensor * topology.pipeline  # ranks with the same tokens
+    def _set_predicted(self, tokens: Tokens) -> None:
+        """Divide by the tokens of the global batch whose losses count, where steps differ in them.
+
+        tokens: of this rank.
+        """
+        config, topology = self.config, self.world.topology
+        if not varies(config):
+            return
+        if config.packing is not None and config.packing.masks_loss:
+            [total] = self.world.sum(config.packing.counted(tokens))
+            total /= topology.tensor * topology.pipeline  # ranks with the same tokens
+        else:
+            total = len(tokens) * topology.data * config.model.seq_length
         if self._loss_gradients is not None:
-            predicted = Tensor(max(1.0, total / copies), ms.float32)
+            predicted = Tensor(max(1.0, total), ms.float32)
             ops.assign(self._loss_gradients.predicted, predicted)
 
-    def _dropout_keys(self, number: int) -> tuple[Tensor, ...]:
-        """Return the dropout keys of a micro batch of this rank."""
+    def _dropout_keys(self, number: int, *, accumulation: int) -> tuple[Tensor, ...]:
+        """Return the dropout keys of a micro batch of this rank. accumulation: how many it has."""
         if not self._drops:
             return ()
-        return (Tensor(own_dropout_keys(self.config, self.world, self.step, number)),)
+        keys = own_dropout_keys(self.config, self.world, self.step, number, accumulation)
+        return (Tensor(keys),)
 
 
 def _ignore(micro_batch: int | None) -> None:

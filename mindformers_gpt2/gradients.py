@@ -13,6 +13,12 @@ from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.optimizer import DeviceLossScale
 
 
+def varies(config: ResolvedRun) -> bool:
+    """Whether the steps of a run differ in the number of tokens whose losses count."""
+    masks = config.packing is not None and config.packing.masks_loss
+    return masks or config.train.rampup_batch_size is not None
+
+
 class _Gradients(nn.Cell):
     def __init__(self, model: GPT2, config: ResolvedRun) -> None:
         super().__init__(auto_prefix=False)
@@ -49,7 +55,7 @@ class LossGradients(_Gradients):
     ) -> None:
         super().__init__(model, config)
         self.predicted: Any = config.train.global_batch_size * config.model.seq_length
-        if config.packing is not None and config.packing.masks_loss:
+        if varies(config):
             # the engine sets it in each step
             whole = Tensor(self.predicted, ms.float32)
             self.predicted = ms.Parameter(whole, name="predicted", requires_grad=False)

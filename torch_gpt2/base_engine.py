@@ -86,7 +86,7 @@ class BaseEngine(engine.Engine):
         """
         packing, topology = self.config.packing, self.world.topology
         if packing is None or not packing.masks_loss:
-            return self.config.train.global_batch_size * (tokens.shape[1] - 1)
+            return len(tokens) * topology.data * (tokens.shape[1] - 1)
         own = torch.full((), packing.counted(tokens), device=self.device.torch_device)
         copies = topology.tensor * topology.pipeline  # ranks with the same tokens
         return (self.world.total(own.float()) / copies).clamp(min=1.0).float()

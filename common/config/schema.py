@@ -190,6 +190,11 @@ class TrainConfig(Section):
     """
     accumulation_steps: Count | None = None
     """Micro batches per device and optimizer step."""
+    rampup_batch_size: Annotated[list[Count], Field(min_length=3, max_length=3)] | None = None
+    """Growth of the global batch, [start, increment, samples]: it grows from start to
+    global_batch_size in equal increments while the first samples are read. All batches are
+    multiples of micro batch x data parallel.
+    """
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass. selective recomputes attention and the inner
     part of the MLP; full recomputes whole blocks.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.files import whole_folder
 from common.log import LOG
+from common.parallel.ramp import batch_sizes
 from common.systems.hugging_face.config import CONFIG
 from common.systems.hugging_face.tokenizer import put_tokenizer
 from common.systems.hugging_face.write import write_with_pickle
@@ -44,9 +45,10 @@ def write_epoch_models(checkpoint: Path, *, missing: bool = False) -> None:
     """
     manifest = read_manifest(checkpoint, checksums=False)
     train, step = manifest["config"]["train"], manifest["state"]["step"]
-    batch, samples = train["global_batch_size"], manifest["samples_per_epoch"]
-    epoch = epochs_done(step, batch, samples)
-    names = [f"model_epoch{epoch}"] if epoch > epochs_done(step - 1, batch, samples) else []
+    batches = batch_sizes(train["global_batch_size"], train.get("rampup_batch_size"))
+    samples = manifest["samples_per_epoch"]
+    epoch = epochs_done(step, batches, samples)
+    names = [f"model_epoch{epoch}"] if epoch > epochs_done(step - 1, batches, samples) else []
     if step == train["max_steps"]:
         names.append("final_model")
     for name in names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,14 @@ Tokens = npt.NDArray[np.int32]
 class Batch:
     """One rank's part of a global batch.
 
-    tokens: (global_batch_size / data_parallel_size, seq_length + 1) int32.
+    tokens: (samples / data_parallel_size, seq_length + 1) int32.
+    samples: size of the global batch.
     consumed_samples, sample_hash: state of the run after this batch, which a checkpoint stores to
     resume after it.
     """
 
     tokens: Tokens
+    samples: int
     consumed_samples: int
     sample_hash: str
 
@@ -33,8 +35,9 @@ class Batch:
 class ShardedSampler:
     """Sampler in which rank r reads the r-th contiguous part of each global batch.
 
-    The order survives any change of the layout. vocab_size: the model's. A token beyond it raises
-    DataError when it is read (None: no check).
+    The order survives any change of the layout. batch_size_at: size of the global batch that starts
+    at a sample, where it is not always ``global_batch_size``. vocab_size: the model's. A token
+    beyond it raises DataError when it is read (None: no check).
     Raises ConfigError if the sizes contradict each other.
     """
 
@@ -45,6 +48,7 @@ class ShardedSampler:
         global_batch_size: int,
         data_parallel_size: int = 1,
         data_parallel_rank: int = 0,
+        batch_size_at: Callable[[int], int] | None = None,
         vocab_size: int | None = None,
     ) -> None:
         if (
@@ -61,9 +65,8 @@ class ShardedSampler:
                 f"data_parallel_rank={data_parallel_rank}: expected 0 ... {data_parallel_size - 1}"
             )
         self.samples = samples
-        self.global_batch_size = global_batch_size
-        self.local_batch_size = global_batch_size // data_parallel_size
-        self._first = data_parallel_rank * self.local_batch_size
+        self._size_at = batch_size_at or (lambda _: global_batch_size)
+        self._ranks, self._rank = data_parallel_size, data_parallel_rank
         self._vocab_size = vocab_size
 
     @property
@@ -74,11 +77,12 @@ class ShardedSampler:
         return self.samples.fingerprint
 
     def batch(self, consumed_samples: int) -> Tokens:
-        """Return tokens (local_batch_size, seq_length + 1) of the global batch that starts at
+        """Return this rank's tokens (samples, seq_length + 1) of the global batch that starts at
         sample ``consumed_samples``.
         """
-        first = consumed_samples + self._first
-        ids = np.arange(first, first + self.local_batch_size)
+        own = self._size_at(consumed_samples) // self._ranks
+        first = consumed_samples + self._rank * own
+        ids = np.arange(first, first + own)
         tokens = self.samples.read(ids)
         if self._vocab_size is not None:
             check_tokens(tokens, ids, self.samples, self._vocab_size)
@@ -90,7 +94,7 @@ class ShardedSampler:
         The result is equal on every rank and under every layout.
         """
         identities = self.samples.identities(
-            np.arange(consumed_samples, consumed_samples + self.global_batch_size)
+            np.arange(consumed_samples, consumed_samples + self._size_at(consumed_samples))
         )
         data = bytes.fromhex(sample_hash) + identities.astype("<i8").tobytes()
         return hashlib.blake2b(data, digest_size=8).hexdigest()
@@ -110,12 +114,15 @@ class ShardedSampler:
         state = self.initial_hash if sample_hash is None else sample_hash
         while True:
             for first, last in left_out:
-                if first < consumed_samples + self.global_batch_size and consumed_samples < last:
+                end = consumed_samples + self._size_at(consumed_samples)
+                if first < end and consumed_samples < last:
                     consumed_samples = last
-            tokens = self.batch(consumed_samples)
+            tokens, size = self.batch(consumed_samples), self._size_at(consumed_samples)
             state = self.extend_hash(state, consumed_samples)
-            consumed_samples += self.global_batch_size
-            yield Batch(tokens=tokens, consumed_samples=consumed_samples, sample_hash=state)
+            consumed_samples += size
+            yield Batch(
+                tokens=tokens, samples=size, consumed_samples=consumed_samples, sample_hash=state
+            )
 
 
 def ordered_batches(

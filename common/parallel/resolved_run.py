@@ -22,6 +22,7 @@ from common.config.schema import ParallelConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan, pad_vocabulary
 from common.parallel.packing import Packing, packing_of
+from common.parallel.ramp import BatchSizes, batch_sizes
 from common.parallel.sizes import BYTES, Sizes
 from common.parallel.topology import MAX_STAGES, Topology
 
@@ -50,6 +51,11 @@ class ResolvedRun(RunConfig):
             data_parallel=self.parallel.data_parallel,
             accumulation=train.accumulation_steps,
         )
+
+    @cached_property
+    def batch_sizes(self) -> BatchSizes:
+        """Sizes of the global batch along the run."""
+        return batch_sizes(self.train.global_batch_size, self.train.rampup_batch_size)
 
     @cached_property
     def vocab_rows(self) -> int:

@@ -13,6 +13,7 @@ from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
 from common.parallel.batch import BatchPlan
 from common.parallel.pipeline import bubble, schedule_error
+from common.parallel.ramp import describe_ramp
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
@@ -105,6 +106,7 @@ def describe_plan(
     lines = [
         f"world: {topology}",
         f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
+        *_ramp_lines(config),
         *_window_lines(config),
         f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
         f" {config.vocab_rows}",
@@ -170,6 +172,11 @@ def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
             "(activations and what follows as torch would keep them; MindSpore's graph decides"
             " for itself)"
         )
+
+
+def _ramp_lines(config: ResolvedRun) -> Iterable[str]:
+    if config.train.rampup_batch_size is not None:
+        yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"
 
 
 def _room(plan: Plan, config: ResolvedRun, device: Accelerator | None) -> list[str]:

@@ -9,6 +9,7 @@ from common.config.resolved import as_run, resolve_model
 from common.config.schema import MOST, DeepSpeedConfig, ParallelConfig, RunConfig, Section
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, plan_batch, plan_data_parallel
+from common.parallel.ramp import check_ramp
 from common.parallel.resolved_run import ResolvedRun, TrainingRun, topology_of
 from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
@@ -42,6 +43,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
         accumulation=config.train.accumulation_steps,
         data_parallel=data_parallel,
     )
+    check_ramp(batch, config.train.rampup_batch_size)
     scale_mode = config.loss_scale.mode
     if scale_mode == "auto":
         scale_mode = (
@@ -118,6 +120,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
         if copies == 1:
             plain["zero_stage"] = 0
     batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
+    batch |= {"rampup_batch_size": None}
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
     return resolve_config(
@@ -250,18 +253,18 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
     Raises ConfigError if no length is given.
     """
     train, optimizer = config.train, config.optimizer
-    batch = train.global_batch_size
+    sizes = config.batch_sizes
     if train.max_steps is not None:
         steps = train.max_steps
     elif train.max_epochs is not None:
-        steps = max(1, int(train.max_epochs * samples_per_epoch) // batch)
+        steps = max(1, sizes.steps_within(int(train.max_epochs * samples_per_epoch)))
         if steps > MOST:
             raise ConfigError(
                 f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps}"
                 f" steps; lower it to at most {MOST} steps"
             )
     elif train.max_tokens is not None:
-        steps = max(1, train.max_tokens // (batch * config.model.seq_length))
+        steps = max(1, sizes.steps_within(train.max_tokens // config.model.seq_length))
     else:
         raise _without_length()
     warmup, decay = optimizer.warmup_steps, optimizer.decay_steps

@@ -148,6 +148,12 @@ def _check_deepspeed(config: ResolvedRun) -> None:
             f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs"
             " zero_stage=3; change one of them"
         )
+    if train.rampup_batch_size is not None:
+        raise ConfigError(
+            f"train.rampup_batch_size={train.rampup_batch_size}: DeepSpeed ends a step by a count"
+            " of all micro batches of the run, so their number in a step cannot change; set"
+            " engine=native, or leave the key out"
+        )
     if train.on_outlier != "warn":
         raise ConfigError(
             f"train.on_outlier={train.on_outlier}: DeepSpeed reports the norm of a step only after"
@@ -238,9 +244,12 @@ def _check_native(config: ResolvedRun) -> None:
             )
         check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
     if parallel.pipeline_schedule != "1f1b":  # with few micro batches it equals gpipe
-        reason = schedule_error(
-            parallel.pipeline_schedule, config.topology, config.train.accumulation_steps
+        part = config.train.micro_batch_size * data
+        reasons = (
+            schedule_error(parallel.pipeline_schedule, config.topology, size // part)
+            for size in config.batch_sizes.all
         )
+        reason = next(filter(None, reasons), None)
         if reason:
             raise _refused(
                 f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the"

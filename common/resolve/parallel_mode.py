@@ -41,6 +41,13 @@ def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
         return  # checked again when the device is open
     if compiled_mode(config, kind):
         _check_compiled(config)
+        if config.train.rampup_batch_size is not None:
+            raise ConfigError(
+                f"train.rampup_batch_size={config.train.rampup_batch_size} with"
+                f" parallel.parallel_mode={mode or 'semi_auto_parallel'}: the graph of a step holds"
+                " a fixed number of micro batches; set parallel.parallel_mode=3 (hybrid_parallel),"
+                " or leave the key out"
+            )
     else:
         _check_explicit(config)
 

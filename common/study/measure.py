@@ -65,7 +65,8 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     mfu = [row["mfu"] for row in timed if row.get("mfu")]
     memory = _memory(folder)
-    samples = config.train.global_batch_size or 0
+    full = config.train.global_batch_size or 0
+    samples = statistics.median_low(int(row.get("global_batch_size", full)) for row in timed)
     return Measured(
         step_seconds=seconds,
         tokens_per_step=samples * (config.model.seq_length or 0),

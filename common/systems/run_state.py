@@ -22,6 +22,7 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 
 
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
+_RAMP = Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=3, max_length=3)]
 _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
@@ -44,7 +45,7 @@ _TYPES: dict[str, Any] = {
             "epsilon?": float, "momentum?": float,
         },
         "precision?": {"compute?": Literal["float32", "float16", "bfloat16"]},
-        "train?": {"global_batch_size?": _COUNT | None},
+        "train?": {"global_batch_size?": _COUNT | None, "rampup_batch_size?": _RAMP | None},
         "loss_scale?": {"hysteresis?": _COUNT},
     },
 }  # fmt: skip

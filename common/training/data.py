@@ -156,6 +156,7 @@ def open_data(
             global_batch_size=config.train.global_batch_size,
             data_parallel_size=ranks or config.parallel.data_parallel,
             data_parallel_rank=rank,
+            batch_size_at=config.batch_sizes.at,
             vocab_size=config.model.vocab_size,
         )
     validation, reason = None, None

@@ -47,8 +47,9 @@ class Report:
         steps, batch = config.train.max_steps, config.train.global_batch_size
         self.config = config
         self.last_step = steps
-        self.batch = batch
+        self.batches = config.batch_sizes
         self.steps_per_epoch = max(1, samples_per_epoch // batch) if samples_per_epoch else steps
+        """Steps of an epoch of full batches."""
         self._rows: list[Row] = []
         self._steps_seen = 0
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -62,10 +63,11 @@ class Report:
             LOG.info(f"first step: {row['step_time']:.0f} s, with compilation and warm-up")
         # the first call of the engine compiles and fills caches
         if self._steps_seen > self.config.train.sink_size:
-            self._times.append(row["step_time"])
+            self._times.append(row["step_time"] / row["global_batch_size"])
         if self._rows:  # keep only the averaged values of older rows
             self._rows[-1] = {
-                name: self._rows[-1][name] for name in ("step_time", "data_wait", "loss", "skipped")
+                name: self._rows[-1][name]
+                for name in ("step_time", "data_wait", "loss", "skipped", "global_batch_size")
             }
         self._rows.append(row)
         if (
@@ -113,13 +115,14 @@ class Report:
         return [" | ".join(parts)]
 
     def seconds_left(self, step: int) -> float | None:
-        """Return the time for the remaining steps at the median speed of recent ones.
+        """Return the time for the remaining samples at the median speed of recent steps.
 
         Validations and saves are not included. None before the second step and after the last.
         """
         if not self._times or step >= self.last_step:
             return None
-        return (self.last_step - step) * statistics.median(self._times)
+        left = self.batches.samples_after(self.last_step) - self.batches.samples_after(step)
+        return left * statistics.median(self._times)
 
     def validation_lines(self, row: Row) -> list[str]:
         loss, perplexity = row["validation_loss"], row["validation_perplexity"]
@@ -145,13 +148,13 @@ class MegatronReport(Report):
     line_for_every_skip = False
 
     def step_lines(self, rows: list[Row]) -> list[str]:
-        row = rows[-1]
+        row, batch = rows[-1], _mean(rows, "global_batch_size")
         seconds = _mean(rows, "step_time")
         advanced = [row for row in rows if not row["skipped"]]
         devices = self.config.topology.world_size
         tera_flops = (
             flops_per_token(self.config.model)
-            * self.batch
+            * batch
             * self.config.model.seq_length
             / seconds
             / devices
@@ -163,18 +166,18 @@ class MegatronReport(Report):
             f"consumed tokens: {row['consumed_samples'] * self.config.model.seq_length:12d}",
             f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
             f"learning rate: {row['learning_rate']:.3E}",
-            f"global batch size: {self.batch:5d}",
+            f"global batch size: {row['global_batch_size']:5d}",
             *([f"lm loss: {_mean(advanced, 'loss'):.6E}"] if advanced else []),
             f"loss scale: {row['loss_scale']:.1f}",
             f"grad norm: {row['grad_norm']:.3f}",
             f"number of skipped iterations: {len(rows) - len(advanced):3d}",
             f"number of nan iterations: {sum(not math.isfinite(row['loss']) for row in rows):3d}",
-            f"samples per second: {self.batch / seconds:.3f}",
+            f"samples per second: {batch / seconds:.3f}",
             f"TFLOPs: {tera_flops:.2f}",
         ]
         deepspeed = (
             f"steps: {row['step']} loss: {row['loss']:0.4f} iter time (s): {seconds:0.3f}"
-            f" samples/sec: {self.batch / seconds:0.3f}"
+            f" samples/sec: {batch / seconds:0.3f}"
         )
         return [deepspeed, " | ".join(parts) + " |"]
 
@@ -200,7 +203,7 @@ class FleetXReport(Report):
         row = rows[-1]
         epoch, batch = self.epoch_and_step(row["step"])
         seconds = _mean(rows, "step_time")
-        tokens = self.batch * self.config.model.seq_length / seconds
+        tokens = _mean(rows, "global_batch_size") * self.config.model.seq_length / seconds
         return [
             f"global step {row['step']}, epoch: {epoch}, batch: {batch}, loss: {row['loss']:.9f},"
             f" avg_reader_cost: {_mean(rows, 'data_wait'):.5f} sec, avg_batch_cost: {seconds:.5f}"
@@ -287,13 +290,14 @@ class OneFlowReport(Report):
 
     def values(self, rows: list[Row]) -> dict[str, int | float]:
         """Return the values of the columns, in order."""
-        row, seconds = rows[-1], _mean(rows, "step_time")
+        row, seconds, train = rows[-1], _mean(rows, "step_time"), self.config.train
         advanced = [each for each in rows if not each["skipped"]] or rows
         return {
             "step": row["step"],
-            "micro_batches": row["step"] * self.config.train.accumulation_steps,
+            "micro_batches": self.batches.samples_after(row["step"])
+            // (train.micro_batch_size * self.config.parallel.data_parallel),
             "samples": row["consumed_samples"],
-            "throughput": self.batch / seconds,
+            "throughput": _mean(rows, "global_batch_size") / seconds,
             "latency": seconds,
             "loss": _mean(advanced, "loss"),
         }
@@ -333,14 +337,14 @@ class GPT2ChineseReport(Report):
 
     def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)
-        self._samples = samples_per_epoch or self.last_step * self.batch
+        self._samples = samples_per_epoch or self.batches.samples_after(self.last_step)
 
     def epoch_and_step(self, step: int) -> tuple[int, int]:
         """Return the epoch and its step, both from 0. The model is written after the last step of
         an epoch.
         """
-        epoch = epochs_done(step - 1, self.batch, self._samples)
-        return epoch, step - 1 - epoch * self._samples // self.batch
+        epoch = epochs_done(step - 1, self.batches, self._samples)
+        return epoch, step - 1 - self.batches.steps_within(epoch * self._samples)
 
     def step_lines(self, rows: list[Row]) -> list[str]:
         """Return a line with the mean loss of the steps since the previous line.

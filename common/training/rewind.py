@@ -83,7 +83,7 @@ def go_back(config: TrainingRun, state: TrainState, before: TrainState) -> None:
     state: of the checkpoint, changed in place. before: of the run at the outlier.
     """
     last = before.consumed_samples
-    first = last - config.train.rewind_batches * config.train.global_batch_size
+    first = config.batch_sizes.start_of_batches(last, config.train.rewind_batches)
     state.left_out = _merged([*before.left_out, [max(first, state.consumed_samples), last]])
     state.rewinds = before.rewinds + 1
     state.rate_factor = before.rate_factor * config.train.rewind_rate

@@ -123,13 +123,13 @@ class Steps:
         if not results:
             return
         run, state, config = self._run, self._state, self._run.config
-        samples, now = config.train.global_batch_size, time.perf_counter()
+        now = time.perf_counter()
         seconds, self._since = (now - self._since) / len(results), now
         if run.profile is not None and len(results) == self.under_way:
             run.profile.end(self._asked)
-        speed = samples / seconds
         memory = run.peak_memory()
         read = [self._batches.read.popleft() for _ in results]
+        speed = sum(batch.samples for batch in read) / len(read) / seconds
         waited = sum(batch.waited for batch in read) / len(results)
         for result, batch in zip(results, read, strict=True):
             state.step += 1
@@ -145,6 +145,7 @@ class Steps:
                 "step": state.step,
                 "loss": result.loss,
                 "learning_rate": result.learning_rate,
+                "global_batch_size": batch.samples,
                 "grad_norm": result.grad_norm,
                 "tokens_per_second": speed * config.model.seq_length,
                 "samples_per_second": speed,
@@ -168,8 +169,9 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """Batch that was read: the state of the run after it, and the seconds of waiting."""
+    """Batch that was read: its size, the state of the run after it, and the seconds of waiting."""
 
+    samples: int
     consumed_samples: int
     sample_hash: str
     waited: float
@@ -195,6 +197,7 @@ class _WatchedBatches:
         beat(self._step, "computing")
         self.read.append(
             _Read(
+                samples=batch.samples,
                 consumed_samples=batch.consumed_samples,
                 sample_hash=batch.sample_hash,
                 waited=time.perf_counter() - start,
@@ -222,10 +225,10 @@ def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
 
 def _epoch_ends_after(run: Run, step: int) -> list[int]:
     """Return the step of the next end of an epoch, if weights are written there."""
-    samples, batch = run.samples_per_epoch, run.config.train.global_batch_size
+    samples, batches = run.samples_per_epoch, run.config.batch_sizes
     if not (run.config.checkpoint.epoch_models and samples):
         return []
-    return [(epochs_done(step, batch, samples) + 1) * samples // batch]
+    return [batches.steps_within((epochs_done(step, batches, samples) + 1) * samples)]
 
 
 def ends_epoch(run: Run, step: int) -> bool:

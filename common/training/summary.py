@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import CheckpointError
 from common.log import LOG
+from common.parallel.ramp import describe_ramp
 from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint import find_checkpoint
 from common.training.data import TrainingData
@@ -36,9 +37,11 @@ def announce(
         f" {config.parallel.data_parallel} x accumulation {train.accumulation_steps} samples;"
         f" {batch * model.seq_length:,} tokens a step"
     )
+    if train.rampup_batch_size is not None:
+        LOG.info(f"batch ramp: {describe_ramp(config.batch_sizes)}")
     stride = config.data.stride or model.seq_length
     overlap = f", one every {stride} tokens" if stride != model.seq_length else ""
-    epochs = (train.max_steps or 0) * batch / data.samples_per_epoch
+    epochs = config.batch_sizes.samples_after(train.max_steps) / data.samples_per_epoch
     LOG.info(
         f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
         f" samples{overlap}; {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up"

@@ -51,14 +51,16 @@ def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> l
 
 
 def own_dropout_keys(
-    config: ResolvedRun, world: World, step: int, number: int
+    config: ResolvedRun, world: World, step: int, number: int, accumulation: int
 ) -> NDArray[np.uint32]:
     """Return the dropout keys of a micro batch, for the layers of this rank.
+
+    accumulation: micro batches of a rank in this step.
 
     They equal those of one process for the same samples. Only keys of attention heads differ, since
     each tensor-parallel rank has its own heads.
     """
-    at, accumulation = world.at, config.train.accumulation_steps
+    at = world.at
     keys = dropout_keys(config, step, at.data * accumulation + number, at.tensor)
     layers = world.topology.layers_of(at.pipeline, config.model.num_layers)
     return np.concatenate([keys[:1], keys[1 + 3 * layers[0] : 4 + 3 * layers[-1]]])

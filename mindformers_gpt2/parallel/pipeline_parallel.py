@@ -7,6 +7,7 @@ micro batch, and repeats the forward pass for the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import mindspore as ms
@@ -79,11 +80,8 @@ class Pipeline:
         self._after = line[place + 1] if place + 1 < len(line) else None
         self.has_loss = self._after is None
         self._width, self._dtype = config.model.hidden_size, model.compute_dtype
-        self._order = order_of_rank(
-            config.parallel.pipeline_schedule,
-            world.topology,
-            place,
-            config.train.accumulation_steps,
+        self._order_of = lru_cache(maxsize=1)(
+            partial(order_of_rank, config.parallel.pipeline_schedule, world.topology, place)
         )
         of_input = self._before is not None
         self._model = model
@@ -119,7 +117,7 @@ class Pipeline:
         inputs: dict[int, Tensor] = {}
         on_their_way: list[Any] = []
         summed: tuple[Tensor, ...] | None = None
-        for action in self._order:
+        for action in self._order_of(len(batch)):
             number = action.micro_batch
             ids, targets = batch[number]
             if action.what is Pass.FORWARD:

@@ -67,6 +67,7 @@ def batches(count: int) -> list[Batch]:
     return [
         Batch(
             tokens=generator.integers(0, 101, (4, 17)).astype(np.int32),
+            samples=4,
             consumed_samples=0,
             sample_hash="",
         )

@@ -69,7 +69,12 @@ def token_batches(config: RunConfig) -> list[np.ndarray]:
 
 def run(engine: Engine, batches: list[np.ndarray]) -> tuple[list[float], list[float]]:
     results = engine.run(
-        iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="") for tokens in batches]),
+        iter(
+            [
+                Batch(tokens=tokens, samples=len(tokens), consumed_samples=0, sample_hash="")
+                for tokens in batches
+            ]
+        ),
         len(batches),
     )
     return [result.loss for result in results], [result.grad_norm for result in results]
@@ -350,7 +355,17 @@ def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
     engine = make_engine(config)
     before = {name: tensor.clone() for name, tensor in engine.master.tensors.items()}
     result = engine.run(
-        iter([Batch(tokens=token_batches(config)[0], consumed_samples=0, sample_hash="")]), 1
+        iter(
+            [
+                Batch(
+                    tokens=token_batches(config)[0],
+                    samples=len(token_batches(config)[0]),
+                    consumed_samples=0,
+                    sample_hash="",
+                )
+            ]
+        ),
+        1,
     )[0]
     assert result.skipped and not np.isfinite(result.grad_norm)
     assert (result.loss_scale, engine.loss_scale.value) == (2.0**40, 2.0**39)
@@ -372,7 +387,7 @@ def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
     )
     batches = iter(
         [
-            Batch(tokens=tokens, consumed_samples=0, sample_hash="")
+            Batch(tokens=tokens, samples=len(tokens), consumed_samples=0, sample_hash="")
             for tokens in token_batches(engine.config)
         ]
     )
@@ -404,7 +419,12 @@ def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps_of(engine: Engine, batches: list[np.ndarray]) -> list[StepResult]:
-    feed = iter([Batch(tokens=tokens, consumed_samples=0, sample_hash="") for tokens in batches])
+    feed = iter(
+        [
+            Batch(tokens=tokens, samples=len(tokens), consumed_samples=0, sample_hash="")
+            for tokens in batches
+        ]
+    )
     results = [result for _ in batches for result in engine.run(feed, 1)]
     return results + engine.finish()
 
@@ -469,7 +489,7 @@ def test_results_come_when_the_next_step_has_been_started() -> None:
     engine = make_engine(make_config())
     feed = iter(
         [
-            Batch(tokens=tokens, consumed_samples=0, sample_hash="")
+            Batch(tokens=tokens, samples=len(tokens), consumed_samples=0, sample_hash="")
             for tokens in token_batches(engine.config)
         ]
     )
@@ -491,7 +511,9 @@ def test_no_step_waits_on_a_gpu(name: str) -> None:
     engine.begin(Start())
     feed = iter(
         [
-            engine.prepare_batch(Batch(tokens=tokens, consumed_samples=0, sample_hash=""))
+            engine.prepare_batch(
+                Batch(tokens=tokens, samples=len(tokens), consumed_samples=0, sample_hash="")
+            )
             for tokens in token_batches(config)
         ]
     )

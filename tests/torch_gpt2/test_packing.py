@@ -284,7 +284,9 @@ def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
     loss = model.loss_sum(ids, targets) / counted
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    batch = Batch(tokens=tokens.int().numpy(), consumed_samples=4, sample_hash="")
+    batch = Batch(
+        tokens=tokens.int().numpy(), samples=len(tokens), consumed_samples=4, sample_hash=""
+    )
     [result] = engine.run(iter([batch]), 1)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,14 @@ class Pipeline:
         self._ranks = list(world.topology.group(GroupKind.PIPELINE, world.rank))
         self._config = config
         self.has_loss = self._count - 1 in self._parts
-        micro_batches = config.train.accumulation_steps
+        self._micro_batches = config.train.accumulation_steps
+        self._schedule = self._make_schedule(self._micro_batches)
+        self._finish: Callable[[Tensor], Tensor] = lambda loss: loss
+
+    def _make_schedule(self, micro_batches: int) -> Any:
+        """Return the schedule of a step with so many micro batches, with stages of its own, which
+        keep buffers for each of them.
+        """
         # importing torch's pipelining takes half a second, and most layouts have no pipeline
         pipelining = import_module("torch.distributed.pipelining")
         frugal_stage = import_module("torch_gpt2.parallel.private_api").FrugalStage
@@ -76,14 +84,13 @@ class Pipeline:
             for index, part in self._parts.items()
         ]
         self._stages = made
-        name = config.parallel.pipeline_schedule
-        if name == "1f1b" and micro_batches < world.topology.pipeline:
+        name = self._config.parallel.pipeline_schedule
+        if name == "1f1b" and micro_batches < self._topology.pipeline:
             name = "gpipe"  # too few micro batches to alternate
         one_stage = name in ("gpipe", "1f1b")
-        self._schedule = getattr(pipelining, _SCHEDULES[name])(
+        return getattr(pipelining, _SCHEDULES[name])(
             made[0] if one_stage else made, micro_batches, loss_fn=self._loss, scale_grads=False
         )
-        self._finish: Callable[[Tensor], Tensor] = lambda loss: loss
 
     def step(
         self,
@@ -97,6 +104,10 @@ class Pipeline:
         watch: called around each forward pass, with the number of its micro batch and then with
         None. Returns the sum of the results of ``finish``, or 0 without the head.
         """
+        micro_batches = len(ids) // self._config.train.micro_batch_size
+        if micro_batches != self._micro_batches:
+            self._schedule = self._make_schedule(micro_batches)
+            self._micro_batches = micro_batches
         for stage in self._stages:
             stage.watch = watch
         self._finish = finish

@@ -100,7 +100,6 @@ TABLE: Table = {
     "global_batch_size": To("train.global_batch_size"),
     "train_iters": To("train.max_steps"),
     "train_tokens": To("train.max_tokens"),
-    "rampup_batch_size": Only((), "batches that grow are not in this version; leave it out"),
     "skip_train": Only((), "--run_mode eval measures a file; leave the flag out"),
     **{name: Only((), "--run_mode predict generates; leave the flag out") for name in ("inference",
     "ds_inference")},

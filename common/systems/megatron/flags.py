@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.parallel.ramp import batch_sizes
 from common.systems.dialect import (
     Switch,
     Table,
@@ -18,6 +19,7 @@ from common.systems.dialect import (
     listed,
     one_of,
     require_all_taken,
+    whole,
 )
 from common.systems.megatron.deepspeed_file import read_deepspeed_file
 from common.systems.megatron.flag_table import TABLE
@@ -34,7 +36,7 @@ VALUED = frozenset({
     "loss_scale", "data_path", "train_data_path", "save", "load", "eval_iters", "train_samples",
     "recompute_granularity", "num_layers_per_virtual_pipeline_stage", "deepspeed_config",
     "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy",
-    "profile_step_start", "profile_step_end", "wandb_project",
+    "profile_step_start", "profile_step_end", "wandb_project", "rampup_batch_size",
 })  # fmt: skip
 """Flags with a value that this module reads itself."""
 FLAGS = (*TABLE, *SWITCHES, *VALUED)
@@ -92,11 +94,14 @@ def _recompute(theirs: Theirs, ours: Translation) -> None:
 
 def _lengths(theirs: Theirs, ours: Translation) -> None:
     batch = theirs.peek_count("global_batch_size", theirs.peek_count("micro_batch_size", 1))
-    samples = theirs.take_count("train_samples")
+    samples, ramp = theirs.take_count("train_samples"), _ramp(theirs)
+    if ramp is not None:
+        flag = "rampup_batch_size"
+        ours.set("train.rampup_batch_size", ramp, theirs.where(flag), flag)
     if samples is not None:
         ours.set(
             "train.max_steps",
-            max(1, samples // batch),
+            max(1, batch_sizes(batch, ramp).steps_within(samples)),
             theirs.where("train_samples"),
             "train_samples",
         )
@@ -115,6 +120,20 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
     if theirs.take("profile"):  # Megatron counts steps from 0 and leaves out the end
         ours.set("profile.start", first + 1, theirs.where("profile"), "profile_step_start")
         ours.set("profile.stop", last, theirs.where("profile"), "profile_step_end")
+
+
+def _ramp(theirs: Theirs) -> list[int] | None:
+    flag = "rampup_batch_size"
+    value = theirs.take(flag)
+    if value is None:
+        return None
+    try:
+        numbers = [whole(number) for number in listed(value)]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or min(numbers) < 1:
+        theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
+    return numbers
 
 
 def _data(theirs: Theirs, ours: Translation) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from common.config.resolved import ResolvedModel
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
+from common.parallel.ramp import batch_sizes
 from common.parallel.sharding import local_shape, slice_of
 from common.systems.megatron.config import hysteresis, model_args
 from common.systems.megatron.names import NAME_MAPS
@@ -276,20 +277,18 @@ def _scheduler(run: Any) -> dict[str, Any]:
     """Return the state of the schedule, which Megatron counts in samples
     (``OptimizerParamScheduler.state_dict``). It is empty where the run's config is unknown.
     """
-    config, batch = (
-        run["config"]["optimizer"],
-        run["config"].get("train", {}).get("global_batch_size"),
-    )
+    config, train = run["config"]["optimizer"], run["config"].get("train", {})
+    batch = train.get("global_batch_size")
     needed = ("decay_steps", "learning_rate", "min_learning_rate", "schedule", "weight_decay")
     if batch is None or any(config.get(name) is None for name in needed):
         return {}
-    decay = config["weight_decay"]
+    decay, sizes = config["weight_decay"], batch_sizes(batch, train.get("rampup_batch_size"))
     return {
         "opt_param_scheduler": {
             "max_lr": config["learning_rate"], "min_lr": config["min_learning_rate"],
             "lr_decay_style": config["schedule"],
-            "lr_warmup_steps": (config.get("warmup_steps") or 0) * batch,
-            "lr_decay_steps": config["decay_steps"] * batch,
+            "lr_warmup_steps": sizes.samples_after(config.get("warmup_steps") or 0),
+            "lr_decay_steps": sizes.samples_after(config["decay_steps"]),
             "num_steps": run["state"]["consumed_samples"], "start_wd": decay, "end_wd": decay,
             "wd_incr_style": "constant",
             "wd_incr_steps": 0,

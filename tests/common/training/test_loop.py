@@ -96,6 +96,7 @@ def batches() -> Iterator[Batch]:
         step += 1
         yield Batch(
             tokens=np.full((2, 5), step, np.int32),
+            samples=2,
             consumed_samples=2 * step,
             sample_hash=f"hash {step}",
         )

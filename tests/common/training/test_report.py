@@ -16,6 +16,7 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG, start_log
+from common.parallel.ramp import batch_sizes
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.epochs import epochs_done
 from common.training.report import STYLES, make_report, use_style
@@ -46,6 +47,7 @@ def make_row(step: int, **values: Any) -> dict[str, Any]:
     row = {
         "loss": 3.25,
         "learning_rate": 1.5e-4,
+        "global_batch_size": 8,
         "grad_norm": 1.25,
         "step_time": seconds,
         "data_wait": 0.25,
@@ -225,8 +227,11 @@ def test_gpt2_chinese(lines: Any) -> None:
         (2, 1, 1.5), (4, 1, 3.5), (2, 2, 5.5), (4, 2, 7.5), (2, 3, 9.5), (4, 3, 11.5),
         (2, 4, 13.5), (4, 4, 15.5), (5, 4, 17.0),
     ]  # fmt: skip
+    sizes = batch_sizes(4, None)
     ends = [
-        step for step in range(1, 18) if epochs_done(step, 4, 17) > epochs_done(step - 1, 4, 17)
+        step
+        for step in range(1, 18)
+        if epochs_done(step, sizes, 17) > epochs_done(step - 1, sizes, 17)
     ]
     assert ends == [17 * epoch // 4 for epoch in (1, 2, 3, 4)]
     report = make_report(config, 17)

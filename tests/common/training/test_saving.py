@@ -137,7 +137,10 @@ def start(
                 engine=Scripted(config, state.step, loss, skips, stop_in_validation, act),
                 batches=iter(
                     lambda: Batch(
-                        tokens=np.zeros((2, 5), np.int32), consumed_samples=0, sample_hash=""
+                        tokens=np.zeros((2, 5), np.int32),
+                        samples=2,
+                        consumed_samples=0,
+                        sample_hash="",
                     ),
                     None,
                 ),

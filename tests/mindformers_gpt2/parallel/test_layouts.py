@@ -337,6 +337,6 @@ def test_dropout_keys_of_a_rank_are_those_of_one_process() -> None:
             expected = np.concatenate(
                 [whole[:1], whole[1 + 3 * world.at.pipeline : 4 + 3 * world.at.pipeline]]
             )
-            found = own_dropout_keys(config, world, 5, number)
+            found = own_dropout_keys(config, world, 5, number, 3)
             equal = (found == expected).all(1)
             assert equal.tolist() == [True, world.at.tensor == 0, True, True]

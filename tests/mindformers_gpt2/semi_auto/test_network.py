@@ -123,7 +123,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     device = open_device(one)
     tokens = np.random.default_rng(0).integers(0, 101, (6, 2, 17)).astype(np.int32)
     batches = [
-        Batch(tokens=rows, consumed_samples=2 * index, sample_hash="")
+        Batch(tokens=rows, samples=len(rows), consumed_samples=2 * index, sample_hash="")
         for index, rows in enumerate(tokens, 1)
     ]
     engine = Engine(one, device)

@@ -1,0 +1,168 @@
+"""Sizes of the global batch along a run: constant, or growing at its start.
+
+The ramp is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``
+(``megatron/core/num_microbatches_calculator.py``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from common.errors import ConfigError
+from common.parallel.batch import BatchPlan
+
+MOST_INCREMENTS = 2**16
+"""Most increments of a ramp: far more than a run has batches of different sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """Size of the global batch by the samples consumed so far. ramp: start, increment and samples;
+    None for a constant size.
+    """
+
+    full: int
+    ramp: tuple[int, int, int] | None = None
+
+    @property
+    def all(self) -> range:
+        """Return all sizes in ascending order. A short ramp may jump some of them."""
+        start, increment, _ = self.ramp or (self.full, 1, 0)
+        return range(start, self.full + 1, increment)
+
+    def at(self, consumed_samples: int) -> int:
+        """Return the size of the batch that starts at a sample."""
+        if self.ramp is None or consumed_samples > self.ramp[2]:
+            return self.full
+        start, increment, samples = self.ramp
+        # Megatron's own order of divisions decides where a quotient is rounded
+        per_increment = samples / ((self.full - start) // increment)
+        return start + int(max(consumed_samples, 0) / per_increment) * increment
+
+    def samples_after(self, steps: int) -> int:
+        """Return the samples that so many steps from the start of a run consume."""
+        stage = self._stages[bisect_right(self._stages, steps, key=lambda it: it.step) - 1]
+        return stage.samples + (steps - stage.step) * stage.size
+
+    def steps_within(self, samples: int) -> int:
+        """Return the steps from the start of a run that consume at most so many samples."""
+        stage = self._stages[bisect_right(self._stages, samples, key=lambda it: it.samples) - 1]
+        return stage.step + (samples - stage.samples) // stage.size
+
+    @property
+    def steps_of_ramp(self) -> int:
+        """Return the steps before the first full batch."""
+        return self._stages[-1].step
+
+    def start_of_batches(self, end: int, count: int) -> int:
+        """Return the first sample of the ``count`` batches in a row that end before sample ``end``.
+
+        It may be below 0 where there were fewer.
+        """
+        for _ in range(count):
+            if end <= 0:
+                break
+            end -= self._size_before(end)
+        return end
+
+    def _size_before(self, end: int) -> int:
+        """Return the size of the batch that ends before a sample.
+
+        Sizes never shrink, so at most one fits. Where none does, as after a changed ramp, it is the
+        size of the next batch, which is not smaller.
+        """
+        following = self.at(end)
+        possible = (size for size in reversed(self.all) if size <= following)
+        return next((size for size in possible if self.at(end - size) == size), following)
+
+    @cached_property
+    def _stages(self) -> tuple[_Stage, ...]:
+        """Return the sizes that an undisturbed run has, in order."""
+        stages, step, samples = [], 0, 0
+        for size in self.all:
+            if size < self.full:
+                steps = max(0, -((samples - self._end_of(size)) // size))
+                if not steps:
+                    continue
+            else:
+                steps = 0
+            stages.append(_Stage(step=step, samples=samples, size=size))
+            step, samples = step + steps, samples + steps * size
+        return tuple(stages)
+
+    def _end_of(self, size: int) -> int:
+        """Return the first sample at which batches are larger than ``size``."""
+        assert self.ramp is not None
+        start, increment, samples = self.ramp
+        number = (size - start) // increment + 1
+        end = samples * number // ((self.full - start) // increment)
+        while self.at(end) > size:  # the quotients are rounded
+            end -= 1
+        while self.at(end) <= size:
+            end += 1
+        return end
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Steps of one size. step, samples: those done before the first of them."""
+
+    step: int
+    samples: int
+    size: int
+
+
+def batch_sizes(full: int, ramp: Sequence[int] | None) -> BatchSizes:
+    """Return the sizes of train.global_batch_size and train.rampup_batch_size.
+
+    Raises ConfigError unless the ramp ends at the full batch.
+    """
+    if ramp is None:
+        return BatchSizes(full=full)
+    start, increment, samples = ramp
+    named = f"train.rampup_batch_size={list(ramp)}"
+    if start >= full:
+        raise ConfigError(
+            f"{named} starts with {start} samples, and train.global_batch_size={full} is not above"
+            " that; lower the start, or leave the key out"
+        )
+    if (full - start) % increment:
+        raise ConfigError(
+            f"{named}: steps of {increment} from {start} do not reach"
+            f" train.global_batch_size={full}; give an increment that divides the"
+            f" {full - start} in between"
+        )
+    if (full - start) // increment > MOST_INCREMENTS:
+        raise ConfigError(
+            f"{named}: has {(full - start) // increment} increments; at most {MOST_INCREMENTS} are"
+            " supported; raise the increment"
+        )
+    return BatchSizes(full=full, ramp=(start, increment, samples))
+
+
+def describe_ramp(sizes: BatchSizes) -> str:
+    """Return the growth of the batch as text, with the steps that it takes."""
+    assert sizes.ramp is not None
+    start, increment, samples = sizes.ramp
+    return (
+        f"from {start} to {sizes.full} samples by {increment} over {samples:,} samples, full after"
+        f" step {sizes.steps_of_ramp}"
+    )
+
+
+def check_ramp(batch: BatchPlan, ramp: Sequence[int] | None) -> None:
+    """Raise ConfigError unless the ramp ends at the full batch, and each batch of it divides into
+    micro batches of all data-parallel ranks.
+    """
+    part = batch.micro_batch * batch.data_parallel
+    first = batch_sizes(batch.global_batch, ramp).all[:2]
+    wrong = next((size for size in first if size % part), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"train.rampup_batch_size={list(ramp or ())}: a batch of {wrong} samples is not a"
+            f" multiple of micro batch {batch.micro_batch} x data parallel {batch.data_parallel} = {part}; give a start and"
+            f" an increment that are multiples of {part}, or lower train.micro_batch_size"
+        )

@@ -1,0 +1,300 @@
+"""Runs whose batch grows, beside a plain loop over the same samples: resumed, sent back, and in
+several layouts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.load import build_config
+from common.dataset import ShardedSampler, open_samples
+from common.errors import ConfigError
+from common.parallel.ramp import batch_sizes
+from common.resolve.derive import resolve_config, resolve_length
+from common.training.checkpoint import find_checkpoint
+from common.training.manifest import read_manifest
+from common.training.metrics import read_metrics
+from common.training.start import Start
+from tests.config_overrides import changed
+from tests.ranks import run_ranks
+from tests.torch_gpt2.test_rewind import write_corpus
+from tests.torch_gpt2.test_train import assert_same_run, steps_of
+from torch_gpt2.device import select_device
+from torch_gpt2.engine import Engine
+from torch_gpt2.model import GPT2
+from torch_gpt2.train import train
+
+RAMP = [4, 4, 24]
+SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
+"""By hand: 8 samples for each of three increments, and the full batch beyond 24."""
+
+
+def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "seq_length": 16,
+            "vocab_size": 101,
+            "initializer_range": 0.1,
+        },
+        "train": {
+            "max_steps": 8,
+            "micro_batch_size": 2,
+            "global_batch_size": 12,
+            "rampup_batch_size": RAMP,
+        },
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 0.05,
+            "momentum": 0.9,
+            "warmup_steps": 4,
+            "clip_grad": 0.0,
+        },
+        "data": {"train": str(corpus), "split": "90,10,0"},
+        "validation": {"interval": 0, "max_samples": 4},
+        "logging": {"tensorboard": False, "plot": False},
+    }
+    return changed(tree, changes)
+
+
+@pytest.fixture
+def start(corpus_prefix: Path, tmp_path: Path) -> Any:
+    def run(name: str, **changes: Any) -> Path:
+        tree = make_tree(tmp_path / name, corpus_prefix, **changes)
+        train(resolve_config(build_config(tree)))
+        return tmp_path / name
+
+    return run
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+
+
+def test_a_run_equals_a_plain_loop(start: Any, corpus_prefix: Path, tmp_path: Path) -> None:
+    """float32 sums of micro batches in another order: 1e-6."""
+    rows = rows_of(start("run", logging__style="megatron"))
+    assert [row["global_batch_size"] for row in rows] == SIZES
+    assert [row["consumed_samples"] for row in rows] == np.cumsum(SIZES).tolist()
+
+    config = resolve_length(
+        resolve_config(build_config(make_tree(tmp_path / "loop", corpus_prefix))), 1000
+    )
+    samples = open_samples(
+        [str(corpus_prefix)], split="train", split_weights=(90.0, 10.0, 0.0), seq_length=16,
+        seed=config.seed, shuffle=config.data.shuffle,
+    )  # fmt: skip
+    engine = Engine(config, select_device("cpu"))
+    engine.begin(Start())
+    model = GPT2(config.model, config.precision, config.vocab_rows)
+    model.load_state_dict(engine.model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    first = 0
+    for row, size in zip(rows, SIZES, strict=True):
+        tokens = torch.from_numpy(samples.read(np.arange(first, first + size)).astype(np.int64))
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = row["learning_rate"]
+        loss = model.loss_sum(tokens[:, :-1], tokens[:, 1:]) / (size * 16)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        optimizer.step()
+        first += size
+
+
+def test_the_order_of_samples_is_that_of_a_constant_batch(corpus_prefix: Path) -> None:
+    samples = open_samples(
+        [str(corpus_prefix)], split="train", split_weights=(90.0, 10.0, 0.0), seq_length=16, seed=1
+    )
+    constant = ShardedSampler(samples, global_batch_size=4).batches()
+    wanted = np.concatenate([next(constant).tokens for _ in range(sum(SIZES) // 4)])
+    sizes = batch_sizes(12, RAMP)
+    ranks = [
+        ShardedSampler(
+            samples,
+            global_batch_size=12,
+            data_parallel_size=2,
+            data_parallel_rank=rank,
+            batch_size_at=sizes.at,
+        ).batches()
+        for rank in range(2)
+    ]
+    found = [next(each) for _ in SIZES for each in ranks]
+    assert [batch.samples for batch in found[::2]] == SIZES
+    np.testing.assert_array_equal(np.concatenate([batch.tokens for batch in found]), wanted)
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_resume_within_the_ramp_equals_no_interruption(start: Any, stop: int) -> None:
+    """Bit for bit, with dropout and Adam."""
+    keys: dict[str, Any] = {
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 8},
+        "model__dropout": 0.1,
+    }
+    whole, parts = start("whole", **keys), start("parts", train__max_steps=stop, **keys)
+    assert_same_run(whole, start("parts", **keys))
+    assert [row["global_batch_size"] for row in rows_of(parts)] == SIZES
+
+
+def test_lengths_count_the_growing_batches(start: Any, tmp_path: Path, corpus_prefix: Path) -> None:
+    """64 samples end with step 8; the ninth would end with sample 76."""
+    config = resolve_config(
+        build_config(make_tree(tmp_path, corpus_prefix, train__max_steps=None, train__max_epochs=2))
+    )
+    assert resolve_length(config, 32).train.max_steps == 8
+    assert resolve_length(config, 38).train.max_steps == 9
+    tokens = {"max_epochs": None, "max_tokens": 64 * 16 + 15}
+    config = config.model_copy(update={"train": config.train.model_copy(update=tokens)})
+    assert resolve_length(config, 1000).train.max_steps == 8
+
+
+def test_a_rewind_leaves_out_the_batch_of_its_own_size(tmp_path: Path) -> None:
+    """Batches of 4 samples up to the outlier, step 17, while the full one has 8."""
+    corpus = write_corpus(tmp_path / "corpus", 17)
+    train(
+        resolve_config(
+            build_config(
+                make_tree(
+                    tmp_path / "run",
+                    corpus,
+                    train={
+                        "max_steps": 24,
+                        "micro_batch_size": 2,
+                        "global_batch_size": 8,
+                        "rampup_batch_size": [4, 4, 72],
+                        "on_outlier": "rewind",
+                    },
+                    model__num_layers=2,
+                    model__initializer_range=0.02,
+                    optimizer={"learning_rate": 0.01, "schedule": "constant"},
+                    data={"train": str(corpus), "split": "100,0,0", "shuffle": False},
+                    checkpoint__interval=5,
+                    logging__outlier_deviations=6.0,
+                    logging__outlier_window=16,
+                )
+            )
+        )
+    )
+    checkpoint = find_checkpoint(tmp_path / "run")
+    assert checkpoint is not None
+    state = read_manifest(checkpoint)["state"]
+    assert state["left_out"] == [[64, 68]] and state["rewinds"] == 1
+    rows = rows_of(tmp_path / "run")
+    # 16 batches to sample 64, then from 68 on: 68, 72 and, beyond sample 72, the full ones
+    assert [row["global_batch_size"] for row in rows] == [4] * 16 + [4, 8, *[8] * 6]
+    assert state["consumed_samples"] == 64 + 4 + 4 + 7 * 8
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "1f1b": {"parallel__pipeline_stage": 2},
+    "zero3": {"parallel__zero_stage": 3},
+    "tp2": {"parallel__model_parallel": 2},
+    "gpipe": {"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "gpipe"},
+    "interleaved": {
+        "parallel__pipeline_stage": 2,
+        "parallel__pipeline_schedule": "interleaved_1f1b",
+    },
+    "zero bubble": {
+        "parallel__pipeline_stage": 2,
+        "parallel__pipeline_schedule": "interleaved_zero_bubble",
+    },
+    "zbv": {"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "zbv_zero_bubble"},
+}
+IN_SUITE = ("dp2", "1f1b")
+
+
+@pytest.fixture(scope="module")
+def layouts(
+    corpus_prefix: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
+    """Runs of two ranks, and "change", which begins with one rank and resumes with two."""
+    folder = tmp_path_factory.mktemp("ramp")
+    campaign = any(
+        item.path == request.path and item.get_closest_marker("campaign")
+        for item in request.session.items
+    )
+    for name, steps in (("one", 8), ("change", 4)):
+        tree = make_tree(folder / name, corpus_prefix, train__max_steps=steps)
+        train(resolve_config(build_config(changed(tree, {"optimizer__decay_steps": 8}))))
+    chosen = {name: keys for name, keys in LAYOUTS.items() if campaign or name in IN_SUITE}
+    jobs = [
+        make_tree(folder / name, corpus_prefix, optimizer__decay_steps=8, **keys)
+        for name, keys in [*chosen.items(), ("change", LAYOUTS["dp2"])]
+    ]
+    run_ranks(2, jobs)
+    return folder
+
+
+def require_equal(found: Path, wanted: Path, tolerance: float) -> None:
+    one, many = steps_of(wanted), steps_of(found)
+    for key in ("step", "consumed_samples", "sample_hash", "learning_rate"):
+        assert [row[key] for row in many] == [row[key] for row in one], key
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in many] == [
+            pytest.approx(row[key], rel=tolerance) for row in one
+        ], key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(
+            pytest.param(name, marks=() if name in IN_SUITE else pytest.mark.campaign)
+            for name in LAYOUTS
+        ),
+        "change",
+    ],
+)
+def test_two_ranks_equal_one_process(layouts: Path, layout: str) -> None:
+    """float32 sums of the same terms in another order, as in parallel/test_layouts.py."""
+    require_equal(layouts / layout, layouts / "one", 1e-6)
+    assert [row["global_batch_size"] for row in rows_of(layouts / layout)] == SIZES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "deepspeed"}, r"DeepSpeed ends a step by a count .* set engine=native"),
+        (
+            {
+                "parallel__pipeline_stage": 2,
+                "parallel__pipeline_schedule": "interleaved_1f1b",
+                "train__rampup_batch_size": [10, 2, 24],
+                "ranks": 2,
+            },
+            r"interleaved_1f1b needs micro batches in 2 equal rounds, not 5",
+        ),
+        (
+            {
+                "backend": "mindspore",
+                "device": "npu",
+                "parallel__parallel_mode": "semi_auto_parallel",
+                "ranks": 2,
+            },
+            r"the graph of a step holds a fixed number .*parallel_mode=3",
+        ),
+        (
+            {"train__micro_batch_size": 3},
+            r"a batch of 4 samples is not a multiple of micro batch 3",
+        ),
+        ({"train__rampup_batch_size": [4, 4]}, r"rampup_batch_size"),
+    ],
+)
+def test_runs_that_cannot_change_their_batch_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    ranks = changes.pop("ranks", 1)
+    with pytest.raises(ConfigError, match=message):
+        resolve_config(
+            build_config(make_tree(Path("run"), Path("data"), **changes)), world_size=ranks
+        )
