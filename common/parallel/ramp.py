@@ -163,6 +163,7 @@ def check_ramp(batch: BatchPlan, ramp: Sequence[int] | None) -> None:
     if wrong is not None:
         raise ConfigError(
             f"train.rampup_batch_size={list(ramp or ())}: a batch of {wrong} samples is not a"
-            f" multiple of micro batch {batch.micro_batch} x data parallel {batch.data_parallel} = {part}; give a start and"
-            f" an increment that are multiples of {part}, or lower train.micro_batch_size"
+            f" multiple of micro batch {batch.micro_batch} x data parallel {batch.data_parallel} ="
+            f" {part}; give a start and an increment that are multiples of {part}, or lower"
+            " train.micro_batch_size"
         )

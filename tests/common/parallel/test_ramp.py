@@ -1,4 +1,4 @@
-"""Sizes of a growing batch, against megatron-core's calculator and against counting step by step."""
+"""Sizes of a growing batch, against megatron-core's calculator and counting step by step."""
 
 import random
 

@@ -342,6 +342,16 @@ def test_megatrons_flags_keep_documents_apart() -> None:
         assert found == tuple(flag in given for flag in flags)
 
 
+def test_megatrons_growing_batch_is_ours() -> None:
+    """train-samples are counted as by update_train_iters of its training.py: whole batches."""
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-4"
+    batch = "--micro-batch-size 2 --global-batch-size 12 --rampup-batch-size 4 4 24"
+    words = [*model.split(), *batch.split()]
+    train = open_flags("megatron", [*words, "--train-samples", "75"]).config.train
+    assert (train.rampup_batch_size, train.global_batch_size) == ([4, 4, 24], 12)
+    assert train.max_steps == 8  # 3 x 4, 2 x 8, 3 x 12 = 64 samples, and 76 would be too many
+
+
 def test_oneflows_flags_are_the_preset() -> None:
     flags = """--num-layers 24 --hidden-size 2304 --num-attention-heads 24 --seq-length 2048 \
 --micro-batch-size 8 --global-batch-size 512
@@ -538,6 +548,8 @@ def test_bad_overrides_of_fleetx(words, message) -> None:
         ("--fp16 --bf16", "bf16 makes precision.parameters='bfloat16', and fp16 makes it"),
         ("--lr 1 --multihead-attention-fusion", "--multihead-attention-fusion is OneFlow's"),
         ("--num-experts 8", "mixture of experts is not in this version"),
+        ("--rampup-batch-size 4 4", r"rampup_batch_size=\[4, 4\]: expected three counts"),
+        ("--rampup-batch-size 4 4 0", r"rampup_batch_size=\[4, 4, 0\]: expected three counts"),
     ],
 )
 def test_bad_flags(text, message) -> None:
