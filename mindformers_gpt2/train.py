@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
@@ -11,6 +12,7 @@ from common.planner.room import check_memory
 from common.resolve.parallel_mode import compiled_mode
 from common.run_folder import owned_folder
 from common.training.data import open_data
+from common.training.micro_batch import settle_micro_batch
 from common.training.session import agree_on_start
 from mindformers_gpt2.base_engine import BaseEngine
 from mindformers_gpt2.device import open_device
@@ -30,16 +32,18 @@ def train(config: ResolvedRun, process: Process = ALONE) -> None:
     at = config.topology.coordinates(process.rank)
     compiled = compiled_mode(config, device.kind)
     reads_all = compiled and config.parallel.full_batch is not False
-    data, config = open_data(
-        config,
+    open_part = partial(
+        open_data,
         rank=0 if reads_all else at.data,
         ranks=1 if reads_all else None,
         whole_validation=compiled,
     )
+    data, config = open_part(config)
     with (
         owned_folder(Path(config.output_dir), active=process.rank == 0),
         open_world(config, process, device) as world,
     ):
+        data, config = settle_micro_batch((data, config), world, process, device, open_part)
         session = agree_on_start(config, data, world)
         engine = ENGINES[compiled](config, device, world, session.manifest_extra)
         recorder = open_recorder(config, world)

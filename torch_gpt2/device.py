@@ -126,6 +126,12 @@ class TorchDevice:
     def total_memory(self) -> int | None:
         return None if self.kind == "cpu" else int(self.module.mem_get_info()[1])
 
+    def release_memory(self) -> None:
+        """Give cached memory back to an accelerator, and count its peak from here on."""
+        if self.kind != "cpu":
+            self.module.empty_cache()
+            self.module.reset_peak_memory_stats()
+
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 

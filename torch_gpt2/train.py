@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
@@ -12,6 +13,7 @@ from common.planner.room import check_memory
 from common.run_folder import owned_folder
 from common.training.data import open_data
 from common.training.engine import Engine
+from common.training.micro_batch import settle_micro_batch
 from common.training.session import agree_on_start
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.cpu_products import use_fastest_products
@@ -21,6 +23,7 @@ from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
 from torch_gpt2.profile import make_trace
 from torch_gpt2.recording import open_recorder
+from torch_gpt2.trial import make_trial
 
 ENGINES: dict[str, type[BaseEngine]] = {"native": NativeEngine, "deepspeed": DeepSpeedEngine}
 
@@ -35,13 +38,16 @@ def train(
     device = open_device(config, process)
     check_memory(config, process, device, training=True)
     at = config.topology.coordinates(process.rank)
-    data, config = open_data(config, rank=at.data)
+    open_part = partial(open_data, rank=at.data)
+    data, config = open_part(config)
     with (
         owned_folder(Path(config.output_dir), active=process.rank == 0),
         open_world(config, process, device) as world,
     ):
         if engines is ENGINES:  # a peer computes as its own users do
             use_fastest_products(device, world)
+        trial = make_trial(config, device)
+        data, config = settle_micro_batch((data, config), world, process, device, open_part, trial)
         session = agree_on_start(config, data, world)
         engine = engines[config.engine](config, device, process, world, session.manifest_extra)
         recorder = open_recorder(config, world)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
+from pydantic import Field
+
 from common.config.schema import (
     Count,
     Fraction,
@@ -31,6 +33,8 @@ class ResolvedTrain(TrainConfig):
     micro_batch_size: Count
     global_batch_size: Count
     accumulation_steps: Count
+    micro_batch_is_auto: bool = Field(default=False, exclude=True)
+    """Whether micro_batch_size is the smallest possible one until a larger one is chosen."""
 
 
 class TimedTrain(ResolvedTrain):
@@ -52,6 +56,8 @@ class ResolvedLossScale(LossScaleConfig):
 
 class ResolvedValidation(ValidationConfig):
     micro_batch_size: Count
+    follows_training: bool = Field(default=False, exclude=True)
+    """Whether micro_batch_size was left out, while that of training is not chosen yet."""
 
 
 class ResolvedParallel(ParallelConfig):

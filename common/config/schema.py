@@ -183,8 +183,10 @@ class TrainConfig(Section):
     """Save and end with exit code 0 after the step in which the process has trained for so many
     minutes. The same command resumes the run.
     """
-    micro_batch_size: Count | None = None
-    """Samples that one device processes at once."""
+    micro_batch_size: Count | Literal["auto"] | None = None
+    """Samples that one device processes at once. auto takes the most that fit in memory, by the
+    plan and on one GPU or NPU by a trial; it needs global_batch_size.
+    """
     global_batch_size: Count | None = None
     """Samples of one optimizer step over all devices (micro batch x data parallel x accumulation).
     """

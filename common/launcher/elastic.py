@@ -89,7 +89,11 @@ class HostChoice:
             overrides = (
                 "parallel.data_parallel=null",
                 "train.accumulation_steps=null",
-                f"train.micro_batch_size={full.train.micro_batch_size}",
+                *(
+                    ()
+                    if full.train.micro_batch_is_auto
+                    else (f"train.micro_batch_size={full.train.micro_batch_size}",)
+                ),
                 f"train.global_batch_size={full.train.global_batch_size}",
             )
         try:

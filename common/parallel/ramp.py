@@ -6,13 +6,14 @@ The ramp is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from common.errors import ConfigError
-from common.parallel.batch import BatchPlan
+from common.parallel.batch import BatchPlan, divisors
 
 MOST_INCREMENTS = 2**16
 """Most increments of a ramp: far more than a run has batches of different sizes."""
@@ -141,6 +142,15 @@ def batch_sizes(full: int, ramp: Sequence[int] | None) -> BatchSizes:
             " supported; raise the increment"
         )
     return BatchSizes(full=full, ramp=(start, increment, samples))
+
+
+def micro_batches(full: int, ramp: Sequence[int] | None, data_parallel: int) -> tuple[int, ...]:
+    """Return the micro batches that divide every batch over the ranks, in ascending order.
+
+    It is 1 where the ranks do not even divide the batches.
+    """
+    common = math.gcd(full, *(ramp[:2] if ramp is not None else ()))
+    return (1,) if common % data_parallel else divisors(common // data_parallel)
 
 
 def describe_ramp(sizes: BatchSizes) -> str:

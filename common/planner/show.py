@@ -13,6 +13,7 @@ from common.cluster.rank_table_files import read_table
 from common.config.load import load_config
 from common.parallel.loss_rows import with_loss_rows
 from common.planner.cluster import describe_cluster, places_of_plan
+from common.planner.fitting import with_largest
 from common.planner.plan import describe_plan, make_plan
 from common.planner.room import fits_machine
 from common.planner.suggest import describe_suggestions, suggest
@@ -38,6 +39,7 @@ def plan_text(
     config = resolve_config(
         written, world_size=announced_world_size(environ) or written_ranks(written)
     )
+    config = with_largest(config, device)
     if devices is not None and device is not None:
         return describe_suggestions(suggest(config, devices, device), devices, device)
     if device is not None:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from common.config.resolved import as_run, resolve_model
 from common.config.schema import MOST, DeepSpeedConfig, ParallelConfig, RunConfig, Section
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, plan_batch, plan_data_parallel
-from common.parallel.ramp import check_ramp
+from common.parallel.ramp import check_ramp, micro_batches
 from common.parallel.resolved_run import ResolvedRun, TrainingRun, topology_of
 from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
@@ -30,6 +32,9 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     _check_precision(config)
     _check_backend(config)
     _check_observation(config)
+    micro_batch = config.train.micro_batch_size
+    if micro_batch == "auto":
+        return _resolve_smallest(config, world_size)
     parallel = config.parallel
     data_parallel = plan_data_parallel(
         world_size=world_size,
@@ -39,7 +44,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     )
     batch = plan_batch(
         global_batch=config.train.global_batch_size,
-        micro_batch=config.train.micro_batch_size,
+        micro_batch=micro_batch,
         accumulation=config.train.accumulation_steps,
         data_parallel=data_parallel,
     )
@@ -71,6 +76,66 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     return resolved
 
 
+def _resolve_smallest(config: RunConfig, world_size: int) -> ResolvedRun:
+    """Resolve train.micro_batch_size=auto to the smallest size that the layout accepts.
+
+    ``common.planner.fitting`` finds the largest one that fits, when the memory is known.
+    """
+    train, parallel = config.train, config.parallel
+    if train.global_batch_size is None or train.accumulation_steps is not None:
+        raise ConfigError(
+            "train.micro_batch_size=auto divides train.global_batch_size, found"
+            f" {train.global_batch_size}, and gives train.accumulation_steps, found"
+            f" {train.accumulation_steps}; set the first, and leave the second out"
+        )
+    data_parallel = plan_data_parallel(
+        world_size=world_size,
+        model_parallel=parallel.model_parallel,
+        pipeline_stage=parallel.pipeline_stage,
+        data_parallel=parallel.data_parallel,
+    )
+    refused: ConfigError | None = None
+    for size in micro_batches(train.global_batch_size, train.rampup_batch_size, data_parallel):
+        try:
+            resolved = resolve_config(
+                as_run(RunConfig, config, train={"micro_batch_size": size}), world_size=world_size
+            )
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        return as_run(
+            ResolvedRun,
+            resolved,
+            train={"micro_batch_is_auto": True},
+            validation={"follows_training": config.validation.micro_batch_size is None},
+        )
+    assert refused is not None
+    raise refused
+
+
+_Run = TypeVar("_Run", bound=ResolvedRun)
+
+
+def with_micro_batch(config: _Run, size: int) -> _Run:
+    """Return the run with this micro batch and the same global batch.
+
+    Raises ConfigError where layout or engine refuse the accumulation.
+    """
+    ranks = config.parallel.data_parallel
+    chosen = as_run(
+        type(config),
+        config,
+        train={
+            "micro_batch_size": size,
+            "accumulation_steps": config.train.global_batch_size // (size * ranks),
+            "micro_batch_is_auto": False,
+        },
+        validation={"micro_batch_size": size} if config.validation.follows_training else {},
+    )
+    check_engine(chosen)
+    return chosen
+
+
 def _has_nothing_to_split(config: RunConfig, world_size: int) -> bool:
     """Tell whether ZeRO has no effect, so that a config for many devices also runs on one."""
     return world_size == 1 and config.engine == "native" and config.parallel.shard_size is None
@@ -97,6 +162,8 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     if run_mode == "export":
         _check_window(config)
     parallel, micro = config.parallel, config.train.micro_batch_size or 1
+    if micro == "auto":
+        micro = 1
     shared = (
         run_mode == "eval"
         and config.evaluation.task == "validation"

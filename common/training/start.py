@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,6 +32,7 @@ from common.training.checkpoint_reader import holds_integers
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
 from common.training.foreign import is_foreign, manifest_of
+from common.training.manifest import read_manifest
 from common.training.rewind import checkpoint_before, in_spike
 from common.training.snapshot import OPTIMIZER_FILE
 from common.whole_numbers import whole_number
@@ -197,6 +199,36 @@ def require_weights(where: Path, why: str) -> Path:
 
 def _holds_weights_alone(path: Path, config: ResolvedRun) -> bool:
     return is_foreign(path) and OPTIMIZER_FILE not in manifest_of(path, config.model)["files"]
+
+
+def kept_micro_batch(config: ResolvedRun, possible: Collection[int]) -> int | None:
+    """Return the micro batch of the checkpoint to resume, if its global batch and layout are those
+    of the config; else None.
+    """
+    with suppress(GPT2Error):  # it is reported where the run starts
+        checkpoint = _checkpoint_to_resume(_wish(config), Path(config.output_dir))
+        if checkpoint is None or is_foreign(checkpoint):
+            return None
+        before = dict(flatten(read_manifest(checkpoint, checksums=False).get("config", {})))
+        now = dict(flatten(config.model_dump()))
+        kept = before.get("train.micro_batch_size")
+        if (
+            isinstance(kept, int)
+            and kept in possible
+            and all(before.get(key) == now[key] for key in _OF_MICRO_BATCH)
+        ):
+            return kept
+    return None
+
+
+_OF_MICRO_BATCH = (
+    "train.global_batch_size",
+    *(
+        f"parallel.{name}"
+        for name in ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage")
+    ),
+)
+"""Keys with which a resume keeps the micro batch that was chosen for it."""
 
 
 def record_start(config: ResolvedRun, start: Start) -> None:
