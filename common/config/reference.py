@@ -104,7 +104,11 @@ def _keys_of(section: str) -> Iterator[str]:
 
 def _row(key: str, name: str, facts: dict[str, str]) -> str:
     values, allowed = facts["type"], facts.get("allowed")
-    if allowed:
+    numbers = values.removesuffix(" or one of a few values")
+    if allowed and numbers != values and "; " in allowed:
+        limits, _, words = allowed.rpartition("; ")
+        values = f"{numbers} {limits}, or {words}"
+    elif allowed:
         values = allowed if values == "one of a few values" else f"{values}; {allowed}"
     for number, shown in _NUMBERS.items():
         values = values.replace(number, shown)

@@ -125,7 +125,7 @@ def test_a_run_takes_it_and_a_resume_keeps_it(
     for key in ("loss", "grad_norm"):
         found, wanted = ([row[key] for row in rows_of(each)] for each in (folder, one))
         assert found == [pytest.approx(value, rel=1e-6) for value in wanted]
-    # another global batch: chosen anew, by the memory that is there now
+    # with another global batch the choice is made again, by the memory that is there now
     run("auto", steps=7, train__global_batch_size=6)
     assert load_config(folder / "config.yaml").train.micro_batch_size == 6
 
