@@ -21,6 +21,7 @@ from tests.torch_gpt2.test_ramp import SIZES, make_tree, require_equal, rows_of
 from tests.torch_gpt2.test_train import assert_same_run
 
 
+@pytest.mark.long
 def test_a_run_equals_torchs(tmp_path: Path, corpus_prefix: Path) -> None:
     """float32 on other kernels: 1e-5, as tests/parity/test_one_device.py."""
 

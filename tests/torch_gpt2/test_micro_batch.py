@@ -18,7 +18,8 @@ from common.planner import fitting
 from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, resolve_length, with_micro_batch
 from common.training.micro_batch import settle_micro_batch
-from tests.torch_gpt2.test_ramp import make_tree, rows_of
+from tests.ranks import run_ranks
+from tests.torch_gpt2.test_ramp import make_tree, require_equal, rows_of
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.trial import fits, make_trial
@@ -223,3 +224,20 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> No
     world_size = changes.pop("world_size", 1)
     with pytest.raises(ConfigError, match=message):
         make_config(world_size, **changes)
+
+
+@pytest.mark.long
+def test_two_ranks_take_the_same_one(corpus_prefix: Path, tmp_path: Path) -> None:
+    """Six samples a rank at once: losses of one process with micro batches of two within 1e-6."""
+    require_two_ranks_equal_one(tmp_path, corpus_prefix, "torch", 1e-6)
+
+
+def require_two_ranks_equal_one(folder: Path, corpus: Path, backend: str, bound: float) -> None:
+    def job(name: str, **changes: Any) -> dict[str, Any]:
+        return make_tree(folder / name, corpus, **{**AUTO, "backend": backend, **changes})
+
+    run_ranks(1, [job("one", train__micro_batch_size=2)])
+    run_ranks(2, [job("auto"), job("pipeline", parallel__pipeline_stage=2)])
+    for name, size in (("auto", 6), ("pipeline", 6)):
+        assert load_config(folder / name / "config.yaml").train.micro_batch_size == size
+        require_equal(folder / name, folder / "one", bound)
