@@ -98,8 +98,10 @@ class StepRecord:
         self.step = request.step
         self._folder, self._config, self._topology = request.folder, config, topology
         self._rank, self._at = rank, topology.coordinates(rank)
-        self._samples = recorded_samples(request.samples, config.train.global_batch_size)
-        self._local_batch = config.train.global_batch_size // topology.data
+        sizes = config.batch_sizes
+        global_batch = sizes.at(sizes.samples_after(request.step - 1))
+        self._samples = recorded_samples(request.samples, global_batch)
+        self._local_batch = global_batch // topology.data
         self._first = self._at.data * self._local_batch
         self._found: dict[str, dict[int, Array]] = {}
         """Activations by SECTION/NAME, then by the number of the sample among the recorded ones."""
