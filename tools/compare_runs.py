@@ -161,10 +161,12 @@ def compare(arguments: argparse.Namespace, stack: ExitStack) -> int:
     if arguments.step and not arguments.layers:
         raise ConfigError("--step is the step of --layers; give --layers too")
     place = _workplace(arguments, sides, stack)
-    folders = [
-        run_config(side, arguments.steps, place) if side.is_config else side.given for side in sides
-    ]
-    runs = (read_run(folders[0]), read_run(folders[1]))
+    # folders first: one that cannot be read would cost the other side's training
+    given = {side.name: read_run(side.given) for side in sides if not side.is_config}
+    one, other = (
+        given.get(side.name) or read_run(run_config(side, arguments.steps, place)) for side in sides
+    )
+    runs = (one, other)
     found = compare_runs(*runs, arguments.tolerance)
     print("\n".join(describe(found)), flush=True)
     code = 0 if found.departure is None else 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tools import compare_runs
 from tools.compare_runs import main
 
 
@@ -83,3 +84,16 @@ def test_runs_that_cannot_be_compared_are_one_error(
     assert code == 2 and "no such file; give the folder of a run" in text
     code, text = said(capsys, one, run_folder(tmp_path / "later", first=20))
     assert code == 2 and "no step is in both" in text
+
+
+def test_a_folder_that_cannot_be_read_is_found_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_config(*_: Any) -> Path:
+        raise AssertionError("trained")
+
+    monkeypatch.setattr(compare_runs, "run_config", run_config)
+    config = tmp_path / "config.yaml"
+    config.write_text("output_dir: out\n")
+    assert main([str(config), str(tmp_path / "absent")]) == 2
+    assert "absent" in capsys.readouterr().err
