@@ -160,9 +160,9 @@ def compare(arguments: argparse.Namespace, stack: ExitStack) -> int:
     sides = _sides(arguments)
     if arguments.step and not arguments.layers:
         raise ConfigError("--step is the step of --layers; give --layers too")
-    place = _workplace(arguments, sides, stack)
-    # folders first: one that cannot be read would cost the other side's training
+    # before earlier results are removed, and before the other side is trained
     given = {side.name: read_run(side.given) for side in sides if not side.is_config}
+    place = _workplace(arguments, sides, stack)
     one, other = (
         given.get(side.name) or read_run(run_config(side, arguments.steps, place)) for side in sides
     )

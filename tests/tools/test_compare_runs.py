@@ -95,5 +95,10 @@ def test_a_folder_that_cannot_be_read_is_found_before_anything_is_trained(
     monkeypatch.setattr(compare_runs, "run_config", run_config)
     config = tmp_path / "config.yaml"
     config.write_text("output_dir: out\n")
-    assert main([str(config), str(tmp_path / "absent")]) == 2
+    earlier = tmp_path / "comparison" / "layers.tsv"
+    earlier.parent.mkdir()
+    earlier.write_text("of an earlier comparison")
+    words = [str(config), str(tmp_path / "absent"), "--layers", "--output", str(earlier.parent)]
+    assert main(words) == 2
+    assert earlier.read_text() == "of an earlier comparison"
     assert "absent" in capsys.readouterr().err

@@ -350,3 +350,9 @@ def test_rows_of_an_evaluated_text_are_one_document_each() -> None:
     ids = torch.tensor([[EOD, 9, 10, 11]])
     wanted = F.cross_entropy(reference(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum")
     assert found.nats.sum() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_attention_is_written_out_where_the_run_says_so() -> None:
+    for fused in (True, False):
+        model = make_model(make_config(train__fused_attention=fused))
+        assert [block.attn.fused for block in model.h] == [fused] * len(model.h)
