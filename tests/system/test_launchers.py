@@ -89,7 +89,7 @@ def test_msrun(script: Path, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_horovodrun_and_run_distribute_train_alike(corpus_prefix: Path, tmp_path: Path) -> None:
     """Horovod's variables as horovodrun --gloo -np 2 -H localhost:2 sets them, and a stand-in for
     its package, against two ranks of DDP. A sum of two terms has one order: equal to the last bit.

@@ -185,12 +185,17 @@ AFTERWARDS: dict[str, Callable[[Project], None]] = {
 IN_CAMPAIGN = {
     f"docs/{name}.md"
     for name in (
+        "checkpoints",
         "chinese",
         "coming_from",
+        "configuration",
         "data",
         "evaluation",
         "exports",
         "first_hour",
+        "generation",
+        "launching",
+        "layouts",
         "mindspore",
         "quantization",
         "training",
