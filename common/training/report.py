@@ -20,7 +20,7 @@ import numpy as np
 from common.accelerators import GIB
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
-from common.training.epochs import epochs_done
+from common.training.epochs import place_in_epochs
 from common.training.metrics import flops_per_token
 
 Row = dict[str, Any]
@@ -50,6 +50,8 @@ class Report:
         self.batches = config.batch_sizes
         self.steps_per_epoch = max(1, samples_per_epoch // batch) if samples_per_epoch else steps
         """Steps of an epoch of full batches."""
+        self._ramp_samples = samples_per_epoch if self.batches.ramp is not None else 0
+        """Samples of an epoch if the batch grows, else 0."""
         self._rows: list[Row] = []
         self._steps_seen = 0
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -133,7 +135,18 @@ class Report:
 
     def epoch_and_step(self, step: int) -> tuple[int, int]:
         """Return the epoch and the step within it, both from 0."""
-        return (step - 1) // self.steps_per_epoch, (step - 1) % self.steps_per_epoch
+        return self.place(step)[:2]
+
+    def place(self, step: int) -> tuple[int, int, int]:
+        """Return the epoch, the step within it, both from 0, and the steps of that epoch.
+
+        Samples count while a batch grows. Otherwise all epochs have whole batches and one length,
+        as those systems count them.
+        """
+        if self._ramp_samples:
+            return place_in_epochs(step, self.batches, self._ramp_samples)
+        epoch, within = divmod(step - 1, self.steps_per_epoch)
+        return epoch, within, self.steps_per_epoch
 
 
 class MegatronReport(Report):
@@ -244,10 +257,10 @@ class MindFormersReport(Report):
 
     def step_lines(self, rows: list[Row]) -> list[str]:
         row = rows[-1]
-        epoch, step = self.epoch_and_step(row["step"])
-        epochs = -(-self.last_step // self.steps_per_epoch)
+        epoch, step, steps = self.place(row["step"])
+        epochs = self.place(self.last_step)[0] + 1
         return [
-            f"Epoch:[{epoch + 1:3d}/{epochs:3d}], step:[{step + 1:5d}/{self.steps_per_epoch:5d}],"
+            f"Epoch:[{epoch + 1:3d}/{epochs:3d}], step:[{step + 1:5d}/{steps:5d}],"
             f" loss:[{row['loss']:5.3f}/{self._epoch[1] / self._epoch[2]:5.3f}],"
             f" time:{row['step_time'] * 1000:5.3f} ms, lr:{np.float32(row['learning_rate'])!s},"
             f" overflow cond: {row['skipped'] and not row['outlier']}, loss_scale:"
@@ -343,8 +356,7 @@ class GPT2ChineseReport(Report):
         """Return the epoch and its step, both from 0. The model is written after the last step of
         an epoch.
         """
-        epoch = epochs_done(step - 1, self.batches, self._samples)
-        return epoch, step - 1 - self.batches.steps_within(epoch * self._samples)
+        return place_in_epochs(step, self.batches, self._samples)[:2]
 
     def step_lines(self, rows: list[Row]) -> list[str]:
         """Return a line with the mean loss of the steps since the previous line.

@@ -33,6 +33,7 @@ from common.systems.name_map import POSITIONS, NameRow
 from common.systems.weights import Weight, arrays_of
 from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.mindspore_strategy import Layout, write_strategy
+from common.training.epochs import place_in_epochs
 from common.training.manifest import read_manifest
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES
 from common.training.state import TrainState
@@ -50,6 +51,9 @@ def epoch_and_step(
     config: ResolvedRun, samples_per_epoch: int, state: TrainState
 ) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
+    if config.batch_sizes.ramp is not None:
+        epoch, within, _ = place_in_epochs(state.step, config.batch_sizes, samples_per_epoch)
+        return epoch + 1, within + 1
     batch = config.train.global_batch_size
     steps = max(1, samples_per_epoch // batch)
     return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1

@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -205,6 +206,32 @@ def test_mindformers(lines: Any) -> None:
         form % (e, 3, s, 2, loss, mean, 2000.0, "0.0003", over, 65536.0)
         for e, s, loss, mean, over in cells
     ]
+
+
+@pytest.mark.parametrize("style", ["fleetx", "mindformers"])
+def test_epochs_of_a_growing_batch_are_counted_in_samples(lines: Any, style: str) -> None:
+    """Batches of 2, 2, 2, 4, 4, 6, 8, 8 and on: sums say which epoch of 13 samples a step is in."""
+    sizes = [2, 2, 2, 4, 4, 6] + [8] * 7
+    ramp = {"train__rampup_batch_size": [2, 2, 16], "train__max_steps": len(sizes)}
+    config = make_config(style, **ramp)
+    found_sizes = batch_sizes(8, [2, 2, 16])
+    assert sizes == [
+        found_sizes.samples_after(step) - found_sizes.samples_after(step - 1)
+        for step in range(1, len(sizes) + 1)
+    ]
+    epoch_of = [(total - 1) // 13 for total in accumulate(sizes)]
+    rows = [make_row(step, global_batch_size=size) for step, size in enumerate(sizes, 1)]
+    found = lines(config, rows, samples_per_epoch=13)
+    for line, (number, epoch) in zip(found, enumerate(epoch_of), strict=True):
+        within = number - epoch_of.index(epoch)
+        if style == "fleetx":
+            assert f"epoch: {epoch}, batch: {within}," in line
+        else:
+            assert line.startswith(f"Epoch:[{epoch + 1:3d}/{epoch_of[-1] + 1:3d}]")
+            steps = f"step:[{within + 1:5d}/"
+            assert steps in line
+            if epoch < epoch_of[-1]:
+                assert f"{steps}{epoch_of.count(epoch):5d}]" in line
 
 
 def test_gpt2_chinese(lines: Any) -> None:
