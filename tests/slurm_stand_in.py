@@ -1,0 +1,76 @@
+"""An ``srun`` for machines without Slurm, to put first on PATH.
+
+It does what srun(1) documents: it starts the tasks of a step with Slurm's variables. With
+``--kill-on-bad-exit=1`` the first task that fails ends the others. Its nodes are names for this
+machine. The first one resolves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NODES = ("localhost", "localhost2", "localhost3", "localhost4")
+
+
+def put_on_path(folder: Path) -> str:
+    """Write ``srun`` into the folder and return a PATH that finds it first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "srun"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" "$@"\n')
+    program.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def main(words: list[str]) -> int:
+    """Run the step and return the highest exit code of its tasks, as srun does."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--kill-on-bad-exit", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=int(os.environ["SLURM_NNODES"]))
+    parser.add_argument("--ntasks", type=int, default=int(os.environ["SLURM_NTASKS"]))
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    asked = parser.parse_args(words)
+    tasks = [
+        subprocess.Popen(asked.command, env=variables_of(task, asked.ntasks, asked.nodes))
+        for task in range(asked.ntasks)
+    ]
+    signal.signal(signal.SIGTERM, lambda number, _: [task.send_signal(number) for task in tasks])
+    while any(task.poll() is None for task in tasks):
+        failed = [task for task in tasks if task.returncode]
+        if failed and asked.kill_on_bad_exit:
+            for task in tasks:
+                task.kill()
+        time.sleep(0.05)
+    # a task that a signal has ended counts with 128 and the signal's number
+    return max(128 - code if code < 0 else code for code in (task.returncode for task in tasks))
+
+
+def variables_of(task: int, tasks: int, nodes: int) -> dict[str, str]:
+    """Return the environment of a task. Tasks are dealt to nodes in blocks, Slurm's default."""
+    each = tasks // nodes
+    names = ",".join(NODES[:nodes])
+    counts = f"{each}(x{nodes})" if nodes > 1 else str(each)
+    return {
+        **os.environ,
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task % each),
+        "SLURM_NODEID": str(task // each),
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NODELIST": names,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": names,
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": counts,
+        "SLURMD_NODENAME": NODES[task // each],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
