@@ -39,7 +39,12 @@ def main(words: list[str]) -> int:
         subprocess.Popen(asked.command, env=variables_of(task, asked.ntasks, asked.nodes))
         for task in range(asked.ntasks)
     ]
-    signal.signal(signal.SIGTERM, lambda number, _: [task.send_signal(number) for task in tasks])
+
+    def forward(number: int, _: object) -> None:
+        for task in tasks:
+            task.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
     while any(task.poll() is None for task in tasks):
         failed = [task for task in tasks if task.returncode]
         if failed and asked.kill_on_bad_exit:
