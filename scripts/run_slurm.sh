@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # A Slurm job: one task a device, each of them run_gpt2.py itself, which finds its rank in Slurm's variables.
 #
-#   sbatch scripts/run_slurm.sh CONFIG MODE [section.key=value ...]
+#   sbatch scripts/run_slurm.sh [--max_restarts N] CONFIG MODE [section.key=value ...]
 #   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/run_slurm.sh configs/gpt2/run_gpt2_1.3b_fleetx.yaml train
 #
 # Submit from the repository, or set GPT2_ROOT to it. The lines below are the defaults; options before the script's name win.
 # A failed task ends the job. Ten minutes before the time limit every task is sent SIGTERM: the ranks save and end, exit code 143;
-# the same command submitted again resumes from there.
+# the same command submitted again resumes from there. With --max_restarts each node has one task, the launcher, which starts all ranks
+# again after a failure.
 #SBATCH --job-name=gpt2
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=4
@@ -24,13 +25,14 @@ set -euo pipefail
 
 for word in "$@"; do case "$word" in --help | -h)
     cat <<'END'
-usage: sbatch [sbatch's options] scripts/run_slurm.sh CONFIG MODE [section.key=value ...]
+usage: sbatch [sbatch's options] scripts/run_slurm.sh [--max_restarts N] CONFIG MODE [section.key=value ...]
 
 A Slurm job: one task a device, each of them run_gpt2.py, which finds its rank in Slurm's variables. Submit it from the repository, or
 set GPT2_ROOT to it. The #SBATCH lines of this file are the defaults; options before its name win.
 
-  CONFIG   the run's YAML, for example configs/gpt2/run_gpt2_1.3b_fleetx.yaml
-  MODE     train, finetune, eval, predict, export or plan
+  CONFIG            the run's YAML, for example configs/gpt2/run_gpt2_1.3b_fleetx.yaml
+  MODE              train, finetune, eval, predict, export or plan
+  --max_restarts N  start all ranks again after a failure, up to N times, from the newest complete checkpoint
 
   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/run_slurm.sh configs/gpt2/run_gpt2_1.3b_fleetx.yaml train
 
@@ -39,8 +41,13 @@ the first task that failed
 END
     exit 0 ;;
 esac; done
-if [ $# -lt 2 ]; then
-    echo "Usage Help: sbatch run_slurm.sh CONFIG MODE [section.key=value ...]" >&2
+case "${1:-}" in
+--max_restarts=* | --max-restarts=*) RESTARTS=${1#*=} && shift ;;
+--max_restarts | --max-restarts) RESTARTS=${2:-} && shift "$(($# < 2 ? $# : 2))" ;;
+*) RESTARTS=none ;;
+esac
+if [ $# -lt 2 ] || [[ ! $RESTARTS =~ ^([0-9]{1,4}|none)$ ]]; then
+    echo "Usage Help: sbatch run_slurm.sh [--max_restarts N] CONFIG MODE [section.key=value ...]" >&2
     exit 2
 fi
 CONFIG=$1 MODE=$2
@@ -59,4 +66,14 @@ use_python
 # cpus-per-task is not handed on to srun by every version of Slurm.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1800}
+if [ "$RESTARTS" != none ]; then
+    RANKS=${SLURM_NTASKS_PER_NODE:-}
+    if [ -z "$RANKS" ]; then
+        echo "error: SLURM_NTASKS_PER_NODE is not set; give sbatch --ntasks-per-node, the number of ranks on a node" >&2
+        exit 2
+    fi
+    export SRUN_CPUS_PER_TASK=${SLURM_CPUS_ON_NODE:-$((RANKS * SRUN_CPUS_PER_TASK))} PYTHON
+    exec srun --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+        bash "$ROOT/scripts/run_distribute.sh" --max_restarts "$RESTARTS" none "$CONFIG" "[0,$RANKS]" "$MODE" "$@"
+fi
 exec srun --kill-on-bad-exit=1 "$PYTHON" "$ROOT/run_gpt2.py" --config "$CONFIG" --run_mode "$MODE" "$@"

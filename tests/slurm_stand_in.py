@@ -33,6 +33,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--kill-on-bad-exit", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=int(os.environ["SLURM_NNODES"]))
     parser.add_argument("--ntasks", type=int, default=int(os.environ["SLURM_NTASKS"]))
+    parser.add_argument("--ntasks-per-node", type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     asked = parser.parse_args(words)
     tasks = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from common.cluster.environment import find_process
 from common.cluster.pods import place_of_pod
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
@@ -17,7 +18,7 @@ from common.processes.addresses import DEFAULT_PORT, is_here
 
 def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     """Return the request with the number of this host, found by its address, from the variables of
-    a pod or from the master.
+    a pod or of a step of Slurm, or from the master.
 
     meet: wait for the other hosts; a run that is only shown is node 1 unless it is the master.
     Raises ConfigError, and RunError if the others do not arrive.
@@ -25,6 +26,8 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     if request.node_ips:
         return _place_by_address(request)
     given = (request.table, request.rank_size, request.master, request.nnodes, request.node_rank)
+    if all(item is None for item in given) and (step := _place_by_step(request)) is not None:
+        return step
     pod = place_of_pod(os.environ) if all(item is None for item in given) else None
     if pod is not None:
         tell(
@@ -64,6 +67,31 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             error=True,
         )
     return replace(request, node_rank=number)
+
+
+def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
+    """Return the request with the nodes of the Slurm step that started this launcher.
+
+    None outside steps and for a step of one task. Raises ConfigError for several tasks on a node.
+    """
+    task = find_process(os.environ)
+    if task.launcher != "srun" or task.world_size == 1:
+        return None
+    if task.local_world_size != 1:
+        raise ConfigError(
+            f"srun has started {task.local_world_size} tasks on this node, and each of them would"
+            " start all of its ranks; give srun --ntasks-per-node=1, or start run_gpt2.py"
+        )
+    tell(
+        f"hosts by the step of Slurm: {task.world_size}, this is number {task.rank}, rank 0 is on"
+        f" {task.master}"
+    )
+    return replace(
+        request,
+        nnodes=task.world_size,
+        node_rank=task.rank,
+        master=f"{task.master}:{task.port}",
+    )
 
 
 def _place_by_address(request: LaunchRequest) -> LaunchRequest:

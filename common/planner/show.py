@@ -39,9 +39,9 @@ def plan_text(
     config = resolve_config(
         written, world_size=announced_world_size(environ) or written_ranks(written)
     )
-    config = with_largest(config, device)
     if devices is not None and device is not None:
         return describe_suggestions(suggest(config, devices, device), devices, device)
+    config = with_largest(config, device)
     if device is not None:
         config = with_loss_rows(config, device.memory)
     if environ.get("RANK_TABLE_FILE"):

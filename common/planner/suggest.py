@@ -1,7 +1,7 @@
 """Search of layouts for N devices: those that fit, sorted by step time, and why others do not.
 
-Model, micro batch and global batch stay unchanged. The search varies the layout, ZeRO, sequence
-parallelism and recomputation.
+Model and global batch stay unchanged. The search varies the layout, ZeRO, sequence parallelism and
+recomputation. With train.micro_batch_size=auto each layout has the largest micro batch that fits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from common.parallel.pipeline import schedule_error
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import Topology
 from common.planner.communication import traffic_of
+from common.planner.fitting import largest_by_plan
 from common.planner.memory import memory_of
 from common.planner.plan import Plan, make_plan, memory_limit, table
 from common.planner.timing import step_time
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, with_micro_batch
 
 _SHOWN = 10
 
@@ -48,6 +49,8 @@ class Suggestions:
     """Layouts that fit, best first; the fastest for each data x tensor x pipeline."""
     refused: dict[str, list[Topology]]
     """Reason -> layouts that it excludes."""
+    micro_batch_is_auto: bool = False
+    """Whether each layout has a micro batch of its own."""
 
 
 def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestions:
@@ -70,7 +73,9 @@ def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestio
         else:
             refused.setdefault(found, []).append(topology)
     return Suggestions(
-        fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)), refused=refused
+        fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)),
+        refused=refused,
+        micro_batch_is_auto=config.train.micro_batch_is_auto,
     )
 
 
@@ -93,6 +98,8 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
         candidate = _with_layout(
             config, topology, zero=zero, recompute=recompute, sequence=sequence
         )
+        if isinstance(candidate, ResolvedRun) and candidate.train.micro_batch_is_auto:
+            candidate = _with_largest(candidate, device, limit)
         if isinstance(candidate, str):
             reasons.append(candidate)
             continue
@@ -166,17 +173,29 @@ def _with_layout(
         "stage_layers": config.parallel.stage_layers if same else None,
     }
     train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
+    if config.train.micro_batch_is_auto:
+        train["micro_batch_size"] = "auto"
     if topology.tensor == 1:
         train["recompute_slice_activation"] = False
     written = as_run(ResolvedRun, config, parallel=parallel, train=train, device="auto")
     try:
         tried = resolve_config(written, world_size=topology.world_size)
-        error = schedule_error(
-            tried.parallel.pipeline_schedule, tried.topology, tried.batch.accumulation
-        )
     except ConfigError as refusal:
         return str(refusal).partition(";")[0]
-    return tried if error is None else error
+    return _with_possible_schedule(tried)
+
+
+def _with_largest(config: ResolvedRun, device: Accelerator, limit: float) -> ResolvedRun | str:
+    """Return the run with the largest micro batch that fits, or the reason against its pipeline."""
+    size = largest_by_plan(config, limit, device_memory=device.memory)
+    return _with_possible_schedule(with_micro_batch(config, size))
+
+
+def _with_possible_schedule(config: ResolvedRun) -> ResolvedRun | str:
+    error = schedule_error(
+        config.parallel.pipeline_schedule, config.topology, config.batch.accumulation
+    )
+    return config if error is None else error
 
 
 def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) -> str:
@@ -203,7 +222,8 @@ def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) 
         lines += table(head, map(_row, found.fitting[:_SHOWN]))
         if len(found.fitting) > _SHOWN:
             lines.append(f"and {len(found.fitting) - _SHOWN} slower ones")
-        lines += ["", f"The first: {' '.join(_words(found.fitting[0].config))}"]
+        words = _words(found.fitting[0].config, micro_batch=found.micro_batch_is_auto)
+        lines += ["", f"The first: {' '.join(words)}"]
     else:
         lines.append(
             "none fits; use more devices, a smaller micro batch, or precision.parameters below"
@@ -237,10 +257,12 @@ def _row(layout: Layout) -> tuple[str, ...]:
     return *axes, *ways, f"{plan.peak / GIB:.1f}", f"{layout.seconds:.3g}", speed
 
 
-def _words(config: ResolvedRun) -> Iterator[str]:
-    """Yield the overrides to append to the command."""
+def _words(config: ResolvedRun, *, micro_batch: bool) -> Iterator[str]:
+    """Yield the overrides to append to the command. micro_batch: whether its size is one."""
     names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
     values = {name: getattr(config.parallel, name) for name in names}
     for name, value in (values | {"micro_batch_num": config.batch.accumulation}).items():
         yield f"parallel.{name}={str(value).lower() if isinstance(value, bool) else value}"
+    if micro_batch:
+        yield f"train.micro_batch_size={config.train.micro_batch_size}"
     yield f"train.recompute={config.train.recompute}"

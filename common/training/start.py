@@ -20,7 +20,7 @@ from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.files import clean_up
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
-from common.run_folder import RESTART_COUNT, append_attempt
+from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
 from common.training.checkpoint import (
     find_checkpoint,
     point_latest,
@@ -164,9 +164,11 @@ def _prefer_healthy(checkpoint: Path, config: ResolvedRun) -> Path:
 def _wish(config: ResolvedRun) -> str:
     """Return checkpoint.resume, or auto in a restart of a run that has saved.
 
-    A launcher that starts the ranks again counts its attempts in RESTART_COUNT.
+    A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own
+    variable.
     """
-    is_restart = os.environ.get(RESTART_COUNT, "0") != "0"
+    counts = (RESTART_COUNT, SLURM_RESTART_COUNT)
+    is_restart = any(os.environ.get(name, "0") != "0" for name in counts)
     if is_restart and find_checkpoint(Path(config.output_dir)) is not None:
         return "auto"
     return config.checkpoint.resume
@@ -240,13 +242,24 @@ def record_start(config: ResolvedRun, start: Start) -> None:
     if start.resume is not None and start.in_folder(folder):
         point_latest(start.resume)
     save_config(config, folder / "config.yaml")
-    count = whole_number(os.environ.get(RESTART_COUNT, ""))
-    if "TORCHELASTIC_RUN_ID" in os.environ and count is not None:  # our launcher writes its own
+    if (count := _restarts()) is not None:
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         after = 0 if start.resume is None else step_of(start.resume.name)
         append_attempt(
             folder, {"attempt": count + 1, "began": began, "first_step": max(0, after) + 1}
         )
+
+
+def _restarts() -> int | None:
+    """Return how often torchrun or Slurm has started this run again.
+
+    None under other launchers; our launcher writes its own lines.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return whole_number(os.environ.get(RESTART_COUNT, ""))
+    if "SLURM_JOB_ID" in os.environ and "GPT2_LAUNCHER_PID" not in os.environ:
+        return whole_number(os.environ.get(SLURM_RESTART_COUNT, "0"))
+    return None
 
 
 def checkpoint_to_use(config: ResolvedRun) -> Path:

@@ -9,30 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_scripts import ROOT, clean_environment, pids_with, run_words
+from tests.run_scripts import ROOT, clean_environment, pids_with, run_words, wait_until
 from tests.slurm_stand_in import put_on_path
-from tests.system.test_restarts import CONFIG, FAULTS, rows_of
+from tests.system.test_restarts import CONFIG, FAULTS, attempts_of, rows_of
+
+
+def start(
+    folder: Path, restart: int, *words: str, tasks: int = 2, **variables: str
+) -> "subprocess.Popen[str]":
+    """Start the batch script as sbatch does, on as many nodes as tasks."""
+    job = {
+        "SLURM_JOB_ID": str(10000 + os.getpid() % 10000),
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NNODES": str(tasks),
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_SUBMIT_DIR": str(folder),
+    } | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {})
+    return subprocess.Popen(
+        ["bash", str(ROOT / "scripts" / "run_slurm.sh"), *words],
+        cwd=ROOT,
+        env=clean_environment(**({"PATH": put_on_path(folder / "bin")} | job | variables)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def submit(
     folder: Path, restart: int, *words: str, tasks: int = 2, **variables: str
 ) -> tuple[int, str]:
-    """Run the batch script as sbatch does, on as many nodes as tasks: exit code and messages."""
-    job = {
-        "SLURM_JOB_ID": str(10000 + os.getpid() % 10000),
-        "SLURM_NTASKS": str(tasks),
-        "SLURM_NNODES": str(tasks),
-        "SLURM_SUBMIT_DIR": str(folder),
-    } | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {})
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "run_slurm.sh"), CONFIG, "train", *words],
-        cwd=ROOT,
-        env=clean_environment(PATH=put_on_path(folder / "bin"), **job, **variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stdout + done.stderr
+    """Run a training to its end: exit code and messages."""
+    job = start(folder, restart, CONFIG, "train", *words, tasks=tasks, **variables)
+    text, _ = job.communicate(timeout=120)
+    return job.returncode, text
+
+
+def require_equal(run: Path, alone: Path) -> None:
+    for row, other in zip(rows_of(run), rows_of(alone), strict=True):
+        assert (row[0], row[3]) == (other[0], other[3])
+        assert row[1:3] == pytest.approx(other[1:3], rel=1e-6)
 
 
 @pytest.mark.campaign
@@ -61,12 +76,63 @@ def test_a_requeued_job_resumes_from_the_newest_checkpoint(
     assert code == 0, text
     assert pids_with(str(run)) == []
     assert "resuming" in text, text
+    lines = [(line["attempt"], line["first_step"]) for line in attempts_of(run)]
+    assert lines == [(1, 1), (2, 6)]
 
     alone = tmp_path / "alone"
     code, text = submit(
         tmp_path, 0, *run_words(alone, corpus_prefix, **keys), tasks=1, FAULTS=str(faults)
     )
     assert code == 0, text
-    for row, other in zip(rows_of(run), rows_of(alone), strict=True):
-        assert (row[0], row[3]) == (other[0], other[3])
-        assert row[1:3] == pytest.approx(other[1:3], rel=1e-6)
+    require_equal(run, alone)
+
+
+def process_of_rank(run: Path, rank: int) -> int:
+    """Return the process of the run with this rank, by its variables."""
+    wanted = f"RANK={rank}".encode()
+    [found] = [
+        pid
+        for pid in pids_with(str(run))
+        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    return found
+
+
+@pytest.mark.campaign
+def test_a_launcher_on_each_node_starts_the_ranks_again(
+    tmp_path: Path, corpus_prefix: Path
+) -> None:
+    """--max_restarts of the batch script, without a new place in the queue. The killed rank is the
+    second node's.
+    """
+    keys = {"train__max_steps": 300, "checkpoint__interval": 50, "model__dropout": 0}
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    job = start(
+        tmp_path, 0, "--max_restarts", "2", CONFIG, "train",
+        *run_words(run, corpus_prefix, **keys), SLURM_SUBMIT_DIR=str(ROOT),
+    )  # fmt: skip
+    try:
+        wait_until(lambda: len(rows_of(run)) > 60, "60 steps")
+        os.kill(process_of_rank(run, 1), signal.SIGKILL)
+        text, _ = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert job.returncode == 0, text
+    assert "hosts by the step of Slurm: 2, this is number 1, rank 0 is on localhost" in text
+    assert pids_with(str(run)) == []
+    first, second = attempts_of(run)
+    assert (first["exit_code"], first["then"], second["then"]) == (137, "restarted", "ended")
+    assert second["first_step"] % 50 == 1 and 51 <= second["first_step"] <= first["last_step"]
+    for rank in range(2):
+        assert (run / f"mf_parallel{rank}" / "mindformer.log.1").exists()
+    words = run_words(alone, corpus_prefix, **keys)
+    code, text = submit(tmp_path, 0, *words, tasks=1, SLURM_SUBMIT_DIR=str(ROOT))
+    assert code == 0, text
+    require_equal(run, alone)
+
+
+@pytest.mark.parametrize("words", [("--max_restarts",), ("--max_restarts", "x", CONFIG, "train")])
+def test_restarts_without_a_number_are_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
+    job = start(tmp_path, 0, *words)
+    text, _ = job.communicate(timeout=30)
+    assert (job.returncode, text.startswith("Usage Help: ")) == (2, True)

@@ -24,7 +24,7 @@ from common.planner.suggest import (
     suggest,
     telling_places,
 )
-from common.resolve.derive import resolve_config, written_ranks
+from common.resolve.derive import resolve_config, with_micro_batch, written_ranks
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 ASCEND = require_accelerator("Ascend 910A")
@@ -282,3 +282,34 @@ def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(
     found = suggest(config, 221760, require_accelerator("Ascend 910B1"))
     assert len(layouts(found)) == 4536
     assert time.process_time() - start < 30, "played pass by pass it takes minutes"
+
+
+def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
+    """Its double does not fit, or leaves fewer micro batches than stages; the words name it."""
+    device = require_accelerator("H100")
+    config = preset("run_gpt2_1558m", "train.micro_batch_size=auto")
+    found = suggest(config, 8, device)
+    limit = memory_limit(config, device)
+    assert limit is not None and len(found.fitting) == 4
+    for layout in found.fitting:
+        train, batch = layout.config.train, layout.plan.batch
+        assert layout.plan.peak <= limit
+        assert train.micro_batch_size * batch.accumulation * layout.plan.topology.data == (
+            config.train.global_batch_size
+        )
+        larger = [
+            size
+            for size in range(train.micro_batch_size + 1, config.train.global_batch_size + 1)
+            if config.train.global_batch_size % (size * layout.plan.topology.data) == 0
+        ]
+        more = with_loss_rows(with_micro_batch(layout.config, larger[0]), device.memory)
+        assert (
+            make_plan(more).peak > limit or more.batch.accumulation < layout.plan.topology.pipeline
+        )
+    assert len({layout.config.train.micro_batch_size for layout in found.fitting}) > 1
+    text = describe_suggestions(found, 8, device)
+    best = found.fitting[0].config.train.micro_batch_size
+    assert f" train.micro_batch_size={best} train.recompute=" in text
+    assert "micro_batch_size" not in describe_suggestions(
+        suggest(preset("run_gpt2_1558m"), 8, device), 8, device
+    )
