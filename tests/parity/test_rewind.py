@@ -70,3 +70,31 @@ def test_equal_to_a_run_without_the_batch(
     for row, other in zip(found, expected, strict=True):
         # Adam's first updates amplify rounding where a gradient is near 0
         assert row == pytest.approx(other, rel=1e-4)
+
+
+MOVES: dict[str, tuple[str, str]] = {
+    "two ranks, tensor parallel": ("two ranks", "tensor parallel"),
+    "ZeRO 3, MindSpore": ("ZeRO 3", "MindSpore"),
+    "MindSpore, two stages": ("MindSpore, two ranks", "two stages"),
+}
+
+
+@pytest.mark.parametrize("stop", [BAD_STEP - 2, BAD_STEP + 3], ids=["before", "after"])
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_moves_before_and_after_its_rewind(
+    name: str, stop: int, tmp_path: Path, expected: list[tuple[float, ...]]
+) -> None:
+    """Moved before it, the run goes back to a checkpoint of the other layout. Moved after it, the
+    other layout must know which batch is left out, and find the samples of all others.
+    """
+    corpus = write_corpus(tmp_path / "corpus", BAD_STEP)
+    first, second = (WAYS[way] for way in MOVES[name])
+    run(tmp_path / "run", corpus, first[0], **(first[1] | {"train__max_steps": stop}))
+    rewound = "rewind 1 of 3" in (tmp_path / "run.log").read_text()
+    assert rewound == (stop > BAD_STEP)
+    found = run(tmp_path / "run", corpus, second[0], **second[1])
+    text = (tmp_path / "run.log").read_text()
+    assert "resuming" in text and text.count("rewind 1 of 3") == 1
+    assert len(found) == 24
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-4)
