@@ -185,3 +185,47 @@ def test_layouts_record_the_same_tensors(
     _, text = compare(tmp_path, corpus_prefix, backend, *words)
     assert "no difference" in text and "not compared" not in text
     assert rows_that_differ(tmp_path) == []
+
+
+def train_run(folder: Path, corpus: Path, backend: str, fault: str = "") -> Path:
+    """Train two steps by SGD, with a checkpoint of each, and return the run folder."""
+    if backend == "mindspore" and not importlib.util.find_spec("mindspore"):
+        pytest.skip("MindSpore is not installed")
+    config, program = folder.with_suffix(".yaml"), folder.with_suffix(".py")
+    config.write_text(CONFIG.format(corpus=corpus, dropout=0.0))
+    program.write_text(START + fault + END)
+    words = (
+        f"backend={backend}", f"output_dir={folder}", "train.max_steps=2", "checkpoint.interval=1",
+        "optimizer.name=sgd", "optimizer.clip_grad=0", "optimizer.warmup_steps=0",
+    )  # fmt: skip
+    subprocess.run(
+        [sys.executable, str(program), "--config", str(config), "--run_mode", "train", *words],
+        env=clean_environment(), check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_run_has_its_own_weights(tmp_path: Path, corpus_prefix: Path, backend: str) -> None:
+    """One gradient of B was too large, so that after a step of SGD one weight differs. From the
+    weights of A, or beside a whole run, nothing differs.
+    """
+    one = train_run(tmp_path / "one", corpus_prefix, "torch")
+    whole = train_run(tmp_path / "whole", corpus_prefix, backend)
+    faulty = train_run(tmp_path / "faulty", corpus_prefix, backend, GRADIENT[backend])
+    for other, words in ((faulty, ["--own_weights"]), (faulty, []), (whole, ["--own_weights"])):
+        done = subprocess.run(
+            [
+                sys.executable, str(ROOT / "tools" / "compare_runs.py"), str(one), str(other),
+                "--layers", "--step", "2", "--output", str(tmp_path / "out"), *words,
+            ],
+            env=clean_environment(), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        print(done.stdout, done.stderr)
+        found = rows_that_differ(tmp_path)
+        if other == faulty and words:
+            assert "first difference: weight h.1.mlp.c_fc.weight before the step" in done.stdout
+            weights = [name for section, name in found if section == "weights"]
+            assert weights == ["h.1.mlp.c_fc.weight"]
+        else:
+            assert found == []
