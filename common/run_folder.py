@@ -17,9 +17,12 @@ from common.log import LOG
 LOCK = ".lock"
 ATTEMPTS = "attempts.jsonl"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-SLURM_RESTART_COUNT = "SLURM_RESTART_COUNT"
-"""Number of times that Slurm has queued the job again, not set in the first. Source: sbatch(1)."""
 """Variable of a rank with the number of its attempt, from 0, as torchrun sets it."""
+SLURM_RESTART_COUNT = "SLURM_RESTART_COUNT"
+"""Variable with the number of times that Slurm has queued the job again.
+
+A job that was queued once does not have it. Source: sbatch(1).
+"""
 
 
 class LostFolderError(StorageError):

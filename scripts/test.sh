@@ -10,7 +10,7 @@ Makes the environment .venv with every extra (torch, MindSpore, DeepSpeed, devel
 there are cores, up to four. Without --all, tests that take minutes are left out, and a smaller one stands for each kind of them.
 
   bash scripts/test.sh                               the short suite: about ten minutes on two cores
-  bash scripts/test.sh --all                         the whole suite: about twenty minutes
+  bash scripts/test.sh --all                         the whole suite: up to forty minutes on two cores
   bash scripts/test.sh tests/common -k batch         a part; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
 
 exit codes: 0 all passed, 1 some failed, 2 interrupted or a word is at fault, 5 no test was found

@@ -53,7 +53,7 @@ def find_process(environ: Mapping[str, str]) -> Process:
     Without any, this is the only process. Raises ConfigError for a value that is not a number, for
     an incomplete pair, and where two launchers contradict each other.
     """
-    for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, _srun):
+    for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, task_of_step):
         process = source(environ)
         if process is not None:
             return _checked(process)
@@ -376,7 +376,7 @@ def _check_mpi(environ: Mapping[str, str]) -> None:
 _RESERVED_STEPS = 0xFFFFFFF0
 
 
-def _srun(environ: Mapping[str, str]) -> Process | None:
+def task_of_step(environ: Mapping[str, str]) -> Process | None:
     """Find the rank in Slurm's variables, only inside a step that srun started.
 
     A batch script also has SLURM_PROCID=0, but no step. Source: srun(1), sbatch(1).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from common.cluster.environment import find_process
+from common.cluster.environment import task_of_step
 from common.cluster.pods import place_of_pod
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
@@ -26,9 +26,10 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     if request.node_ips:
         return _place_by_address(request)
     given = (request.table, request.rank_size, request.master, request.nnodes, request.node_rank)
-    if all(item is None for item in given) and (step := _place_by_step(request)) is not None:
+    is_open = all(item is None for item in given)
+    if is_open and (step := _place_by_step(request)) is not None:
         return step
-    pod = place_of_pod(os.environ) if all(item is None for item in given) else None
+    pod = place_of_pod(os.environ) if is_open else None
     if pod is not None:
         tell(
             f"hosts by the pod's environment: {pod.nodes}, this is number {pod.node_rank}, rank 0"
@@ -74,13 +75,14 @@ def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
 
     None outside steps and for a step of one task. Raises ConfigError for several tasks on a node.
     """
-    task = find_process(os.environ)
-    if task.launcher != "srun" or task.world_size == 1:
+    task = task_of_step(os.environ)
+    if task is None or task.world_size == 1:
         return None
     if task.local_world_size != 1:
         raise ConfigError(
             f"srun has started {task.local_world_size} tasks on this node, and each of them would"
-            " start all of its ranks; give srun --ntasks-per-node=1, or start run_gpt2.py"
+            " start all of its ranks; give srun --ntasks-per-node=1, or start run_gpt2.py; for"
+            " separate runs give the command --nnodes 1"
         )
     tell(
         f"hosts by the step of Slurm: {task.world_size}, this is number {task.rank}, rank 0 is on"

@@ -192,6 +192,7 @@ def _with_largest(config: ResolvedRun, device: Accelerator, limit: float) -> Res
 
 
 def _with_possible_schedule(config: ResolvedRun) -> ResolvedRun | str:
+    """Return the run, or the reason why its pipeline schedule cannot have its micro batches."""
     error = schedule_error(
         config.parallel.pipeline_schedule, config.topology, config.batch.accumulation
     )
@@ -258,7 +259,10 @@ def _row(layout: Layout) -> tuple[str, ...]:
 
 
 def _words(config: ResolvedRun, *, micro_batch: bool) -> Iterator[str]:
-    """Yield the overrides to append to the command. micro_batch: whether its size is one."""
+    """Yield the overrides to append to the command.
+
+    micro_batch: include the micro batch size.
+    """
     names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
     values = {name: getattr(config.parallel, name) for name in names}
     for name, value in (values | {"micro_batch_num": config.batch.accumulation}).items():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.run_scripts import ROOT, clean_environment, pids_with, run_words, wait_until
 from tests.slurm_stand_in import put_on_path
-from tests.system.test_restarts import CONFIG, FAULTS, attempts_of, rows_of
+from tests.system.test_restarts import CONFIG, FAULTS, attempts_of, require_equal, rows_of
 
 
 def start(
@@ -42,12 +42,6 @@ def submit(
     job = start(folder, restart, CONFIG, "train", *words, tasks=tasks, **variables)
     text, _ = job.communicate(timeout=120)
     return job.returncode, text
-
-
-def require_equal(run: Path, alone: Path) -> None:
-    for row, other in zip(rows_of(run), rows_of(alone), strict=True):
-        assert (row[0], row[3]) == (other[0], other[3])
-        assert row[1:3] == pytest.approx(other[1:3], rel=1e-6)
 
 
 @pytest.mark.campaign

@@ -285,7 +285,7 @@ def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(
 
 
 def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
-    """Its double does not fit, or leaves fewer micro batches than stages; the words name it."""
+    """The next larger one does not fit, or leaves fewer micro batches than stages."""
     device = require_accelerator("H100")
     config = preset("run_gpt2_1558m", "train.micro_batch_size=auto")
     found = suggest(config, 8, device)

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
+from common.config.resolved import as_run
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_config
-from common.systems.mindformers.rank_files import write_rank_file
+from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
 from common.systems.mindformers.read import open_mindformers
 from common.systems.own_folder import open_project, write_project
 from common.systems.run_state import NO_SCALE, new_run
 from common.systems.weights import Weight, Weights, checked_model
 from common.tensor_files.containers import open_tensors
+from common.training.state import TrainState
 from common.weights.names import parameter_shapes
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 101}
@@ -112,6 +114,16 @@ def require_whole(found: Any, checkpoint: Path, rows: int) -> None:
                     expected = np.pad(expected, ((0, rows - len(expected)), (0, 0)))
                 got = found[prefix + key].asnumpy()
                 assert np.array_equal(got, expected.T if turned else expected), name
+
+
+def test_files_of_a_growing_batch_are_named_by_samples() -> None:
+    """Batches of 2, 2, 2, 4, 4, 6, 8: step 5 is the first whose samples pass 13, step 7 that of the
+    third epoch, since 20 + 8 passes 26. Without samples, as for unknown data, each step is one.
+    """
+    config = as_run(ResolvedRun, config_of(), train={"rampup_batch_size": [2, 2, 16]})
+    places = [epoch_and_step(config, 13, TrainState(step=step)) for step in range(1, 8)]
+    assert places == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1)]
+    assert epoch_and_step(config, 0, TrainState(step=3)) == (3, 1)
 
 
 def network_of_mindformers(ms: ModuleType) -> Any:

@@ -1,0 +1,29 @@
+"""Restarts that a run knows of by the variables of torchrun and Slurm."""
+
+import pytest
+
+from common.training.start import _restarts
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, 2),
+        ({"SLURM_JOB_ID": "7"}, 0),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}, 3),
+        # the launcher writes the lines of its own attempts
+        ({"SLURM_JOB_ID": "7", "GPT2_LAUNCHER_PID": "9", "TORCHELASTIC_RESTART_COUNT": "1"}, None),
+    ],
+)
+def test_restarts(
+    environ: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT",
+        "GPT2_LAUNCHER_PID",
+    ):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert _restarts() == expected
