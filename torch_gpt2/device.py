@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.auto_device import check_device_id, naming_auto
+from torch_gpt2.private_api import has_adam_kernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,8 +57,22 @@ class TorchDevice:
 
     @property
     def fused_optimizer(self) -> bool:
-        """Whether torch.optim's fused kernels run here; Ascend documents that they do not."""
+        """Whether torch.optim's fused kernels run here and the device can skip a step of theirs.
+
+        Ascend has only that of AdamW, which ignores the flag that skips.
+        """
         return self.kind != "npu"
+
+    @cached_property
+    def adam_kernel(self) -> bool:
+        """Whether a kernel computes Adam's update of a tensor that only the host can skip: from
+        the Atlas A2 on, where a probe finds it.
+        """
+        return (
+            self.kind == "npu"
+            and self.supports("bfloat16")  # the first Ascend 910 has neither
+            and has_adam_kernel(self.torch_device)
+        )
 
     @property
     def compiles(self) -> bool:

@@ -86,7 +86,11 @@ class Engine(BaseEngine):
         self.optimizer = build_optimizer(
             self.master.tensors, config.optimizer, fused=device.fused_optimizer, frozen=self._frozen
         )
-        self._step_on_device = DeviceStep(self.optimizer, config.optimizer)
+        # replicas stay equal only if all round alike
+        self.adam_kernel = self.world.sum(float(device.adam_kernel))[0] == self.world.size
+        self._step_on_device = DeviceStep(
+            self.optimizer, config.optimizer, adam_kernel=self.adam_kernel
+        )
         self._device_scale = DeviceLossScale(config.loss_scale, device.torch_device)
         """The scale of the next step; ``loss_scale`` is that after the last result."""
         self._under_way: deque[Callable[[], StepResult]] = deque()

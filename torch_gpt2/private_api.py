@@ -8,6 +8,7 @@ would replace it.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -47,8 +48,12 @@ PRIVATE = {
             "torch._foreach_sqrt",
         ),
         "a step of the optimizer that the device may skip, in a few kernels; publicly only"
-        " torch.optim's fused optimizers, which Ascend has not",
+        " torch.optim's fused optimizers, whose skip Ascend ignores",
     ),
+    "torch._fused_adamw_": "a step of AdamW in a kernel per tensor, over state that other steps"
+    " share; publicly torch.optim.AdamW, which keeps a count of updates per tensor",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "whether a device has this kernel, or would"
+    " copy to the host and back; publicly nothing",
 }
 """Purpose of each name, and its public replacement."""
 
@@ -219,3 +224,91 @@ def foreach_adam(
     torch._foreach_add_(divisors, epsilon)
     torch._foreach_div_(divisors, -rate)  # a rate of 0 makes them infinite
     torch._foreach_addcdiv_(weights, first, divisors)
+
+
+def fused_adam(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    *,
+    updates: int,
+    betas: tuple[float, float],
+    epsilon: float,
+    rate: float,
+    decay: float,
+) -> None:
+    """Take a step of torch.optim.AdamW in place, by a kernel per tensor that nothing can skip.
+
+    updates: number of updates with this one. The kernel would compute its bias corrections in
+    float32, which are 3e-5 off at first. At its last step they are 1, and rate, decay and epsilon
+    have ours in them. They are those of the betas as the kernel has them.
+    """
+    first_beta, second_beta = torch.tensor(betas, dtype=torch.float32).tolist()
+    root = math.sqrt(1.0 - second_beta**updates)
+    correction = root / (1.0 - first_beta**updates)
+    last = torch.full((), _LAST_STEP, device=weights[0].device)
+    torch._fused_adamw_(
+        weights,
+        gradients,
+        first,
+        second,
+        [],
+        [last] * len(weights),
+        lr=rate * correction,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=decay / correction,
+        eps=epsilon * root,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+_LAST_STEP = 2.0**30
+"""Step at which the power of every float32 below 1 is 0."""
+
+_PROBE_TOLERANCE = 5e-5
+"""Relative error that the probe allows. 1 - beta of a float32 is 1e-5 off, another formula 1e-2."""
+
+
+def has_adam_kernel(device: torch.device) -> bool:
+    """Return whether ``fused_adam`` runs on an accelerator that came with a package of its own.
+
+    Three small updates must be those of the formula. An operator that this package lacks would be
+    computed on the host.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", "PrivateUse1"):
+        return False
+    rate, betas, epsilon, decay = 0.01, (0.9, 0.999), 1e-8, 0.1
+    weight = torch.linspace(-0.1, 0.1, 64, dtype=torch.float64)
+    gradients = [torch.cos(weight * 70.0 + step) for step in range(3)]
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    held = [tensor.to(device, torch.float32) for tensor in (weight, first, second)]
+    try:
+        for step, gradient in enumerate(gradients, 1):
+            fused_adam(
+                held[:1],
+                [gradient.to(device, torch.float32)],
+                held[1:2],
+                held[2:],
+                updates=step,
+                betas=betas,
+                epsilon=epsilon,
+                rate=rate,
+                decay=decay,
+            )
+        found = [tensor.cpu().double() for tensor in held]
+    except (RuntimeError, TypeError):
+        return False
+    for step, gradient in enumerate(gradients, 1):
+        weight *= 1.0 - rate * decay
+        first += (1.0 - betas[0]) * (gradient - first)
+        second += (1.0 - betas[1]) * (gradient * gradient - second)
+        root = (second / (1.0 - betas[1] ** step)).sqrt()
+        weight -= rate * first / (1.0 - betas[0] ** step) / (root + epsilon)
+    scales = (rate, 1.0, 3.0 * (1.0 - betas[1]))
+    return all(
+        torch.allclose(one, other, rtol=0.0, atol=_PROBE_TOLERANCE * scale)
+        for one, other, scale in zip(found, (weight, first, second), scales, strict=True)
+    )

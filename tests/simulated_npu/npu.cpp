@@ -187,7 +187,7 @@ struct Drawing {
 
 void by_cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.operator_name().name;
-  TORCH_CHECK(name.rfind("aten::_fused_adam", 0) && name.rfind("aten::_fused_sgd", 0), name, ": Ascend has no fused optimizers");
+  TORCH_CHECK(name.rfind("aten::_fused_adam", 0) && name.rfind("aten::_fused_sgd", 0), name, ": Ascend has no such fused optimizer");
   const auto& arguments = op.schema().arguments();
   const auto first = stack->size() - arguments.size();
   std::optional<at::Device> place;

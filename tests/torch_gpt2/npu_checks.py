@@ -8,9 +8,10 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -22,17 +23,21 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.config.load import build_config, load_config
+from common.config.resolved import as_run
 from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig, RunConfig
+from common.dataset import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
+from common.parallel.resolved_run import TrainingRun
 from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
+from common.training.start import Start as StartOfRun
 from tests.config_overrides import changed
 from tests.host_waits import counted
-from torch_gpt2.device import open_device, select_device
+from torch_gpt2.device import TorchDevice, open_device, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
 from torch_gpt2.model import GPT2
@@ -218,29 +223,176 @@ def test_a_run_equals_the_cpu_s_bit_for_bit(start: Start, name: str) -> None:
         assert any(skipped) and not all(skipped)
 
 
-def test_adamw(start: Start, config: Callable[..., RunConfig]) -> None:
-    """On the CPU the fused kernel, which rounds otherwise, on the NPU torch's loop over lists of
-    tensors (foreach).
+ADAMS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adam": {"optimizer__name": "adam"},
+    "adamw with clip": {"optimizer__clip_grad": 2.1},
+    # squares of float32 overflow at 2^128, so norms of rows do at 2^64
+    "adamw that overflows": {
+        "loss_scale": {"mode": "dynamic", "initial": 2.0**66, "window": 3},
+    },
+}
+
+
+@pytest.fixture
+def without_adam_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchDevice, "adam_kernel", False)
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["one kernel", "lists of tensors"])
+@pytest.mark.parametrize("name", ADAMS)
+def test_adam(start: Start, name: str, kernel: bool, request: pytest.FixtureRequest) -> None:
+    """On the CPU torch's fused kernel, which rounds otherwise, on the NPU its own kernel, or loops
+    over lists of tensors (foreach).
+
+    Each rounds the update of a weight at other places, 1e-7 of it, which 8 steps carry on.
     """
-    npu, cpu = (rows_of(start(device, device)) for device in ("npu", "cpu"))
+    from torch_npu import adamw
+
+    if not kernel:
+        request.getfixturevalue("without_adam_kernel")
+    adamw.calls.clear()
+    npu, cpu = (rows_of(start(device, device, **ADAMS[name])) for device in ("npu", "cpu"))
+    taken = [row for row in npu if row.get("skipped") is False]
+    probe = [1] * 3
+    groups = 2  # with and without decay
+    assert len(adamw.calls) == (len(probe) + groups * len(taken)) * kernel
+    assert len(taken) == 8 or (name == "adamw that overflows" and 3 <= len(taken) < 8)
+    for key in ("skipped", "loss_scale", "sample_hash"):
+        assert [row.get(key) for row in npu] == [row.get(key) for row in cpu]
     for key in ("loss", "grad_norm", "validation_loss"):
         assert [row.get(key) for row in npu] == [
             value and pytest.approx(value, rel=1e-6) for value in (row.get(key) for row in cpu)
         ]
-    device = select_device("npu")
-    settings = config("none", "npu")
-    engine = Engine(settings, device)
-    assert not any(group["fused"] for group in engine.optimizer.param_groups)
+
+
+def test_adam_s_kernel_updates_the_float32_copies(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one step, since later ones begin with weights that rounding to bfloat16 tells apart."""
+    precision = {"parameters": "bfloat16", "compute": "bfloat16"}
+    settings = as_run(
+        TrainingRun, config("none", "npu", precision=precision, optimizer__warmup_steps=0)
+    )
+    found = []
+    for kernel in (True, False):
+        monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
+        engine = Engine(settings, select_device("npu"))
+        engine.begin(StartOfRun())
+        before = {name: tensor.clone() for name, tensor in engine.master.tensors.items()}
+        engine.run(iter([BATCH]), 1)
+        rows = engine.finish()
+        assert not rows[0].skipped and rows[0].learning_rate > 0.0
+        held = dict(engine.model.named_parameters())
+        for name, tensor in engine.master.tensors.items():
+            assert tensor.dtype == torch.float32 and not torch.equal(tensor, before[name])
+            assert torch.equal(tensor.bfloat16(), held[name])
+        found.append(engine.master.tensors)
+    for name, tensor in found[0].items():
+        # an ulp of the largest weights, and 1e-6 of an update
+        assert torch.allclose(tensor, found[1][name], rtol=2e-7, atol=1e-6 * rows[0].learning_rate)
+
+
+BATCH = Batch(
+    tokens=np.random.default_rng(0).integers(0, 101, (4, 17), np.int32),
+    samples=4,
+    consumed_samples=4,
+    sample_hash="",
+)
+
+
+def test_ascend_ignores_the_flag_that_skips_a_fused_step() -> None:
+    """The reason for the engine not to take torch.optim's. Others than AdamW are not there."""
     weight = torch.nn.Parameter(torch.ones(2, device="npu"))
     weight.sum().backward()
-    with pytest.raises(RuntimeError, match="no fused optimizers"):  # the test is not blind
-        torch.optim.AdamW([weight], fused=True).step()
+    optimizer: Any = torch.optim.AdamW([weight], fused=True)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones((), device="npu")
+    optimizer.step()
+    assert (weight < 1.0).all() and optimizer.state[weight]["step"].item() == 0.0
+    with pytest.raises(RuntimeError, match="no such fused optimizer"):
+        torch.optim.Adam([weight], fused=True).step()
+    assert not select_device("npu").fused_optimizer
 
 
-def test_no_step_waits_for_the_host(start: Start) -> None:
+def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_npu import adamw
+
+    def found() -> bool:
+        return select_device("npu").adam_kernel
+
+    assert found() and not select_device("cpu").adam_kernel
+    wrong = [{"weight_decay": 0.0}, {"beta2": 0.998}, {"eps": 1e-2}]
+    broken = [RuntimeError("161002"), NotImplementedError("aclnnApplyAdamWV2")]
+    for other in (
+        *(partial(changed_adamw, adamw._fused_adamw, change) for change in wrong),
+        *(Mock(side_effect=error) for error in broken),
+    ):
+        with patch("torch._fused_adamw_", other):
+            assert not found()
+    monkeypatch.setattr(torch.npu, "is_bf16_supported", lambda: False)
+    assert not found(), "the first Ascend 910"
+    monkeypatch.undo()
+    monkeypatch.setattr("torch._C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
+    assert not found(), "an old torch_npu"
+
+
+def changed_adamw(
+    kernel: Callable[..., None], change: dict[str, Any], *lists: Any, **rest: Any
+) -> None:
+    kernel(*lists, **rest | change)
+
+
+def test_adam_s_state_is_the_same_with_its_kernel_and_without(
+    start: Start, config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of either one is loaded by the other, and written again bit for bit. The next
+    steps of both agree, also after going back to it, as a rewind does.
+    """
+    for written_by in (True, False):
+        monkeypatch.setattr(TorchDevice, "adam_kernel", written_by)
+        folder = start(f"by {written_by}", "npu", train__max_steps=4)
+        checkpoint = find_checkpoint(folder)
+        assert checkpoint is not None
+        settings = as_run(TrainingRun, config("next", "npu"))
+        losses = []
+        for read_by in (True, False):
+            monkeypatch.setattr(TorchDevice, "adam_kernel", read_by)
+            engine = Engine(settings, select_device("npu"))
+            assert engine.adam_kernel is read_by
+            for _ in range(2):
+                state = engine.begin(StartOfRun(resume=checkpoint))
+                snapshot = engine.snapshot(state)
+                assert snapshot is not None
+                assert snapshot.manifest["engine"]["optimizer_steps"] == 4
+                for file, arrays in snapshot.files.items():
+                    saved = load_file(checkpoint / file)
+                    assert saved.keys() == set(arrays)
+                    assert all(
+                        array.tobytes() == np.asarray(arrays[name]).tobytes()
+                        for name, array in saved.items()
+                    )
+                rows = [*engine.run(iter([BATCH] * 3), 3), *engine.finish()]
+                losses.append([row.loss for row in rows])
+        assert losses[0] == losses[1] and losses[2] == losses[3]
+        assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+        assert losses[0][2] < losses[0][1] < losses[0][0]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_no_step_waits_for_the_host(
+    start: Start, kernel: bool, request: pytest.FixtureRequest
+) -> None:
+    """But for Adam's kernel, which the host must not start before it knows that the step counts."""
+    if not kernel:
+        request.getfixturevalue("without_adam_kernel")
     with counted() as waits:
         start("run", "npu")
-    assert [number for number, found in enumerate(waits.steps) if found] == [0, 8]
+    steps = range(1, 8)
+    found = [waits.steps[number] for number in steps]
+    assert waits.steps[0] and waits.steps[8]
+    assert [each.total() for each in found] == [int(kernel)] * len(steps)
+    assert all(key.startswith("_local_scalar_dense") for each in found for key in each)
+    assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
 
 
 def test_the_counter_of_waits_sees_every_thread() -> None:

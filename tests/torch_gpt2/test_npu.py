@@ -170,10 +170,15 @@ def test_two_ranks_over_hccl_equal_one_process(runs: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NATIVE)
 def test_no_step_waits_for_the_host(runs: Path, name: str) -> None:
     """Nothing is read, copied with waiting, or sent between hosts. Step 1 fills memory, steps 4 and
-    8 end with validations.
+    8 end with validations. Adam's kernel asks once a step whether the step counts.
     """
     for rank in range(2):
         before, *steps = json.loads((runs / "npu" / name / f"watched_{rank}.json").read_text())
+        asked = [
+            sum(found.pop(key) for key in list(found) if "torch_gpt2/device_step.py" in key)
+            for found in steps
+        ]
+        assert asked == [int(name.startswith("adamw"))] * 8
         assert [number for number, found in enumerate(steps, 1) if found] in ([4, 8], [1, 4, 8])
         assert before  # the counter sees the start of the run
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import profiler
 
-from . import npu
+from . import adamw, npu
 
-__all__ = ["npu", "profiler"]
+__all__ = ["adamw", "npu", "profiler"]
 
 torch.utils.rename_privateuse1_backend("npu")
 torch._register_device_module("npu", npu)

@@ -1,0 +1,56 @@
+"""The one fused optimizer that Ascend has, by the formula of its documentation (aclnnApplyAdamWV2).
+
+As there, a kernel updates one tensor, numbers of the host are rounded to float32, and the arguments
+that should skip or scale a step are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+calls: list[int] = []
+"""Number of tensors of each call, for tests."""
+
+
+def _fused_adamw(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    largest: list[Tensor],
+    updates: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Any = None,
+    found_inf: Any = None,
+) -> None:
+    lists = (weights, gradients, first, second, updates)
+    assert len({len(each) for each in lists}) == 1 and not largest, "lists of equal length"
+    assert not amsgrad and not maximize, "not simulated"
+    calls.append(len(weights))
+    for weight, gradient, m, v, step in zip(*lists, strict=True):
+        assert {each.dtype for each in (weight, gradient, m, v)} == {torch.float32}
+        assert weight.shape == gradient.shape == m.shape == v.shape and step.numel() == 1
+        assert {each.device for each in (weight, gradient, m, v, step)} == {weight.device}
+        rate, one, two, decay, small = (
+            torch.full((), number, device=weight.device)
+            for number in (lr, beta1, beta2, weight_decay, eps)
+        )
+        weight.mul_(1 - rate * decay)
+        m.mul_(one).add_((1 - one) * gradient)
+        v.mul_(two).add_((1 - two) * gradient * gradient)
+        roots = v.sqrt() / (1 - two**step).sqrt() + small
+        weight.sub_(rate / (1 - one**step) * (m / roots))
+
+
+_registered = torch.library.Library("aten", "IMPL")
+_registered.impl("_fused_adamw_", _fused_adamw, "PrivateUse1")
