@@ -12,6 +12,7 @@ of the whole batch, before clipping, without the loss scale.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,3 +196,62 @@ class StepRecord:
         for number, sample in enumerate(self._samples):
             if first <= sample < first + count:
                 yield number, sample - first
+
+
+class RecorderBase(ABC):
+    """Base of the backends' recorders, which hook the layers of a model during one step."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self.step = record.step
+        self._record = record
+        self._scale = 1.0
+        """Loss scale of the gradients."""
+        self.hooks: list[Any] = []
+        self._micro_batch: int | None = None
+
+    def watch(self, micro_batch: int | None) -> None:
+        """Take the activations of what is computed next; None takes nothing."""
+        self._micro_batch = micro_batch
+
+    @abstractmethod
+    def on_host(self, values: Any) -> Array:
+        """Return a tensor as float32 of the host."""
+
+    def start(self, tokens: Any, scale: float) -> None:
+        """Take the tokens of this rank. scale: the loss scale."""
+        self._record.take_tokens(tokens)
+        self._scale = scale
+
+    def hook_for(self, name: str) -> Callable[[Any], None]:
+        """Return a function that takes an activation of the micro batch under way, and then its
+        gradient.
+        """
+
+        def take(values: Any, section: str, number: int) -> None:
+            factor = np.float32(1.0 if section == FORWARD else 1.0 / self._scale)
+            self._record.take_activation(
+                section, name, number, values.shape, lambda row: self.on_host(values[row]) * factor
+            )
+
+        def hook(output: Any) -> None:
+            number = self._micro_batch
+            if number is not None:
+                take(output, FORWARD, number)
+                output.register_hook(lambda gradient: take(gradient, BACKWARD, number))
+
+        return hook
+
+    def finish(
+        self,
+        loss: float,
+        weights: Mapping[str, Array],
+        gradients: Mapping[str, Array],
+        pieces: Mapping[str, TensorSlice],
+    ) -> None:
+        """Remove the hooks and write the record. weights, gradients: pieces on the host."""
+        for hook in self.hooks:
+            hook.remove()
+        scaled = {name: values / np.float32(self._scale) for name, values in gradients.items()}
+        self._record.take_parameters(GRADIENTS, scaled, pieces)
+        self._record.take_parameters(WEIGHTS, weights, pieces)
+        self._record.write(loss)
