@@ -30,7 +30,7 @@ from mindformers_gpt2.checkpoint import (
     weights_on_host,
 )
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.model import initialise
+from mindformers_gpt2.model import initialise, takes_fused_attention
 from mindformers_gpt2.optimizer import (
     DeviceLossScale,
     MasterWeights,
@@ -114,6 +114,14 @@ class BaseEngine(engine.Engine):
         self.master.write_back()
         self.step = state.step
         return state
+
+    def kernels(self) -> dict[str, str]:
+        fused = takes_fused_attention(self.config, self.device)
+        return {
+            "attention": "FlashAttentionScore" if fused else "written out",
+            "layer norm": f"LayerNorm in {self.config.precision.layer_norm}",
+            "optimizer": " and ".join(self.optimizer.kernels),
+        }
 
     def norm_of_weights(self) -> float:
         return float(global_norm(*self.master.tensors.values()).asnumpy())

@@ -15,6 +15,7 @@ from common.accelerators import accelerator_flops, find_accelerator
 from common.cluster.environment import ALONE, Process
 from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
+from common.parallel.fused_attention import FIRST_ASCEND, has_attention_kernel
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.auto_device import check_device_id, naming_auto
 from common.resolve.engine_checks import check_mindspore
@@ -42,7 +43,7 @@ class MindSporeDevice:
         """MindSpore has no bfloat16 matrix product on a CPU, and the first Ascend 910 has none."""
         accelerator = find_accelerator(self.name)
         return float_name != "bfloat16" or (
-            self.kind == "npu" and (accelerator is None or accelerator.name != "Ascend 910A")
+            self.kind == "npu" and (accelerator is None or accelerator.name != FIRST_ASCEND)
         )
 
     @property
@@ -55,7 +56,7 @@ class MindSporeDevice:
     @property
     def fused_attention(self) -> bool:
         """Whether there is a kernel for all of attention; the first Ascend 910 has none."""
-        return self.kind == "npu" and self.supports("bfloat16")
+        return has_attention_kernel(self.kind, self.name)
 
     @property
     def native_collectives(self) -> bool:

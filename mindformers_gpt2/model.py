@@ -19,6 +19,7 @@ from mindspore.ops.auto_generate import FlashAttentionScore
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
+from common.parallel.fused_attention import suits_attention_kernel
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
 from common.training.snapshot import padded_rows
@@ -395,15 +396,7 @@ def set_fused_attention(model: GPT2, config: ResolvedRun, device: MindSporeDevic
 
 def takes_fused_attention(config: ResolvedRun, device: MindSporeDevice) -> bool:
     """Tell whether attention runs as one kernel. See FusedAttention for what it can compute."""
-    model, precision = config.model, config.precision
-    return (
-        config.train.fused_attention
-        and device.fused_attention
-        and precision.compute != "float32"
-        and precision.softmax == "float32"
-        and model.hidden_size // model.num_heads % 16 == 0
-        and not model.attention_dropout
-    )
+    return device.fused_attention and suits_attention_kernel(config)
 
 
 def set_recompute(model: GPT2, train: TrainConfig) -> None:

@@ -173,6 +173,14 @@ class Optimizer(nn.Cell):
         self.descend_with_momentum = ops.ApplyMomentum()
         self.descend = ops.ApplyGradientDescent()  # parameter -= rate x gradient, in place
 
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the operators that update a parameter, for the log."""
+        name, decays = self.settings.name, any(self.decays)
+        if name != "sgd":
+            return ["Adam", "ApplyGradientDescent"] if decays and name == "adamw" else ["Adam"]
+        return ["ApplyMomentum" if self.settings.momentum else "ApplyGradientDescent"]
+
     def construct(
         self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

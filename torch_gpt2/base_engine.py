@@ -22,6 +22,7 @@ from common.training.snapshot import EngineState, make_snapshot
 from common.training.start import Start
 from common.training.state import TrainState
 from torch_gpt2.device import TorchDevice
+from torch_gpt2.model import attention_kernel
 from torch_gpt2.parallel.layout import seed_offset
 from torch_gpt2.parallel.world import World
 from torch_gpt2.quantize import Quantization
@@ -78,6 +79,17 @@ class BaseEngine(engine.Engine):
             ) from None
         self.step = state.step
         return state
+
+    def kernels(self) -> dict[str, str]:
+        return {
+            "attention": attention_kernel(self.config, self.device),
+            "layer norm": f"native_layer_norm in {self.config.precision.layer_norm}",
+            "optimizer": self._optimizer_kernel(),
+        }
+
+    @abstractmethod
+    def _optimizer_kernel(self) -> str:
+        """Return what updates the weights, for the log."""
 
     def predicted(self, tokens: Tokens) -> int | Tensor:
         """Return the number of tokens of the global batch whose losses count.

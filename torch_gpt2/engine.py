@@ -194,6 +194,14 @@ class Engine(BaseEngine):
             if self.owns(name)
         }
 
+    def _optimizer_kernel(self) -> str:
+        name = type(self.optimizer).__name__
+        if self.optimizer.defaults.get("fused"):
+            return f"fused {name}"
+        if self.adam_kernel and self.config.optimizer.name != "sgd":
+            return f"{name} by a kernel per tensor (aclnnApplyAdamWV2)"
+        return f"{name} over lists of tensors" if self.device.runs_ahead else name
+
     def norm_of_weights(self) -> float:
         return global_norm(list(self.local_weights().values())).item()
 

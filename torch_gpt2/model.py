@@ -270,6 +270,15 @@ def initialise(
             tensors[name].copy_(torch.from_numpy(values))
 
 
+def attention_kernel(config: ResolvedRun, device: TorchDevice) -> str:
+    """Return what computes attention, for the log."""
+    packing = config.packing
+    if packing is not None and packing.attention and BlockAttention.suits(config, device):
+        return "FlexAttention"
+    fused = config.train.fused_attention and config.precision.softmax == "float32"
+    return "scaled_dot_product_attention" if fused else "written out"
+
+
 def set_fused_attention(model: GPT2, config: ResolvedRun) -> None:
     """Let attention run as one kernel, which is torch's choice for the device, or written out."""
     for module in model.modules():

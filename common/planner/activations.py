@@ -1,7 +1,8 @@
 """Bytes that the forward pass of one micro batch keeps for its backward pass.
 
 They are the tensors that torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep. They are
-counted as on an accelerator (fused attention, one byte per element of a dropout mask).
+counted as on an accelerator (fused attention, one byte per element of a dropout mask). MindSpore's
+attention is counted as fused only where it is (common/parallel/fused_attention.py).
 
 Tensor parallelism is Megatron's (arXiv 1909.08053, section 3). With sequence parallelism (arXiv
 2205.05198, section 4.2.2) activations between its regions are split too. The input of a region is
@@ -10,6 +11,7 @@ gathered, and kept so.
 
 from __future__ import annotations
 
+from common.parallel.fused_attention import keeps_no_scores
 from common.parallel.loss_rows import loss_rows
 from common.parallel.resolved_run import ResolvedRun
 
@@ -54,7 +56,7 @@ def _attention(config: ResolvedRun) -> int:
     """
     s = config.sizes
     rows = s.tokens * s.heads // s.tensor
-    if config.precision.softmax == "float32" and config.train.fused_attention:
+    if keeps_no_scores(config):
         return rows * 4
     products = rows * s.seq_length
     kept = products * s.softmax + s.seq_length * s.seq_length  # softmax output, causal mask

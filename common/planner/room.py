@@ -16,6 +16,7 @@ from common.device import Device
 from common.errors import ConfigError
 from common.log import LOG
 from common.parallel.batch import divisors
+from common.parallel.fused_attention import with_attention
 from common.parallel.loss_rows import with_loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.memory import Memory, memory_of
@@ -136,7 +137,7 @@ def check_memory(
     """
     ranks = config.topology.world_size
     warning = check_room(
-        config,
+        with_attention(config, device.kind, device.name),
         kind=device.kind,
         device_memory=device.total_memory(),
         rank=process.rank % ranks,

@@ -11,6 +11,7 @@ from common.accelerators import require_accelerator
 from common.cluster.environment import announced_world_size
 from common.cluster.rank_table_files import read_table
 from common.config.load import load_config
+from common.parallel.fused_attention import on_accelerator
 from common.parallel.loss_rows import with_loss_rows
 from common.planner.cluster import describe_cluster, places_of_plan
 from common.planner.fitting import with_largest
@@ -39,6 +40,7 @@ def plan_text(
     config = resolve_config(
         written, world_size=announced_world_size(environ) or written_ranks(written)
     )
+    config = on_accelerator(config, device)
     if devices is not None and device is not None:
         return describe_suggestions(suggest(config, devices, device), devices, device)
     config = with_largest(config, device)

@@ -52,6 +52,10 @@ class Engine(ABC):
         """
         return {}
 
+    def kernels(self) -> dict[str, str]:
+        """Return the kernels that parts of a step run, for the log. Call it after ``begin``."""
+        return {}
+
     @abstractmethod
     def norm_of_weights(self) -> float:
         """Return the norm of this rank's weights, equal on ranks with the same weights."""

@@ -8,6 +8,7 @@ from common.cluster.environment import Process
 from common.device import Device
 from common.errors import ConfigError
 from common.log import LOG
+from common.parallel.fused_attention import with_attention
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.world import WorldBase
 from common.planner.fitting import choices, largest_by_plan, rank_memory
@@ -49,7 +50,8 @@ def settle_micro_batch(
             device_memory=memory,
             ranks=min(process.local_world_size, world.size),
         )
-        size = min(world.gather(largest_by_plan(config, limit, device_memory=memory)))
+        here = with_attention(config, device.kind, device.name)
+        size = min(world.gather(largest_by_plan(here, limit, device_memory=memory)))
         reason = "the largest one" if limit is None else f"by the plan for {gibibytes(limit)}"
         if trial is not None:
             size = _largest_that_passes(config, size, world, trial)

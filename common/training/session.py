@@ -57,7 +57,7 @@ class Session:
         state.sample_hash = state.sample_hash or self.data.fingerprint
         engine.rate_factor = state.rate_factor
         self._require_equal_ranks(engine, state)
-        announce(config, self.data, device.name, self.start, state)
+        announce(config, self.data, device.name, engine.kernels(), self.start, state)
         while True:
             try:
                 summary = self._train_from(state, engine, device, trace)

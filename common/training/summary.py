@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from common.weights.names import count_parameters
 
 
 def announce(
-    config: TrainingRun, data: TrainingData, device_name: str, start: Start, state: TrainState
+    config: TrainingRun,
+    data: TrainingData,
+    device_name: str,
+    kernels: Mapping[str, str],
+    start: Start,
+    state: TrainState,
 ) -> None:
     """Log the arithmetic of the run before its first step, in the style of its log."""
     use_style(config)
@@ -50,6 +56,8 @@ def announce(
     LOG.info(
         f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
     )
+    if kernels:
+        LOG.info("kernels: " + "; ".join(f"{part} {name}" for part, name in kernels.items()))
     for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # known only on rank 0
         LOG.warning(remark)
     if data.no_validation is not None:

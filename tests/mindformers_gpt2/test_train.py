@@ -52,6 +52,7 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
     restore = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
     with subprocess.Popen(
         [*command, "train.max_steps=100000"],
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
@@ -62,10 +63,14 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
             assert child.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         child.send_signal(number)
-        error = child.communicate(timeout=60)[1]
+        log, error = child.communicate(timeout=60)
     assert (
         child.returncode == 128 + number and f"stopped by signal {int(number)} after step" in error
     )
+    kernels = (
+        "attention written out; layer norm LayerNorm in float32; optimizer ApplyGradientDescent"
+    )
+    assert f"kernels: {kernels}\n" in log
     done = len([row for row in read_metrics(rows) if "loss" in row])
     checkpoint = find_checkpoint(tmp_path / "run")
     assert checkpoint is not None and checkpoint.name == f"step_{done:08d}"

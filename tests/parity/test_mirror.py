@@ -61,6 +61,7 @@ DIFFERENCES = {
         "round_linear_layers": "MindSpore's graph of a micro batch rounds them itself",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
         "FusedAttention": "torch chooses the kernel within scaled_dot_product_attention",
+        "attention_kernel": "torch's attention has three forms; MindSpore's is fused or not",
         "takes_fused_attention": "torch chooses the kernel within scaled_dot_product_attention",
     },
     "packing.py": {

@@ -301,6 +301,20 @@ BATCH = Batch(
 )
 
 
+def test_kernels_that_the_log_names(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def optimizer(**changes: Any) -> str:
+        engine = Engine(as_run(TrainingRun, config("none", "npu", **changes)), select_device("npu"))
+        engine.begin(StartOfRun())
+        return engine.kernels()["optimizer"]
+
+    assert optimizer() == "AdamW by a kernel per tensor (aclnnApplyAdamWV2)"
+    assert optimizer(**SGD) == "SGD over lists of tensors"
+    monkeypatch.setattr(TorchDevice, "adam_kernel", False)
+    assert optimizer() == "AdamW over lists of tensors"
+
+
 def test_ascend_ignores_the_flag_that_skips_a_fused_step() -> None:
     """The reason for the engine not to take torch.optim's. Others than AdamW are not there."""
     weight = torch.nn.Parameter(torch.ones(2, device="npu"))

@@ -579,3 +579,33 @@ def test_never_resume_protects_a_run(start: Any) -> None:
     start("run", steps=2)
     with pytest.raises(ConfigError, match=r"checkpoint\.resume=never"):
         start("run", steps=3, checkpoint__resume="never")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {},
+            "attention scaled_dot_product_attention; layer norm native_layer_norm in float32;"
+            " optimizer fused AdamW",
+        ),
+        (
+            {"train__fused_attention": False, "optimizer__name": "sgd"},
+            "attention written out; layer norm native_layer_norm in float32; optimizer SGD",
+        ),
+    ],
+)
+def test_a_run_names_its_kernels(
+    start: Any,
+    changes: dict[str, Any],
+    expected: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LOG, "handlers", [caplog.handler])  # whatever earlier tests left
+    monkeypatch.setattr(LOG, "propagate", False)
+    with caplog.at_level("INFO", LOG.name):
+        start("run", 1, **changes)
+    assert [line for line in caplog.messages if line.startswith("kernels")] == [
+        f"kernels: {expected}"
+    ]

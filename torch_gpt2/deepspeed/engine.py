@@ -153,6 +153,11 @@ class DeepSpeedEngine(BaseEngine):
     def identity(self) -> dict[str, Any]:
         return {"DeepSpeed's settings": self.settings}
 
+    def _optimizer_kernel(self) -> str:
+        inner = getattr(self.optimizer, "optimizer", None)
+        name = type(self.optimizer).__name__
+        return name if inner is None else f"{type(inner).__name__} within {name}"
+
     def norm_of_weights(self) -> float:
         return self._state.norm_of_weights()
 

@@ -1,7 +1,7 @@
 """The one fused optimizer that Ascend has, by the formula of its documentation (aclnnApplyAdamWV2).
 
-As there, a kernel updates one tensor, numbers of the host are rounded to float32, and the arguments
-that should skip or scale a step are ignored.
+A kernel updates one tensor, and numbers of the host are rounded to float32. The arguments
+that should skip or scale a step are ignored, as there.
 """
 
 from __future__ import annotations

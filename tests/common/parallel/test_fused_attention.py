@@ -1,0 +1,89 @@
+"""Devices and models on which MindSpore's attention is one kernel, and the plan's bytes of both."""
+
+from typing import Any
+
+import pytest
+
+from common.accelerators import require_accelerator
+from common.config.load import load_config
+from common.parallel.fused_attention import on_accelerator, with_attention
+from common.parallel.resolved_run import ResolvedRun
+from common.planner.plan import make_plan
+from common.resolve.derive import resolve_config
+from tests.common.config.test_presets import ROOT
+
+PRESET = ROOT / "configs/gpt2/run_gpt2_124m.yaml"
+MINDSPORE = ("backend=mindspore", "model.attention_dropout=0", "precision.compute=bfloat16")
+ACCELERATORS = ("Ascend 910A", "Ascend 910B2", "H100 SXM")
+
+
+def config(*overrides: str) -> ResolvedRun:
+    return resolve_config(load_config(PRESET, overrides), world_size=1)
+
+
+def saved(run: ResolvedRun) -> int:
+    [stage] = make_plan(run).stages
+    return stage.memory.activations
+
+
+def scores(run: ResolvedRun) -> int:
+    """Bytes that attention written out keeps more: float32 probabilities, their half-precision
+    form, and the causal mask, instead of a float32 for each row.
+    """
+    model, rows = run.model, run.train.micro_batch_size * run.model.seq_length * run.model.num_heads
+    length = model.seq_length
+    return model.num_layers * (rows * length * (4 + 2) + length * length - rows * 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fused"),
+    [
+        ("npu", "Ascend910B2", True),
+        ("npu", "an Ascend of tomorrow", True),
+        ("npu", None, True),
+        ("auto", None, True),
+        ("npu", "Ascend910A", False),
+        ("cpu", "AMD EPYC", False),
+        ("cuda", "NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_the_device_decides(kind: str, name: str | None, fused: bool) -> None:
+    run = config(*MINDSPORE)
+    here = with_attention(run, kind, name)
+    assert here.train.fused_attention is fused
+    most = saved(config(*MINDSPORE, "train.fused_attention=false"))
+    assert saved(here) == (most - scores(run) if fused else most)
+    torch = config()
+    assert with_attention(torch, kind, name) is torch
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "precision.compute=float32",
+        "precision.softmax=bfloat16",
+        "model.attention_dropout=0.1",
+        "model.num_heads=96",
+    ],
+)
+def test_the_model_decides(override: str) -> None:
+    """The plan counts the scores on an Atlas A2 too. torch's attention has no such limits but the
+    float32 softmax.
+    """
+    written = "train.fused_attention=false"
+    run = on_accelerator(config(*MINDSPORE, override), require_accelerator("Ascend 910B2"))
+    assert saved(run) == saved(config(*MINDSPORE, override, written))
+    torch = [word for word in (*MINDSPORE, override) if word != "backend=mindspore"]
+    fused = saved(config(*torch)) < saved(config(*torch, written))
+    assert fused is ("softmax" not in override)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_named_accelerator_stands_for_the_device_of_the_run(device: str) -> None:
+    run: Any = config(*MINDSPORE, f"device={device}")
+    found = [
+        on_accelerator(run, require_accelerator(name)).train.fused_attention
+        for name in ACCELERATORS
+    ]
+    assert found == [False, True, False]
+    assert on_accelerator(run, None).train.fused_attention is (device == "auto")
