@@ -67,9 +67,11 @@ class MindSporeDevice:
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function as one graph, or as it is in PyNative mode."""
-        compiled: Callable[..., Any] = (
-            ms.jit(function) if ms.get_context("mode") == ms.GRAPH_MODE else function
-        )
+        if ms.get_context("mode") != ms.GRAPH_MODE:
+            return function
+        # ms.jit would say O0 to the compiler, whatever the context says
+        level = (ms.get_context("jit_config") or {}).get("jit_level", "O0")
+        compiled: Callable[..., Any] = ms.jit(function, jit_level=level)
         return compiled
 
     def peak_flops(self, float_name: str) -> float:

@@ -23,7 +23,7 @@ def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
             "save_graphs_path": context.save_graphs_path or f"{config.output_dir}/graph",
         }
     if context.enable_graph_kernel:
-        settings |= {"enable_graph_kernel": True}
+        settings |= {"jit_config": {"jit_level": "O1"}}  # enable_graph_kernel is its old name
         if context.graph_kernel_flags:
             settings |= {"graph_kernel_flags": context.graph_kernel_flags}
     if context.max_device_memory:

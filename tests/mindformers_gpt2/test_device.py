@@ -150,7 +150,7 @@ def test_the_context_in_mindspores_words() -> None:
         "max_call_depth": 2000,
         "save_graphs": True,
         "save_graphs_path": "unused/graph",
-        "enable_graph_kernel": True,
+        "jit_config": {"jit_level": "O1"},
         "graph_kernel_flags": "--opt_level=2",
         "max_device_memory": "31GB",
     }
@@ -158,8 +158,24 @@ def test_the_context_in_mindspores_words() -> None:
     assert all(
         f"{name} (" in known
         for name in mindspore_context(full)
-        if not name.startswith(("enable_graph", "graph_kernel"))
+        if not name.startswith("graph_kernel")
     )
+
+
+def test_graphs_have_the_level_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms.jit has a default of its own, which would go before the context's."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(ms, "jit", lambda function, **options: compiled.append(options))
+    device = MindSporeDevice(kind="npu", index=0, name="Ascend910B2")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        device.compile(len)
+        settings = mindspore_context(make_config(context={"enable_graph_kernel": True}))
+        ms.set_context(jit_config=settings["jit_config"])
+        device.compile(len)
+    finally:
+        ms.set_context(jit_config={"jit_level": "O0"})
+    assert compiled == [{"jit_level": "O0"}, {"jit_level": "O1"}]
 
 
 def test_cached_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from common.config.schema import RunConfig
 from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind, Topology
 from common.resolve.derive import resolve_config, written_ranks
-from common.weights.names import EMBEDDING
+from common.weights.names import EMBEDDING, decays
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORTED = "2.10.0"
@@ -131,6 +131,13 @@ def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
     config = resolved(tree)
     check(compiled[case], config, rank, threshold=THRESHOLD)
     operators = compiled[case]["operators"]
+    held = own_names(config, rank)
+    assert operators["Adam"] == len(held), "one kernel updates a parameter"
+    assert operators["ApplyGradientDescent"] == sum(map(decays, held)), "and one decays a matrix"
+    topology = config.topology
+    layers = len(topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers))
+    norms = (2 * layers + topology.holds_head(rank)) * config.train.accumulation_steps
+    assert operators["LayerNorm"] == operators["LayerNormGrad"] == norms
     if config.precision.compute == "float32":
         assert operators["BatchMatMul"] >= 6
         assert "FlashAttentionScore" not in operators
