@@ -3,7 +3,7 @@
 One process compiles the model and its loss as one graph. With several processes, and for deep
 models, the regions are a block (one graph for all blocks), the embedding, the last norm and the
 loss. Messages between ranks then run between the graphs, and gradients of the last blocks are sent
-while the first ones go backward.
+while the first ones go backward. Blocks that keep their activations on the host are regions too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def compile_model(parts: Sequence[GPT2], config: ResolvedRun) -> LossSum:
     Every graph is for one shape of batch.
     """
     model = parts[0]
-    whole = config.topology.world_size == 1 and len(model.h) <= MOST_LAYERS_IN_ONE_GRAPH
+    whole = (
+        config.topology.world_size == 1
+        and len(model.h) <= MOST_LAYERS_IN_ONE_GRAPH
+        and not config.train.offload_activations
+    )
     LOG.info(
         f"compile: {'the model as one graph' if whole else 'a graph for each kind of region'}; the"
         " first step takes longer"

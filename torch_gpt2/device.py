@@ -245,6 +245,12 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
             raise ConfigError(
                 "context.max_device_memory is for accelerators; leave it out on a CPU"
             )
+        if device.kind == "cpu" and config.train.offload_activations:
+            raise ConfigError(
+                "train.offload_activations=true moves activations from an accelerator to the host;"
+                " on a CPU they are there already; leave it out, or set train.recompute=full, which"
+                " needs less memory"
+            )
         for part, float_name in config.precision.model_dump().items():
             if not device.supports(float_name):
                 raise DeviceError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
+from torch_gpt2.offload import HostMemory
 from torch_gpt2.packing import (
     BlockAttention,
     additive_mask,
@@ -163,6 +165,7 @@ class GPT2(nn.Module):
         self.compute_dtype = DTYPES[precision.compute]
         self.dropout = config.embedding_dropout or 0.0
         self.recompute = False
+        self.host_memory: HostMemory | None = None
         self.loss_rows = ROWS_AT_ONCE
         self.packing: Packing | None = None
         self.blocked: BlockAttention | None = None
@@ -201,8 +204,15 @@ class GPT2(nn.Module):
 
     def blocks(self, x: Tensor, mask: Any = None) -> Tensor:
         for block in self.h:
-            x = _maybe_recompute(self.recompute, block, x, mask)
+            with self._keeping(block, mask):
+                x = _maybe_recompute(self.recompute, block, x, mask)
         return x
+
+    def _keeping(self, block: nn.Module, mask: Any) -> AbstractContextManager[Any]:
+        """Return the context that says where a block keeps its activations."""
+        if self.host_memory is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.host_memory.of_block(block, (mask,))
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Token and position embeddings (..., T, C) in the type of the computation."""
@@ -309,6 +319,12 @@ def set_recompute(model: GPT2, mode: str) -> None:
     for module in model.modules():
         if isinstance(module, Attention | MLP):
             module.recompute = mode == "selective"
+
+
+def set_offload(model: GPT2, config: ResolvedRun, device: TorchDevice) -> None:
+    """Keep the activations of blocks in pinned memory of the host, if the run asks for it."""
+    if config.train.offload_activations:
+        model.host_memory = HostMemory(pinned=device.kind != "cpu")
 
 
 def round_linear_layers(model: GPT2) -> None:

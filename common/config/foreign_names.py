@@ -84,6 +84,12 @@ HERE: dict[str, str] = {
     "gradient_checkpointing": "train.recompute",
     "activation_checkpointing": "train.recompute",
     "checkpoint_activations": "train.recompute",
+    "cpu_offloading": "train.offload_activations",
+    "cpu_checkpointing": "train.offload_activations",
+    "checkpoint_in_cpu": "train.offload_activations",
+    "activation_offloading": "train.offload_activations",
+    "activation_offload": "train.offload_activations",
+    "enable_activation_offloading": "train.offload_activations",
     # optimizer and schedule
     "lr": "optimizer.learning_rate",
     "max_lr": "optimizer.learning_rate",

@@ -38,6 +38,7 @@ TORCH_ONLY = frozenset(
         "engine",
         "train.compile",
         "train.compile_mode",
+        "train.offload_activations",
         "parallel.strategy",
         "parallel.virtual_stages",
         "deepspeed",

@@ -201,6 +201,10 @@ class TrainConfig(Section):
     """Activations to recompute in the backward pass. selective recomputes attention and the inner
     part of the MLP; full recomputes whole blocks.
     """
+    offload_activations: bool = False
+    """Keep the activations of blocks in pinned memory of the host until the backward pass. With
+    recompute=full that is only the input of each block.
+    """
     mp_comm_recompute: Annotated[bool, COMPILED] = True
     """Repeat the communication when activations are recomputed. Acts with tensor parallelism in
     parallel.parallel_mode 1 and 2.

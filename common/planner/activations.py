@@ -107,9 +107,11 @@ def while_in_loss(config: ResolvedRun) -> int:
 
 
 def while_in_block(config: ResolvedRun) -> int:
-    """Return the peak of temporary bytes in a block's backward pass: recomputed tensors and
-    gradients of the MLP.
+    """Return the peak of temporary bytes in a block's backward pass: recomputed tensors, gradients
+    of the MLP, and its tensors that come back from the host.
     """
     s, mode = config.sizes, config.train.recompute
     again = of_block(config, "none") - of_block(config, mode) if mode != "none" else 0
+    if config.train.offload_activations:
+        again += {"none": 2 * s.inner, "selective": s.inner, "full": s.residual}[mode]
     return max(0, again) + 2 * s.inner + 2 * s.region + s.tokens * s.hidden * s.norm // s.between

@@ -51,6 +51,8 @@ class Memory:
     """Temporary memory of a pass: logits, recomputed activations, gradients between layers."""
     communication: int
     """Buffers of messages: gathered and reduced blocks, and gradients from other stages."""
+    on_host: int = 0
+    """Activations in the memory of the host, which are not part of the device's peak."""
     shared: int = 0
     """Bytes of other parts that reuse memory.
 
@@ -66,11 +68,11 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """All fields except ``shared``, by name."""
+        """Parts of the device's memory, by name."""
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
-            if field.name != "shared"
+            if field.name not in ("on_host", "shared")
         }
 
     @property
@@ -214,7 +216,7 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     gathered = (
         (whole if is_whole else at_once) * held if ranks > 1 and (zero == 3 or sharded) else 0
     )
-    saved, in_loss = _saved(config, topology, place)
+    saved, in_loss, on_host = _saved(config, topology, place)
     waiting = _waiting(config, topology, place)
     is_last = place == topology.place_of_stage(topology.stages - 1)
     working = activations.while_in_block(config) if units[0].count else 0
@@ -232,6 +234,7 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
         loss=in_loss,
         working=max(working, activations.while_in_loss(config) if is_last else 0),
         communication=_buffers(config, topology, place, units),
+        on_host=on_host,
         shared=min(gradients, (saved + in_loss) // waiting) if waiting else 0,
     )
     if not sharded or topology.pipeline > 1:
@@ -269,8 +272,23 @@ def _waiting(config: ResolvedRun, topology: Topology, place: int) -> int:
     return micro_batches if held[stages[0]] == micro_batches else 0
 
 
-def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, int]:
-    """Return the bytes of activations and of the loss, of all micro batches that wait at once."""
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """Bytes that one micro batch keeps in one stage."""
+
+    activations: int
+    loss: int
+    on_host: int
+
+    @property
+    def on_device(self) -> int:
+        return self.activations + self.loss
+
+
+def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, int, int]:
+    """Return the bytes of activations, of the loss and on the host, of all micro batches that wait
+    at once.
+    """
     stages = {
         stage: _saved_by_stage(config, topology, stage) for stage in topology.stages_of(place)
     }
@@ -278,30 +296,36 @@ def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, in
     if topology.pipeline == 1:
         held = dict.fromkeys(stages, 1)
     else:
-        sizes = {stage: sum(both) for stage, both in stages.items()}
+        sizes = {stage: saved.on_device + saved.on_host for stage, saved in stages.items()}
         held = held_at_most(
             config.parallel.pipeline_schedule, topology, place, micro_batches, sizes
         )
-    return sum(held[stage] * stages[stage][0] for stage in stages), sum(
-        held[stage] * stages[stage][1] for stage in stages
+    activations_of, loss, on_host = (
+        sum(held[stage] * getattr(saved, part) for stage, saved in stages.items())
+        for part in ("activations", "loss", "on_host")
     )
+    return activations_of, loss, on_host
 
 
-def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> tuple[int, int]:
-    """Return the bytes of activations and of the loss that one micro batch keeps.
+def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> _Saved:
+    """Return the bytes that one micro batch keeps.
 
     The pipeline keeps what a stage has received and what it sends. They are the same memory if the
     next stage is on the same rank.
     """
     sizes, mode, place = config.sizes, config.train.recompute, topology.place_of_stage(stage)
+    offloads = config.train.offload_activations
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
-    saved = layers * activations.of_block(config, mode)
-    saved += activations.of_documents(config) if layers else 0
+    of_blocks = layers * activations.of_block(config, mode)
+    saved = activations.of_documents(config) if layers else 0
+    saved += 0 if offloads else of_blocks
     loss = 0
     if stage == 0:
         saved += activations.of_embedding(config)
     else:
-        is_in_block = layers > 0 and (mode == "full" or sizes.norm == sizes.compute)
+        is_in_block = (
+            layers > 0 and not offloads and (mode == "full" or sizes.norm == sizes.compute)
+        )
         is_sent = topology.place_of_stage(stage - 1) != place
         saved += (is_sent - is_in_block) * sizes.residual
     if stage == topology.stages - 1:
@@ -309,7 +333,7 @@ def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> tupl
         loss = activations.of_loss(config)
     else:
         saved += sizes.residual
-    return max(0, saved), loss
+    return _Saved(activations=max(0, saved), loss=loss, on_host=of_blocks if offloads else 0)
 
 
 def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:

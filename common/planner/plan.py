@@ -165,6 +165,11 @@ def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
         ("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"),
         _stage_rows(plan),
     )
+    if on_host := max(stage.memory.on_host for stage in plan.stages):
+        yield (
+            f"On the host a rank keeps {on_host / GIB:.2f} GiB of activations at most, in pinned"
+            " memory (train.offload_activations)"
+        )
     if plan.batch.accumulation == 1:
         yield "(with one micro batch a step, gradients take the room of activations as these go)"
     if config.backend == "mindspore":

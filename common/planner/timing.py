@@ -22,6 +22,8 @@ PRODUCTS = 0.65
 With the other terms below, layouts of 18 to 1000 billion parameters are within 15 % of Megatron's
 times on A100 (arXiv 2104.04473, table 1).
 """
+HOST_LINK = 25e9
+"""Bytes per second between a device and its host, one way: a PCIe 4 x16 link of 32 GB/s."""
 PASSES = 4
 """Number of memory passes over a block's activations.
 
@@ -45,6 +47,8 @@ class StepTime:
     """Communication within layers, which does not overlap."""
     data: float
     """Communication of gradients and parameters that the last backward pass does not hide."""
+    host: float
+    """Copies of activations to the host and back, which the computation waits for."""
     pipeline: float
     """Messages between stages, and the gradients of the tied embedding."""
     optimizer: float
@@ -107,12 +111,14 @@ def _of_place(
     between = (traffic.pipeline + traffic.embedding) / _speed(device, topology, GroupKind.PIPELINE)
     # read and write weights, state and gradients once
     update = 2 * (memory.weights + memory.gradients + memory.optimizer) / device.bandwidth
+    on_host = layers * activations.of_block(config, mode) * config.train.offload_activations
     return StepTime(
         products=micro_batches * products,
         elements=micro_batches * elements,
         waiting=all_work * waiting / (1 - waiting),
         tensor=within,
         data=data,
+        host=micro_batches * 2 * on_host / HOST_LINK,
         pipeline=between,
         optimizer=update,
     )

@@ -189,6 +189,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
     batch |= {"rampup_batch_size": None}
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
+    batch |= {"offload_activations": False}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
     return resolve_config(
         as_run(RunConfig, config, parallel=plain, train=batch, **alone),
@@ -230,6 +231,12 @@ def _check_backend(config: RunConfig) -> None:
                 "train.compile=true is for backend torch; on mindspore leave it out (graph mode"
                 " compiles)"
             )
+        if train.offload_activations:
+            raise ConfigError(
+                "train.offload_activations=true is for backend torch; leave it out on mindspore,"
+                " whose compiler offloads no operator that is recomputed, and set"
+                " train.recompute=full"
+            )
         if train.compile_mode != "default":
             raise ConfigError(
                 f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on"
@@ -257,6 +264,11 @@ def _check_backend(config: RunConfig) -> None:
                 " it out"
             )
         return
+    if train.offload_activations and train.compile_mode == "reduce-overhead":
+        raise ConfigError(
+            "train.compile_mode=reduce-overhead replays graphs in memory of their own, which"
+            " train.offload_activations=true moves to the host; leave one of them out"
+        )
     if config.export.format == "mindir":
         raise ConfigError(
             "export.format=mindir is for backend mindspore; set export.format=safetensors, onnx or"

@@ -20,6 +20,7 @@ ONE_SIDED_FILES = {
     " caller",
     "cpu_products.py": "MindSpore's products on a CPU are oneDNN's already",
     "private_api.py": "MindSpore needs none of its private interfaces",
+    "offload.py": "MindSpore's compiler decides where activations are",
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
     "int8.py": "torch has products of integers on a CPU; MindSpore takes such weights as float32",
@@ -59,6 +60,7 @@ DIFFERENCES = {
     "model.py": {
         "build_meta_model": "MindSpore's Cells are made with their memory",
         "round_linear_layers": "MindSpore's graph of a micro batch rounds them itself",
+        "set_offload": "MindSpore's compiler decides where activations are",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
         "FusedAttention": "torch chooses the kernel within scaled_dot_product_attention",
         "attention_kernel": "torch's attention has three forms; MindSpore's is fused or not",

@@ -37,6 +37,7 @@ from common.training.metrics import read_metrics
 from common.training.start import Start as StartOfRun
 from tests.config_overrides import changed
 from tests.host_waits import counted
+from torch_gpt2 import offload
 from torch_gpt2.device import TorchDevice, open_device, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
@@ -407,6 +408,18 @@ def test_no_step_waits_for_the_host(
     assert [each.total() for each in found] == [int(kernel)] * len(steps)
     assert all(key.startswith("_local_scalar_dense") for each in found for key in each)
     assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_on_the_host_change_no_bit(start: Start, recompute: str) -> None:
+    """With dropout and rounded weights. Copies go through pinned memory, and no step waits."""
+    settings = {"model__dropout": 0.1, "precision": "bf16", "train__recompute": recompute}
+    kept = start("kept", "npu", **settings)
+    with counted() as waits, patch.object(offload, "_Copy", wraps=offload._Copy) as copies:
+        moved = start("moved", "npu", train__offload_activations=True, **settings)
+    assert_same_run(kept, moved)
+    assert copies.call_count and all(call.kwargs["pinned"] for call in copies.call_args_list)
+    assert [number for number, found in enumerate(waits.steps) if found] == [0, 8]
 
 
 def test_the_counter_of_waits_sees_every_thread() -> None:

@@ -41,9 +41,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "parallel__sequence_parallel": True,
         **CLIPPED,
     },
-    "pipeline parallel": {"parallel__pipeline_stage": 2, **CLIPPED},
+    "pipeline parallel": {
+        "parallel__pipeline_stage": 2,
+        "train__offload_activations": True,
+        "train__recompute": "full",
+        **CLIPPED,
+    },
     "state split (ZeRO 1)": {"parallel__zero_stage": 1, **CLIPPED},
-    "everything split (ZeRO 3)": {"parallel__zero_stage": 3, **CLIPPED},
+    "everything split (ZeRO 3)": {
+        "parallel__zero_stage": 3,
+        "train__offload_activations": True,
+        **CLIPPED,
+    },
     "documents kept apart": {
         "parallel__pipeline_stage": 2,
         **dict.fromkeys(map("data__{}".format, KEYS), True),
@@ -131,7 +140,7 @@ def runs(
             alone = {
                 key: value
                 for key, value in changes.items()
-                if not key.startswith(("parallel__", "engine"))
+                if not key.startswith(("parallel__", "engine", "train__offload"))
             }
             train(
                 resolve_config(

@@ -14,7 +14,13 @@ from common.parallel.sharding import Role, owns, role_of
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.model import GPT2, set_fused_attention, set_packing, set_recompute
+from torch_gpt2.model import (
+    GPT2,
+    set_fused_attention,
+    set_offload,
+    set_packing,
+    set_recompute,
+)
 from torch_gpt2.optimizer import global_norm
 from torch_gpt2.parallel.data_parallel import sum_over
 from torch_gpt2.parallel.pipeline_parallel import keep_stage
@@ -40,6 +46,7 @@ def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[
             split_model(model, tensor_group(config, world), device)
         set_fused_attention(model, config)
         set_recompute(model, config.train.recompute)
+        set_offload(model, config, device)
         set_packing(model, config, device)
         model.loss_rows = loss_rows(config, device.total_memory())
         if zero:

@@ -269,7 +269,7 @@ TABLE: Table = {
         "cpu_torch_adam", "use_torch_optimizer_for_cpu_offload", "optimizer_offload_fraction",
         "dump_param_to_param_group_map", "no_pin_cpu_*", "enable_experimental", "disable_msc",
     )},
-    **{name: Without("recomputed activations are not split or moved") for name in (
+    **{name: Without("train.recompute is for all blocks") for name in (
         "distribute_checkpointed_activations", "distribute_saved_activations",
         "partition_activations", "contigious_checkpointing", "checkpoint_in_cpu",
         "recompute_method", "recompute_num_layers", "recompute_modules", "checkpoint_num_layers",

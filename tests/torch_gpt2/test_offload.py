@@ -1,0 +1,230 @@
+"""train.offload_activations: the host holds what blocks keep, and no bit of a step changes.
+
+On a CPU the same hooks copy from the host to the host. npu_checks.py has them on a device with
+pinned memory.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from common.accelerators import require_accelerator
+from common.config.load import load_config
+from common.errors import ConfigError
+from common.parallel.resolved_run import ResolvedRun
+from common.planner.plan import describe_plan, make_plan, time_of
+from common.resolve.derive import resolve_mode
+from tests.torch_gpt2.test_planner import make
+from torch_gpt2 import offload
+from torch_gpt2.compilation import compile_model
+from torch_gpt2.device import check_support, select_device
+from torch_gpt2.model import GPT2, round_linear_layers, set_offload, set_packing, set_recompute
+from torch_gpt2.offload import HostMemory
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("none", "selective", "full")
+
+
+def build(config: ResolvedRun, memory: HostMemory | None) -> GPT2:
+    torch.manual_seed(0)
+    model = GPT2(config.model, config.precision, config.vocab_rows)
+    set_recompute(model, config.train.recompute)
+    set_packing(model, config, select_device("cpu"))
+    model.to(getattr(torch, config.precision.parameters))
+    if config.rounds_weights_once:
+        round_linear_layers(model)
+    model.host_memory = memory
+    return model
+
+
+def step(model: GPT2, loss_sum: Callable[[Tensor, Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Loss and gradients of a batch."""
+    ids = torch.arange(120).view(3, 40) % 101
+    torch.manual_seed(1)
+    loss = (loss_sum or model.loss_sum)(ids, ids + 1)
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("precision", ["float32", "bf16", {"parameters": "bfloat16"}])
+def test_the_host_takes_the_plan_s_bytes_and_no_bit_changes(precision: Any, recompute: str) -> None:
+    """To the byte without dropout, whose masks have other sizes on a CPU."""
+    for dropout in (0.0, 0.1):
+        train = {"recompute": recompute, "offload_activations": True}
+        config = make(precision=precision, model={"dropout": dropout}, train=train)
+        memory = HostMemory(pinned=False)
+        assert same(step(build(config, None)), step(build(config, memory)))
+        if not dropout:
+            (stage,) = make_plan(config).stages
+            assert memory.moved == stage.memory.on_host > 0
+
+
+def test_the_bytes_are_those_of_a_run_that_rounds_weights_once() -> None:
+    train = {"offload_activations": True, "accumulation_steps": 2}
+    config = make(precision="bf16", model={"dropout": 0.0}, train=train)
+    assert config.rounds_weights_once
+    memory = HostMemory(pinned=False)
+    assert same(step(build(config, None)), step(build(config, memory)))
+    assert memory.moved == make_plan(config).stages[0].memory.on_host
+
+
+def test_the_mask_that_all_blocks_share_stays() -> None:
+    data = {"reset_position_ids": True, "reset_attention_mask": True, "eod_id": 0}
+    config = make(model={"dropout": 0.0}, data=data, train={"offload_activations": True})
+    memory = HostMemory(pinned=False)
+    assert same(step(build(config, None)), step(build(config, memory)))
+    # with a mask, attention on a CPU keeps other numbers than the plan's fused kernel
+    mask = 3 * 40 * 40 * 4
+    assert memory.moved < make_plan(config).stages[0].memory.on_host + 4 * mask
+
+
+def test_a_storage_is_copied_once_and_not_taken_for_one_that_is_gone() -> None:
+    """torch gives freed memory to the next tensor, so equal addresses mean nothing."""
+    memory, block = HostMemory(pinned=False), torch.nn.Linear(2, 2)
+    x = torch.full((64,), 3.0, requires_grad=True)
+    with memory.of_block(block):
+        y = x * 1.0
+        doubled = (y * y).sum() + (y[:32] * y[32:]).sum()
+        assert memory.moved == y.nbytes
+        for value in (2.0, 5.0):
+            made = x * value  # each one in the memory of the one before
+            doubled = doubled + made.square().sum()
+            del made
+    assert memory.moved == 3 * y.nbytes
+    doubled.backward()  # type: ignore[no-untyped-call]
+    # of y^2, of y[:32] y[32:], of (2x)^2 and (5x)^2
+    assert x.grad is not None and torch.equal(
+        x.grad, torch.full((64,), 2 * 3.0 + 3.0 + 8 * 3.0 + 50 * 3.0)
+    )
+
+
+def test_a_tensor_may_be_needed_more_often_than_it_was_kept() -> None:
+    memory = HostMemory(pinned=False)
+    x = torch.full((4,), 2.0, requires_grad=True)
+    with memory.of_block(torch.nn.Identity()):
+        loss = (x * 1.0).exp().sum()
+    for _ in range(3):
+        (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(found, torch.full((4,), 2.0).exp())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_keep_theirs_on_the_host_too(recompute: str) -> None:
+    train = {"recompute": recompute, "offload_activations": True, "compile": True}
+    config = make(precision="bf16", model={"dropout": 0.0}, train=train)
+    found, memory = [], HostMemory(pinned=False)
+    for each in (None, memory):
+        torch._dynamo.reset()
+        model = build(config, each)
+        with patch("torch_gpt2.compilation.BACKEND", "aot_eager"):
+            found.append(step(model, compile_model([model], config)))
+    assert same(*found) and memory.moved > 0
+
+
+class Elsewhere(offload._Copy):
+    """A copy on a host that MemTracker tells from the device: without contents."""
+
+    def __init__(self, content: Tensor, *, pinned: bool) -> None:
+        self._device, self._back, self.uses = content.device, None, 0
+        self._host = torch.empty(content.shape, dtype=content.dtype, device="meta")
+
+    def fetch(self) -> Tensor:
+        if self._back is None:
+            self._back = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
+        back, self.uses = self._back, self.uses - 1
+        self._back = back if self.uses else None
+        return back
+
+
+def peaks(config: ResolvedRun) -> dict[str, int]:
+    """Most bytes of live tensors in a second micro batch, by device, without contents."""
+    with FakeTensorMode(), patch.object(offload, "_Copy", Elsewhere):
+        model = GPT2(config.model, config.precision, config.vocab_rows)
+        set_recompute(model, config.train.recompute)
+        set_offload(model, config, select_device("cpu"))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        ids = torch.zeros(config.train.micro_batch_size, 512, dtype=torch.int64)
+        with tracker:
+            model.loss_sum(ids, ids).backward()  # type: ignore[no-untyped-call]
+        found = tracker.get_tracker_snapshot("peak").items()
+        return {str(device): int(sizes["Total"]) for device, sizes in found}
+
+
+@pytest.mark.parametrize("recompute", MODES)
+def test_the_device_s_peak_falls_as_the_plan_says(recompute: str) -> None:
+    """Within 5 %; the host's peak to the byte."""
+    model = {"num_layers": 3, "hidden_size": 512, "seq_length": 512, "vocab_size": 500}
+    train = {"micro_batch_size": 16, "accumulation_steps": 2, "recompute": recompute}
+    kept, moved = (
+        make(model={**model, "dropout": 0.0}, train={**train, "offload_activations": each})
+        for each in (False, True)
+    )
+    before, after = peaks(kept), peaks(moved)
+    plan, other = (make_plan(each).stages[0].memory for each in (kept, moved))
+    assert after["meta"] == other.on_host and plan.on_host == 0
+    assert plan.peak - other.peak == pytest.approx(before["cpu"] - after["cpu"], rel=0.05)
+
+
+def test_the_plan_names_both_memories_and_the_time() -> None:
+    config, moved = (make(train={"offload_activations": each}) for each in (False, True))
+    text = describe_plan(make_plan(moved), moved)
+    assert "On the host a rank keeps 0.00 GiB of activations at most" in text
+    assert "On the host" not in describe_plan(make_plan(config), config)
+    device = require_accelerator("H100")
+    time, plan = time_of(make_plan(moved), moved, device), make_plan(moved)
+    # there and back over 25 GB/s
+    assert time.host == 2 * plan.stages[0].memory.on_host / 25e9
+    assert time_of(make_plan(config), config, device).host == 0
+
+
+def test_a_pipeline_keeps_each_waiting_micro_batch_on_the_host() -> None:
+    """Four wait in the first of two stages with gpipe, and each stage has two of the layers."""
+    parallel = {"pipeline_stage": 2, "pipeline_schedule": "gpipe"}
+    train = {"accumulation_steps": 4, "recompute": "full"}
+    kept, moved = (
+        make_plan(make(2, parallel=parallel, train={**train, "offload_activations": each}))
+        for each in (False, True)
+    )
+    residual = 3 * 40 * 48 * 4
+    assert [stage.memory.on_host for stage in moved.stages] == [4 * 2 * residual] * 2
+    falls = [
+        one.memory.activations - other.memory.activations
+        for one, other in zip(kept.stages, moved.stages, strict=True)
+    ]
+    # the last stage keeps what it received on the device, where its first block has it
+    assert falls == [4 * 2 * residual, 4 * residual]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="on a CPU they are there already; leave it out"):
+        check_support(make(train={"offload_activations": True}), select_device("cpu"))
+    for sections, message in (
+        ({"backend": "mindspore"}, "is for backend torch; leave it out on mindspore"),
+        ({"train": {"compile_mode": "reduce-overhead"}}, "leave one of them out"),
+    ):
+        train = {"offload_activations": True, **sections.pop("train", {})}
+        with pytest.raises(ConfigError, match=message):
+            make(train=train, **sections)
+
+
+def test_a_run_folder_is_evaluated_on_a_cpu() -> None:
+    words = ["train.offload_activations=true", "device=cpu"]
+    config = load_config(ROOT / "configs/gpt2/run_gpt2_tiny.yaml", words)
+    for mode in ("eval", "predict", "export"):
+        check_support(resolve_mode(config, mode, world_size=1), select_device("cpu"))

@@ -1,0 +1,111 @@
+"""Activations in the memory of the host between a block's forward and backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class HostMemory:
+    """Memory of the host for all that autograd keeps of blocks.
+
+    ``torch.autograd.graph.save_on_cpu`` would also copy parameters, and a tensor once for every
+    operator that keeps it. Copies run on the stream of the computation, so the device is never
+    read or written too early and the host does not wait.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.pinned = pinned
+        self.moved = 0
+        """Bytes that were copied to the host so far."""
+
+    def of_block(self, block: nn.Module, shared: Sequence[Any] = ()) -> saved_tensors_hooks:
+        """Return the context of a block's forward pass.
+
+        Parameters, integers, tensors of other devices and ``shared`` ones stay where they are.
+        """
+        return saved_tensors_hooks(_Block(self, block, shared).pack, _unpack)
+
+
+class _Block:
+    """The storages that one forward pass of a block has copied to the host."""
+
+    def __init__(self, memory: HostMemory, block: nn.Module, shared: Sequence[Any]) -> None:
+        self._memory, self._block = memory, block
+        self._shared = [each for each in shared if isinstance(each, Tensor)]
+        self._staying: set[int] = set()
+        self._device: torch.device | None = None
+        self._copies: dict[int, tuple[weakref.ref[Any], _Copy]] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if self._stays(tensor, storage):
+            return tensor
+        known = self._copies.get(id(storage))
+        if known is None or known[0]() is not storage:
+            copy = _Copy(_whole(tensor, storage.nbytes()), pinned=self._memory.pinned)
+            self._memory.moved += storage.nbytes()
+            # the storage is free once nothing on the device needs it
+            self._copies[id(storage)] = known = weakref.ref(storage), copy
+        return _Saved(known[1], tensor)
+
+    def _stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+        if self._device is None:  # FSDP has gathered the parameters by now
+            parameters = list(self._block.parameters())
+            self._device = parameters[0].device if parameters else tensor.device
+            kept = (*parameters, *self._shared)
+            self._staying = {id(each.untyped_storage()) for each in kept}
+        is_number = tensor.is_floating_point() or tensor.dtype == torch.bool
+        return (
+            not is_number
+            or tensor.device != self._device
+            or storage.nbytes() == 0
+            or id(storage) in self._staying
+        )
+
+
+class _Copy:
+    """Bytes of a storage on the host, and on the device while operators still need them."""
+
+    def __init__(self, content: Tensor, *, pinned: bool) -> None:
+        self._device, self._pinned = content.device, pinned
+        self._host = torch.empty(content.shape, dtype=content.dtype, pin_memory=pinned)
+        self._host.copy_(content, non_blocking=pinned)
+        self._back: Tensor | None = None
+        self.uses = 0
+
+    def fetch(self) -> Tensor:
+        """Return the bytes on the device, one tensor of them until its last use."""
+        back = self._back
+        if back is None:
+            back = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+            back.copy_(self._host, non_blocking=self._pinned)
+        self.uses -= 1
+        self._back = back if self.uses > 0 else None
+        return back
+
+
+class _Saved:
+    """A tensor that autograd keeps: its place in a copied storage."""
+
+    def __init__(self, copy: _Copy, tensor: Tensor) -> None:
+        copy.uses += 1
+        self._copy, self._dtype = copy, tensor.dtype
+        self._place = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        return self._copy.fetch().view(self._dtype).as_strided(*self._place)
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.tensor() if isinstance(saved, _Saved) else saved
+
+
+def _whole(tensor: Tensor, size: int) -> Tensor:
+    """Return all bytes of a tensor's storage as one tensor of bytes."""
+    return tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0).view(torch.uint8)
