@@ -75,7 +75,8 @@ class HostWaits(TorchDispatchMode):
         frames = [
             f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
             for frame in traceback.extract_stack()
-            if Path(frame.filename).is_relative_to(ROOT) and "tests" not in frame.filename
+            if Path(frame.filename).is_relative_to(ROOT)
+            and not {"tests", "site-packages"} & set(Path(frame.filename).parts)
         ]
         self.steps[-1][f"{what} ({frames[-1] if frames else 'torch'})"] += 1
 

@@ -410,6 +410,7 @@ def test_no_step_waits_for_the_host(
     assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
 
 
+@pytest.mark.usefixtures("without_adam_kernel")  # the host waits for it
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_activations_on_the_host_change_no_bit(start: Start, recompute: str) -> None:
     """With dropout and rounded weights. Copies go through pinned memory, and no step waits."""
