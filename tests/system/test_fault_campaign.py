@@ -134,13 +134,13 @@ def test_every_run_ends_as_one_without_faults(tmp_path: Path, corpus_prefix: Pat
     expected = rows_of(alone)
     met: Counter[tuple[str, str]] = Counter()
     layouts: Counter[str] = Counter()
-    left_over: list[str] = []
+    layouts_left: list[str] = []
     worst = 0.0
     began = time.monotonic()
     while sum(met.values()) < wanted:
-        if not left_over:
-            left_over = chance.sample(list(LAYOUTS), len(LAYOUTS))
-        name = left_over.pop()
+        if not layouts_left:
+            layouts_left = chance.sample(list(LAYOUTS), len(LAYOUTS))
+        name = layouts_left.pop()
         ranks, keys = LAYOUTS[name]
         folder = tmp_path / f"run {sum(layouts.values())}"
         folder.mkdir()

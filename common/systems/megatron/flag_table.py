@@ -269,12 +269,15 @@ TABLE: Table = {
         "cpu_torch_adam", "use_torch_optimizer_for_cpu_offload", "optimizer_offload_fraction",
         "dump_param_to_param_group_map", "no_pin_cpu_*", "enable_experimental", "disable_msc",
     )},
-    **{name: Without("train.recompute is for all blocks") for name in (
+    **{name: Without("recomputed activations are not split") for name in (
         "distribute_checkpointed_activations", "distribute_saved_activations",
-        "partition_activations", "contigious_checkpointing", "checkpoint_in_cpu",
-        "recompute_method", "recompute_num_layers", "recompute_modules", "checkpoint_num_layers",
-        "cpu_offloading_num_layers",
+        "partition_activations", "contigious_checkpointing",
     )},
+    **{name: Without("train.recompute is for all blocks") for name in (
+        "recompute_method", "recompute_num_layers", "recompute_modules", "checkpoint_num_layers",
+    )},
+    **{name: Without("train.offload_activations moves those of all blocks to the host") for name in
+    ("checkpoint_in_cpu", "cpu_offloading_num_layers")},
     **{name: Without("ZeRO's own settings are taken") for name in ("zero_reduce_scatter",
     "zero_contigious_gradients", "use_pin_memory")},
     "remote_device": Only(("none",), "give deepspeed.offload_parameters=true"),

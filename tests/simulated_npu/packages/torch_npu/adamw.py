@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 calls: list[int] = []
 """Number of tensors of each call, for tests."""
 
 
+@library.impl("aten::_fused_adamw_", "PrivateUse1")
 def _fused_adamw(
     weights: list[Tensor],
     gradients: list[Tensor],
@@ -50,7 +51,3 @@ def _fused_adamw(
         v.mul_(two).add_((1 - two) * gradient * gradient)
         roots = v.sqrt() / (1 - two**step).sqrt() + small
         weight.sub_(rate / (1 - one**step) * (m / roots))
-
-
-_registered = torch.library.Library("aten", "IMPL")
-_registered.impl("_fused_adamw_", _fused_adamw, "PrivateUse1")
