@@ -130,9 +130,9 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(mode, load_config(path, overrides))
         return
-    with modelarts.files_here(path, overrides, job, process, environ) as (config, overrides):
+    with modelarts.files_here(path, overrides, job, process, environ) as (config, overrides, url):
         if modelarts.must_start_ranks(environ) and not job.one_process:
-            modelarts.start_ranks(path, mode, overrides, environ)
+            modelarts.start_ranks(path, mode, overrides, environ, url=url)
         else:
             config = resolve_mode(config, mode, world_size=process.world_size)
             run_backend(mode, config, process)

@@ -83,6 +83,17 @@ def pids_with(text: str) -> list[int]:
     return sorted(found)
 
 
+def process_of_rank(text: str, rank: int) -> int:
+    """Process of this rank, among those whose command line holds ``text``, by its variables."""
+    wanted = f"RANK={rank}".encode()
+    [found] = [
+        pid
+        for pid in pids_with(text)
+        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    return found
+
+
 def listening_addresses(pids: Iterable[int]) -> set[str]:
     """Addresses that these processes listen on, by the kernel's tables: 127.0.0.1, ::, or one of
     this machine.

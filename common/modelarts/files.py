@@ -25,7 +25,13 @@ from common.files import atomic_write
 from common.log import LOG
 from common.modelarts import remote
 from common.modelarts.stores import base_name, is_url, join
-from common.training.checkpoint import LATEST, point_latest, step_of, whole_checkpoints
+from common.training.checkpoint import (
+    LATEST,
+    find_checkpoint,
+    point_latest,
+    step_of,
+    whole_checkpoints,
+)
 from common.training.manifest import MANIFEST
 
 _DATA_KEYS = ("data.train", "data.validation")
@@ -242,6 +248,22 @@ def bring_output(
             with atomic_write(folder / _METRICS) as file:
                 file.write(remote.read(join(url, _METRICS), environ))
         point_latest(checkpoints / base_name(newest))
+
+
+def send_checkpoint(url: str, folder: Path, environ: Mapping[str, str]) -> None:
+    """Copy the checkpoint that a restart resumes from to the URL, unless it is there already.
+
+    Hosts with a disk of their own get it by ``bring_output``. Raises StorageError.
+    """
+    newest = find_checkpoint(folder)
+    if newest is None:
+        return
+    wanted: tuple[str, ...] = (f"checkpoints/{LATEST}",)
+    manifest = join(url, f"checkpoints/{newest.name}/{MANIFEST}")
+    is_there = bool(remote.files(manifest, environ))
+    if not is_there or remote.read(manifest, environ) != (newest / MANIFEST).read_bytes():
+        wanted += (f"checkpoints/{newest.name}/",)
+    remote.push(folder, url, environ, wanted=lambda name: name.startswith(wanted))
 
 
 def _refresh(url: str, checkpoints: Path, environ: Mapping[str, str]) -> None:

@@ -18,7 +18,14 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
 from common.modelarts.arguments import ModelArtsJob
-from common.modelarts.files import bring_files, local_folder, output_copied, output_url
+from common.modelarts.files import (
+    bring_files,
+    bring_output,
+    local_folder,
+    output_copied,
+    output_url,
+    send_checkpoint,
+)
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
@@ -38,10 +45,11 @@ def files_here(
     job: ModelArtsJob,
     process: Process,
     environ: Mapping[str, str],
-) -> Iterator[tuple[RunConfig, list[str]]]:
+) -> Iterator[tuple[RunConfig, list[str], str | None]]:
     """Copy the input of a run to this host, and its output back when the block ends.
 
-    Yields the config and the overrides that name the files and folders of this host.
+    Yields the config and the overrides that name the files and folders of this host, and the URL of
+    the output, if there is one.
     """
     config = load_config(config_path, overrides)
     url = output_url(config, job.output_url)
@@ -49,7 +57,7 @@ def files_here(
     found = [*overrides, *bring_files(config, overrides, url, ranks, environ)]
     config = load_config(config_path, found)
     with output_copied(url, Path(config.output_dir), ranks, environ):
-        yield config, found
+        yield config, found, url
 
 
 def ranks_to_copy(
@@ -114,10 +122,16 @@ def must_start_ranks(environ: Mapping[str, str]) -> bool:
 
 
 def start_ranks(
-    config_path: Path, run_mode: str, overrides: Sequence[str], environ: Mapping[str, str]
+    config_path: Path,
+    run_mode: str,
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    url: str | None = None,
 ) -> None:
     """Start a rank for each device of this host, and wait for all.
 
+    url: of the output. Hosts with disks of their own get the checkpoint of a restart by it.
     Raises SystemExit with their common exit code unless it is 0, and ConfigError and DataError if
     the platform's variables contradict each other.
     """
@@ -154,7 +168,12 @@ def start_ranks(
         if not most or job.hosts is None:
             return Attempt(job=job, number=number)
         limit = config.runtime.return_limit if number else connect_limit(environ)
+        folder, ranks = Path(config.output_dir), tuple(place.rank for place in places.own)
+        if url is not None and number and 0 in ranks:
+            send_checkpoint(url, folder, environ)
         found = meet_all(job.hosts, attempt=number, limit=limit)
+        if url is not None and (number or found) and 0 not in ranks:
+            bring_output(url, folder, ranks=ranks, environ=environ)
         return Attempt(job=replace(job, phase=str(found)), number=found)
 
     if code := run_attempts(prepare, most=most, folder=Path(config.output_dir)):

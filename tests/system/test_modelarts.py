@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from common.processes.addresses import free_port
+from tests.run_scripts import pids_with, process_of_rank, wait_until
+from tests.system.test_restarts import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -178,13 +180,11 @@ def test_a_stopped_job_resumes_in_another_container(start: Start, bucket: Path) 
     assert losses(bucket / "out") == list(range(1, done + 3))
 
 
-@pytest.mark.campaign
-def test_two_hosts_start_again_in_their_containers(
+@pytest.fixture
+def hosts(
     start: Start, bucket: Path, tmp_path: Path
-) -> None:
-    """Each has a disk of its own at the same place. Rank 1 resumes from the checkpoint of rank 0,
-    which it can only have by the bucket.
-    """
+) -> Callable[..., list["subprocess.Popen[str]"]]:
+    """Start a job on two hosts. Each has a disk of its own at the same place."""
     disk = tmp_path / "disk"
     disk.mkdir()
     (bucket / "out").mkdir()  # the console makes it
@@ -196,7 +196,7 @@ def test_two_hosts_start_again_in_their_containers(
     ).returncode:
         pytest.skip("this needs the right to mount folders (unshare -m)")
 
-    def hosts(*words: str) -> list["subprocess.Popen[str]"]:
+    def run(*words: str) -> list["subprocess.Popen[str]"]:
         common = {
             "MA_NUM_HOSTS": "2",
             "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2",
@@ -223,6 +223,12 @@ def test_two_hosts_start_again_in_their_containers(
             for index in range(2)
         ]
 
+    return run
+
+
+@pytest.mark.campaign
+def test_two_hosts_start_again_in_their_containers(hosts: Start, bucket: Path) -> None:
+    """Rank 1 resumes from the checkpoint of rank 0, which it can only have by the bucket."""
     finish(*hosts("--train.max_steps=2"))
     (bucket / "out" / "mf_parallel1" / "mindformer.log").unlink()
     (out, _), _ = finish(*hosts("--train.max_steps=4"))
@@ -230,6 +236,42 @@ def test_two_hosts_start_again_in_their_containers(
     assert losses(bucket / "out") == [1, 2, 3, 4]
     assert (bucket / "out" / "checkpoints" / "latest").read_text() == "step_00000004\n"
     assert (bucket / "out" / "mf_parallel1" / "mindformer.log").is_file()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("killed", [0, 1])
+def test_two_hosts_start_a_killed_rank_again(
+    hosts: Start, start: Start, bucket: Path, tmp_path: Path, killed: int
+) -> None:
+    """One job, without a new one. Losses are those of one process that nobody kills."""
+    words = ("--train.max_steps=400", "--checkpoint.interval=50", "--train.global_batch_size=4")
+    jobs = hosts(*words, "--runtime.max_restarts=2")
+    disk = tmp_path / "host_0"
+
+    def steps() -> int:
+        return max((len(losses(path.parent)) for path in disk.rglob("metrics.jsonl")), default=0)
+
+    try:
+        wait_until(lambda: steps() > 60, "60 steps")
+        os.kill(process_of_rank(str(bucket), killed), signal.SIGKILL)
+        finish(*jobs)
+    finally:
+        for job in jobs:
+            job.kill()
+    out = bucket / "out"
+    first, second = map(json.loads, (out / "attempts.jsonl").read_text().splitlines())
+    assert (first["exit_code"], first["then"], second["then"]) == (137, "restarted", "ended")
+    assert second["first_step"] % 50 == 1 and 51 <= second["first_step"] <= first["last_step"]
+    for rank in range(2):
+        assert (out / f"mf_parallel{rank}" / "mindformer.log.1").is_file()
+    assert pids_with(str(bucket)) == []
+    ours = rows_of(out)
+    shutil.rmtree(out)
+    finish(start(*words, "--run_mode=train", container="alone", MA_NUM_GPUS="1"))
+    assert len(ours) == 400
+    for row, other in zip(ours, rows_of(out), strict=True):
+        assert (row[0], row[3]) == (other[0], other[3])
+        assert row[1:3] == pytest.approx(other[1:3], rel=1e-6)
 
 
 def test_missing_files_give_one_message(start: Start, bucket: Path) -> None:

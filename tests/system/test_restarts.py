@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ import pytest
 
 from common.training.metrics import read_metrics
 from tests.network_hosts import ADDRESSES, two_hosts
-from tests.run_scripts import ROOT, pids_with, run_words, start_script, wait_until
+from tests.run_scripts import (
+    ROOT,
+    clean_environment,
+    pids_with,
+    run_words,
+    start_script,
+    wait_until,
+)
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 
@@ -161,6 +169,52 @@ def start_on(
         *run_words(run, corpus, **keys),
         before=("ip", "netns", "exec", host), log=log.with_suffix(f".{number}"),
     )  # fmt: skip
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("killed", [0, 1])
+def test_torchrun_on_two_nodes_starts_the_ranks_again(
+    hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path, killed: int
+) -> None:
+    """By its own --max-restarts; one node loses a rank at step 8."""
+    program, left, run = tmp_path / "program.py", tmp_path / "faults.json", tmp_path / "run"
+    program.write_text(FAULTS)
+    left.write_text(json.dumps([{"rank": killed, "step": 8, "signal": int(signal.SIGKILL)}]))
+    keys = {"train__max_steps": 12, "checkpoint__interval": 5, "model__dropout": 0}
+    words = ["--config", CONFIG, "--run_mode", "train", *run_words(run, corpus_prefix, **keys)]
+    nodes = [
+        subprocess.Popen(
+            [
+                *("ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"),
+                *("--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv_id=gpt2"),
+                *("--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:29411"),
+                *(f"--local_addr={address}", f"--rdzv_conf=is_host={number == 0}"),
+                *(str(program), *words),
+            ],
+            cwd=ROOT,
+            env=clean_environment(FAULTS=str(left), GLOO_SOCKET_IFNAME="cable"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, (host, address) in enumerate(zip(hosts, ADDRESSES, strict=True))
+    ]
+    try:
+        texts = [node.communicate(timeout=180)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], texts
+    assert json.loads(left.read_text()) == [] and "resuming" in "".join(texts)
+    assert pids_with(str(run)) == []
+    lines = [(line["attempt"], line["first_step"]) for line in attempts_of(run)]
+    assert lines == [(1, 1), (2, 6)]
+
+    alone = tmp_path / "alone"
+    single = run_words(alone, corpus_prefix, **keys)
+    launcher = start_script("none", CONFIG, "[0,1)", "train", *single, log=tmp_path / "alone.log")
+    assert launcher.wait(timeout=120) == 0
+    require_equal(run, alone)
 
 
 @pytest.mark.campaign

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_scripts import ROOT, clean_environment, pids_with, run_words, wait_until
+from tests.run_scripts import (
+    ROOT,
+    clean_environment,
+    pids_with,
+    process_of_rank,
+    run_words,
+    wait_until,
+)
 from tests.slurm_stand_in import put_on_path
 from tests.system.test_restarts import CONFIG, FAULTS, attempts_of, require_equal, rows_of
 
@@ -81,17 +88,6 @@ def test_a_requeued_job_resumes_from_the_newest_checkpoint(
     require_equal(run, alone)
 
 
-def process_of_rank(run: Path, rank: int) -> int:
-    """Return the process of the run with this rank, by its variables."""
-    wanted = f"RANK={rank}".encode()
-    [found] = [
-        pid
-        for pid in pids_with(str(run))
-        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    ]
-    return found
-
-
 @pytest.mark.campaign
 def test_a_launcher_on_each_node_starts_the_ranks_again(
     tmp_path: Path, corpus_prefix: Path
@@ -107,7 +103,7 @@ def test_a_launcher_on_each_node_starts_the_ranks_again(
     )  # fmt: skip
     try:
         wait_until(lambda: len(rows_of(run)) > 60, "60 steps")
-        os.kill(process_of_rank(run, 1), signal.SIGKILL)
+        os.kill(process_of_rank(str(run), 1), signal.SIGKILL)
         text, _ = job.communicate(timeout=120)
     finally:
         job.kill()
