@@ -401,9 +401,9 @@ def takes_fused_attention(config: ResolvedRun, device: MindSporeDevice) -> bool:
 
 def set_recompute(model: GPT2, train: TrainConfig) -> None:
     """Recompute whole blocks in the backward pass (full), or attention and the MLP's inner part
-    (selective), or nothing (none).
+    (selective), or nothing (none). With train.recompute_layers the first blocks of the part do.
     """
-    for block in model.h:
+    for block in list(model.h)[: train.recompute_layers]:
         if train.recompute == "full":
             block.recompute()
         elif train.recompute == "selective":

@@ -146,6 +146,7 @@ class Block(nn.Module):
         super().__init__()
         norm = (config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
         self.dropout = config.hidden_dropout or 0.0
+        self.recompute = False
         self.ln_1 = LayerNorm(*norm)
         self.attn = Attention(config, precision)
         self.ln_2 = LayerNorm(*norm)
@@ -164,7 +165,6 @@ class GPT2(nn.Module):
         self.config = config
         self.compute_dtype = DTYPES[precision.compute]
         self.dropout = config.embedding_dropout or 0.0
-        self.recompute = False
         self.host_memory: HostMemory | None = None
         self.loss_rows = ROWS_AT_ONCE
         self.packing: Packing | None = None
@@ -205,7 +205,7 @@ class GPT2(nn.Module):
     def blocks(self, x: Tensor, mask: Any = None) -> Tensor:
         for block in self.h:
             with self._keeping(block, mask):
-                x = _maybe_recompute(self.recompute, block, x, mask)
+                x = _maybe_recompute(block.recompute, block, x, mask)  # type: ignore[arg-type]
         return x
 
     def _keeping(self, block: nn.Module, mask: Any) -> AbstractContextManager[Any]:
@@ -257,7 +257,7 @@ def build_meta_model(config: ResolvedRun) -> GPT2:
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
     set_fused_attention(model, config)
-    set_recompute(model, config.train.recompute)
+    set_recompute(model, config.train.recompute, config.train.recompute_layers)
     return model.to(DTYPES[config.precision.parameters])
 
 
@@ -311,14 +311,18 @@ def set_packing(model: GPT2, config: ResolvedRun, device: TorchDevice) -> None:
                 module.blocked = model.blocked
 
 
-def set_recompute(model: GPT2, mode: str) -> None:
+def set_recompute(model: GPT2, mode: str, layers: int | None = None) -> None:
     """Recompute whole blocks in the backward pass (full), or attention and the MLP's wide part
     (selective), or nothing (none).
+
+    layers: only so many blocks of this part of the model do, from its first one.
     """
-    model.recompute = mode == "full"
-    for module in model.modules():
-        if isinstance(module, Attention | MLP):
-            module.recompute = mode == "selective"
+    for number, block in enumerate(model.h):
+        chosen = mode if layers is None or number < layers else "none"
+        block.recompute = chosen == "full"  # type: ignore[assignment]
+        for module in block.modules():
+            if isinstance(module, Attention | MLP):
+                module.recompute = chosen == "selective"
 
 
 def set_offload(model: GPT2, config: ResolvedRun, device: TorchDevice) -> None:

@@ -201,6 +201,8 @@ class TrainConfig(Section):
     """Activations to recompute in the backward pass. selective recomputes attention and the inner
     part of the MLP; full recomputes whole blocks.
     """
+    recompute_layers: Count | None = None
+    """Blocks of each stage that recompute, from its first one. When left out, all of them."""
     offload_activations: bool = False
     """Keep the activations of blocks in pinned memory of the host until the backward pass. With
     recompute=full that is only the input of each block.

@@ -14,6 +14,7 @@ from __future__ import annotations
 from common.parallel.fused_attention import keeps_no_scores
 from common.parallel.loss_rows import loss_rows
 from common.parallel.resolved_run import ResolvedRun
+from common.parallel.topology import Topology
 
 
 def of_block(config: ResolvedRun, recompute: str) -> int:
@@ -37,6 +38,30 @@ def of_block(config: ResolvedRun, recompute: str) -> int:
         matrices = 4 * hidden * hidden + (1 if recompute == "selective" else 2) * hidden * s.ffn
         kept += matrices * s.compute // s.tensor
     return kept
+
+
+def of_blocks(config: ResolvedRun, layers: int) -> int:
+    """Return the bytes of this many blocks of one stage."""
+    again = recomputed(config, layers)
+    whole = (layers - again) * of_block(config, "none")
+    return whole + again * of_block(config, config.train.recompute)
+
+
+def recomputed(config: ResolvedRun, layers: int) -> int:
+    """Return the blocks that recompute, of this many in a stage."""
+    train = config.train
+    if train.recompute == "none":
+        return 0
+    return layers if train.recompute_layers is None else min(layers, train.recompute_layers)
+
+
+def recomputed_of_rank(config: ResolvedRun, topology: Topology, place: int) -> int:
+    """Return the blocks that recompute, in all stages of a pipeline rank."""
+    layers = config.model.num_layers
+    return sum(
+        recomputed(config, len(topology.layers_of_stage(stage, layers)))
+        for stage in topology.stages_of(place)
+    )
 
 
 def of_norm(config: ResolvedRun) -> int:
@@ -106,11 +131,26 @@ def while_in_loss(config: ResolvedRun) -> int:
     return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
 
 
-def while_in_block(config: ResolvedRun) -> int:
-    """Return the peak of temporary bytes in a block's backward pass: recomputed tensors, gradients
-    of the MLP, and its tensors that come back from the host.
+def while_in_block(config: ResolvedRun, layers: int) -> int:
+    """Return the peak of temporary bytes in a block's backward pass, in a stage of ``layers``.
+
+    They are recomputed tensors, gradients of the MLP, and its tensors that come back from the host.
+    If the first blocks recompute, those of the last ones are free by then.
     """
-    s, mode = config.sizes, config.train.recompute
+    mode, again = config.train.recompute, recomputed(config, layers)
+    if not layers:
+        return 0
+    if again == layers:
+        return _while_in_block(config, mode)
+    plain = _while_in_block(config, "none")
+    if not again:
+        return plain
+    free = 0 if config.train.offload_activations else (layers - again) * of_block(config, "none")
+    return max(plain, _while_in_block(config, mode) - free)
+
+
+def _while_in_block(config: ResolvedRun, mode: str) -> int:
+    s = config.sizes
     again = of_block(config, "none") - of_block(config, mode) if mode != "none" else 0
     if config.train.offload_activations:
         again += {"none": 2 * s.inner, "selective": s.inner, "full": s.residual}[mode]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sizes import BYTES
 from common.parallel.topology import GroupKind, Topology
+from common.planner.activations import recomputed_of_rank
 from common.planner.memory import is_fully_sharded, keeps_whole_gradients, shard_ranks, units_of
 
 
@@ -94,10 +95,10 @@ def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float
     if ranks == 1:
         return 0.0
     one = all_reduce(sizes.region, ranks)
-    again = 0.0
+    total = 4 * one * topology.layer_count(place, config.model.num_layers)
     if config.train.recompute == "full":
         again = 1.5 if config.parallel.sequence_parallel else 1.0
-    total = (4 + again) * one * topology.layer_count(place, config.model.num_layers)
+        total += again * one * recomputed_of_rank(config, topology, place)
     if place == 0:  # sum over the parts of the embedding, in the type of the table
         total += all_reduce(sizes.tokens * sizes.hidden * sizes.held, ranks)
     # gradient of the hidden states; largest logit, sum and target in float32

@@ -216,10 +216,14 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     gathered = (
         (whole if is_whole else at_once) * held if ranks > 1 and (zero == 3 or sharded) else 0
     )
+    layers = config.model.num_layers
     saved, in_loss, on_host = _saved(config, topology, place)
     waiting = _waiting(config, topology, place)
     is_last = place == topology.place_of_stage(topology.stages - 1)
-    working = activations.while_in_block(config) if units[0].count else 0
+    working = max(
+        activations.while_in_block(config, len(topology.layers_of_stage(stage, layers)))
+        for stage in topology.stages_of(place)
+    )
     gradients = (
         whole * (BYTES[config.precision.reduction] if sharded else 4)
         if keeps_whole_gradients(config)
@@ -241,6 +245,7 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
         return memory
     step = peak_of_step(
         config,
+        layers=units[0].count,
         block=units[0].elements,
         others=sum(unit.elements for unit in units[1:]),
         gathered=gathered,
@@ -316,7 +321,7 @@ def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> _Sav
     sizes, mode, place = config.sizes, config.train.recompute, topology.place_of_stage(stage)
     offloads = config.train.offload_activations
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
-    of_blocks = layers * activations.of_block(config, mode)
+    of_blocks = activations.of_blocks(config, layers)
     saved = activations.of_documents(config) if layers else 0
     saved += 0 if offloads else of_blocks
     loss = 0

@@ -156,10 +156,12 @@ def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     zero = f"ZeRO stage {parallel.zero_stage}" + (
         f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else ""
     )
+    count = train.recompute_layers
+    of_layers = "" if count is None else f" of the first {count} layers of a stage"
     yield (
         f"Each rank of a stage holds at most (GiB = 2^30 bytes; weights {precision.parameters},"
         f" gradients and {config.optimizer.name}'s state float32; {zero}; recompute"
-        f" {train.recompute}):"
+        f" {train.recompute}{of_layers}):"
     )
     yield from table(
         ("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"),

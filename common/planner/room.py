@@ -226,8 +226,8 @@ def advice(config: ResolvedRun, *, training: bool = True, place: int = 0) -> str
         wishes.append(f"lower train.micro_batch_size (now {train.micro_batch_size}){freed}")
     if train.accumulation_steps > 10_000:
         wishes.append(f"lower train.global_batch_size (now {train.global_batch_size})")
-    if train.recompute != "full":
-        freed = _freed(config, place, train={"recompute": "full"})
+    if train.recompute != "full" or train.recompute_layers is not None:
+        freed = _freed(config, place, train={"recompute": "full", "recompute_layers": None})
         wishes.append(f"set train.recompute=full{freed}")
     stage = (parallel.zero_stage or 0) + 1
     freed = _freed(config, place, parallel={"zero_stage": stage}, to=f"to {stage} ")

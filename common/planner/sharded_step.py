@@ -15,6 +15,7 @@ from common.planner import activations
 def peak_of_step(
     config: ResolvedRun,
     *,
+    layers: int,
     block: int,
     others: int,
     gathered: int,
@@ -25,7 +26,8 @@ def peak_of_step(
 ) -> int:
     """Return the most bytes beside weights and optimizer, without a pipeline.
 
-    ``block`` and ``others`` are elements of the units; the remaining sizes are bytes, as in Memory.
+    ``layers`` is the number of blocks; ``block`` and ``others`` are elements of the units; the
+    remaining sizes are bytes, as in Memory.
     ``of_blocks`` are the gradients of all blocks after their reduction.
     """
     sizes, zero = config.sizes, config.parallel.zero_stage
@@ -37,8 +39,10 @@ def peak_of_step(
     kept = others * held if zero == 3 else gathered
     loss = kept + saved + in_loss + activations.while_in_loss(config)
     # the message of one block is on its way while the next one goes backward
-    sent = block * (held + reduced) - activations.of_block(config, config.train.recompute)
-    blocks = gathered + saved + table + activations.while_in_block(config) + max(0, sent)
+    # the last block recomputes only if all do
+    mode = config.train.recompute if activations.recomputed(config, layers) == layers else "none"
+    sent = block * (held + reduced) - activations.of_block(config, mode)
+    blocks = gathered + saved + table + activations.while_in_block(config, layers) + max(0, sent)
     # the blocks are reduced; the loss's gradient of the table meets that of the lookup
     copied = table * held // 4 if held < reduced else 0  # the lookup's, before its float32 copy
     lookup = gathered + 2 * table + copied + (0 if several else of_blocks)

@@ -49,6 +49,8 @@ class Suggestions:
     """Layouts that fit, best first; the fastest for each data x tensor x pipeline."""
     refused: dict[str, list[Topology]]
     """Reason -> layouts that it excludes."""
+    recompute_layers: int | None = None
+    """train.recompute_layers of the run, which layouts that recompute keep."""
     micro_batch_is_auto: bool = False
     """Whether each layout has a micro batch of its own."""
 
@@ -75,6 +77,7 @@ def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestio
     return Suggestions(
         fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)),
         refused=refused,
+        recompute_layers=config.train.recompute_layers,
         micro_batch_is_auto=config.train.micro_batch_is_auto,
     )
 
@@ -173,6 +176,8 @@ def _with_layout(
         "stage_layers": config.parallel.stage_layers if same else None,
     }
     train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
+    if recompute == "none":
+        train["recompute_layers"] = None
     if config.train.micro_batch_is_auto:
         train["micro_batch_size"] = "auto"
     if topology.tensor == 1:
@@ -223,7 +228,9 @@ def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) 
         lines += table(head, map(_row, found.fitting[:_SHOWN]))
         if len(found.fitting) > _SHOWN:
             lines.append(f"and {len(found.fitting) - _SHOWN} slower ones")
-        words = _words(found.fitting[0].config, micro_batch=found.micro_batch_is_auto)
+        words = [*_words(found.fitting[0].config, micro_batch=found.micro_batch_is_auto)]
+        if found.recompute_layers is not None and words[-1] == "train.recompute=none":
+            words.append("train.recompute_layers=null")
         lines += ["", f"The first: {' '.join(words)}"]
     else:
         lines.append(

@@ -88,12 +88,9 @@ def _of_place(
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
     products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
-    elements = (
-        layers
-        * activations.of_block(config, "none")
-        * (PASSES + (mode == "full"))
-        / device.bandwidth
-    )
+    again = activations.recomputed_of_rank(config, topology, place)
+    passes = layers * PASSES + again * (mode == "full")
+    elements = passes * activations.of_block(config, "none") / device.bandwidth
     if place == topology.place_of_stage(topology.stages - 1):
         sizes = config.sizes
         # float32 logits, written and read twice
@@ -111,7 +108,11 @@ def _of_place(
     between = (traffic.pipeline + traffic.embedding) / _speed(device, topology, GroupKind.PIPELINE)
     # read and write weights, state and gradients once
     update = 2 * (memory.weights + memory.gradients + memory.optimizer) / device.bandwidth
-    on_host = layers * activations.of_block(config, mode) * config.train.offload_activations
+    moved = sum(
+        activations.of_blocks(config, len(topology.layers_of_stage(stage, config.model.num_layers)))
+        for stage in topology.stages_of(place)
+    )
+    on_host = moved * config.train.offload_activations
     return StepTime(
         products=micro_batches * products,
         elements=micro_batches * elements,
@@ -133,11 +134,9 @@ def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) ->
     sizes = config.sizes
     matrices = 2 * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.ffn)
     attention = 4 * sizes.seq_length * sizes.hidden
-    block = (
-        3 * (matrices + attention)
-        + {"none": 0, "selective": attention, "full": matrices + attention}[config.train.recompute]
-    )
-    flops = block * topology.layer_count(place, config.model.num_layers)
+    again = {"none": 0, "selective": attention, "full": matrices + attention}
+    flops = 3 * (matrices + attention) * topology.layer_count(place, config.model.num_layers)
+    flops += again[config.train.recompute] * activations.recomputed_of_rank(config, topology, place)
     if place == topology.place_of_stage(topology.stages - 1):
         flops += 6 * sizes.vocabulary * sizes.hidden
     return sizes.tokens * flops / sizes.tensor

@@ -30,6 +30,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     _check_optimizer(config)
     _check_length(config)
     _check_precision(config)
+    _check_recompute(config)
     _check_backend(config)
     _check_observation(config)
     micro_batch = config.train.micro_batch_size
@@ -189,7 +190,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
     batch |= {"rampup_batch_size": None}
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
-    batch |= {"offload_activations": False}
+    batch |= {"offload_activations": False, "recompute": "none", "recompute_layers": None}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
     return resolve_config(
         as_run(RunConfig, config, parallel=plain, train=batch, **alone),
@@ -442,6 +443,23 @@ def _check_optimizer(config: RunConfig) -> None:
         raise ConfigError(
             f"optimizer.momentum={optimizer.momentum} has no effect with"
             f" optimizer.name={optimizer.name}; use optimizer.beta1, or optimizer.name=sgd"
+        )
+
+
+def _check_recompute(config: RunConfig) -> None:
+    train = config.train
+    count = train.recompute_layers
+    if count is None:
+        return
+    if train.recompute == "none":
+        raise ConfigError(
+            f"train.recompute_layers={count} says how many blocks recompute, and train.recompute is"
+            " none; set it to full or selective, or leave the key out"
+        )
+    if count > config.model.num_layers:
+        raise ConfigError(
+            f"train.recompute_layers={count} is above model.num_layers={config.model.num_layers};"
+            " leave the key out, and all blocks recompute"
         )
 
 

@@ -124,7 +124,8 @@ class RecordedSides:
         for side, run, start in zip(self.sides, self.runs, starts, strict=True):
             folder = place.folder / f"record_{side.name}"
             request = RecordRequest(step=self.step, samples=self.samples, folder=folder)
-            words = (*_resume(start), "train.recompute=none", _in_python(run))
+            keep = ("train.recompute=none", "train.recompute_layers=null")
+            words = (*_resume(start), *keep, _in_python(run))
             own = place.folder / f"step_{side.name}"
             self._train_to(self.step, side, run, own, words, place, request.variables())
             folders.append(folder)

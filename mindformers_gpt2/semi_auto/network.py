@@ -243,7 +243,13 @@ def _set_recompute(network: TrainingGraph, config: ResolvedRun) -> None:
         "mp_comm_recompute": train.mp_comm_recompute,
         "recompute_slice_activation": train.recompute_slice_activation,
     }
-    for block in network.h:
+    topology, layers = config.topology, config.model.num_layers
+    chosen = [
+        layer
+        for stage in range(topology.stages)
+        for layer in topology.layers_of_stage(stage, layers)[: train.recompute_layers]
+    ]
+    for block in (network.h[layer] for layer in chosen):
         if train.recompute == "selective":
             block.attn.core.recompute(**switches)
             block.mlp.gelu.recompute(**switches)

@@ -45,7 +45,7 @@ def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[
         if topology.tensor > 1:
             split_model(model, tensor_group(config, world), device)
         set_fused_attention(model, config)
-        set_recompute(model, config.train.recompute)
+        set_recompute(model, config.train.recompute, config.train.recompute_layers)
         set_offload(model, config, device)
         set_packing(model, config, device)
         model.loss_rows = loss_rows(config, device.total_memory())

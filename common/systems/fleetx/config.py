@@ -69,7 +69,8 @@ TABLE: Table = {
     "Model.attention_probs_dropout_prob": To("model.attention_dropout"),
     "Model.max_position_embeddings": To("model.max_positions"),
     "Model.type_vocab_size": Without("GPT-2 has no token types"),
-    **{f"Model.{name}": Only(([],), f"train.recompute is for all blocks; leave {name} empty")
+    **{f"Model.{name}": Only(([],), f"leave {name} empty; train.recompute_layers says how"
+       " many blocks recompute")
        for name in ("no_recompute_layers", "recompute_layers")},
     **{f"Model.{name}": Without(_KERNELS) for name in ("fused_linear", "fuse_attn_qkv",
     "use_flash_attn", "fused_softmax_with_triangular")},

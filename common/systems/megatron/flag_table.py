@@ -273,9 +273,8 @@ TABLE: Table = {
         "distribute_checkpointed_activations", "distribute_saved_activations",
         "partition_activations", "contigious_checkpointing",
     )},
-    **{name: Without("train.recompute is for all blocks") for name in (
-        "recompute_method", "recompute_num_layers", "recompute_modules", "checkpoint_num_layers",
-    )},
+    "recompute_modules": Without("train.recompute=selective says which parts"),
+    "checkpoint_num_layers": Without("each block is recomputed by itself"),
     **{name: Without("train.offload_activations moves those of all blocks to the host") for name in
     ("checkpoint_in_cpu", "cpu_offloading_num_layers")},
     **{name: Without("ZeRO's own settings are taken") for name in ("zero_reduce_scatter",

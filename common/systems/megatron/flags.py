@@ -89,7 +89,17 @@ def _recompute(theirs: Theirs, ours: Translation) -> None:
         "recompute_granularity": To("train.recompute", one_of(full="full", selective="selective")),
         "deepspeed_activation_checkpointing": Without("train.recompute says it"),
     }
+    is_full = theirs.peek("recompute_granularity") == "full"
     apply(rules, theirs, ours)
+    method, flag = theirs.take("recompute_method"), "recompute_num_layers"
+    where, layers = theirs.where(flag), theirs.take_count(flag)
+    if is_full and method == "block" and layers is not None:
+        ours.set("train.recompute_layers", layers, where, flag)
+        return
+    if method is not None:
+        ours.note("recompute_method", "each block is recomputed by itself")
+    if layers is not None:
+        ours.note(flag, "it acts with --recompute-granularity full --recompute-method block")
 
 
 def _lengths(theirs: Theirs, ours: Translation) -> None:
