@@ -205,7 +205,7 @@ class GPT2(nn.Module):
     def blocks(self, x: Tensor, mask: Any = None) -> Tensor:
         for block in self.h:
             with self._keeping(block, mask):
-                x = _maybe_recompute(block.recompute, block, x, mask)  # type: ignore[arg-type]
+                x = _maybe_recompute(bool(block.recompute), block, x, mask)
         return x
 
     def _keeping(self, block: nn.Module, mask: Any) -> AbstractContextManager[Any]:
@@ -315,13 +315,15 @@ def set_recompute(model: GPT2, mode: str, layers: int | None = None) -> None:
     """Recompute whole blocks in the backward pass (full), or attention and the MLP's wide part
     (selective), or nothing (none).
 
-    layers: only so many blocks of this part of the model do, from its first one.
+    layers: number of blocks of this part of the model that recompute, from its first one; all of
+    them if None.
     """
     for number, block in enumerate(model.h):
         chosen = mode if layers is None or number < layers else "none"
-        block.recompute = chosen == "full"  # type: ignore[assignment]
         for module in block.modules():
-            if isinstance(module, Attention | MLP):
+            if isinstance(module, Block):
+                module.recompute = chosen == "full"
+            elif isinstance(module, Attention | MLP):
                 module.recompute = chosen == "selective"
 
 

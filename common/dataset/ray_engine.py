@@ -46,8 +46,8 @@ def preprocess_on_ray(
         for extension in _EXTENSIONS
     )
     started = time.monotonic()
-    with _cluster() as ray:
-        results = _run_all(ray, _absolute(options), shards, started, on_progress)
+    with _cluster() as (ray, deliver_signal):
+        results = _run_all(ray, _absolute(options), shards, started, on_progress, deliver_signal)
     prefixes = []
     for number, key in enumerate(results[0].keys):
         parts = [result.prefixes[number] for result in results]
@@ -74,6 +74,7 @@ def _run_all(
     shards: int,
     started: float,
     on_progress: Callable[[Progress], None],
+    deliver_signal: Callable[[], None],
 ) -> list[PreprocessResult]:
     """Return the results of all tasks in the order of the shards."""
     if ray.cluster_resources().get("CPU", 0) < 1:
@@ -90,7 +91,8 @@ def _run_all(
     waiting = list(numbers)
     try:
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=1.0)
+            ready, waiting = ray.wait(waiting, timeout=0.5)
+            deliver_signal()
             for reference in ready:
                 done[numbers[reference]] = _result(ray, reference, f"{numbers[reference]}/{shards}")
                 on_progress(_sum(list(done.values()), shards, started))
@@ -118,8 +120,12 @@ def _result(ray: Any, reference: Any, shard: str) -> PreprocessResult:
 
 
 @contextmanager
-def _cluster() -> Iterator[Any]:
-    """Connect to the cluster of $RAY_ADDRESS or of this host, or start one on this host."""
+def _cluster() -> Iterator[tuple[Any, Callable[[], None]]]:
+    """Connect to the cluster of $RAY_ADDRESS or of this host, or start one on this host.
+
+    Yields Ray, and a function that calls the handler of a SIGTERM that has come. Raised inside Ray,
+    the handler's exception would turn into one of Ray's own.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to Ray's makers
     import ray
 
@@ -144,11 +150,20 @@ def _cluster() -> Iterator[Any]:
             f"Ray cannot be reached or started: {reason}; check RAY_ADDRESS and ray status, or"
             " leave --engine ray out"
         ) from None
+    received: list[int] = []
+
+    def deliver_signal() -> None:
+        if received and callable(handler):
+            handler(received.pop(), None)
+
     try:
-        signal.signal(signal.SIGTERM, handler)  # Ray's own one ends with another exit code
-        yield ray
+        # Ray's own handler ends with another exit code
+        later = (lambda number, frame: received.append(number)) if callable(handler) else handler
+        signal.signal(signal.SIGTERM, later)
+        yield ray, deliver_signal
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _absolute(options: PreprocessOptions) -> PreprocessOptions:

@@ -131,22 +131,28 @@ def while_in_loss(config: ResolvedRun) -> int:
     return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
 
 
-def while_in_block(config: ResolvedRun, layers: int) -> int:
-    """Return the peak of temporary bytes in a block's backward pass, in a stage of ``layers``.
+def while_in_blocks(config: ResolvedRun, layers: int) -> list[tuple[int, int]]:
+    """Return moments of the backward pass of a stage's blocks at which memory may be at its peak.
 
-    They are recomputed tensors, gradients of the MLP, and its tensors that come back from the host.
-    If the first blocks recompute, those of the last ones are free by then.
+    Each is the bytes of activations that are free by then, and temporary bytes beside the rest:
+    recomputed tensors, gradients of the MLP, and its tensors that come back from the host.
     """
     mode, again = config.train.recompute, recomputed(config, layers)
     if not layers:
-        return 0
+        return []
     if again == layers:
-        return _while_in_block(config, mode)
-    plain = _while_in_block(config, "none")
+        return [(0, _while_in_block(config, mode))]
+    plain = [(0, _while_in_block(config, "none"))]
     if not again:
         return plain
+    # the last blocks, which do not recompute, have gone backward
     free = 0 if config.train.offload_activations else (layers - again) * of_block(config, "none")
-    return max(plain, _while_in_block(config, mode) - free)
+    return [*plain, (free, _while_in_block(config, mode))]
+
+
+def while_in_block(config: ResolvedRun, layers: int) -> int:
+    """Return the most bytes that a moment of a block's backward pass adds to the activations."""
+    return max((working - free for free, working in while_in_blocks(config, layers)), default=0)
 
 
 def _while_in_block(config: ResolvedRun, mode: str) -> int:

@@ -12,6 +12,7 @@ are reduced when its backward pass ends.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
@@ -220,10 +221,16 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     saved, in_loss, on_host = _saved(config, topology, place)
     waiting = _waiting(config, topology, place)
     is_last = place == topology.place_of_stage(topology.stages - 1)
-    working = max(
-        activations.while_in_block(config, len(topology.layers_of_stage(stage, layers)))
+    peaks = [
+        peak
         for stage in topology.stages_of(place)
-    )
+        for peak in activations.while_in_blocks(
+            config, len(topology.layers_of_stage(stage, layers))
+        )
+    ]
+    if is_last:
+        peaks.append((0, activations.while_in_loss(config)))
+    working = max((working - free for free, working in peaks), default=0)
     gradients = (
         whole * (BYTES[config.precision.reduction] if sharded else 4)
         if keeps_whole_gradients(config)
@@ -236,10 +243,10 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
         optimizer=optimizer,
         activations=saved,
         loss=in_loss,
-        working=max(working, activations.while_in_loss(config) if is_last else 0),
+        working=working,
         communication=_buffers(config, topology, place, units),
         on_host=on_host,
-        shared=min(gradients, (saved + in_loss) // waiting) if waiting else 0,
+        shared=_shared(peaks, gradients, (saved + in_loss) // waiting) if waiting else 0,
     )
     if not sharded or topology.pipeline > 1:
         return memory
@@ -256,6 +263,17 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     )
     parts = sum(memory.parts.values())
     return replace(memory, shared=max(0, parts - weights - optimizer - step))
+
+
+def _shared(peaks: Sequence[tuple[int, int]], gradients: int, first: int) -> int:
+    """Return the bytes of gradients that take the place of activations, at the peak of a step.
+
+    first: bytes of the micro batch that goes backward first, which are free before all gradients
+    are there.
+    """
+    plain = max((working - free for free, working in peaks), default=0)
+    less = (working - free - min(gradients, max(0, first - free)) for free, working in peaks)
+    return plain - max(less, default=plain)
 
 
 def _step_bytes(optimizer: OptimizerConfig) -> int:

@@ -26,7 +26,7 @@ def peak_of_step(
 ) -> int:
     """Return the most bytes beside weights and optimizer, without a pipeline.
 
-    ``layers`` is the number of blocks; ``block`` and ``others`` are elements of the units; the
+    ``layers`` is the number of blocks. ``block`` and ``others`` are elements of the units. The
     remaining sizes are bytes, as in Memory.
     ``of_blocks`` are the gradients of all blocks after their reduction.
     """

@@ -190,7 +190,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
     batch |= {"rampup_batch_size": None}
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
-    batch |= {"offload_activations": False, "recompute": "none", "recompute_layers": None}
+    batch |= {"offload_activations": False, "recompute_layers": None}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
     return resolve_config(
         as_run(RunConfig, config, parallel=plain, train=batch, **alone),

@@ -153,11 +153,14 @@ import numpy as np, mindspore as ms
 from tests.mindformers_gpt2.test_model import make_config
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.model import build_model
-for mode in ("none", "selective", "full"):
-    path = f"{sys.argv[1]}/{mode}"
+modes = {mode: (mode, 1, None) for mode in ("none", "selective", "full")}
+modes |= {"two": ("none", 2, None), "first of two": ("full", 2, 1)}
+for name, (mode, layers, again) in modes.items():
+    path = f"{sys.argv[1]}/{name}"
     config = make_config(
         train__recompute=mode,
-        model__num_layers=1,
+        train__recompute_layers=again,
+        model__num_layers=layers,
         context__save_graphs=True,
         context__save_graphs_path=path,
     )
@@ -181,7 +184,7 @@ def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     counts = {}
-    for mode in ("none", "selective", "full"):
+    for mode in ("none", "selective", "full", "two", "first of two"):
         graph = next(
             path
             for path in (tmp_path / mode).rglob("*.ir")
@@ -193,3 +196,6 @@ def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -
     assert counts["none"]["Softmax"] == 2 and counts["none"]["Sigmoid"] == 1
     assert counts["selective"] == counts["none"] | {"Softmax": 3, "Sigmoid": 2}
     assert counts["full"] == {"Softmax": 3, "Sigmoid": 2, "MatMul": counts["none"]["MatMul"] + 5}
+    more = {name: counts["full"][name] - count for name, count in counts["none"].items()}
+    for name, count in counts["two"].items():
+        assert counts["first of two"][name] == count + more[name]

@@ -115,6 +115,21 @@ def test_recompute_changes_no_gradient(mode: str, dropout: float) -> None:
         assert torch.equal(gradient, gradients[1][name]), name
 
 
+@pytest.mark.parametrize("layers", [None, 1, 2])
+def test_only_the_first_blocks_recompute(layers: int | None) -> None:
+    model, batch = ours().train(), tokens()
+    set_recompute(model, "full", layers)
+    calls = [0] * len(model.h)
+    for number, block in enumerate(model.h):
+
+        def count(*args: object, number: int = number) -> None:
+            calls[number] += 1
+
+        block.register_forward_pre_hook(count)
+    model.loss_sum(batch[:, :-1], batch[:, 1:]).backward()
+    assert calls == {None: [2, 2, 2], 1: [2, 1, 1], 2: [2, 2, 1]}[layers]
+
+
 def test_recompute_saves_memory() -> None:
     def saved_bytes(mode: str) -> int:
         model, batch, total = ours().train(), tokens(), 0

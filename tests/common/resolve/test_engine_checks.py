@@ -312,6 +312,16 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             },
             ("parallel.shard_size=2 is for backend torch",),
         ),
+        (
+            {"train__recompute_layers": 1},
+            (
+                "train.recompute_layers=1 says how many blocks recompute, and train.recompute is none",
+            ),
+        ),
+        (
+            {"train__recompute": "full", "train__recompute_layers": 500},
+            ("train.recompute_layers=500 is above model.num_layers=",),
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], messages: tuple[str, ...]) -> None:

@@ -342,6 +342,15 @@ def test_megatrons_flags_keep_documents_apart() -> None:
         assert found == tuple(flag in given for flag in flags)
 
 
+def test_megatron_recomputes_the_first_blocks_of_a_stage() -> None:
+    model = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-4"
+    words = [*model.split(), "--micro-batch-size", "1", "--train-iters", "10"]
+    words += ["--recompute-granularity", "full", "--recompute-num-layers", "1"]
+    for method, layers in (("block", 1), ("uniform", None)):
+        train = open_flags("megatron", [*words, "--recompute-method", method]).config.train
+        assert (train.recompute, train.recompute_layers) == ("full", layers)
+
+
 def test_megatrons_growing_batch_is_ours() -> None:
     """train-samples are counted as by update_train_iters of its training.py: whole batches."""
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-4"

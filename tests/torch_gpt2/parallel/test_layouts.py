@@ -53,7 +53,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "zero2 recomputed": {"parallel__zero_stage": 2} | RECOMPUTE,
         "zero3": SPLIT | {"train__recompute": "selective"},
         "gpipe": PIPELINE | {"parallel__pipeline_schedule": "gpipe"},
-        "1f1b": PIPELINE | RECOMPUTE,
+        "1f1b": PIPELINE | RECOMPUTE | {"train__recompute_layers": 1},
         "interleaved": PIPELINE | {"parallel__pipeline_schedule": "interleaved_1f1b"},
         "zero bubble": PIPELINE | {"parallel__pipeline_schedule": "interleaved_zero_bubble"},
         "zbv": PIPELINE | {"parallel__pipeline_schedule": "zbv_zero_bubble"},
