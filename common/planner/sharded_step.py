@@ -27,8 +27,8 @@ def peak_of_step(
     """Return the most bytes beside weights and optimizer, without a pipeline.
 
     ``layers`` is the number of blocks. ``block`` and ``others`` are elements of the units. The
-    remaining sizes are bytes, as in Memory.
-    ``of_blocks`` are the gradients of all blocks after their reduction.
+    remaining sizes are bytes, as in Memory. ``of_blocks`` are the gradients of all blocks
+    after their reduction.
     """
     sizes, zero = config.sizes, config.parallel.zero_stage
     several = config.train.accumulation_steps > 1
@@ -38,8 +38,8 @@ def peak_of_step(
     earlier = gradients if several else 0
     kept = others * held if zero == 3 else gathered
     loss = kept + saved + in_loss + activations.while_in_loss(config)
-    # the message of one block is on its way while the next one goes backward
-    # the last block recomputes only if all do
+    # the message of one block is on its way while the next one goes backward; the last block
+    # recomputes only if all do
     mode = config.train.recompute if activations.recomputed(config, layers) == layers else "none"
     sent = block * (held + reduced) - activations.of_block(config, mode)
     blocks = gathered + saved + table + activations.while_in_block(config, layers) + max(0, sent)

@@ -315,7 +315,8 @@ PIPELINE = {"parallel__pipeline_stage": 2}
         (
             {"train__recompute_layers": 1},
             (
-                "train.recompute_layers=1 says how many blocks recompute, and train.recompute is none",
+                "train.recompute_layers=1 says how many blocks recompute, and"
+                " train.recompute is none",
             ),
         ),
         (

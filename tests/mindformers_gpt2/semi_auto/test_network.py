@@ -65,6 +65,26 @@ def open_cpu() -> None:
     )
 
 
+@pytest.mark.parametrize(("first", "chosen"), [(1, [0, 2]), (None, [0, 1, 2, 3])])
+def test_the_first_blocks_of_each_stage_recompute(
+    first: int | None, chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cpu()
+    recomputed: list[int] = []
+    recompute = ms.nn.Cell.recompute
+    monkeypatch.setattr(
+        ms.nn.Cell,
+        "recompute",
+        lambda cell, *words, **switches: (
+            recomputed.append(id(cell)),
+            recompute(cell, *words, **switches),
+        ),
+    )
+    train = {"train__recompute": "full", "train__recompute_layers": first}
+    network = build_network(make_config(model__num_layers=4, **train), CPU)
+    assert [number for number, block in enumerate(network.h) if id(block) in recomputed] == chosen
+
+
 def test_loss_and_gradients_are_those_of_the_model() -> None:
     open_cpu()
     config = make_config()
