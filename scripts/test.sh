@@ -19,7 +19,7 @@ END
 esac; done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-use_environment torch,fast,chinese,export,serve,parquet,mindspore,deepspeed,dev
+use_environment torch,fp8,fast,chinese,export,serve,parquet,mindspore,deepspeed,dev
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # one more than there are cores: tests of time limits wait, and leave a core to another
 PROCESSES=$("$PYTHON" -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')

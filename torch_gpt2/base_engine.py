@@ -81,8 +81,10 @@ class BaseEngine(engine.Engine):
         return state
 
     def kernels(self) -> dict[str, str]:
+        float8 = self.config.precision.float8
         return {
             "attention": attention_kernel(self.config, self.device),
+            **({} if float8 == "none" else {"linear layers": f"torchao's float8, {float8}"}),
             "layer norm": f"native_layer_norm in {self.config.precision.layer_norm}",
             "optimizer": self._optimizer_kernel(),
         }

@@ -21,6 +21,7 @@ from common.cluster.environment import ALONE, Process
 from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
+from common.packages import require_package
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.auto_device import check_device_id, naming_auto
 from torch_gpt2.private_api import has_adam_kernel
@@ -129,6 +130,14 @@ class TorchDevice:
         if self.kind == "cuda":  # emulation, which is slow, counts as support unless told otherwise
             return bool(self.module.is_bf16_supported(including_emulation=False))
         return bool(self.module.is_bf16_supported())
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of a CUDA GPU; None for other devices."""
+        if self.kind != "cuda":
+            return None
+        major, minor = self.module.get_device_capability(self.index)
+        return int(major), int(minor)
 
     def peak_flops(self, float_name: str) -> float:
         return 0.0 if self.kind == "cpu" else accelerator_flops(self.name, float_name)
@@ -251,12 +260,29 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " on a CPU they are there already; leave it out, or set train.recompute=full, which"
                 " needs less memory"
             )
-        for part, float_name in config.precision.model_dump().items():
+        check_float8(config.precision.float8, device)
+        for part, float_name in config.precision.model_dump(exclude={"float8"}).items():
             if not device.supports(float_name):
                 raise DeviceError(
                     f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic"
                     " loss scale, or float32"
                 )
+
+
+def check_float8(scaling: str, device: TorchDevice) -> None:
+    """Refuse float8 where no kernel multiplies it. Raises ConfigError or DeviceError."""
+    if scaling == "none":
+        return
+    require_package("torchao", extra="fp8", purpose="which multiplies in float8")
+    least = (9, 0) if scaling == "rowwise" else (8, 9)
+    found = device.capability
+    if found is None or found < least:
+        has = "" if found is None else f" of compute capability {found[0]}.{found[1]}"
+        raise DeviceError(
+            f"precision.float8={scaling}: this device is {device.name or device.kind}{has}, and"
+            f" float8 needs a CUDA GPU of compute capability {least[0]}.{least[1]} or newer; set"
+            " precision=bf16"
+        )
 
 
 def _has_npu() -> bool:

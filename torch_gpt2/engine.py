@@ -35,6 +35,7 @@ from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.device_step import DeviceStep
+from torch_gpt2.float8 import convert_linear_layers
 from torch_gpt2.model import GPT2, initialise, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
@@ -77,6 +78,8 @@ class Engine(BaseEngine):
             for part in self.parts:
                 round_linear_layers(part)
         self.quantization = quantize_model(config, self.parts, self.world)
+        for part in self.parts:
+            convert_linear_layers(part, config)
         parameters = {
             name: parameter for part in self.parts for name, parameter in part.named_parameters()
         }

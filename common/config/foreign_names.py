@@ -139,6 +139,8 @@ HERE: dict[str, str] = {
     "torch_dtype": "precision",
     "fp16": "precision=fp16",
     "bf16": "precision=bf16",
+    "fp8": "precision=fp8",
+    "fp8_recipe": "precision.float8",
     "fp16_opt_level": "precision",
     "mix_precision": "precision",
     "mixed_precision": "precision",

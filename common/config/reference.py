@@ -36,6 +36,7 @@ _SECTIONS = {
 TORCH_ONLY = frozenset(
     {
         "engine",
+        "precision.float8",
         "train.compile",
         "train.compile_mode",
         "train.offload_activations",

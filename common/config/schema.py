@@ -67,6 +67,7 @@ PRECISION_PRESETS: dict[str, dict[str, str]] = {
         "layer_norm": "float32",
     },
 }
+PRECISION_PRESETS["fp8"] = PRECISION_PRESETS["bf16"] | {"float8": "tensorwise"}
 PRECISION_PRESETS["O2"] = PRECISION_PRESETS["fp16"] | {"parameters": "float16"}
 PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(
     ("softmax", "layer_norm"), "float16"
@@ -127,6 +128,10 @@ class PrecisionConfig(Section):
     """Type of the attention softmax. float32 costs nothing with fused attention."""
     layer_norm: FloatName = "float32"
     """Type in which layer norms are computed."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Multiply the linear layers of the blocks in float8 with a scale for each tensor, or for each
+    row. For CUDA GPUs from compute capability 8.9 (rowwise 9.0), with the extra fp8.
+    """
 
 
 class ModelConfig(Section):
@@ -1109,7 +1114,7 @@ def expand_precision(value: Any) -> Any:
     name = _PRECISION_NAMES.get(value, value)
     if name not in PRECISION_PRESETS:
         raise ValueError(
-            f"{value!r} is not a preset; choose float32, bf16 or fp16, or give a mapping (O0, O1,"
-            " O2 and pure_fp16 are accepted too)"
+            f"{value!r} is not a preset; choose float32, bf16, fp16 or fp8, or give a mapping (O0,"
+            " O1, O2 and pure_fp16 are accepted too)"
         )
     return PRECISION_PRESETS[name]

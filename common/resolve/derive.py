@@ -30,6 +30,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     _check_optimizer(config)
     _check_length(config)
     _check_precision(config)
+    _check_float8(config)
     _check_recompute(config)
     _check_backend(config)
     _check_observation(config)
@@ -193,7 +194,9 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     batch |= {"offload_activations": False, "recompute_layers": None}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
     return resolve_config(
-        as_run(RunConfig, config, parallel=plain, train=batch, **alone),
+        as_run(
+            RunConfig, config, parallel=plain, train=batch, precision={"float8": "none"}, **alone
+        ),
         world_size=world_size if shared else 1,
     )
 
@@ -473,6 +476,48 @@ def _check_precision(config: RunConfig) -> None:
             f"precision.reduction={precision.reduction} is neither float32 nor"
             f" precision.parameters={precision.parameters}; choose one of these"
         )
+
+
+def _check_float8(config: RunConfig) -> None:
+    scaling, model, parallel = config.precision.float8, config.model, config.parallel
+    if scaling == "none":
+        return
+    if config.backend != "torch":
+        raise ConfigError(
+            f"precision.float8={scaling} is for backend torch; set precision=bf16 with"
+            f" backend={config.backend}"
+        )
+    sizes = {"model.hidden_size": model.hidden_size, "model.seq_length": model.seq_length}
+    if model.ffn_hidden_size is not None:
+        sizes["model.ffn_hidden_size"] = model.ffn_hidden_size
+    wrong = [f"{key}={size}" for key, size in sizes.items() if size % 16]
+    needs = {
+        f"engine={config.engine}": ("engine=native", config.engine == "native"),
+        f"precision.compute={config.precision.compute}": (
+            "precision.compute=bfloat16",
+            config.precision.compute == "bfloat16",
+        ),
+        f"parallel.strategy={parallel.strategy}": (
+            "parallel.strategy=ddp",
+            parallel.strategy == "ddp",
+        ),
+        f"parallel.model_parallel={parallel.model_parallel}": (
+            "parallel.model_parallel=1",
+            parallel.model_parallel == 1,
+        ),
+        f"parallel.zero_stage={parallel.zero_stage}": (
+            "parallel.zero_stage=0",
+            not parallel.zero_stage,
+        ),
+        "quantization": ("no section quantization", config.quantization is None),
+        ", ".join(wrong): ("multiples of 16", not wrong),
+    }
+    for found, (needed, holds) in needs.items():
+        if not holds:
+            raise ConfigError(
+                f"precision.float8={scaling} needs {needed}, not {found}; set that, or"
+                " precision=bf16"
+            )
 
 
 def _check_length(config: RunConfig) -> None:

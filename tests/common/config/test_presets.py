@@ -99,6 +99,7 @@ MIXED = {
     "reduction": "float32",
     "softmax": "float32",
     "layer_norm": "float32",
+    "float8": "none",
 }
 
 # Settings that all presets of one source share, by the name of its file in task_config/.

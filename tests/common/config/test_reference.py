@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "config_reference.md"
 OVERRIDES = {
     "engine": "engine=deepspeed",
+    "precision.float8": "precision=fp8",
     "train.compile": "train.compile=true",
     "train.compile_mode": "train.compile_mode=reduce-overhead",
     "train.offload_activations": "train.offload_activations=true",
