@@ -101,6 +101,7 @@ class ResolvedRun(RunConfig):
             and precision.parameters == "float32" != precision.compute
             and self.train.accumulation_steps > 1
             and self.quantization is None
+            and precision.float8 == "none"
             and parallel.strategy == "ddp"
             and parallel.zero_stage == 0
             and (parallel.data_parallel == 1 or parallel.pipeline_stage > 1)

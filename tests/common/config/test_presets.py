@@ -101,6 +101,7 @@ MIXED = {
     "layer_norm": "float32",
     "float8": "none",
 }
+PLAIN = dict.fromkeys(MIXED, "float32") | {"float8": "none"}
 
 # Settings that all presets of one source share, by the name of its file in task_config/.
 SOURCES: dict[str, dict[str, Any]] = {
@@ -213,7 +214,7 @@ OWN: dict[str, dict[str, Any]] = {
         "data.tokenizer": CHARACTERS | {"vocab_file": "cache/vocab_user.txt"},
     },
     "run_gpt2_chinese_82m": {
-        "precision": dict.fromkeys(MIXED, "float32"), "train.max_epochs": 5.0,
+        "precision": PLAIN, "train.max_epochs": 5.0,
         "data.tokenizer": CHARACTERS | {"vocab_file": "cache/vocab_small.txt"},
         "data.stride": 768, "checkpoint.epoch_models": True,
     },
