@@ -260,7 +260,7 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " on a CPU they are there already; leave it out, or set train.recompute=full, which"
                 " needs less memory"
             )
-        check_float8(config.precision.float8, device)
+        _check_float8(config.precision.float8, device)
         for part, float_name in config.precision.model_dump(exclude={"float8"}).items():
             if not device.supports(float_name):
                 raise DeviceError(
@@ -269,7 +269,7 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 )
 
 
-def check_float8(scaling: str, device: TorchDevice) -> None:
+def _check_float8(scaling: str, device: TorchDevice) -> None:
     """Refuse float8 where no kernel multiplies it. Raises ConfigError or DeviceError."""
     if scaling == "none":
         return

@@ -20,7 +20,7 @@ from common.training.metrics import read_metrics  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 from tests.run_scripts import run_words, start_script  # noqa: E402
 from torch_gpt2 import float8  # noqa: E402
-from torch_gpt2.device import TorchDevice, check_float8, select_device  # noqa: E402
+from torch_gpt2.device import TorchDevice, check_support, select_device  # noqa: E402
 from torch_gpt2.model import GPT2  # noqa: E402
 from torch_gpt2.train import train  # noqa: E402
 
@@ -174,10 +174,14 @@ def test_other_runs_are_refused(words: str) -> None:
         resolve_config(config, world_size=2 if "=2" in words and "parallel" in words else 1)
 
 
-def test_devices_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_float8_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    by_row = {"compute": "bfloat16", "float8": "rowwise"}
+    fp8, rowwise = (run(tmp_path, tmp_path, precision=each) for each in ("fp8", by_row))
     with pytest.raises(DeviceError, match=r"needs a CUDA GPU of compute capability 8\.9"):
-        check_float8("tensorwise", select_device("cpu"))
+        check_support(fp8, select_device("cpu"))
     monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (8, 9)))
-    check_float8("tensorwise", select_device("cpu"))
+    check_support(fp8, select_device("cpu"))
     with pytest.raises(DeviceError, match=r"compute capability 8\.9, and .* 9\.0 or newer"):
-        check_float8("rowwise", select_device("cpu"))
+        check_support(rowwise, select_device("cpu"))
