@@ -164,6 +164,7 @@ def _cluster() -> Iterator[tuple[Any, Callable[[], None]]]:
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
+    deliver_signal()
 
 
 def _absolute(options: PreprocessOptions) -> PreprocessOptions:

@@ -131,7 +131,7 @@ def while_in_loss(config: ResolvedRun) -> int:
     return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
 
 
-def while_in_blocks(config: ResolvedRun, layers: int) -> list[tuple[int, int]]:
+def moments_in_blocks(config: ResolvedRun, layers: int) -> list[tuple[int, int]]:
     """Return moments of the backward pass of a stage's blocks at which memory may be at its peak.
 
     Each is the bytes of activations that are free by then, and temporary bytes beside the rest:
@@ -152,7 +152,7 @@ def while_in_blocks(config: ResolvedRun, layers: int) -> list[tuple[int, int]]:
 
 def while_in_block(config: ResolvedRun, layers: int) -> int:
     """Return the most bytes that a moment of a block's backward pass adds to the activations."""
-    return max((working - free for free, working in while_in_blocks(config, layers)), default=0)
+    return max((working - free for free, working in moments_in_blocks(config, layers)), default=0)
 
 
 def _while_in_block(config: ResolvedRun, mode: str) -> int:

@@ -224,13 +224,13 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     peaks = [
         peak
         for stage in topology.stages_of(place)
-        for peak in activations.while_in_blocks(
+        for peak in activations.moments_in_blocks(
             config, len(topology.layers_of_stage(stage, layers))
         )
     ]
     if is_last:
         peaks.append((0, activations.while_in_loss(config)))
-    working = max((working - free for free, working in peaks), default=0)
+    working = max((more - free for free, more in peaks), default=0)
     gradients = (
         whole * (BYTES[config.precision.reduction] if sharded else 4)
         if keeps_whole_gradients(config)
@@ -271,9 +271,9 @@ def _shared(peaks: Sequence[tuple[int, int]], gradients: int, first: int) -> int
     first: bytes of the micro batch that goes backward first, which are free before all gradients
     are there.
     """
-    plain = max((working - free for free, working in peaks), default=0)
-    less = (working - free - min(gradients, max(0, first - free)) for free, working in peaks)
-    return plain - max(less, default=plain)
+    alone = max((more - free for free, more in peaks), default=0)
+    less = (more - free - min(gradients, max(0, first - free)) for free, more in peaks)
+    return alone - max(less, default=alone)
 
 
 def _step_bytes(optimizer: OptimizerConfig) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor  # noqa: E402
 
 from common.config.load import build_config, load_config  # noqa: E402
 from common.errors import ConfigError, DeviceError  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
+from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
 from common.training.checkpoint import find_checkpoint  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
@@ -96,7 +96,7 @@ def test_a_layer_is_the_closed_form(
         # the result is rounded to bfloat16, the product before the bias too
         bound = 2**-7 * wanted.abs().max()
         assert (found.double() - wanted).abs().max() < bound
-        plain = x.detach().double() @ weight.double().T + layer.bias
+    plain = x.detach().double() @ weight.double().T + layer.bias
     assert (expected - plain).abs().max() > 4 * (out.double() - expected).abs().max()
 
 
@@ -162,6 +162,9 @@ def test_two_ranks_equal_one_process(tmp_path: Path, corpus_prefix: Path, layout
     "words",
     [
         "precision.compute=float16",
+        "engine=deepspeed",
+        "parallel.strategy=parameter_server parallel.data_parallel=2",
+        "quantization.weight_bits=8",
         "parallel.model_parallel=2",
         "parallel.zero_stage=1 parallel.data_parallel=2",
         "model.hidden_size=24 model.num_heads=2",
@@ -172,6 +175,14 @@ def test_other_runs_are_refused(words: str) -> None:
     config = load_config(preset, ["precision=fp8", "device=cpu", *words.split()])
     with pytest.raises(ConfigError, match=r"precision\.float8=tensorwise needs .*precision=bf16"):
         resolve_config(config, world_size=2 if "=2" in words and "parallel" in words else 1)
+
+
+@pytest.mark.parametrize("mode", ["eval", "predict"])
+def test_other_modes_compute_as_in_bf16(mode: str, tmp_path: Path) -> None:
+    preset = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
+    config = load_config(preset, ["precision=fp8", "device=cpu", f"output_dir={tmp_path}"])
+    precision = resolve_mode(config, mode, world_size=1).precision
+    assert (precision.compute, precision.float8) == ("bfloat16", "none")
 
 
 def test_devices_without_float8_are_refused(
