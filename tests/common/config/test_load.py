@@ -91,7 +91,7 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
             "command line: model.num_layers: input should be a valid integer, found 'two'",
         ),
         ("model.num_layers=0", "greater than 0, found 0"),
-        ("precision=fp8", "'fp8' is not a preset; choose float32, bf16 or fp16"),
+        ("precision=fp7", "'fp7' is not a preset; choose float32, bf16, fp16 or fp8"),
         ("precision.compute=int8", "precision.compute"),
         ("optimizer.name=lamb", "'adamw', 'adam' or 'sgd'"),
         ("predict.strategy=beam", "should be 'greedy', 'sampling' or 'beam_search'"),
