@@ -20,7 +20,7 @@ from common.resolve.compilation import compile_error
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.data_parallel import LossSum
-from torch_gpt2.private_api import keep_graphs_whole
+from torch_gpt2.private_api import ASYNC_TENSOR_PARALLEL, keep_graphs_whole
 
 BACKEND = "inductor"
 MOST_LAYERS_IN_ONE_GRAPH = 24
@@ -57,9 +57,10 @@ def compile_model(parts: Sequence[GPT2], config: ResolvedRun) -> LossSum:
         compiled: LossSum = _compiled(model.loss_sum, config)
         return compiled
     keep_graphs_whole()
+    overlap = {"options": ASYNC_TENSOR_PARALLEL} if config.parallel.async_tensor_parallel else {}
     for part in parts:
         for block in part.h:
-            block.compile(**_options(config))
+            block.compile(**_options(config), **overlap)
         part.ln_f.compile(**_options(config))
         part.begin = _compiled(part.begin, config)  # type: ignore[method-assign]
         part.loss_of = _compiled(part.loss_of, config)  # type: ignore[method-assign]

@@ -261,6 +261,8 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " needs less memory"
             )
         _check_float8(config.precision.float8, device)
+        if config.parallel.async_tensor_parallel:
+            _check_async_tensor_parallel(device)
         for part, float_name in config.precision.model_dump(exclude={"float8"}).items():
             if not device.supports(float_name):
                 raise DeviceError(
@@ -282,6 +284,16 @@ def _check_float8(scaling: str, device: TorchDevice) -> None:
             f"precision.float8={scaling}: this device is {device.name or device.kind}{has}, and"
             f" float8 needs a CUDA GPU of compute capability {least[0]}.{least[1]} or newer; set"
             " precision=bf16"
+        )
+
+
+def _check_async_tensor_parallel(device: TorchDevice) -> None:
+    """Refuse devices whose compiler joins no messages with products. Raises DeviceError."""
+    if device.kind != "cuda" or not device.compiles:
+        lacks = "" if device.kind != "cuda" else " without Triton or a C compiler"
+        raise DeviceError(
+            f"parallel.async_tensor_parallel=true: this device is {device.name or device.kind}"
+            f"{lacks}, and the key needs CUDA GPUs and torch.compile; leave it out"
         )
 
 

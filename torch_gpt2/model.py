@@ -93,12 +93,14 @@ class Attention(nn.Module):
         """Attend within a window. mask: None, or what ``attend`` takes."""
         heads = (*x.shape[:2], -1, self.head_size)
         # (B, nh, T, hs)
-        q, k, v = (
-            proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (y.view(heads).transpose(1, 2) for y in self.project(x))
         y = _maybe_recompute(self.recompute, self.attend, q, k, v, mask)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
         return out
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (B, T, C) of an input (B, T, C)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         """Causal attention of queries that are all the positions of the keys, or the last ones.

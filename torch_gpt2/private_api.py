@@ -9,9 +9,11 @@ would replace it.
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 PRIVATE = {
@@ -32,6 +34,10 @@ PRIVATE = {
     "torch.ops.onednn.qlinear_pointwise": "the product with such weights; likewise",
     "torch._dynamo.config.optimize_ddp": "graphs of regions under DDP, which would split them again"
     " at the borders of its buckets; publicly none",
+    "torch._inductor.config._micro_pipeline_tp": "messages of tensor parallelism during the"
+    " products beside them; publicly none",
+    "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "memory that the ranks of a"
+    " group read from each other, which the compiler asks for by name; likewise",
     "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
     " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
     " differently",
@@ -160,6 +166,22 @@ def packs_integers() -> bool:
 def keep_graphs_whole() -> None:
     """Let torch.compile make one graph of what it is given, also under DDP."""
     torch._dynamo.config.optimize_ddp = False
+
+
+ASYNC_TENSOR_PARALLEL = {"_micro_pipeline_tp": True}
+"""Options of torch.compile that join gathers and scatters with the products beside them."""
+
+
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Let compiled products of a group's ranks read each other's memory.
+
+    torch 2.13 says that the call is not needed any more, but its compiler joins nothing without.
+    """
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:

@@ -278,6 +278,8 @@ HERE: dict[str, str] = {
     "sharding": "parallel.zero_stage and parallel.shard_size",
     "sharding_offload": "deepspeed.offload_optimizer",
     "use_seq_parallel": "parallel.sequence_parallel",
+    "tp_comm_overlap": "parallel.async_tensor_parallel",
+    "enable_async_tensor_parallel": "parallel.async_tensor_parallel",
     "use_distributed_optimizer": "parallel.zero_stage=1",
     "zero_optimization": "parallel.zero_stage",
     "fsdp": "parallel.zero_stage=3",

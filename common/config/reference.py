@@ -40,6 +40,7 @@ TORCH_ONLY = frozenset(
         "train.compile",
         "train.compile_mode",
         "train.offload_activations",
+        "parallel.async_tensor_parallel",
         "parallel.strategy",
         "parallel.virtual_stages",
         "deepspeed",

@@ -467,6 +467,10 @@ class ParallelConfig(Section):
     """Ranks that split the stack of layers (pipeline parallelism)."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence."""
+    async_tensor_parallel: bool = False
+    """Run the messages of sequence_parallel during the products beside them (asynchronous tensor
+    parallelism). For compiled models on CUDA GPUs that read each other's memory (NVLink).
+    """
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"
     ] = "1f1b"

@@ -241,6 +241,11 @@ def _check_backend(config: RunConfig) -> None:
                 " whose compiler offloads no operator that is recomputed, and set"
                 " train.recompute=full"
             )
+        if config.parallel.async_tensor_parallel:
+            raise ConfigError(
+                "parallel.async_tensor_parallel=true is for backend torch; leave it out on"
+                " mindspore"
+            )
         if train.compile_mode != "default":
             raise ConfigError(
                 f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on"

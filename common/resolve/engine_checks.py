@@ -73,8 +73,34 @@ def check_engine(config: ResolvedRun) -> None:
         reason = compile_error(config)
         if reason:
             raise ConfigError(f"train.compile=true {reason}")
+    if config.parallel.async_tensor_parallel:
+        _check_async_tensor_parallel(config)
     if config.quantization is not None:
         _check_quantization(config)
+
+
+def _check_async_tensor_parallel(config: ResolvedRun) -> None:
+    parallel, train, reason = config.parallel, config.train, compile_error(config)
+    needs = {
+        f"engine={config.engine}": ("engine=native", config.engine == "native"),
+        "parallel.sequence_parallel=false": (
+            "parallel.sequence_parallel=true",
+            parallel.sequence_parallel,
+        ),
+        "train.compile=false": ("train.compile=true or auto", train.compile is not False),
+        f"train.compile_mode={train.compile_mode}": (
+            "train.compile_mode=default",
+            train.compile_mode == "default",
+        ),
+        f"a layout {reason}": ("a compiled model", reason is None),
+        "quantization": ("no section quantization", config.quantization is None),
+    }
+    for found, (needed, holds) in needs.items():
+        if not holds:
+            raise ConfigError(
+                f"parallel.async_tensor_parallel=true needs {needed}, not {found}; set that, or"
+                " leave the key out"
+            )
 
 
 def _check_quantization(config: ResolvedRun) -> None:

@@ -91,6 +91,7 @@ DIFFERENCES = {
     "parallel/pipeline_parallel.py": {"Keys": "of dropout, which torch does not hand over"},
     "parallel/tensor_parallel.py": {
         "TensorGroup": "with sequence parallel, which is torch's",
+        "ColumnLinear": "for asynchronous tensor parallelism, which is torch's",
         "Enter": "torch's are autograd functions",
         "Leave": "torch's are autograd functions",
     },

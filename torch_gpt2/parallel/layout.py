@@ -66,6 +66,7 @@ def tensor_group(config: ResolvedRun, world: World) -> TensorGroup:
         rank=world.at.tensor,
         size=world.topology.tensor,
         sequence=config.parallel.sequence_parallel,
+        asynchronous=config.parallel.async_tensor_parallel,
     )
 
 

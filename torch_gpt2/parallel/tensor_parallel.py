@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from common.parallel.sharding import Role, local_shape, role_of
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.loss import VocabularyShard, cross_entropy_sum
-from torch_gpt2.model import GPT2, Block, LayerNorm, Linear
+from torch_gpt2.model import GPT2, Attention, Block, LayerNorm, Linear
 from torch_gpt2.parallel.world import gather_parts
+from torch_gpt2.private_api import enable_symmetric_memory
 
 # torch 2.13 has a new name for it
 _sum_parts: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,6 +37,8 @@ class TensorGroup:
     rank: int
     size: int
     sequence: bool
+    asynchronous: bool = False
+    """Whether the compiler joins gathers and scatters with the products beside them."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter a region whose weights are split: return whole activations (B, T, C) on every
@@ -143,6 +146,22 @@ class RowLinear(Linear):
         return self.tensor.leave(F.linear(*self.operands(x))) + self.bias.to(x.dtype)
 
 
+class ColumnLinear(Linear):
+    """Linear layer with weights (out / group, in) that adds its bias after the product.
+
+    torch's compiler joins a gather only with products without a bias.
+    """
+
+    def __init__(self, whole: nn.Linear, tensor: TensorGroup) -> None:
+        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
+        local = whole.out_features // tensor.size
+        super().__init__(whole.in_features, local, **like)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return F.linear(*self.operands(x)) + self.bias.to(x.dtype)
+
+
 class VocabularyEmbedding(nn.Embedding):
     """Embedding with the rows of this rank's tokens.
 
@@ -171,6 +190,8 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and role_of(f"{name}.weight") is Role.ROW:
             model.set_submodule(name, RowLinear(module, tensor))
+        elif tensor.asynchronous and isinstance(module, nn.Linear):
+            model.set_submodule(name, ColumnLinear(module, tensor))
         elif isinstance(module, nn.Embedding) and role_of(f"{name}.weight") is Role.VOCABULARY:
             model.set_submodule(name, VocabularyEmbedding(module, tensor))
         else:
@@ -183,13 +204,30 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
             region.register_forward_pre_hook(
                 lambda _, inputs: (tensor.enter(inputs[0]), *inputs[1:])
             )
+        if tensor.asynchronous:
+            block.attn.project = types.MethodType(  # type: ignore[method-assign]
+                _project_as_one, block.attn
+            )
         if not tensor.sequence and model.config.attention_dropout:
             _draw_own_masks(block.attn, tensor.rank, device)
+    if tensor.asynchronous:
+        enable_symmetric_memory(tensor.group)
     if hasattr(model, "wpe"):
         model.wpe.register_forward_pre_hook(lambda _, inputs: (tensor.local_shard(inputs[0]),))
     if isinstance(model.ln_f, LayerNorm):
         model.ln_f.register_forward_hook(lambda _, __, output: tensor.enter(output))
     model.loss_of = types.MethodType(_loss_of(tensor), model)  # type: ignore[method-assign]
+
+
+def _project_as_one(attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values by one product, whose gradient is one product too.
+
+    The compiler joins a scatter with one product, not with a sum of three.
+    """
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
+    bias = torch.cat([layer.bias.to(x.dtype) for layer in layers])
+    return (F.linear(x, weight) + bias).chunk(3, -1)
 
 
 def _loss_of(tensor: TensorGroup) -> Any:

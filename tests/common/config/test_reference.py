@@ -23,6 +23,8 @@ OVERRIDES = {
     "train.compile": "train.compile=true",
     "train.compile_mode": "train.compile_mode=reduce-overhead",
     "train.offload_activations": "train.offload_activations=true",
+    "parallel.async_tensor_parallel": "parallel.async_tensor_parallel=true"
+    " parallel.sequence_parallel=true parallel.model_parallel=2",
     "parallel.strategy": "parallel.strategy=parameter_server",
     "parallel.virtual_stages": "parallel.virtual_stages=2"
     " parallel.pipeline_schedule=interleaved_1f1b parallel.pipeline_stage=2"
