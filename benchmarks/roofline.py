@@ -2,10 +2,11 @@
 
     python benchmarks/roofline.py [--accelerator H100] [--config CONFIG] [KEY=VALUE ...]
 
-Without --config the four sizes of GPT-2 are counted, in bfloat16. The graphs are those that torch
-compiles for a CPU, of forward and backward pass; nothing is run and no accelerator is needed. Two
-and three layers are compiled; the others cost what the third does. Kernels for a GPU fuse a little
-more. Not counted: messages between ranks, data, and the gaps that a slow host leaves.
+Without --config the four sizes of GPT-2 are counted, in bfloat16 or with precision=fp8. The graphs
+are those that torch compiles for a CPU, of forward and backward pass; nothing is run and no
+accelerator is needed. Two and three layers are compiled; the others cost what the third does.
+Kernels for a GPU fuse a little more. Not counted: messages between ranks, data, and the gaps that a
+slow host leaves.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.plan import table
 from common.resolve.derive import resolve_config
 from common.weights.names import count_parameters
+from torch_gpt2.float8 import convert_linear_layers
 from torch_gpt2.model import build_meta_model, round_linear_layers
 
 SIZES = {
@@ -71,6 +73,7 @@ class Counts:
     products: float = 0
     bytes: float = 0
     product_flops: float = 0
+    float8_flops: float = 0
     attention_forward: float = 0
     attention_backward: float = 0
 
@@ -93,8 +96,10 @@ class Counts:
 
     def seconds(self, device: Accelerator, *, half: bool) -> float:
         peak = device.half_flops if half else device.single_flops
+        float8 = self.float8_flops and self.float8_flops / (PRODUCTS * device.float8_peak())
         return (
-            self.product_flops / (PRODUCTS * peak)
+            float8
+            + self.product_flops / (PRODUCTS * peak)
             + self.attention_forward / (ATTENTION[0] * peak)
             + self.attention_backward / (ATTENTION[1] * peak)
             + self.bytes / (BYTES * device.bandwidth)
@@ -123,6 +128,7 @@ class _Compiled(Exception):
 def _count_layers(config: ResolvedRun, layers: int, memory: int | None) -> Counts:
     shallow = config.model.model_copy(update={"num_layers": layers})
     model = build_meta_model(config.model_copy(update={"model": shallow}))
+    convert_linear_layers(model, config)
     if config.rounds_weights_once:
         round_linear_layers(model)
     model.to_empty(device="cpu")
@@ -182,6 +188,9 @@ def _count_kernel(node: Any, moved: int) -> Counts:
     kernel = node.node
     name = getattr(kernel, "python_kernel_name", None) or ""
     shapes = [shape for each in kernel.inputs if (shape := _shape(each)) is not None]
+    if "scaled_mm" in name:  # its scales come behind
+        left, right = shapes[:2]
+        return Counts(products=1, float8_flops=2 * math.prod(left) * right[-1])
     if "mm" in name:
         left, right = [shape for shape in shapes if len(shape) > 1][-2:]
         return Counts(products=1, product_flops=2 * math.prod(left) * right[-1])
@@ -221,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 str(config.train.micro_batch_size),
                 f"{counts.fused:.0f} + {counts.products:.0f}",
                 f"{counts.bytes / 1e9:.1f}",
-                f"{counts.product_flops / 1e12:.2f}",
+                f"{(counts.product_flops + counts.float8_flops) / 1e12:.2f}",
                 f"{batch * config.model.seq_length / seconds:,.0f}",
             )
         )

@@ -83,7 +83,22 @@ class Accelerator:
     server_devices: int
     """Devices of the server to which link and network refer."""
     link_source: str
+    float8_flops: float = 0.0
+    """Peak FLOP/s of float8 matrix products; 0 for a device without."""
 
+    def float8_peak(self) -> float:
+        """Return ``float8_flops``. Raises ConfigError for a device that multiplies no float8."""
+        if not self.float8_flops:
+            able = ", ".join(other.name for other in ACCELERATORS if other.float8_flops)
+            raise ConfigError(
+                f"precision=fp8: {self.name} has no products of float8; choose {able}, or set"
+                " precision=bf16"
+            )
+        return self.float8_flops
+
+
+_FLOAT8 = {"H200": 1978.9, "H100": 1978.9, "H100 PCIe": 1513.0}
+"""TFLOP/s of float8 products, from the data sheets above."""
 
 ACCELERATORS: tuple[Accelerator, ...] = tuple(
     Accelerator(
@@ -98,6 +113,7 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(
         network=links[1] * GIGA,
         server_devices=links[2],
         link_source=links[3],
+        float8_flops=_FLOAT8.get(name, 0.0) * TERA,
     )
     for name, pattern, half, single, band, gib, source, links in (
         ("H200", r"\bH200\b", 989.4, 66.9, 4.8, 141, _NVIDIA, _HGX_H),

@@ -30,6 +30,13 @@ PASSES = 4
 They are written and read forward, then read backward, where the gradient follows.
 """
 
+FLOAT8_COPIES = {"tensorwise": 31 / 3, "rowwise": 7.0}
+"""Bytes moved for each input and output of a linear layer, by ``precision.float8``: the search for
+the largest value, and the copies in float8. Counted in torch's graphs (benchmarks/roofline.py).
+"""
+FLOAT8_WEIGHTS = 28.0
+"""Bytes moved for each weight of such a layer in every micro batch; likewise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -88,6 +95,10 @@ def _of_place(
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
     products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
+    scaling = config.precision.float8
+    if scaling != "none":
+        linear = linear_flops(config, topology, place)
+        products += linear * (1 / device.float8_peak() - 1 / peak) / PRODUCTS
     again = activations.recomputed_of_rank(config, topology, place)
     passes = layers * PASSES + again * (mode == "full")
     elements = passes * activations.of_block(config, "none") / device.bandwidth
@@ -95,6 +106,8 @@ def _of_place(
         sizes = config.sizes
         # float32 logits, written and read twice
         elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth
+    if scaling != "none":
+        elements += layers * float8_bytes(config) / device.bandwidth
     work = products + elements
     waiting = (
         bubble(schedule, topology, micro_batches, recomputes=mode == "full")
@@ -132,14 +145,36 @@ def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) ->
     more for recomputed parts.
     """
     sizes = config.sizes
-    matrices = 2 * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.ffn)
     attention = 4 * sizes.seq_length * sizes.hidden
-    again = {"none": 0, "selective": attention, "full": matrices + attention}
-    flops = 3 * (matrices + attention) * topology.layer_count(place, config.model.num_layers)
-    flops += again[config.train.recompute] * activations.recomputed_of_rank(config, topology, place)
+    times = 3 * topology.layer_count(place, config.model.num_layers)
+    if config.train.recompute != "none":
+        times += activations.recomputed_of_rank(config, topology, place)
+    flops = times * attention
     if place == topology.place_of_stage(topology.stages - 1):
         flops += 6 * sizes.vocabulary * sizes.hidden
-    return sizes.tokens * flops / sizes.tensor
+    return sizes.tokens * flops / sizes.tensor + linear_flops(config, topology, place)
+
+
+def linear_flops(config: ResolvedRun, topology: Topology, place: int) -> float:
+    """Return the operations of one micro batch in the linear layers of blocks, on one rank."""
+    sizes, times = config.sizes, 3 * topology.layer_count(place, config.model.num_layers)
+    if config.train.recompute == "full":
+        times += activations.recomputed_of_rank(config, topology, place)
+    return sizes.tokens * times * 2 * _linear_weights(config) / sizes.tensor
+
+
+def float8_bytes(config: ResolvedRun) -> float:
+    """Return the bytes that float8 adds to one micro batch in the linear layers of a block."""
+    sizes = config.sizes
+    elements = 2 * sizes.tokens * (5 * sizes.hidden + sizes.ffn)  # inputs, and as many outputs
+    return FLOAT8_COPIES[config.precision.float8] * elements + FLOAT8_WEIGHTS * _linear_weights(
+        config
+    )
+
+
+def _linear_weights(config: ResolvedRun) -> int:
+    """Return the weights of one block's linear layers."""
+    return 4 * config.sizes.hidden**2 + 2 * config.sizes.hidden * config.sizes.ffn
 
 
 def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:

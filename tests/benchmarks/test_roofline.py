@@ -1,12 +1,15 @@
 """Bytes and products of the compiled loss and blocks, held against closed forms."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.roofline import FEW, count_micro_batch, step_seconds
 from common.accelerators import GIB, require_accelerator
 from common.config.load import build_config
+from common.parallel.resolved_run import ResolvedRun
+from common.planner.timing import float8_bytes
 from common.resolve.derive import resolve_config
 
 pytestmark = pytest.mark.long
@@ -14,12 +17,12 @@ pytestmark = pytest.mark.long
 LAYERS, WIDTH, WINDOW, WINDOWS, ROWS = 4, 64, 1024, 4, 50_304
 
 
-def test_the_compiled_loss_makes_each_logit_once_and_reads_it_twice() -> None:
-    config = resolve_config(
+def run(precision: Any = "bf16") -> ResolvedRun:
+    return resolve_config(
         build_config(
             {
                 "output_dir": "out",
-                "precision": "bf16",
+                "precision": precision,
                 "model": {
                     "num_layers": LAYERS,
                     "hidden_size": WIDTH,
@@ -32,6 +35,10 @@ def test_the_compiled_loss_makes_each_logit_once_and_reads_it_twice() -> None:
             }
         )
     )
+
+
+def test_the_compiled_loss_makes_each_logit_once_and_reads_it_twice() -> None:
+    config = run()
     counts = count_micro_batch(config, 80 * GIB)
     tokens = WINDOW * WINDOWS
     # the sum of exponentials reads logits, the slope reads them and is written: 3 x 2 bytes; table
@@ -49,3 +56,18 @@ def test_the_compiled_loss_makes_each_logit_once_and_reads_it_twice() -> None:
     assert step > 2 * counts.seconds(device, half=True) > 0, "two micro batches and the update"
     assert step_seconds(config, counts, replace(device, bandwidth=1e30)) < step
     assert FEW < LAYERS
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_float8_moves_what_the_plan_adds(scaling: str) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[fp8]'")
+    config = run({"compute": "bfloat16", "float8": scaling})
+    plain, found = (count_micro_batch(each, 80 * GIB) for each in (run(), config))
+    tokens = WINDOW * WINDOWS
+    assert found.float8_flops == 3 * 2 * tokens * LAYERS * 12 * WIDTH * WIDTH
+    assert found.product_flops == 3 * 2 * tokens * ROWS * WIDTH
+    assert found.bytes - plain.bytes == pytest.approx(LAYERS * float8_bytes(config), rel=0.02)
+    device = require_accelerator("H100")
+    slower = replace(device, float8_flops=device.half_flops)
+    assert found.seconds(device, half=True) < found.seconds(slower, half=True)

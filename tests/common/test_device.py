@@ -54,6 +54,10 @@ def test_every_figure_has_a_source_and_a_sane_size() -> None:
         assert (
             5e11 < accelerator.bandwidth < 1e13 and 16 * 2**30 <= accelerator.memory <= 200 * 2**30
         )
+        assert accelerator.float8_flops in (
+            0.0,
+            pytest.approx(2 * accelerator.half_flops, rel=1e-3),
+        )
         assert (
             accelerator.link_source
             and 1e9 < accelerator.network < accelerator.link < accelerator.bandwidth
