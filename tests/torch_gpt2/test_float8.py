@@ -153,7 +153,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path, corpus_prefix: Path, layout
             "--program", str(program), "none", "configs/gpt2/run_gpt2_tiny.yaml", f"[0,{ranks})",
             "train", *words, log=tmp_path / f"log_{ranks}.txt",
         )  # fmt: skip
-        assert launcher.wait(timeout=120) == 0, (tmp_path / f"log_{ranks}.txt").read_text()
+        assert launcher.wait(timeout=300) == 0, (tmp_path / f"log_{ranks}.txt").read_text()
     one, two = (losses(tmp_path / f"on_{ranks}") for ranks in (1, 2))
     assert len(one) == 6 and two == [pytest.approx(loss, rel=1e-6) for loss in one]
 
