@@ -27,8 +27,11 @@ _QUIET = (
     "logging.tensorboard=false",
     "logging.trackers=[]",
 )
-_IN_PYTHON = {"torch": "train.compile=false", "mindspore": "context.mode=pynative"}
-"""Override by which Python computes every layer, so that hooks see it."""
+_IN_PYTHON = {
+    "torch": ("train.compile=false", "parallel.async_tensor_parallel=false"),
+    "mindspore": ("context.mode=pynative",),
+}
+"""Overrides by which Python computes every layer, so that hooks see it."""
 _OWN_FOLDERS = ("run_a", "run_b", "before", "step_a", "step_b", "record_a", "record_b")
 _OWN_FILES = ("layers.tsv", "layers.png")
 
@@ -125,7 +128,7 @@ class RecordedSides:
             folder = place.folder / f"record_{side.name}"
             request = RecordRequest(step=self.step, samples=self.samples, folder=folder)
             keep = ("train.recompute=none", "train.recompute_layers=null")
-            words = (*_resume(start), *keep, _in_python(run))
+            words = (*_resume(start), *keep, *_in_python(run))
             own = place.folder / f"step_{side.name}"
             self._train_to(self.step, side, run, own, words, place, request.variables())
             folders.append(folder)
@@ -185,7 +188,7 @@ def _resume(checkpoint: Path | None) -> tuple[str, ...]:
     return (f"checkpoint.resume={'never' if checkpoint is None else checkpoint.resolve()}",)
 
 
-def _in_python(run: RecordedRun) -> str:
+def _in_python(run: RecordedRun) -> tuple[str, ...]:
     return _IN_PYTHON[run.keys.get("backend") or "torch"]
 
 
