@@ -21,6 +21,7 @@ FALLBACKS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 def watch(path: Path) -> Iterator[None]:
     """Write the number of calls of each operator to ``path``."""
     import torch
+    from torch import library
     from torch.distributed import _symmetric_memory
 
     import torch_gpt2.device
@@ -36,9 +37,8 @@ def watch(path: Path) -> Iterator[None]:
 
         return call
 
-    library = torch.library.Library("symm_mem", "IMPL", "CPU")
     for name in FALLBACKS:
-        library.impl(name, counted(name))
+        library.impl(f"symm_mem::{name}", "CPU", counted(name))
     with (
         _symmetric_memory._test_mode(),
         mock.patch.object(torch.distributed, "is_nccl_available", lambda: True),

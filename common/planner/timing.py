@@ -35,7 +35,9 @@ FLOAT8_COPIES = {"tensorwise": 31 / 3, "rowwise": 7.0}
 the largest value, and the copies in float8. Counted in torch's graphs (benchmarks/roofline.py).
 """
 FLOAT8_WEIGHTS = 28.0
-"""Bytes moved for each weight of such a layer in every micro batch; likewise."""
+"""Bytes moved for each weight of such a layer in every micro batch; likewise. 8 of them are a copy
+in bfloat16 that the block's activations contain too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.torch_gpt2.parallel.test_layouts import SEQUENCE, SMALL, TOLERANCE, tree
-from torch_gpt2.device import check_support, select_device
+from torch_gpt2.device import TorchDevice, check_support, select_device
 
 ASYNC: dict[str, Any] = {**SEQUENCE, "parallel__async_tensor_parallel": True}
 STEPS = 3
@@ -101,3 +102,10 @@ def test_other_settings_are_refused(changes: dict[str, Any], words: str) -> None
 def test_a_cpu_is_refused() -> None:
     with pytest.raises(DeviceError, match="and the key needs CUDA GPUs"):
         check_support(resolve(), select_device("cpu"))
+
+
+def test_a_gpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchDevice, "compiles", property(lambda device: False))
+    device = replace(select_device("cpu"), kind="cuda", name="NVIDIA H100")
+    with pytest.raises(DeviceError, match="is NVIDIA H100 without Triton or a C compiler"):
+        check_support(resolve(), device)
