@@ -13,7 +13,14 @@ from common.errors import ConfigError, DeviceError
 from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
 from tests.ranks import run_ranks
-from tests.torch_gpt2.parallel.test_layouts import SEQUENCE, SMALL, TOLERANCE, tree
+from tests.torch_gpt2.parallel.test_layouts import (
+    PIPELINE,
+    SEQUENCE,
+    SMALL,
+    SPLIT,
+    TOLERANCE,
+    tree,
+)
 from torch_gpt2.device import TorchDevice, check_support, select_device
 
 ASYNC: dict[str, Any] = {**SEQUENCE, "parallel__async_tensor_parallel": True}
@@ -66,6 +73,37 @@ def test_every_message_of_a_block_joins_its_product(
             "fused_all_gather_matmul": 2 * passes,
             "fused_matmul_reduce_scatter": 2 * passes,
         }
+
+
+@pytest.mark.long
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "layout",
+    [SPLIT | {"train__micro_batch_size": 3}, PIPELINE | {"model__num_layers": 2}],
+    ids=["zero3", "pipeline"],
+)
+def test_four_ranks_equal_one_process(
+    tmp_path: Path, corpus_prefix: Path, layout: dict[str, Any]
+) -> None:
+    settings = SMALL | COMPILED | layout
+    alone = {key: value for key, value in settings.items() if not key.startswith("parallel")}
+    run_ranks(
+        4,
+        [
+            tree(tmp_path / "async", corpus_prefix, **settings, **ASYNC),
+            tree(tmp_path / "one", corpus_prefix, ranks=1, **alone | {"train__compile": False}),
+        ],
+        watched="joined_products",
+        seconds=60.0,
+    )
+    one, many = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("one", "async"))
+    for key in ("loss", "grad_norm"):
+        values = [row[key] for row in one if key in row]
+        assert len(values) == STEPS
+        assert [row[key] for row in many if key in row] == pytest.approx(values, rel=TOLERANCE)
+    for rank in range(4):  # a pipeline runs a stage once before its first step
+        counts = json.loads((tmp_path / "async" / f"watched_{rank}.json").read_text())
+        assert min(counts.values()) >= 24 and len(counts) == 2
 
 
 def resolve(**changes: Any) -> Any:
