@@ -32,6 +32,7 @@ from common.config.load import load_config
 from common.interrupts import run_script
 from common.parallel.loss_rows import loss_rows
 from common.parallel.resolved_run import ResolvedRun
+from common.planner.fitting import with_fitting
 from common.planner.plan import table
 from common.resolve.derive import resolve_config
 from common.weights.names import count_parameters
@@ -221,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = require_accelerator(arguments.accelerator)
     rows = []
     for name, config in _configs(arguments.config, arguments.overrides):
+        config = with_fitting(config, device)
         counts = count_micro_batch(config, device.memory)
         seconds = step_seconds(config, counts, device)
         batch = config.train.global_batch_size

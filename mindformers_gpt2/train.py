@@ -11,8 +11,8 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.parallel_mode import compiled_mode
 from common.run_folder import owned_folder
+from common.training.auto_fit import settle_auto
 from common.training.data import open_data
-from common.training.micro_batch import settle_micro_batch
 from common.training.session import agree_on_start
 from mindformers_gpt2.base_engine import BaseEngine
 from mindformers_gpt2.device import open_device
@@ -43,7 +43,7 @@ def train(config: ResolvedRun, process: Process = ALONE) -> None:
         owned_folder(Path(config.output_dir), active=process.rank == 0),
         open_world(config, process, device) as world,
     ):
-        data, config = settle_micro_batch((data, config), world, process, device, open_part)
+        data, config = settle_auto((data, config), world, process, device, open_part)
         session = agree_on_start(config, data, world)
         engine = ENGINES[compiled](config, device, world, session.manifest_extra)
         recorder = open_recorder(config, world)

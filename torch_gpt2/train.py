@@ -11,9 +11,9 @@ from common.errors import ConfigError
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.run_folder import owned_folder
+from common.training.auto_fit import settle_auto
 from common.training.data import open_data
 from common.training.engine import Engine
-from common.training.micro_batch import settle_micro_batch
 from common.training.session import agree_on_start
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.cpu_products import use_fastest_products
@@ -47,7 +47,7 @@ def train(
         if engines is ENGINES:  # a peer computes as its own users do
             use_fastest_products(device, world)
         trial = make_trial(config, device)
-        data, config = settle_micro_batch((data, config), world, process, device, open_part, trial)
+        data, config = settle_auto((data, config), world, process, device, open_part, trial)
         session = agree_on_start(config, data, world)
         engine = engines[config.engine](config, device, process, world, session.manifest_extra)
         recorder = open_recorder(config, world)

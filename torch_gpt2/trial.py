@@ -1,4 +1,4 @@
-"""Trial of a micro batch on the device, for train.micro_batch_size=auto."""
+"""Trial of micro batch and recomputation on the device, where a run has auto for them."""
 
 from __future__ import annotations
 

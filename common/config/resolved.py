@@ -35,6 +35,9 @@ class ResolvedTrain(TrainConfig):
     accumulation_steps: Count
     micro_batch_is_auto: bool = Field(default=False, exclude=True)
     """Whether micro_batch_size is the smallest possible one until a larger one is chosen."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_is_auto: bool = Field(default=False, exclude=True)
+    """Whether recompute is none until the memory is known."""
 
 
 class TimedTrain(ResolvedTrain):

@@ -202,9 +202,10 @@ class TrainConfig(Section):
     global_batch_size in equal increments while the first samples are read. All batches are
     multiples of micro batch x data parallel.
     """
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
     """Activations to recompute in the backward pass. selective recomputes attention and the inner
-    part of the MLP; full recomputes whole blocks.
+    part of the MLP; full recomputes whole blocks. auto takes the fastest of them that fits in
+    memory by the plan, in as few blocks as possible.
     """
     recompute_layers: Count | None = None
     """Blocks of each stage that recompute, from its first one. When left out, all of them."""

@@ -14,7 +14,7 @@ from common.config.load import load_config
 from common.parallel.fused_attention import on_accelerator
 from common.parallel.loss_rows import with_loss_rows
 from common.planner.cluster import describe_cluster, places_of_plan
-from common.planner.fitting import with_largest
+from common.planner.fitting import with_fitting
 from common.planner.plan import describe_plan, make_plan
 from common.planner.room import fits_machine
 from common.planner.suggest import describe_suggestions, suggest
@@ -43,7 +43,7 @@ def plan_text(
     config = on_accelerator(config, device)
     if devices is not None and device is not None:
         return describe_suggestions(suggest(config, devices, device), devices, device)
-    config = with_largest(config, device)
+    config = with_fitting(config, device)
     if device is not None:
         config = with_loss_rows(config, device.memory)
     if environ.get("RANK_TABLE_FILE"):

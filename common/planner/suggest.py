@@ -7,7 +7,7 @@ recomputation. With train.micro_batch_size=auto each layout has the largest micr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -21,11 +21,8 @@ from common.parallel.loss_rows import with_loss_rows
 from common.parallel.pipeline import schedule_error
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import Topology
-from common.planner.communication import traffic_of
-from common.planner.fitting import largest_by_plan
-from common.planner.memory import memory_of
+from common.planner.fitting import RECOMPUTATIONS, largest_by_plan, time_within
 from common.planner.plan import Plan, make_plan, memory_limit, table
-from common.planner.timing import step_time
 from common.resolve.derive import resolve_config, with_micro_batch
 
 _SHOWN = 10
@@ -108,7 +105,7 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
             continue
         candidate = with_loss_rows(candidate, device.memory)
         is_run = True
-        outcome = _time_within(candidate, device, limit)
+        outcome = time_within(candidate, device, limit)
         if outcome is None:
             continue
         settled.add((zero, sequence))  # more recomputation changes nothing or is slower
@@ -121,35 +118,6 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
     return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
 
 
-def _time_within(config: ResolvedRun, device: Accelerator, limit: float) -> float | None:
-    """Return the seconds of a step.
-
-    None if a rank needs more memory than the limit; infinity if its state by itself does.
-    """
-    topology = config.topology
-    held = []
-    for place in telling_places(topology):
-        memory = memory_of(config, topology, place)
-        if memory.peak > limit:
-            return math.inf if memory.state > limit else None
-        held.append((place, memory, traffic_of(config, topology, place)))
-    return step_time(config, topology, device, held).total
-
-
-def telling_places(topology: Topology) -> Sequence[int]:
-    """Return pipeline ranks that include the fullest and the slowest.
-
-    With equally many layers per stage, ranks between the first and the last stage take equally
-    long. Their memory grows or shrinks from one to the next.
-    """
-    places = range(topology.pipeline)
-    return (
-        places
-        if topology.stage_layers is not None or len(places) < 5
-        else (0, 1, len(places) - 2, len(places) - 1)
-    )
-
-
 def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, bool]]:
     """Yield ZeRO stages, recomputation and sequence parallelism worth trying, as far as the engines
     support them.
@@ -158,7 +126,7 @@ def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, b
     most = 1 if config.backend == "mindspore" or piped_by_deepspeed else 3
     zeros: Iterable[int] = range(most + 1) if topology.data > 1 else (0,)
     sequences = (False, True) if topology.tensor > 1 and config.backend == "torch" else (False,)
-    return product(zeros, ("none", "selective", "full"), sequences)
+    return product(zeros, RECOMPUTATIONS, sequences)
 
 
 def _with_layout(
@@ -176,6 +144,7 @@ def _with_layout(
         "stage_layers": config.parallel.stage_layers if same else None,
     }
     train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
+    train["recompute_is_auto"] = False
     if recompute == "none":
         train["recompute_layers"] = None
     if config.train.micro_batch_is_auto:

@@ -61,7 +61,9 @@ class StepTime:
     pipeline: float
     """Messages between stages, and the gradients of the tied embedding."""
     optimizer: float
-    """Reading and writing of weights, gradients and optimizer state."""
+    """Reading and writing of weights, gradients and optimizer state, and the sums of gradients over
+    micro batches.
+    """
 
     @property
     def total(self) -> float:
@@ -122,7 +124,9 @@ def _of_place(
     data = max(0.0, traffic.data / _speed(device, topology, GroupKind.DATA) - hidden)
     between = (traffic.pipeline + traffic.embedding) / _speed(device, topology, GroupKind.PIPELINE)
     # read and write weights, state and gradients once
-    update = 2 * (memory.weights + memory.gradients + memory.optimizer) / device.bandwidth
+    updated = 2 * (memory.weights + memory.gradients + memory.optimizer)
+    # a sum reads the old one and the gradient, and writes the new one
+    summed = 3 * memory.gradients * (micro_batches - 1)
     moved = sum(
         activations.of_blocks(config, len(topology.layers_of_stage(stage, config.model.num_layers)))
         for stage in topology.stages_of(place)
@@ -136,7 +140,7 @@ def _of_place(
         data=data,
         host=micro_batches * 2 * on_host / HOST_LINK,
         pipeline=between,
-        optimizer=update,
+        optimizer=(updated + summed) / device.bandwidth,
     )
 
 

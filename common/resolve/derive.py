@@ -34,6 +34,8 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     _check_recompute(config)
     _check_backend(config)
     _check_observation(config)
+    if config.train.recompute == "auto":
+        return _resolve_without_recomputation(config, world_size)
     micro_batch = config.train.micro_batch_size
     if micro_batch == "auto":
         return _resolve_smallest(config, world_size)
@@ -115,7 +117,24 @@ def _resolve_smallest(config: RunConfig, world_size: int) -> ResolvedRun:
     raise refused
 
 
+def _resolve_without_recomputation(config: RunConfig, world_size: int) -> ResolvedRun:
+    """Resolve train.recompute=auto to none, until ``common.planner.fitting`` chooses for the memory
+    that is there. MindSpore cannot recompute in pynative mode, so none stays there.
+    """
+    resolved = resolve_config(
+        as_run(RunConfig, config, train={"recompute": "none"}), world_size=world_size
+    )
+    can_recompute = config.backend == "torch" or config.context.mode == "graph"
+    return as_run(ResolvedRun, resolved, train={"recompute_is_auto": can_recompute})
+
+
 _Run = TypeVar("_Run", bound=ResolvedRun)
+
+
+def with_recompute(config: _Run, mode: str, layers: int | None = None) -> _Run:
+    """Return the run with this recomputation. layers: see ``train.recompute_layers``."""
+    chosen = {"recompute": mode, "recompute_layers": layers, "recompute_is_auto": False}
+    return as_run(type(config), config, train=chosen)
 
 
 def with_micro_batch(config: _Run, size: int) -> _Run:
@@ -251,7 +270,7 @@ def _check_backend(config: RunConfig) -> None:
                 f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on"
                 " mindspore"
             )
-        if train.recompute != "none" and context.mode == "pynative":
+        if train.recompute not in ("none", "auto") and context.mode == "pynative":
             raise ConfigError(
                 f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one"
                 " of them otherwise"
@@ -459,6 +478,11 @@ def _check_recompute(config: RunConfig) -> None:
     count = train.recompute_layers
     if count is None:
         return
+    if train.recompute == "auto":
+        raise ConfigError(
+            f"train.recompute=auto chooses train.recompute_layers too, found {count}; leave it out,"
+            " or set train.recompute to full or selective"
+        )
     if train.recompute == "none":
         raise ConfigError(
             f"train.recompute_layers={count} says how many blocks recompute, and train.recompute is"

@@ -9,7 +9,7 @@ from common.accelerators import GIB, Accelerator
 from common.errors import ConfigError
 from common.parallel.fused_attention import on_accelerator
 from common.parallel.loss_rows import with_loss_rows
-from common.planner.fitting import with_largest
+from common.planner.fitting import with_fitting
 from common.planner.plan import make_plan, table, time_of
 from common.study.cells import PlannedCell
 from common.study.definition import Definition
@@ -20,7 +20,7 @@ def predict(planned: PlannedCell, device: Accelerator | None = None) -> Predicti
     """Return the memory of each rank, and with ``device`` the time of a step on it."""
     if planned.config is None:
         return Prediction(reason=planned.refusal)
-    config = with_largest(on_accelerator(planned.config, device), device)
+    config = with_fitting(on_accelerator(planned.config, device), device)
     config = with_loss_rows(config, device.memory) if device else config
     try:
         plan = make_plan(config)

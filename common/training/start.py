@@ -203,9 +203,13 @@ def _holds_weights_alone(path: Path, config: ResolvedRun) -> bool:
     return is_foreign(path) and OPTIMIZER_FILE not in manifest_of(path, config.model)["files"]
 
 
-def kept_micro_batch(config: ResolvedRun, possible: Collection[int]) -> int | None:
-    """Return the micro batch of the checkpoint to resume, if its global batch and layout are those
-    of the config; else None.
+def kept_choice(
+    config: ResolvedRun, possible: Collection[int]
+) -> tuple[int, str, int | None] | None:
+    """Return micro batch, recomputation and its blocks of the checkpoint to resume.
+
+    None unless the micro batch is a possible one, and global batch, layout and every such key that
+    the config does not leave open are those of the config.
     """
     with suppress(GPT2Error):  # it is reported where the run starts
         checkpoint = _checkpoint_to_resume(_wish(config), Path(config.output_dir))
@@ -213,24 +217,29 @@ def kept_micro_batch(config: ResolvedRun, possible: Collection[int]) -> int | No
             return None
         before = dict(flatten(read_manifest(checkpoint, checksums=False).get("config", {})))
         now = dict(flatten(config.model_dump()))
-        kept = before.get("train.micro_batch_size")
+        equal = list(_OF_MEMORY)
+        if not config.train.micro_batch_is_auto:
+            equal.append("train.micro_batch_size")
+        if not config.train.recompute_is_auto:
+            equal += ["train.recompute", "train.recompute_layers"]
+        size = before.get("train.micro_batch_size")
         if (
-            isinstance(kept, int)
-            and kept in possible
-            and all(before.get(key) == now[key] for key in _OF_MICRO_BATCH)
+            isinstance(size, int)
+            and (size in possible or not config.train.micro_batch_is_auto)
+            and all(before.get(key) == now[key] for key in equal)
         ):
-            return kept
+            return size, before.get("train.recompute", "none"), before.get("train.recompute_layers")
     return None
 
 
-_OF_MICRO_BATCH = (
+_OF_MEMORY = (
     "train.global_batch_size",
     *(
         f"parallel.{name}"
         for name in ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage")
     ),
 )
-"""Keys with which a resume keeps the micro batch that was chosen for it."""
+"""Keys that the memory of a step depends on, with the sizes of the model."""
 
 
 def record_start(config: ResolvedRun, start: Start) -> None:

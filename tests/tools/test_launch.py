@@ -27,7 +27,7 @@ from tests.run_scripts import clean_environment
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = str(ROOT / "configs/gpt2/run_gpt2_124m.yaml")
+CONFIG = str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")
 
 
 @pytest.fixture

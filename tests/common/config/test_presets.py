@@ -28,7 +28,10 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @dataclass(frozen=True)
 class Expected:
-    """Numbers of a preset's source. ``layout`` is data x tensor x pipeline parallel."""
+    """Numbers of a preset's source. ``layout`` is data x tensor x pipeline parallel.
+
+    A micro batch of auto is 1 until the memory is known.
+    """
 
     parameters: int
     layout: tuple[int, int, int]
@@ -47,7 +50,7 @@ EXPECTED = {
     "run_gpt2_tiny": Expected(11_453_760, (1, 1, 1), 8, 1, 8, 1024, (2e-3, 2e-4)),
     "run_gpt2": Expected(124_439_808, (1, 1, 1), 8, 1, 8, 8192, (1e-4, 1e-5)),
     "run_gpt2_117m": Expected(124_439_808, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
-    "run_gpt2_124m": Expected(124_439_808, (1, 1, 1), 12, 40, 480, 491_520, (6e-4, 6e-5)),
+    "run_gpt2_124m": Expected(124_439_808, (1, 1, 1), 1, 480, 480, 491_520, (6e-4, 6e-5)),
     "run_gpt2_124m_finetune": Expected(124_439_808, (1, 1, 1), 4, 8, 32, 32_768, (3e-5, 3e-5)),
     "run_gpt2_345m": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
     "run_gpt2_345m_fleetx": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (5e-5, 1e-5)),
@@ -56,8 +59,8 @@ EXPECTED = {
     "run_gpt2_345m_modelzoo_without_mp": Expected(
         354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)
     ),
-    "run_gpt2_774m": Expected(774_030_080, (1, 1, 1), 8, 60, 480, 491_520, (2.5e-4, 2.5e-5)),
-    "run_gpt2_1558m": Expected(1_557_611_200, (1, 1, 1), 4, 240, 960, 983_040, (2e-4, 2e-5)),
+    "run_gpt2_774m": Expected(774_030_080, (1, 1, 1), 1, 480, 480, 491_520, (2.5e-4, 2.5e-5)),
+    "run_gpt2_1558m": Expected(1_557_611_200, (1, 1, 1), 1, 960, 960, 983_040, (2e-4, 2e-5)),
     "run_gpt2_1.3b_modelzoo": Expected(1_313_626_112, (2, 2, 2), 8, 2, 32, 32_768, (2e-4, 2e-5)),
     "run_gpt2_1.3b_fleetx": Expected(1_313_626_112, (8, 1, 1), 8, 1, 64, 65_536, (5e-5, 1e-5)),
     "run_gpt2_2.7b": Expected(2_651_553_280, (2, 2, 2), 8, 2, 32, 65_536, (1.6e-4, 1.6e-5)),

@@ -32,7 +32,9 @@ def test_logits_take_a_share_of_the_memory(
 
 
 def test_the_plan_of_an_accelerator_counts_them() -> None:
-    config = resolve_config(load_config(PRESET, ("precision=bf16",)), world_size=1)
+    config = resolve_config(
+        load_config(PRESET, ("precision=bf16", "train.micro_batch_size=12")), world_size=1
+    )
     rows = config.train.micro_batch_size * config.model.seq_length
     assert 1024 < rows < 16_384
     more = make_plan(with_loss_rows(config, 80 * GIB)).peak - make_plan(config).peak

@@ -14,6 +14,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.loss_rows import with_loss_rows
 from common.parallel.topology import Topology
+from common.planner.fitting import telling_places
 from common.planner.plan import make_plan, memory_limit, time_of
 from common.planner.suggest import (
     Layout,
@@ -22,7 +23,6 @@ from common.planner.suggest import (
     _with_layout,
     describe_suggestions,
     suggest,
-    telling_places,
 )
 from common.resolve.derive import resolve_config, with_micro_batch, written_ranks
 

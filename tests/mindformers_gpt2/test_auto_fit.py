@@ -9,7 +9,7 @@ os.environ.setdefault("GLOG_v", "3")
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 pytest.importorskip("torch")
 
-from tests.torch_gpt2.test_micro_batch import require_two_ranks_equal_one
+from tests.torch_gpt2.test_auto_fit import require_two_ranks_equal_one
 
 pytestmark = pytest.mark.campaign
 

@@ -1,4 +1,6 @@
-"""train.micro_batch_size=auto: choice by the plan, trial on a device, resume that keeps it."""
+"""train.micro_batch_size=auto and train.recompute=auto: choice by the plan, trial on a device,
+resume that keeps it.
+"""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +19,7 @@ from common.parallel.world import WorldBase
 from common.planner import fitting
 from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, resolve_length, with_micro_batch
-from common.training.micro_batch import settle_micro_batch
+from common.training.auto_fit import settle_auto
 from tests.ranks import run_ranks
 from tests.torch_gpt2.test_ramp import make_tree, require_equal, rows_of
 from torch_gpt2.device import select_device
@@ -188,11 +190,19 @@ class Beside(WorldBase):
         return [value, self.other.pop(0)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Alone(WorldBase):
+    size: int = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
 def test_ranks_agree_on_the_smallest_one(memory: Any, tmp_path: Path) -> None:
     """The other rank has room for 6 by its plan, and its trial of 6 fails."""
     memory(2**40)
     config = resolve_length(make_config(output_dir=str(tmp_path)), 100)
-    world = Beside(other=[None, 6, False, True])
+    world = Beside(other=[None, (6, "none", None), False, True])
     asked = []
 
     def trial(run: Any) -> bool:
@@ -200,15 +210,99 @@ def test_ranks_agree_on_the_smallest_one(memory: Any, tmp_path: Path) -> None:
         return True
 
     data: Any = object()
-    found = settle_micro_batch(
+    found = settle_auto(
         (data, config), world, ALONE, select_device("cpu"), lambda run: (data, run), trial
     )
     assert found[1].train.micro_batch_size == 3 and asked == [6, 3] and not world.other
-    with pytest.raises(ConfigError, match=r"a step with 1 samples, .* is out of memory; "):
-        settle_micro_batch(
-            (data, config), Beside(other=[None, 1, False]), ALONE, select_device("cpu"),
-            lambda run: (data, run), trial,
+    with pytest.raises(ConfigError, match=r"a step with 1 samples .* is out of memory; "):
+        settle_auto(
+            (data, config), Beside(other=[None, (1, "none", None), False]), ALONE,
+            select_device("cpu"), lambda run: (data, run), trial,
         )  # fmt: skip
+
+
+BIG: dict[str, Any] = {**AUTO, "train__micro_batch_size": 12, "train__recompute": "auto"}
+"""A run that leaves only recomputation open."""
+
+
+def test_a_run_recomputes_what_it_must_and_a_resume_keeps_it(
+    memory: Any, corpus_prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The losses are those of a run that recomputes nothing, bit for bit."""
+
+    def run(name: str, steps: int, **changes: Any) -> Any:
+        keys = {**BIG, "train__max_steps": steps, "optimizer__decay_steps": 6, **changes}
+        tree = make_tree(tmp_path / name, corpus_prefix, **keys)
+        torch_gpt2.train.train(resolve_config(build_config(tree)))
+        return load_config(tmp_path / name / "config.yaml").train
+
+    whole = peak(make_config(**BIG), 12)
+    memory(whole - 1)
+    train = run("auto", 3)
+    chosen = train.recompute, train.recompute_layers
+    assert chosen == ("selective", 1) and train.micro_batch_size == 12
+    memory(2 * whole)
+    train = run("auto", 6)
+    assert (train.recompute, train.recompute_layers) == chosen
+    assert run("none", 6).recompute == "none"
+    for key in ("loss", "grad_norm"):
+        found, wanted = (
+            [row[key] for row in rows_of(tmp_path / name)] for name in ("auto", "none")
+        )
+        assert found == wanted and len(found) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "passing", "tried"),
+    [
+        (
+            {"train__micro_batch_size": 12},
+            ("full", None, 12),
+            [("none", 12), ("selective", 12), ("full", 12)],
+        ),
+        (
+            {"train__micro_batch_size": "auto"},
+            ("selective", None, 1),
+            [("none", 12), ("none", 6), ("none", 3), ("none", 1), ("selective", 1)],
+        ),
+    ],
+)
+def test_a_trial_halves_the_micro_batch_then_recomputes_more(
+    memory: Any, tmp_path: Path, changes: dict[str, Any], passing: Any, tried: Any
+) -> None:
+    memory(2**40)
+    config = resolve_length(make_config(**{**BIG, **changes, "output_dir": str(tmp_path)}), 100)
+    asked = []
+
+    def trial(run: Any) -> bool:
+        train = run.train
+        asked.append((train.recompute, train.micro_batch_size))
+        return (train.recompute, train.recompute_layers, train.micro_batch_size) == passing
+
+    data: Any = object()
+    found = settle_auto(
+        (data, config), Alone(), ALONE, select_device("cpu"), lambda run: (data, run), trial
+    )
+    assert asked == tried
+    assert not (found[1].train.micro_batch_is_auto or found[1].train.recompute_is_auto)
+    with pytest.raises(ConfigError, match=r"recompute=full, the least possible, is out of memory"):
+        settle_auto(
+            (data, config), Alone(), ALONE, select_device("cpu"), lambda run: (data, run),
+            lambda run: False,
+        )  # fmt: skip
+
+
+def test_ranks_agree_on_the_one_that_recomputes_most(memory: Any, tmp_path: Path) -> None:
+    memory(2**40)
+    config = resolve_length(make_config(**BIG, output_dir=str(tmp_path)), 100)
+    data: Any = object()
+    for other in (("selective", 1), ("selective", None), ("full", 2)):
+        found = settle_auto(
+            (data, config), Beside(other=[None, (12, *other)]), ALONE, select_device("cpu"),
+            lambda run: (data, run),
+        )  # fmt: skip
+        train = found[1].train
+        assert (train.recompute, train.recompute_layers) == other
 
 
 @pytest.mark.parametrize(
@@ -218,6 +312,10 @@ def test_ranks_agree_on_the_smallest_one(memory: Any, tmp_path: Path) -> None:
         ({"train__accumulation_steps": 3}, "gives train.accumulation_steps, found 3"),
         ({"train__global_batch_size": 13, "world_size": 2}, "13 is not a multiple"),
         ({"train__micro_batch_size": "most"}, "micro_batch_size"),
+        (
+            {"train__recompute": "auto", "train__recompute_layers": 1},
+            "auto chooses train.recompute_layers too, found 1",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
