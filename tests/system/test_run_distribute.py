@@ -235,7 +235,6 @@ def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, shared_data: Path) 
         "[8,16)",
         "train",
         "16",
-        "train.global_batch_size=null",
     )
     done = start("--log_dir", str(tmp_path / "logs"), *words, DRY_RUN="1")
     assert done.returncode == 0, done.stderr
