@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from common.config.load import build_config
@@ -48,6 +47,8 @@ def compare_logits(
     target_format: str,
 ) -> dict[str, Any]:
     """Return the comparison for the report. Raises CheckpointError if the logits differ."""
+    import psutil  # not at the top of the file: only this needs it
+
     needed = _COPIES * 4 * count_parameters(source.model)
     available = psutil.virtual_memory().available
     missing = sorted({source_format, target_format} - runners.keys())

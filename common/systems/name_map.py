@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.tensor_files.arrays import copy_in_bands
+from common.tensor_files.arrays import copy_array
 from common.weights.names import EMBEDDING, POSITIONS
 
 _GLOBAL = (EMBEDDING, POSITIONS, "ln_f")
@@ -59,8 +59,19 @@ class NameRow:
             (len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype
         )
         for place, part in zip(self._apart(fused, heads), parts, strict=True):
-            copy_in_bands(place, part.reshape(place.shape))
+            copy_array(place, part.reshape(place.shape))
         return fused.T if self.transposed else fused
+
+    def pieces(self, parts: Sequence[NDArray[Any]], heads: int) -> Sequence[NDArray[Any]]:
+        """Return arrays whose bytes, one after the other, are those of ``pack``. They are views of
+        the parts where rows of these stay together.
+        """
+        if len(parts) == 1 or self.transposed or self.fusion is Fusion.OUTPUTS:
+            return [self.pack(parts, heads)]
+        if self.fusion is Fusion.BLOCKS:
+            return parts
+        by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
+        return [part[head] for head in range(heads) for part in by_head]
 
     def part(self, theirs: NDArray[Any], heads: int, number: int) -> NDArray[Any]:
         """Return one of our parameters from their tensor: the inverse of ``pack``. It is a view

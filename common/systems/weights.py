@@ -254,9 +254,7 @@ def export_names(
 
 
 def arrays_of(tensors: Mapping[str, Weight]) -> Iterator[NDArray[Any]]:
-    """Yield the arrays of ``tensors``, row-major. The next one is made while the caller writes this
-    one.
-    """
+    """Yield the arrays of ``tensors``. The next one is made while the caller writes this one."""
     return prefetch_arrays(weight.load for weight in tensors.values())
 
 

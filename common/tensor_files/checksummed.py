@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 from isal.isal_zlib import crc32
+from numpy.typing import NDArray
 
+from common.tensor_files.arrays import Bytes, copy_array
+
+_BUFFER = 2**22
+_BUFFERS = 3
+"""Buffers of a file: one is filled while two are written."""
 _AT_ONCE = 2**18
 _BEFORE_SYNC = 2**27
 
@@ -17,31 +28,115 @@ class ChecksummedFile:
     """Open a file to write from front to end, with the CRC-32 of its bytes. It is fsynced when the
     block ends. OSError is left to the caller.
 
-    Two threads help: one computes the checksum. The other tells the disk to begin with what is
-    already written.
+    Bytes are gathered in buffers. Two threads write full ones past the page cache (O_DIRECT), so
+    that neither a copy in the kernel nor a sync at the end is waited for. A file system that
+    refuses this gets usual writes, and begins to sync early.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._summing, self._syncing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._file = path.open("wb", buffering=0)
+        # O_DIRECT takes whole pages
+        pages = mmap.mmap(-1, _BUFFERS * _BUFFER, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._buffers = np.frombuffer(pages, np.uint8).reshape(_BUFFERS, _BUFFER)
+        self._written: list[Future[None] | None] = [None] * _BUFFERS
+        self._current, self._filled = 0, 0
+        self._writing, self._syncing = ThreadPoolExecutor(_BUFFERS - 1), ThreadPoolExecutor(1)
+        self._is_direct: bool | None = None
         self._synced: Future[None] | None = None
         self._unsynced = 0
         self.checksum = 0
         self.position = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        summed = self._summing.submit(crc32, data, self.checksum)
-        # Linux may take ten times as long for a large write from a mapped file
-        for first in range(0, len(data), _AT_ONCE):
-            self._file.write(data[first : first + _AT_ONCE])
-        self.checksum = summed.result()
-        self.position += len(data)
-        self._unsynced += len(data)
+        self.write_array(np.frombuffer(data, np.uint8))
+
+    def write_array(self, array: NDArray[Any]) -> None:
+        """Write the bytes of an array in row-major order. Rows of one that is not row-major, such
+        as a transposed view of a mapped file, are put in order on their way into a buffer.
+        """
+        if array.flags.c_contiguous:
+            self._write_bytes(array.reshape(-1).view(np.uint8))
+            return
+        row, first = array[0].nbytes if len(array) else 0, 0
+        while first < len(array) and row:
+            room = self._room()
+            rows = array[first : first + room.size // row]
+            if not len(rows):  # this row reaches into the next buffer
+                self._write_bytes(np.ascontiguousarray(array[first]).reshape(-1).view(np.uint8))
+                first += 1
+                continue
+            copy_array(np.ndarray(rows.shape, rows.dtype, room.data), rows)
+            self._advance(rows.nbytes)
+            first += len(rows)
+
+    def _write_bytes(self, data: Bytes) -> None:
+        first = 0
+        while first < data.size:
+            room = self._room()
+            part = data[first : first + room.size]
+            room[: part.size] = part
+            self._advance(part.size)
+            first += part.size
+
+    def _room(self) -> Bytes:
+        """Return the rest of the current buffer, once its former bytes are written."""
+        written = self._written[self._current]
+        if written is not None:
+            written.result()
+            self._written[self._current] = None
+        return self._buffers[self._current, self._filled :]
+
+    def _advance(self, size: int) -> None:
+        """Count ``size`` bytes that were put into the current buffer, and pass it on if it is
+        full.
+        """
+        buffer, end = self._buffers[self._current], self._filled + size
+        self.checksum = crc32(buffer[self._filled : end].data, self.checksum)
+        self.position += size
+        self._filled = end
+        if end < _BUFFER:
+            return
+        if self._is_direct is None:
+            self._is_direct = _set_direct(self._file.fileno(), True)
+        self._written[self._current] = self._writing.submit(
+            self._write_out, buffer, self.position - _BUFFER
+        )
+        self._current, self._filled = (self._current + 1) % _BUFFERS, 0
+        if not self._is_direct:
+            self._sync_early()
+
+    def _write_out(self, buffer: Bytes, offset: int) -> None:
+        descriptor, done = self._file.fileno(), 0
+        while done < buffer.size:
+            was_direct = self._is_direct
+            # through the cache, a write of several MiB may take three times as long
+            part = buffer[done:] if was_direct else buffer[done : done + _AT_ONCE]
+            try:
+                done += os.pwrite(descriptor, part.data, offset + done)
+            except OSError as error:
+                if not was_direct or error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False
+                _set_direct(descriptor, False)
+
+    def _sync_early(self) -> None:
+        self._unsynced += _BUFFER
         if self._unsynced > _BEFORE_SYNC and (self._synced is None or self._synced.done()):
             if self._synced is not None:
                 self._synced.result()
             self._synced = self._syncing.submit(os.fdatasync, self._file.fileno())
             self._unsynced = 0
+
+    def _finish(self) -> None:
+        for waited in (*self._written, self._synced):
+            if waited is not None:
+                waited.result()
+        if self._is_direct:  # the last bytes do not fill a block of the disk
+            self._is_direct = False
+            _set_direct(self._file.fileno(), False)
+        last = self._buffers[self._current, : self._filled]
+        self._write_out(last, self.position - last.size)
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> ChecksummedFile:
         return self
@@ -52,14 +147,24 @@ class ChecksummedFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._summing.shutdown()
-        self._syncing.shutdown()
         with self._file:
-            if error is None:
-                if self._synced is not None:
-                    self._synced.result()
-                self._file.flush()
-                os.fsync(self._file.fileno())
+            try:
+                if error is None:
+                    self._finish()
+            finally:
+                self._writing.shutdown()
+                self._syncing.shutdown()
+
+
+def _set_direct(descriptor: int, wanted: bool) -> bool:
+    """Write past the page cache from now on, or through it. Return whether this was possible."""
+    direct: int = getattr(os, "O_DIRECT", 0)  # not on every system
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (direct if wanted else 0))
+    except OSError:
+        return False
+    return bool(direct)
 
 
 def file_checksum(path: Path) -> int:

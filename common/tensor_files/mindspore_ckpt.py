@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from common.tensor_files.arrays import (
@@ -159,18 +160,27 @@ def stream_mindspore(
     with ChecksummedFile(path) as file:
         pending = iter(kinds.items())
         for array in arrays:  # zip would keep the last array alive while the next is made
-            (name, kind), data = next(pending), bytes_of(array)
-            assert len(data) == kind.nbytes, f"the array of {name} is that of its kind"
+            name, kind = next(pending)
+            assert array.nbytes == kind.nbytes, f"the array of {name} is that of its kind"
             head = b"".join(b"\x08" + to_varint(size) for size in kind.shape) + bytes_field(
                 2, _TYPES[kind.dtype].encode()
             )
             tag = bytes_field(1, name.encode())
-            for first in range(0, max(len(data), 1), _SLICE):
-                part = data[first : first + _SLICE]
-                tensor = head + bytes_key(3, len(part))
-                value = tag + bytes_key(2, len(tensor) + len(part)) + tensor
-                file.write(bytes_key(1, len(value) + len(part)) + value)
-                file.write(part)
-            del array, data, part
+            for part in _slices(array):
+                tensor = head + bytes_key(3, part.nbytes)
+                value = tag + bytes_key(2, len(tensor) + part.nbytes) + tensor
+                file.write(bytes_key(1, len(value) + part.nbytes) + value)
+                file.write_array(part)
+            del array, part
         assert next(pending, None) is None, "every kind has its array"
     return file.checksum
+
+
+def _slices(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield the bytes of each value that a tensor is cut into."""
+    if array.nbytes <= _SLICE:
+        yield array
+        return
+    data = np.frombuffer(bytes_of(array), np.uint8)
+    for first in range(0, data.size, _SLICE):
+        yield data[first : first + _SLICE]

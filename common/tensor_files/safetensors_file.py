@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, shown
-from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind, bytes_of
+from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind
 from common.tensor_files.checksummed import ChecksummedFile
 
 INDEX = "model.safetensors.index.json"
@@ -133,7 +133,7 @@ def stream_safetensors(
     with ChecksummedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays:
-            file.write(bytes_of(array))
+            file.write_array(array)
             del array
         assert file.position == 8 + len(text) + offset, "the arrays are those of kinds"
     return file.checksum

@@ -11,19 +11,21 @@ import argparse
 import math
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.tensor_files.arrays import TensorKind, bytes_of
+from common.tensor_files.arrays import TensorKind
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.torch_pickle import STORAGES, TorchName, row_major
 
 _ALIGNMENT = 64
+Parts: TypeAlias = Sequence[NDArray[Any]]
+"""Arrays whose bytes in row-major order, one after the other, are a tensor."""
 _PLAIN = (str, bytes, int, float, bool, type(None), np.ndarray, np.generic)
 
 
@@ -34,30 +36,36 @@ class TensorLeaf(TensorKind):
     name: str
 
 
-def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
+def stream_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -> None:
     """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values,
     ``TorchName`` and ``TensorLeaf``.
 
-    arrays: one for each leaf, in the order in which the names first occur, made one at a time;
-    bfloat16 as uint16 words. Raises TypeError for another value in the tree, before the file
-    exists. OSError is left to the caller, who owns the folder. With weights_only, torch accepts
-    Namespace and numpy values only after ``add_safe_globals``, as with its own files.
+    arrays: one, or its parts, for each leaf, in the order in which the names first occur, made one
+    at a time; bfloat16 as uint16 words. Raises TypeError for another value in the tree, before the
+    file exists. OSError is left to the caller, who owns the folder. With weights_only, torch
+    accepts Namespace and numpy values only after ``add_safe_globals``, as with its own files.
     """
     pickler = _Pickler()
     program = b"\x80\x02" + pickler.emit(tree) + b"."
     with ChecksummedFile(path) as file:
         archive = _Zip(file, path.stem)
-        archive.add("data.pkl", program)
-        archive.add("byteorder", b"little")
+        archive.add("data.pkl", _bytes(program))
+        archive.add("byteorder", _bytes(b"little"))
         pending = iter(enumerate(pickler.leaves.values()))
         for array in arrays:  # zip would keep the last array alive while the next is made
-            (key, leaf), data = next(pending), bytes_of(array)
-            assert len(data) == leaf.nbytes, f"the array of {leaf.name} is that of its leaf"
-            archive.add(f"data/{key}", data)
-            del array, data
+            key, leaf = next(pending)
+            parts = (array,) if isinstance(array, np.ndarray) else array
+            size = sum(part.nbytes for part in parts)
+            assert size == leaf.nbytes, f"the array of {leaf.name} is that of its leaf"
+            archive.add(f"data/{key}", parts)
+            del array, parts
         assert next(pending, None) is None, "every leaf has its array"
-        archive.add("version", b"3\n")
+        archive.add("version", _bytes(b"3\n"))
         archive.finish()
+
+
+def _bytes(data: bytes) -> Parts:
+    return (np.frombuffer(data, np.uint8),)
 
 
 class _Pickler:
@@ -125,8 +133,9 @@ class _Zip:
     def __init__(self, file: ChecksummedFile, folder: str) -> None:
         self._file, self._folder, self._directory, self._records = file, folder, b"", 0
 
-    def add(self, name: str, data: bytes | memoryview) -> None:
-        path, start, size = f"{self._folder}/{name}".encode(), self._file.position, len(data)
+    def add(self, name: str, parts: Parts) -> None:
+        path, start = f"{self._folder}/{name}".encode(), self._file.position
+        size = sum(part.nbytes for part in parts)
         extra = struct.pack("<HHQQ", 1, 16, 0, 0)
         gap = -(start + 30 + len(path) + len(extra) + 4) % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", gap) + b"Z" * gap
@@ -140,7 +149,8 @@ class _Zip:
             + extra
         )
         self._file.checksum = 0
-        self._file.write(data)
+        for part in parts:
+            self._file.write_array(part)
         checksum = self._file.checksum
         self._file.write(struct.pack("<4sIQQ", b"PK\7\x08", checksum, size, size))
         sizes = struct.pack("<HHQQQ", 1, 24, size, size, start)

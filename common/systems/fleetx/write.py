@@ -8,13 +8,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from common.systems.fleetx.names import NAME_MAPS
 from common.systems.fleetx.parts import FILE
 from common.systems.model_yaml import write_model_yaml
 from common.systems.weights import Weights, arrays_of, export_names
+from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import ChecksummedFile
 
 _PROTOCOL = 3
@@ -34,7 +34,7 @@ def write_fleetx(folder: Path, weights: Weights, dtype: str | None) -> dict[str,
         file.write(_BEGIN)
         for name, array in zip(tensors, arrays_of(tensors), strict=True):
             file.write(_pickled(name))
-            file.write(_pickled(np.ascontiguousarray(array)))
+            file.write(_pickled(contiguous(array)))
             file.write(pickle.SETITEM)
         file.write(_END)
     write_model_yaml(folder, weights)

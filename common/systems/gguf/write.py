@@ -14,6 +14,7 @@ from common.log import LOG
 from common.packages import require_package
 from common.systems.gguf.names import NAME_MAP
 from common.systems.weights import Weights, arrays_of, export_names, require_blocks
+from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import file_checksum
 from common.tokenizer.bpe_files import read_vocabulary
 
@@ -82,8 +83,7 @@ def _is_matrix(name: str) -> bool:
 def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
     import gguf
 
-    contiguous = np.ascontiguousarray(array, np.float32)
-    return gguf.quants.quantize(contiguous, kind).view(_Written)
+    return gguf.quants.quantize(contiguous(array), kind).view(_Written)
 
 
 class _Written(np.ndarray[Any, Any]):

@@ -25,8 +25,8 @@ from common.systems.model_yaml import write_model_yaml
 from common.systems.name_map import NameRow
 from common.systems.weights import Weight, Weights, to_type
 from common.tensor_files.arrays import prefetch_arrays
-from common.tensor_files.torch_writer import TensorLeaf, stream_torch
-from common.training.snapshot import STATE_NAMES, padded_rows
+from common.tensor_files.torch_writer import Parts, TensorLeaf, stream_torch
+from common.training.snapshot import STATE_NAMES
 from common.weights.names import EMBEDDING, decays
 
 
@@ -115,7 +115,7 @@ class _Leaves:
     """Tensors of a file in its order, and the way each is made."""
 
     rank: _Rank
-    makers: dict[str, Callable[[], NDArray[Any]]] = field(default_factory=dict)
+    makers: dict[str, Callable[[], Parts]] = field(default_factory=dict)
 
     def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
         """Add a tensor.
@@ -134,8 +134,8 @@ class _Leaves:
         leaf = TensorLeaf(
             dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}"
         )
-        self.makers[leaf.name] = lambda: row.pack(
-            [make() for make in makers], model.num_heads // tensor
+        self.makers[leaf.name] = lambda: _padded(
+            row.pieces([make() for make in makers], model.num_heads // tensor), leaf
         )
         return leaf
 
@@ -155,7 +155,14 @@ def _piece(
 ) -> Callable[[], NDArray[Any]]:
     piece = slice_of(name, whole, tensor=rank.tensor, tensor_rank=rank.tensor_rank)
     spans = tuple(slice(*span) for span in (piece.rows, piece.columns) if span is not None)
-    return lambda: padded_rows(to_type(weight.load()[spans], weight.dtype, dtype), piece.shape[0])
+    return lambda: to_type(weight.load()[spans], weight.dtype, dtype)
+
+
+def _padded(parts: Parts, leaf: TensorLeaf) -> Parts:
+    """Add rows of zeros, which pad the vocabulary."""
+    missing = leaf.shape[0] - sum(map(len, parts))
+    padding = np.zeros((missing, *leaf.shape[1:]), parts[0].dtype)
+    return [*parts, padding] if missing else parts
 
 
 def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
@@ -239,7 +246,7 @@ def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str
     scale = engine["loss_scale"]
     if scale.get("mode") == "dynamic":
         name = "grad_scaler.scale"
-        leaves.makers[name] = lambda: np.array([scale["value"]], np.float32)
+        leaves.makers[name] = lambda: [np.array([scale["value"]], np.float32)]
         outer["grad_scaler"] = {
             "scale": TensorLeaf(dtype="float32", shape=(1,), name=name),
             "growth_tracker": scale["finite_steps"],

@@ -11,7 +11,6 @@ from common.systems.model_yaml import write_model_yaml
 from common.systems.oneflow.names import JOB, MOMENTS, NAME_MAP, SCALE, STEP, moment_map
 from common.systems.oneflow.snapshot import DATA, META, meta_of
 from common.systems.weights import Weight, Weights, arrays_of, export_names
-from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import ChecksummedFile
 from common.weights.names import EMBEDDING
 
@@ -45,7 +44,7 @@ def write_oneflow(folder: Path, weights: Weights, dtype: str | None) -> dict[str
     for (name, tensor), array in zip(tensors.items(), arrays_of(tensors), strict=True):
         (snapshot / name).mkdir()
         with ChecksummedFile(snapshot / name / DATA) as file:
-            file.write(contiguous(array).reshape(-1).view(np.uint8).data)
+            file.write_array(array)
         sums[f"{snapshot.name}/{name}/{DATA}"] = file.checksum
         with atomic_write(snapshot / name / META, "w") as meta:
             meta.write(meta_of(tensor))

@@ -11,6 +11,7 @@ import pickle
 import runpy
 import signal
 import sys
+import tracemalloc
 import types
 import zlib
 from pathlib import Path
@@ -24,10 +25,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did  # noqa: E402
 from common.conversion.heads import warn_of_heads  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
+from common.systems.hugging_face.write import write_hugging_face  # noqa: E402
 from common.systems.own_folder import write_project  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weight, Weights  # noqa: E402
@@ -52,6 +55,10 @@ SIZES = {
     "n_inner": 96,
     "initializer_range": 0.3,
 }
+LARGE = {
+    "num_layers": 2, "hidden_size": 640, "num_heads": 10, "ffn_hidden_size": 2560,
+    "vocab_size": 5003, "max_positions": 1024,
+}  # fmt: skip
 QUIET: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 REASON = "nothing computes the logits of mindformers: only the tensors were compared"
 IDS = torch.arange(18).reshape(2, 9) * 5
@@ -426,6 +433,56 @@ def test_values_that_are_not_numbers_travel_bit_for_bit(tmp_path: Path) -> None:
         folder = run(folder, tmp_path / target, target)
     with open_tensors(folder / "model.safetensors") as found:
         assert found["transformer.wte.weight"].read().tobytes() == words.numpy().tobytes()
+
+
+@pytest.mark.parametrize("to", ["torch_gpt2", "mindformers", "megatron", "megatron_core"])
+def test_tensors_go_from_the_mapped_file_to_the_disk_without_a_copy_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Memory is less than any matrix needs, transposed, cut or fused, and the table of tokens.
+    Bytes are written once, in as few pieces as buffers hold them.
+    """
+    model = resolve_model(MODEL.model_copy(update=LARGE))
+    generator = np.random.default_rng(0)
+    given = {
+        name: generator.standard_normal(shape, np.float32)
+        for name, shape in parameter_shapes(model).items()
+    }
+    tensors = {
+        name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
+        for name, array in given.items()
+    }
+    (tmp_path / "hf").mkdir()
+    write_hugging_face(
+        tmp_path / "hf", Weights(path=tmp_path, format="x", model=model, tensors=tensors), None
+    )
+    written, pwrite = [], os.pwrite
+
+    def counted(descriptor: int, data: Any, offset: int) -> int:
+        written.append(pwrite(descriptor, data, offset))
+        return written[-1]
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    ranks = {"model_parallel": 2, "pipeline_stage": 2} if "megatron" in to else {}
+    convert(tmp_path / "hf", tmp_path / "warm", target_format=to, **ranks)
+    written.clear()
+    tracemalloc.start()
+    try:
+        convert(tmp_path / "hf", tmp_path / "out", target_format=to, **ranks)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < min(array.nbytes for array in given.values() if array.ndim == 2) // 2
+    sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    sizes = [size for size in sizes if size > 2**20]  # without YAML and JSON
+    assert len(sizes) == 4 ** bool(ranks)
+    assert sum(written) == sum(sizes)
+    if max(written) == 2**22:  # a file system without direct writes takes smaller pieces
+        assert written.count(2**22) == sum(size // 2**22 for size in sizes)
+    monkeypatch.undo()
+    with FORMATS[to].open(tmp_path / "out") as found:
+        for name, weight in found.tensors.items():
+            np.testing.assert_array_equal(weight.load(), given[name])
 
 
 def test_places_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,11 @@ def test_rows_of_query_key_and_value_lie_where_the_formula_says(fusion: Fusion) 
                 np.testing.assert_array_equal(
                     found[PLACES[fusion](part, head, output)], values[head * 4 + output]
                 )
+    pieces = row.pieces(parts, 3)
+    assert b"".join(piece.tobytes() for piece in pieces) == found.tobytes()
+    assert fusion is Fusion.OUTPUTS or all(
+        any(np.shares_memory(piece, values) for values in parts) for piece in pieces
+    )
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
