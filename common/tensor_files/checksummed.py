@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from common.tensor_files.arrays import Bytes, copy_array
 
-_BUFFER = 2**22
+_BUFFER = 2**21
 _BUFFERS = 3
 """Buffers of a file: one is filled while two are written."""
 _AT_ONCE = 2**18

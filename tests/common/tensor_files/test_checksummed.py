@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 
 from common.tensor_files.checksummed import ChecksummedFile, file_checksum
 
-BUFFER = 2**22
-SOURCE = np.random.default_rng(0).integers(0, 256, 3 * BUFFER + 5, np.uint8)
+BUFFER = 2**21
+SOURCE = np.random.default_rng(0).integers(0, 256, 6 * BUFFER + 5, np.uint8)
 
 
 def test_sums_are_zlibs(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_files_about_as_large_as_the_buffers(tmp_path: Path, size: int) -> None:
 @pytest.mark.parametrize("before", [0, 1, 4, BUFFER - 6])
 def test_arrays_of_any_order_are_written_row_major(tmp_path: Path, before: int) -> None:
     """Rows reach over the ends of buffers, which lie at no multiple of their elements."""
-    numbers = SOURCE[: 3 * BUFFER].view(np.float32)
+    numbers = SOURCE[: 6 * BUFFER].view(np.float32)
     matrix = numbers[: 1000 * 1537].reshape(1000, 1537)
     arrays = [
         matrix.T, matrix[:, 3:900].T, matrix[::2, ::-1].T, matrix[:, 5:], numbers[::3],
@@ -92,7 +93,7 @@ def test_each_byte_is_written_once_and_past_the_page_cache(
     monkeypatch.setattr(os, "pwrite", writes := Writes())
     with ChecksummedFile(tmp_path / "file") as file:
         file.write_array(SOURCE)
-    assert sorted(writes.made) == [(5, False), *[(BUFFER, True)] * 3]
+    assert sorted(writes.made) == [(5, False), *[(BUFFER, True)] * 6]
 
 
 @pytest.mark.parametrize("where", ["flag", "write"])
@@ -132,3 +133,19 @@ def test_a_full_disk_is_an_error_and_ends_the_threads(
             file.write_array(SOURCE)
     with pytest.raises(OSError, match="No space left"), ChecksummedFile(tmp_path / "file") as file:
         file.write(b"little")
+
+
+def test_an_error_of_the_caller_ends_the_threads_and_closes_the_file(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(SystemExit), ChecksummedFile(tmp_path / "file") as file:
+        file.write_array(SOURCE)
+        raise SystemExit(143)  # as after SIGTERM
+    assert threading.active_count() == before
+    assert not [link for link in Path("/proc/self/fd").iterdir() if _leads_to(link, tmp_path)]
+
+
+def _leads_to(link: Path, folder: Path) -> bool:
+    try:
+        return link.readlink().is_relative_to(folder)
+    except FileNotFoundError:
+        return False
