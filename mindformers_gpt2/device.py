@@ -164,7 +164,9 @@ def check_support(config: ResolvedRun, device: MindSporeDevice) -> None:
                 "context.max_device_memory and context.enable_graph_kernel are for accelerators;"
                 " leave them out on a CPU"
             )
-        for part, float_name in config.precision.model_dump(exclude={"float8"}).items():
+        for part, float_name in config.precision.model_dump(
+            exclude={"float8", "float8_head"}
+        ).items():
             if not device.supports(float_name):
                 raise DeviceError(
                     f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use"

@@ -81,10 +81,11 @@ class BaseEngine(engine.Engine):
         return state
 
     def kernels(self) -> dict[str, str]:
-        float8 = self.config.precision.float8
+        float8, float8_head = self.config.precision.float8, self.config.precision.float8_head
         return {
             "attention": attention_kernel(self.config, self.device),
             **({} if float8 == "none" else {"linear layers": f"torchao's float8, {float8}"}),
+            **({"head": "float8"} if float8_head else {}),
             "layer norm": f"native_layer_norm in {self.config.precision.layer_norm}",
             "optimizer": self._optimizer_kernel(),
         }

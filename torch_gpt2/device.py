@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.accelerators import GIB, accelerator_flops
 from common.cluster.environment import ALONE, Process
+from common.config.schema import PrecisionConfig
 from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
@@ -260,10 +261,12 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " on a CPU they are there already; leave it out, or set train.recompute=full, which"
                 " needs less memory"
             )
-        _check_float8(config.precision.float8, device)
+        _check_float8(config.precision, device)
         if config.parallel.async_tensor_parallel:
             _check_async_tensor_parallel(device)
-        for part, float_name in config.precision.model_dump(exclude={"float8"}).items():
+        for part, float_name in config.precision.model_dump(
+            exclude={"float8", "float8_head"}
+        ).items():
             if not device.supports(float_name):
                 raise DeviceError(
                     f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic"
@@ -271,19 +274,23 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 )
 
 
-def _check_float8(scaling: str, device: TorchDevice) -> None:
+def _check_float8(precision: PrecisionConfig, device: TorchDevice) -> None:
     """Refuse float8 where no kernel multiplies it. Raises ConfigError or DeviceError."""
-    if scaling == "none":
-        return
-    require_package("torchao", extra="fp8", purpose="which multiplies in float8")
-    least = (9, 0) if scaling == "rowwise" else (8, 9)
+    least = {"tensorwise": (8, 9), "rowwise": (9, 0)}.get(precision.float8)
+    if least is not None:
+        require_package("torchao", extra="fp8", purpose="which multiplies in float8")
+        _need_capability(f"precision.float8={precision.float8}", least, device)
+    if precision.float8_head:
+        _need_capability("precision.float8_head=true", (8, 9), device)
+
+
+def _need_capability(key: str, least: tuple[int, int], device: TorchDevice) -> None:
     found = device.capability
     if found is None or found < least:
         has = "" if found is None else f" of compute capability {found[0]}.{found[1]}"
         raise DeviceError(
-            f"precision.float8={scaling}: this device is {device.name or device.kind}{has}, and"
-            f" float8 needs a CUDA GPU of compute capability {least[0]}.{least[1]} or newer; set"
-            " precision=bf16"
+            f"{key}: this device is {device.name or device.kind}{has}, and float8 needs a CUDA GPU"
+            f" of compute capability {least[0]}.{least[1]} or newer; set precision=bf16"
         )
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.parallel.loss_rows import FEWEST
+from torch_gpt2.float8_head import Float8Head
 
 ROWS_AT_ONCE = FEWEST
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""
@@ -32,6 +33,7 @@ def cross_entropy_sum(
     *,
     rows: int | None = None,
     masked: bool = False,
+    float8: bool = False,
 ) -> Tensor:
     """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from
     ``vocab_size`` on masked.
@@ -40,12 +42,14 @@ def cross_entropy_sum(
     Gradients are found in the forward pass, chunk by chunk, so that no logits are kept. With a
     shard every rank of its group returns the whole sum, and the gradient of ``hidden`` is this
     rank's part of it. rows: positions whose logits exist at one time, ROWS_AT_ONCE if left out.
-    masked: some targets are UNCOUNTED, which is below 0, and add nothing.
+    masked: some targets are UNCOUNTED, which is below 0, and add nothing. float8: multiply in it
+    where gradients are wanted; all sizes are then multiples of 16.
     """
     # Inside the function gradients are always off, and its needs_input_grad does not know of
     # no_grad either.
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    inputs = (hidden, weight, targets, vocab_size, wanted, shard, rows or ROWS_AT_ONCE, masked)
+    rows = rows or ROWS_AT_ONCE
+    inputs = (hidden, weight, targets, vocab_size, wanted, shard, rows, masked, float8 and wanted)
     return _CrossEntropySum.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -61,9 +65,10 @@ class _CrossEntropySum(torch.autograd.Function):
         shard: VocabularyShard | None,
         rows_at_once: int,
         masked: bool,
+        float8: bool,
     ) -> Tensor:
         first = 0 if shard is None else shard.first
-        head = weight.to(hidden.dtype)
+        head = Float8Head(hidden, weight) if float8 else _Head(hidden, weight)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted else None
         weight_grad = (
@@ -71,7 +76,7 @@ class _CrossEntropySum(torch.autograd.Function):
         )
         for start in range(0, hidden.shape[0], rows_at_once):
             rows = slice(start, start + rows_at_once)
-            logits = (hidden[rows] @ head.t()).float()  # (n, rows of the table)
+            logits = head.logits(rows).float()  # (n, rows of the table)
             logits[:, max(vocab_size - first, 0) :] = float("-inf")
             target = targets[rows, None] - first
             here = (target >= 0) & (target < weight.shape[0])
@@ -87,12 +92,8 @@ class _CrossEntropySum(torch.autograd.Function):
                 # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16
                 # does not lose them.
                 slope = _slope(logits, log_sum, target, here)
-                slope = (slope if counted is None else slope * counted).to(hidden.dtype)
-                hidden_grad[rows] = slope @ head
-                if hidden.dtype == torch.float32:
-                    weight_grad.addmm_(slope.t(), hidden[rows])
-                else:
-                    weight_grad += slope.t() @ hidden[rows]
+                slope = slope if counted is None else slope * counted
+                hidden_grad[rows] = head.add_gradients(slope, rows, weight_grad)
                 del slope
             del logits  # or they would wait beside the next ones
         ctx.save_for_backward(hidden_grad, weight_grad)
@@ -105,13 +106,32 @@ class _CrossEntropySum(torch.autograd.Function):
         return (
             (hidden_grad * grads[0]).to(hidden_grad.dtype),
             weight_grad * grads[0],
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 7,
         )
+
+
+class _Head:
+    """Products of hidden states (N, C) with the table (V, C) in their type."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self._hidden = hidden
+        self._weight = weight.to(hidden.dtype)
+
+    def logits(self, rows: slice) -> Tensor:
+        return self._hidden[rows] @ self._weight.t()
+
+    def add_gradients(self, slope: Tensor, rows: slice, weight_grad: Tensor) -> Tensor:
+        """Return the gradient of ``hidden[rows]``, and add that of the table to a float32 sum.
+
+        slope: float32 (n, V).
+        """
+        hidden = self._hidden[rows]
+        slope = slope.to(hidden.dtype)
+        if hidden.dtype == torch.float32:
+            weight_grad.addmm_(slope.t(), hidden)
+        else:
+            weight_grad += slope.t() @ hidden
+        return slope @ self._weight
 
 
 def _slope(logits: Tensor, log_sum: Tensor, target: Tensor, here: Tensor) -> Tensor:

@@ -169,6 +169,7 @@ class GPT2(nn.Module):
         self.dropout = config.embedding_dropout or 0.0
         self.host_memory: HostMemory | None = None
         self.loss_rows = ROWS_AT_ONCE
+        self.float8_head = precision.float8_head
         self.packing: Packing | None = None
         self.blocked: BlockAttention | None = None
         self.wte = nn.Embedding(vocab_rows, config.hidden_size)
@@ -238,6 +239,7 @@ class GPT2(nn.Module):
             self.config.vocab_size,
             rows=self.loss_rows,
             masked=self.masks_loss,
+            float8=self.float8_head,
         )
 
     @property

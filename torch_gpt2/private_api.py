@@ -27,6 +27,8 @@ PRIVATE = {
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU multiplies bfloat16 at full"
     " speed; publicly the flags of torch.cpu.get_capabilities, where a version has it",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "likewise float16",
+    "torch._scaled_mm": "products in float8; publicly torch.nn.functional.scaled_mm, which torch"
+    " 2.11's compiler does not know",
     "torch._int_mm": "products of 8-bit integers; publicly plain F.linear on them as float32, four"
     " times as slow",
     "torch.ops.onednn.qlinear_prepack": "weights of 8 bits in oneDNN's own order, for products of"
@@ -111,6 +113,20 @@ def fuses_products() -> bool:
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x W^T in int32 from int8 x (rows, in) and W (out, in)."""
     return torch._int_mm(x, weight.t())
+
+
+def scaled_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, *, fast: bool = False
+) -> Tensor:
+    """Compute a product of float8 matrices (rows, n) and (n, columns), times both scales, in
+    bfloat16.
+
+    The left one has its rows in memory one after the other, the right one its columns. Scales are
+    float32 scalars. fast: let tensor cores sum in fewer digits, for short sums.
+    """
+    return torch._scaled_mm(
+        left, right, left_scale, right_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
 
 
 @cache

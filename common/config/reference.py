@@ -37,6 +37,7 @@ TORCH_ONLY = frozenset(
     {
         "engine",
         "precision.float8",
+        "precision.float8_head",
         "train.compile",
         "train.compile_mode",
         "train.offload_activations",

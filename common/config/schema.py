@@ -132,6 +132,10 @@ class PrecisionConfig(Section):
     """Multiply the linear layers of the blocks in float8 with a scale for each tensor, or for each
     row. For CUDA GPUs from compute capability 8.9 (rowwise 9.0), with the extra fp8.
     """
+    float8_head: bool = False
+    """Multiply the head and its gradients in float8 while training, whatever float8 says of the
+    blocks. For CUDA GPUs from compute capability 8.9.
+    """
 
 
 class ModelConfig(Section):

@@ -127,6 +127,8 @@ def while_in_loss(config: ResolvedRun) -> int:
     rows = min(s.tokens, loss_rows(config, None))
     shard = s.vocabulary // s.tensor
     head = shard * s.hidden * s.compute if s.held != s.compute else 0
+    if config.precision.float8_head:  # two copies of a byte, of the hidden states too
+        head = 2 * (shard + s.tokens) * s.hidden
     product = shard * s.hidden * s.compute + rows * shard * (4 + s.compute) if s.compute < 4 else 0
     return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
 

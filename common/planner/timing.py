@@ -99,14 +99,17 @@ def _of_place(
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
     products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
-    scaling = config.precision.float8
+    scaling, has_head = config.precision.float8, _has_head(topology, place)
     if scaling != "none":
         linear = linear_flops(config, topology, place)
         products += linear * (1 / device.float8_peak() - 1 / peak) / PRODUCTS
+    if config.precision.float8_head and has_head:
+        head = head_flops(config) / config.sizes.tensor
+        products += head * (1 / device.float8_peak() - 1 / peak) / PRODUCTS
     again = activations.recomputed_of_rank(config, topology, place)
     passes = layers * PASSES + again * (mode == "full")
     elements = passes * activations.of_block(config, "none") / device.bandwidth
-    if place == topology.place_of_stage(topology.stages - 1):
+    if has_head:
         sizes = config.sizes
         # float32 logits, written and read twice
         elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth
@@ -155,10 +158,19 @@ def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) ->
     times = 3 * topology.layer_count(place, config.model.num_layers)
     if config.train.recompute != "none":
         times += activations.recomputed_of_rank(config, topology, place)
-    flops = times * attention
-    if place == topology.place_of_stage(topology.stages - 1):
-        flops += 6 * sizes.vocabulary * sizes.hidden
-    return sizes.tokens * flops / sizes.tensor + linear_flops(config, topology, place)
+    flops = sizes.tokens * times * attention
+    if _has_head(topology, place):
+        flops += head_flops(config)
+    return flops / sizes.tensor + linear_flops(config, topology, place)
+
+
+def head_flops(config: ResolvedRun) -> int:
+    """Return the operations of one micro batch in the head, on all tensor-parallel ranks."""
+    return 6 * config.sizes.tokens * config.sizes.vocabulary * config.sizes.hidden
+
+
+def _has_head(topology: Topology, place: int) -> bool:
+    return place == topology.place_of_stage(topology.stages - 1)
 
 
 def linear_flops(config: ResolvedRun, topology: Topology, place: int) -> float:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from common.config.resolved import as_run, resolve_model
 from common.config.schema import MOST, DeepSpeedConfig, ParallelConfig, RunConfig, Section
 from common.errors import ConfigError
-from common.parallel.batch import check_divides, plan_batch, plan_data_parallel
+from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
 from common.parallel.ramp import check_ramp, micro_batches
 from common.parallel.resolved_run import ResolvedRun, TrainingRun, topology_of
 from common.resolve.auto_device import check_device_id
@@ -212,10 +212,9 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
     batch |= {"offload_activations": False, "recompute_layers": None}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
+    bf16 = {"float8": "none", "float8_head": False}
     return resolve_config(
-        as_run(
-            RunConfig, config, parallel=plain, train=batch, precision={"float8": "none"}, **alone
-        ),
+        as_run(RunConfig, config, parallel=plain, train=batch, precision=bf16, **alone),
         world_size=world_size if shared else 1,
     )
 
@@ -508,45 +507,51 @@ def _check_precision(config: RunConfig) -> None:
 
 
 def _check_float8(config: RunConfig) -> None:
-    scaling, model, parallel = config.precision.float8, config.model, config.parallel
-    if scaling == "none":
-        return
+    """Refuse runs whose linear layers or head cannot be multiplied in float8."""
+    model, parallel, train = config.model, config.parallel, config.train
+    sizes = {"model.hidden_size": model.hidden_size, "model.seq_length": model.seq_length}
+    if config.precision.float8 != "none":
+        needs = {
+            f"parallel.strategy={parallel.strategy}": (
+                "parallel.strategy=ddp",
+                parallel.strategy == "ddp",
+            ),
+            f"parallel.zero_stage={parallel.zero_stage}": (
+                "parallel.zero_stage=0",
+                not parallel.zero_stage,
+            ),
+        }
+        layer = sizes | {"model.ffn_hidden_size": model.ffn_hidden_size or 0}
+        _check_float8_part(config, f"precision.float8={config.precision.float8}", needs, layer)
+    if config.precision.float8_head:
+        rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, parallel.model_parallel)
+        sizes |= {"the padded vocabulary": rows, "train.loss_rows": train.loss_rows or 0}
+        _check_float8_part(config, "precision.float8_head=true", {}, sizes)
+
+
+def _check_float8_part(
+    config: RunConfig, key: str, needs: dict[str, tuple[str, bool]], sizes: dict[str, int]
+) -> None:
+    """Refuse what layers and head both lack. needs: by what was found, what is needed and whether
+    it holds. sizes: multiples of 16.
+    """
     if config.backend != "torch":
         raise ConfigError(
-            f"precision.float8={scaling} is for backend torch; set precision=bf16 with"
-            f" backend={config.backend}"
+            f"{key} is for backend torch; set precision=bf16 with backend={config.backend}"
         )
-    sizes = {"model.hidden_size": model.hidden_size, "model.seq_length": model.seq_length}
-    if model.ffn_hidden_size is not None:
-        sizes["model.ffn_hidden_size"] = model.ffn_hidden_size
-    wrong = [f"{key}={size}" for key, size in sizes.items() if size % 16]
-    needs = {
+    compute, tensor = config.precision.compute, config.parallel.model_parallel
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size % 16]
+    all_needs = {
         f"engine={config.engine}": ("engine=native", config.engine == "native"),
-        f"precision.compute={config.precision.compute}": (
-            "precision.compute=bfloat16",
-            config.precision.compute == "bfloat16",
-        ),
-        f"parallel.strategy={parallel.strategy}": (
-            "parallel.strategy=ddp",
-            parallel.strategy == "ddp",
-        ),
-        f"parallel.model_parallel={parallel.model_parallel}": (
-            "parallel.model_parallel=1",
-            parallel.model_parallel == 1,
-        ),
-        f"parallel.zero_stage={parallel.zero_stage}": (
-            "parallel.zero_stage=0",
-            not parallel.zero_stage,
-        ),
+        f"precision.compute={compute}": ("precision.compute=bfloat16", compute == "bfloat16"),
+        f"parallel.model_parallel={tensor}": ("parallel.model_parallel=1", tensor == 1),
+        **needs,
         "quantization": ("no section quantization", config.quantization is None),
         ", ".join(wrong): ("multiples of 16", not wrong),
     }
-    for found, (needed, holds) in needs.items():
+    for found, (needed, holds) in all_needs.items():
         if not holds:
-            raise ConfigError(
-                f"precision.float8={scaling} needs {needed}, not {found}; set that, or"
-                " precision=bf16"
-            )
+            raise ConfigError(f"{key} needs {needed}, not {found}; set that, or precision=bf16")
 
 
 def _check_length(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ ONE_SIDED_FILES = {
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
     "float8.py": "torchao is torch's",
+    "float8_head.py": "MindSpore has no product of float8",
     "int8.py": "torch has products of integers on a CPU; MindSpore takes such weights as float32",
     "layers.py": "torch's own layers and generators serve",
     "mindir.py": "MindIR is MindSpore's",

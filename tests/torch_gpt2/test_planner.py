@@ -169,10 +169,11 @@ def test_dropout_keeps_a_mask_for_each_branch() -> None:
         ("float32", "full", 1, 2048, 1),
         ("bf16", "full", 3, 2048, 1),
         ("float32", "full", 5, 2048, 1),
+        ({"compute": "bfloat16", "float8_head": True}, "none", None, 2048, 1),
     ],
 )
 def test_the_peak_of_a_step(
-    precision: str,
+    precision: Any,
     recompute: str,
     layers: int | None,
     tokens: int,

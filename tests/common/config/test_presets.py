@@ -103,8 +103,9 @@ MIXED = {
     "softmax": "float32",
     "layer_norm": "float32",
     "float8": "none",
+    "float8_head": False,
 }
-PLAIN = dict.fromkeys(MIXED, "float32") | {"float8": "none"}
+PLAIN = dict.fromkeys(MIXED, "float32") | {"float8": "none", "float8_head": False}
 
 # Settings that all presets of one source share, by the name of its file in task_config/.
 SOURCES: dict[str, dict[str, Any]] = {

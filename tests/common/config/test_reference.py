@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "config_reference.md"
 OVERRIDES = {
     "engine": "engine=deepspeed",
     "precision.float8": "precision=fp8",
+    "precision.float8_head": "precision=bf16 precision.float8_head=true",
     "train.compile": "train.compile=true",
     "train.compile_mode": "train.compile_mode=reduce-overhead",
     "train.offload_activations": "train.offload_activations=true",

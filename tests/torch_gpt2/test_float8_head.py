@@ -1,0 +1,319 @@
+"""precision.float8_head: the loss on a CPU against float64 formulas, and runs against bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+
+from common.config.load import build_config, load_config  # noqa: E402
+from common.errors import ConfigError, DeviceError  # noqa: E402
+from common.parallel.packing import UNCOUNTED  # noqa: E402
+from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
+from common.training.checkpoint import find_checkpoint  # noqa: E402
+from common.training.metrics import read_metrics  # noqa: E402
+from tests.config_overrides import changed  # noqa: E402
+from tests.run_scripts import run_words, start_script  # noqa: E402
+from torch_gpt2 import float8  # noqa: E402
+from torch_gpt2.device import TorchDevice, check_support, select_device  # noqa: E402
+from torch_gpt2.loss import cross_entropy_sum  # noqa: E402
+from torch_gpt2.train import train  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
+HEAD = {"compute": "bfloat16", "float8_head": True}
+WINDOW, WIDTH, ROWS, VOCAB = 208, 48, 144, 131
+
+
+def make(
+    positions: int = WINDOW, width: int = WIDTH, rows: int = ROWS, spread: float = 0.3
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(positions, width).bfloat16().requires_grad_()
+    return hidden, (spread * torch.randn(rows, width)).requires_grad_()
+
+
+def in_e4m3(x: Tensor) -> Tensor:
+    """Return the numbers as e4m3 holds them, times the power of two that brings the largest one
+    below 448.
+    """
+    x = x.detach().double()
+    scale = 2.0 ** (448 / x.abs().max()).log2().floor()
+    return (x * scale).float().to(torch.float8_e4m3fn).double() / scale
+
+
+def slope_of(hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Return loss and slope in float64 of e4m3 numbers, with logits in bfloat16."""
+    logits = (in_e4m3(hidden) @ in_e4m3(weight)[:vocab].T).bfloat16().double()
+    counted, each = targets >= 0, logits.log_softmax(1)
+    wanted = torch.nn.functional.one_hot(targets.clamp(min=0), vocab).double()
+    loss = -(each * wanted).sum(1)[counted].sum()
+    return loss, (each.exp() - wanted) * counted[:, None]
+
+
+@pytest.mark.parametrize("chunk", [64, 80, 1024])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_loss_is_the_formula(chunk: int, masked: bool) -> None:
+    """Chunks divide the rows or not; padded columns of the table have no gradient."""
+    hidden, weight = make()
+    targets = torch.randint(0, VOCAB, (WINDOW,))
+    if masked:
+        targets[::3] = UNCOUNTED
+    loss = cross_entropy_sum(hidden, weight, targets, VOCAB, rows=chunk, masked=masked, float8=True)
+    (3.0 * loss).backward()
+    expected, slope = slope_of(hidden, weight, targets, VOCAB)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    in_e5m2 = (slope.float() * 2.0**15).to(torch.float8_e5m2).double() / 2.0**15
+    for found, wanted, exact in (
+        (hidden.grad, in_e5m2 @ in_e4m3(weight)[:VOCAB], slope @ weight[:VOCAB].double()),
+        (weight.grad[:VOCAB], in_e5m2.T @ in_e4m3(hidden), slope.T @ hidden.double()),
+    ):
+        # products are rounded to bfloat16, and so is the sum of the first one
+        assert (found.double() / 3 - wanted).abs().max() < 2**-7 * wanted.abs().max()
+        assert (wanted - exact).abs().max() > 2 * (found.double() / 3 - wanted).abs().max()
+    assert not weight.grad[VOCAB:].any()
+    if masked:
+        assert not hidden.grad[::3].any()
+
+
+def test_gradients_of_rare_tokens_keep_two_bits() -> None:
+    """Each entry of the head's gradient is a sum over positions of slope x hidden. e5m2 rounds a
+    slope by 1/8 at most, e4m3 a hidden number by 1/16. The smallest numbers lose an absolute part.
+    """
+    vocab, rows = 50257, 50304
+    hidden, weight = make(256, 64, rows, 0.02)
+    targets = torch.randint(0, 2000, (256,))
+    cross_entropy_sum(hidden, weight, targets, vocab, rows=112, float8=True).backward()
+    _, slope = slope_of(hidden, weight, targets, vocab)
+    exact = slope.T @ hidden.detach().double()
+    found = weight.grad[:vocab].double()
+
+    sums = slope.T.abs() @ hidden.detach().double().abs()
+    rounding = (1 + 1 / 8) * (1 + 1 / 16) - 1
+    products = 3 * 2**-8  # three chunks, rounded to bfloat16
+    scale = 2.0 ** (448 / hidden.detach().abs().max()).log2().floor()
+    smallest = 256 * 2.0**-32 * hidden.detach().abs().max() + slope.abs().sum(0) * 2**-10 / scale
+    bound = (rounding + products) * sums + smallest[:, None]
+    assert ((found - exact).abs() <= bound).all()
+
+    def error(found: Tensor, exact: Tensor) -> float:
+        return float((found - exact).norm() / exact.norm())
+
+    rare = torch.ones(vocab, dtype=torch.bool).index_fill(0, targets, False)
+    assert 0.005 < error(found, exact) < 0.04  # 0.027 was found
+    assert 0.02 < error(found[rare], exact[rare]) < 0.08  # 0.055 was found
+    assert found[rare].any(1).all()
+
+
+def test_powers_of_two_change_no_digit() -> None:
+    targets, found = torch.randint(0, VOCAB, (WINDOW,)), []
+    for power in (0, 5):
+        hidden, weight = make()
+        hidden = (hidden.detach() * 2.0**power).requires_grad_()
+        weight = (weight.detach() * 2.0**-power).requires_grad_()
+        loss = cross_entropy_sum(hidden, weight, targets, VOCAB, float8=True)
+        loss.backward()
+        found.append((loss, hidden.grad * 2.0**power, weight.grad * 2.0**-power))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_is_not_finite_stays_so(number: float, where: int) -> None:
+    inputs = make()
+    with torch.no_grad():
+        inputs[where][7, 3] = number
+    loss = cross_entropy_sum(*inputs, torch.zeros(WINDOW, dtype=torch.int64), VOCAB, float8=True)
+    assert not loss.isfinite()
+
+
+def test_a_loss_without_gradients_is_that_of_bf16() -> None:
+    hidden, weight = make()
+    targets = torch.randint(0, VOCAB, (WINDOW,))
+    with torch.no_grad():
+        losses = [
+            cross_entropy_sum(hidden, weight, targets, VOCAB, float8=each) for each in (True, False)
+        ]
+    assert torch.equal(*losses)
+    assert not torch.equal(
+        losses[0], cross_entropy_sum(hidden, weight, targets, VOCAB, float8=True)
+    )
+
+
+@pytest.mark.long
+def test_compiled_it_is_one_graph_with_the_same_numbers() -> None:
+    targets, found = torch.randint(0, VOCAB, (WINDOW,)), []
+    targets[:50] = UNCOUNTED
+    for wrap in (lambda function: function, torch.compile(fullgraph=True, dynamic=False)):
+        hidden, weight = make()
+
+        def loss_sum(hidden: Tensor, weight: Tensor) -> Tensor:
+            return cross_entropy_sum(
+                hidden, weight, targets, VOCAB, rows=80, masked=True, float8=True
+            )
+
+        loss = wrap(loss_sum)(hidden, weight)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    for eager, compiled in zip(*found, strict=True):
+        # an exponential that is one digit off may be rounded to the next number of e5m2
+        assert (eager - compiled).abs().max() < 2**-7 * eager.abs().max()
+
+
+def make_run(folder: Path, corpus: Path, **changes: Any) -> Any:
+    tree = {
+        "output_dir": str(folder),
+        "device": "cpu",
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "seq_length": 32,
+            "vocab_size": 101,
+        },
+        "train": {"max_steps": 40, "micro_batch_size": 8},
+        "optimizer": {"learning_rate": 0.001},
+        "validation": {"interval": 40, "max_samples": 8},
+        "data": {"train": str(corpus), "split": "90,10,0"},
+        "logging": {"tensorboard": False, "plot": False},
+    }
+    return resolve_config(build_config(changed(tree, changes)))
+
+
+def losses_of(folder: Path, name: str = "loss") -> list[float]:
+    return [row[name] for row in read_metrics(folder / "metrics.jsonl") if name in row]
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "EMULATED", True)
+    monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (9, 0)))
+
+
+def test_losses_follow_bf16_and_checkpoints_are_the_same(
+    able: None, tmp_path: Path, corpus_prefix: Path
+) -> None:
+    for name, precision in (("bf16", "bf16"), ("head", HEAD)):
+        train(make_run(tmp_path / name, corpus_prefix, precision=precision))
+    plain, found = (losses_of(tmp_path / name) for name in ("bf16", "head"))
+    assert len({*plain, *found}) > 1.5 * len(plain), "two runs of one precision"
+    assert plain[-1] < plain[0] - 0.5
+    assert found == [pytest.approx(loss, rel=3e-3) for loss in plain]
+
+    checkpoints = [find_checkpoint(tmp_path / name) for name in ("bf16", "head")]
+    files = [
+        sorted(
+            (path.name, path.stat().st_size)
+            for path in checkpoint.iterdir()
+            if path.suffix != ".json"
+        )
+        for checkpoint in checkpoints
+    ]
+    assert files[0] == files[1]
+    for name, precision in (("head", "bf16"), ("bf16", HEAD)):
+        checkpoint = checkpoints[name == "head"]
+        folder = tmp_path / f"resumed {name}"
+        train(
+            make_run(
+                folder,
+                corpus_prefix,
+                precision=precision,
+                checkpoint__resume=str(checkpoint),
+                train__max_steps=44,
+            )
+        )
+        assert len(losses_of(folder)) == 4
+        assert losses_of(folder)[0] == pytest.approx(plain[-1], rel=0.05)
+
+
+def test_head_and_layers_in_float8(able: None, tmp_path: Path, corpus_prefix: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[fp8]'")
+    for name, precision in (("bf16", "bf16"), ("both", {**HEAD, "float8": "rowwise"})):
+        train(make_run(tmp_path / name, corpus_prefix, precision=precision))
+    plain, found = (losses_of(tmp_path / name) for name in ("bf16", "both"))
+    assert found != plain and found == [pytest.approx(loss, rel=4e-3) for loss in plain]
+
+
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from torch_gpt2.device import TorchDevice
+TorchDevice.capability = property(lambda device: (9, 0))
+import run_gpt2
+sys.exit(run_gpt2.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.data_parallel=2",
+        "parallel.pipeline_stage=2",
+        pytest.param("parallel.zero_stage=3", marks=pytest.mark.campaign),
+        pytest.param("parallel.strategy=parameter_server", marks=pytest.mark.campaign),
+    ],
+)
+def test_two_ranks_equal_one_process(tmp_path: Path, corpus_prefix: Path, layout: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    keys = {
+        "train__max_steps": 6,
+        "precision": "{compute: bfloat16, float8_head: true}",
+    }
+    for ranks in (1, 2):
+        words = run_words(tmp_path / f"on_{ranks}", corpus_prefix, **keys)
+        launcher = start_script(
+            "--program", str(program), "none", "configs/gpt2/run_gpt2_tiny.yaml", f"[0,{ranks})",
+            "train", *words, *([layout] if ranks == 2 else []), log=tmp_path / f"log_{ranks}.txt",
+        )  # fmt: skip
+        assert launcher.wait(timeout=300) == 0, (tmp_path / f"log_{ranks}.txt").read_text()
+    one, two = (losses_of(tmp_path / f"on_{ranks}") for ranks in (1, 2))
+    assert len(one) == 6 and two == [pytest.approx(loss, rel=1e-5) for loss in one]
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("precision.compute=float16", "precision.compute=bfloat16"),
+        ("precision.compute=float32", "precision.compute=bfloat16"),
+        ("engine=deepspeed", "engine=native"),
+        ("quantization.weight_bits=8", "no section quantization"),
+        ("parallel.model_parallel=2", "parallel.model_parallel=1"),
+        ("model.hidden_size=24 model.num_heads=2", "multiples of 16, not model.hidden_size=24"),
+        ("model.vocab_multiple=1", "multiples of 16, not the padded vocabulary=50257"),
+        ("train.loss_rows=1000", "multiples of 16, not train.loss_rows=1000"),
+        ("model.seq_length=1000", "multiples of 16, not model.seq_length=1000"),
+        ("backend=mindspore", "backend torch"),
+    ],
+)
+def test_other_runs_are_refused(words: str, needed: str) -> None:
+    settings = ["precision=bf16", "precision.float8_head=true", "device=cpu", *words.split()]
+    config = load_config(PRESET, settings)
+    with pytest.raises(ConfigError, match=f"float8_head=true (needs|is for) {needed}.*set"):
+        resolve_config(config, world_size=2 if "=2" in words and "parallel" in words else 1)
+
+
+@pytest.mark.parametrize("mode", ["eval", "predict"])
+def test_other_modes_compute_as_in_bf16(mode: str, tmp_path: Path) -> None:
+    settings = ["precision=fp8", "precision.float8_head=true", f"output_dir={tmp_path}"]
+    config = load_config(PRESET, [*settings, "device=cpu"])
+    assert resolve_config(config).precision.float8_head
+    precision = resolve_mode(config, mode, world_size=1).precision
+    assert (precision.compute, precision.float8_head) == ("bfloat16", False)
+
+
+def test_devices_without_float8_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = make_run(tmp_path, tmp_path, precision=HEAD)
+    with pytest.raises(DeviceError, match=r"float8_head=true: .* compute capability 8\.9"):
+        check_support(config, select_device("cpu"))
+    monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (8, 9)))
+    check_support(config, select_device("cpu"))
