@@ -4,8 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.roofline import FEW, count_micro_batch, step_seconds
+from benchmarks import roofline
+from benchmarks.roofline import FEW, Counts, count_micro_batch, step_seconds
 from common.accelerators import GIB, require_accelerator
 from common.config.load import build_config
 from common.parallel.resolved_run import ResolvedRun
@@ -56,6 +58,51 @@ def test_the_compiled_loss_makes_each_logit_once_and_reads_it_twice() -> None:
     assert step > 2 * counts.seconds(device, half=True) > 0, "two micro batches and the update"
     assert step_seconds(config, counts, replace(device, bandwidth=1e30)) < step
     assert FEW < LAYERS
+
+
+def test_float8_of_the_head_moves_what_bf16_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel reads the logits and writes the slope in both orders: a byte each, where bfloat16
+    has one order of two.
+    """
+    slopes, products = [], []
+
+    def watch(node: Any, moved: int) -> Counts:
+        counts = count_kernel(node, moved)
+        if counts.float8_flops:
+            products.append([list(map(int, each.get_stride())) for each in node.node.inputs[:2]])
+        elif counts.fused and "Extern" not in type(node).__name__:
+            outputs = [each.node for each in node.get_nodes()]
+            slopes.extend(
+                (moved, [list(map(int, each.get_stride())) for each in outputs])
+                for each in outputs[:1]
+                if each.get_dtype() == torch.float8_e5m2
+            )
+        return counts
+
+    count_kernel = roofline._count_kernel
+    plain = count_micro_batch(run(), 80 * GIB)
+    monkeypatch.setattr(roofline, "_count_kernel", watch)
+    config = run({"compute": "bfloat16", "float8_head": True})
+    found = count_micro_batch(config, 80 * GIB)
+    tokens = WINDOW * WINDOWS
+    assert found.float8_flops == 3 * 2 * tokens * ROWS * WIDTH
+    assert found.product_flops == 3 * 2 * tokens * LAYERS * 12 * WIDTH * WIDTH
+    assert found.products == plain.products
+
+    # two layers are compiled, then three; of each the forward pass has the slope
+    logits = tokens * ROWS
+    assert len(slopes) == 2
+    for moved, strides in slopes:
+        assert moved == pytest.approx(4 * logits, rel=1e-3)
+        assert strides == [[ROWS, 1], [1, tokens]]
+    # tensor cores take rows of the left operand and columns of the right one
+    assert products == 2 * [
+        [[WIDTH, 1], [1, WIDTH]],
+        [[tokens, 1], [1, tokens]],
+        [[ROWS, 1], [1, ROWS]],
+    ]
+    # table and hidden states are rounded, in two orders
+    assert 0 < found.bytes - plain.bytes < 0.03 * plain.bytes
 
 
 @pytest.mark.campaign

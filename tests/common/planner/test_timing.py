@@ -58,6 +58,14 @@ def test_linear_layers_take_half_the_time_and_copies_are_added(scaling: str, cop
     assert three.products == pytest.approx(3 * found.products)
 
 
+def test_the_head_takes_half_the_time() -> None:
+    plain, found = (time("H100", compute="bfloat16", float8_head=each) for each in (False, True))
+    rows = 128  # 100 tokens, padded
+    saved = 6 * rows * WIDTH * TOKENS * (1 / 989.4e12 - 1 / 1978.9e12)
+    assert plain.products - found.products == pytest.approx(saved / PRODUCTS)
+    assert plain.elements == found.elements
+
+
 def test_a_device_without_float8_is_refused() -> None:
     with pytest.raises(ConfigError, match="A100 has no products of float8; choose H200, H100 PCIe"):
         time("A100", compute="bfloat16", float8="tensorwise")
