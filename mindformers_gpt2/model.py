@@ -79,9 +79,7 @@ class LayerNorm(nn.Cell):
 class CoreAttention(nn.Cell):
     """Softmax of the scaled products of queries and keys, applied to the values."""
 
-    def __init__(
-        self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool
-    ) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, *, native: bool) -> None:
         super().__init__()
         self.scale = Tensor(
             1.0 / math.sqrt(config.hidden_size // config.num_heads), DTYPES[precision.compute]
@@ -91,17 +89,76 @@ class CoreAttention(nn.Cell):
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.add = ops.Add()
         self.softmax = ops.Softmax(-1)
-        self.dropout = Dropout(config.attention_dropout or 0.0, native_dropout)
+        self.dropout = Dropout(config.attention_dropout or 0.0, native)
         self.mix = ops.BatchMatMul()
         self.fused: FusedAttention | None = None
+        # its backward pass has an operand that is not exact in half precision
+        self.written: WrittenAttention | None = (
+            WrittenAttention()
+            if not native and precision.compute == precision.softmax == "float32"
+            else None
+        )
 
     def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         if self.fused is not None and q.shape[2] == k.shape[2]:
             return self.fused(q, k, v, mask)
+        drops = key is not None and self.dropout.rate > 0.0
+        if self.written is not None and mask.ndim == 2 and not drops:
+            return self.written(self.multiply(q, self.scale), k, v, mask)[0]
         # scaled before, for float16's sake
         scores = ops.cast(self.scores(self.multiply(q, self.scale), k), self.softmax_dtype)
         weights = ops.cast(self.softmax(self.add(scores, mask)), v.dtype)
         return self.mix(self.dropout(weights, key), v)  # (B, nh, T, hs)
+
+
+class WrittenAttention(nn.Cell):
+    """Float32 attention without dropout, in operators that are fast on a CPU.
+
+    There a BiasAdd takes a seventh of the time of adding a smaller tensor, and sums over the keys
+    are slow. The gradient of the scores is P (dY V^T - d), P being the weights and Y the output.
+    Its d is the sum of P (dY V^T) over the keys. It equals the sum of Y dY over a head, which is
+    shorter, and the product with one more column subtracts it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.mix = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
+        self.mix_back = ops.BatchMatMul(transpose_a=True)
+        self.add, self.softmax, self.multiply = ops.BiasAdd(), ops.Softmax(-1), ops.Mul()
+        self.sum, self.negate = ops.ReduceSum(keep_dims=True), ops.Neg()
+        self.concat, self.reshape, self.ones = ops.Concat(-1), ops.Reshape(), ops.OnesLike()
+
+    def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend with scaled queries, (B, nh, T, hs) each. mask: (T, T), added to the scores.
+        Returns the output and the weights.
+        """
+        scores = self.scores(q, k)
+        shape = scores.shape
+        flat = self.reshape(scores, (shape[0] * shape[1], shape[2] * shape[3]))
+        masked = self.add(flat, self.reshape(mask, (shape[2] * shape[3],)))
+        weights = self.softmax(self.reshape(masked, shape))
+        return self.mix(weights, v), weights
+
+    def bprop(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        out: tuple[Tensor, Tensor],
+        slope: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, ...]:
+        y, weights = out
+        dy = slope[0]
+        d = self.sum(self.multiply(y, dy), -1)
+        difference = self.scores(self.concat((dy, self.negate(d))), self.concat((v, self.ones(d))))
+        by_scores = self.multiply(weights, difference)
+        return (
+            self.mix(by_scores, k),
+            self.mix_back(by_scores, q),
+            self.mix_back(weights, dy),
+            ops.zeros_like(mask),
+        )
 
 
 class FusedAttention(nn.Cell):
@@ -144,9 +201,7 @@ def _later_tokens() -> Tensor:
 
 
 class Attention(nn.Cell):
-    def __init__(
-        self, config: ResolvedModel, precision: PrecisionConfig, native_dropout: bool
-    ) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, *, native: bool) -> None:
         super().__init__()
         self.heads = config.num_heads
         self.head_size = config.hidden_size // config.num_heads
@@ -154,7 +209,7 @@ class Attention(nn.Cell):
         self.k_proj = Linear(config.hidden_size, config.hidden_size)
         self.v_proj = Linear(config.hidden_size, config.hidden_size)
         self.c_proj = Linear(config.hidden_size, config.hidden_size)
-        self.core = CoreAttention(config, precision, native_dropout)
+        self.core = CoreAttention(config, precision, native=native)
         self.split_heads, self.join_heads = ops.Transpose(), ops.Transpose()
 
     def construct(
@@ -211,7 +266,7 @@ class Block(nn.Cell):
         super().__init__()
         norm = (config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
         self.ln_1 = LayerNorm(*norm)
-        self.attn = Attention(config, precision, native)
+        self.attn = Attention(config, precision, native=native)
         self.ln_2 = LayerNorm(*norm)
         self.mlp = MLP(config, native)
         self.dropout = Dropout(config.hidden_dropout or 0.0, native)
@@ -404,6 +459,8 @@ def set_recompute(model: GPT2, train: TrainConfig) -> None:
     (selective), or nothing (none). With train.recompute_layers the first blocks of the part do.
     """
     for block in list(model.h)[: train.recompute_layers]:
+        if train.recompute != "none":
+            block.attn.core.written = None  # its backward pass is its own, so nothing is repeated
         if train.recompute == "full":
             block.recompute()
         elif train.recompute == "selective":

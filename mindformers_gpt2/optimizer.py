@@ -226,39 +226,67 @@ class Optimizer(nn.Cell):
             config.epsilon * root,
             rate * config.weight_decay,
         )
-        for index, gradient in enumerate(gradients):
-            parameter = self.parameters[index]
-            gradient = self.cast(gradient, ms.float32)
-            if self.scales or self.settings.clip_grad:
-                gradient = self.multiply(gradient, factor)
-            if self.decays[index] and config.name == "adamw":
-                self.descend(parameter, decayed, parameter)
-            elif self.decays[index]:
-                gradient = gradient + config.weight_decay * parameter
-            if config.name != "sgd":
-                moments = self.first[index], self.second[index]
-                self.adam(
-                    parameter,
-                    *moments,
-                    self.no_power,
-                    self.no_power,
-                    step_size,
-                    self.beta1,
-                    self.beta2,
-                    epsilon,
-                    gradient,
-                )
-            elif config.momentum:
-                self.descend_with_momentum(
-                    parameter, self.first[index], rate, gradient, self.momentum
-                )
-            else:
-                self.descend(parameter, rate, gradient)
-            if self.has_copy[index] and self.shares is None:
-                ops.assign(self.rounded[index], ops.cast(parameter, self.rounded[index].dtype))
+        # HyperMap instead of a loop: each round of a loop is a graph of its own to the compiler
+        ops.HyperMap()(
+            ops.partial(self._update_one, rate, factor, step_size, epsilon, decayed),
+            gradients,
+            self.parameters,
+            self.first or self.parameters,
+            self.second or self.parameters,
+            self.rounded,
+            self.decays,
+            self.has_copy,
+        )
         if self.shares is not None:
             for index, whole in enumerate(self.shares.whole(self.parameters, self.rounded)):
                 ops.assign(self.rounded[index], ops.cast(whole, self.rounded[index].dtype))
+
+    def _update_one(
+        self,
+        rate: Tensor,
+        factor: Tensor,
+        step_size: Tensor,
+        epsilon: Tensor,
+        decayed: Tensor,
+        gradient: Tensor,
+        parameter: Parameter,
+        first: Parameter,
+        second: Parameter,
+        rounded: Parameter,
+        decays: bool,
+        has_copy: bool,
+    ) -> bool:
+        """Update a parameter, its moments and its copy in the model. Return True, since HyperMap
+        needs a result.
+        """
+        config = self.settings
+        gradient = self.cast(gradient, ms.float32)
+        if self.scales or config.clip_grad:
+            gradient = self.multiply(gradient, factor)
+        if decays and config.name == "adamw":
+            self.descend(parameter, decayed, parameter)
+        elif decays:
+            gradient = gradient + config.weight_decay * parameter
+        if config.name != "sgd":
+            self.adam(
+                parameter,
+                first,
+                second,
+                self.no_power,
+                self.no_power,
+                step_size,
+                self.beta1,
+                self.beta2,
+                epsilon,
+                gradient,
+            )
+        elif config.momentum:
+            self.descend_with_momentum(parameter, first, rate, gradient, self.momentum)
+        else:
+            self.descend(parameter, rate, gradient)
+        if has_copy and self.shares is None:
+            ops.assign(rounded, self.cast(parameter, rounded.dtype))
+        return True
 
 
 def build_optimizer(
@@ -278,17 +306,17 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def global_norm(*gradients: Tensor) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
-    total = Tensor(0.0, ms.float32)
-    for gradient in gradients:
-        total = total + squares(gradient)
-    return ops.sqrt(total)
+    return ops.sqrt(ops.AddN()(ops.HyperMap()(squares, gradients)))
 
 
 def squares(gradient: Tensor) -> Tensor:
     """The sum of the squares of its elements, float32 scalar."""
     # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as
     # long
-    return ops.ReduceSum()(ops.ReduceSum()(ops.square(ops.cast(gradient, ms.float32)), -1))
+    return _sum(_sum(_square(_cast(gradient, ms.float32)), -1))
+
+
+_cast, _square, _sum = ops.Cast(), ops.Square(), ops.ReduceSum()
 
 
 def add_gradients(*both: Tensor) -> tuple[Tensor, ...]:
