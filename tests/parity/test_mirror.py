@@ -65,6 +65,7 @@ DIFFERENCES = {
         "set_offload": "MindSpore's compiler decides where activations are",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",
         "FusedAttention": "torch chooses the kernel within scaled_dot_product_attention",
+        "WrittenAttention": "torch has a kernel for attention on a CPU",
         "attention_kernel": "torch's attention has three forms; MindSpore's is fused or not",
         "takes_fused_attention": "torch chooses the kernel within scaled_dot_product_attention",
     },
