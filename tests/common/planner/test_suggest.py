@@ -311,5 +311,5 @@ def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
     best = found.fitting[0].config.train.micro_batch_size
     assert f" train.micro_batch_size={best} train.recompute=" in text
     assert "micro_batch_size" not in describe_suggestions(
-        suggest(preset("run_gpt2_1558m"), 8, device), 8, device
+        suggest(preset("run_gpt2_1558m", "train.micro_batch_size=4"), 8, device), 8, device
     )
