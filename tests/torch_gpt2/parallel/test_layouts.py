@@ -76,7 +76,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 # A clip that acts on some steps does not act on others, so one variant of a layout shows both. The
 # campaign has the other one.
 BOTH = ("tp2 sp", "zero3 pp2")
-UNCLIPPED = ("gpipe", "interleaved", "zero bubble", "zbv", "pp4")
+UNCLIPPED = ("gpipe", "1f1b", "interleaved", "zero bubble", "zbv", "pp4")
 LONG = ("zero3 tp2 pp2",)  # eight ranks, whose parts are in "zero3 tp2" and "zero3 pp2"
 CASES = [
     pytest.param(
