@@ -257,7 +257,7 @@ def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(
     assert losses(tmp_path / "theirs") == train_as_ours(yaml, tmp_path)
 
 
-@pytest.mark.campaign
+@pytest.mark.long
 def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_path) -> None:
     """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final
     lines.

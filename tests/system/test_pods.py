@@ -65,7 +65,6 @@ def mount(folder: Path, content: object) -> None:
         (folder / "hccl.json").symlink_to("..data/hccl.json")
 
 
-@pytest.mark.campaign
 def test_two_pods_with_a_mounted_rank_table(
     pods: tuple[str, str], one_process: Path, corpus_prefix: Path, tmp_path: Path
 ) -> None:

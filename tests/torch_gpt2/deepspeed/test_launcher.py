@@ -19,7 +19,7 @@ from tests.torch_gpt2.deepspeed.test_engine import (
     tree,
 )
 
-pytestmark = pytest.mark.campaign
+pytestmark = pytest.mark.long
 
 HOSTFILE = "localhost slots=4\n"
 # the last two spare the launcher its questions over ssh
@@ -39,7 +39,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> P
     return folder
 
 
-@pytest.mark.parametrize("start", list(STARTS))
+@pytest.mark.parametrize(
+    "start", ["a hostfile", pytest.param("two accelerators", marks=pytest.mark.campaign)]
+)
 def test_losses(expected: Path, corpus_prefix: Path, tmp_path: Path, start: str) -> None:
     options, layout = STARTS[start]
     (tmp_path / "hostfile").write_text(HOSTFILE)

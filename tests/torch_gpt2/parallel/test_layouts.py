@@ -75,16 +75,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 # A clip that acts on some steps does not act on others, so one variant of a layout shows both. The
 # campaign has the other one.
-BOTH = ("tp2 sp", "zero3 pp2")
-UNCLIPPED = ("gpipe", "1f1b", "interleaved", "zero bubble", "zbv", "pp4")
-LONG = ("zero3 tp2 pp2",)  # eight ranks, whose parts are in "zero3 tp2" and "zero3 pp2"
+BOTH = ("tp2 sp", "zero3", "1f1b", "dp2 tp2", "zero3 pp2")
+UNCLIPPED = ("gpipe", "interleaved", "zero bubble", "zbv", "pp4")
 CASES = [
     pytest.param(
         layout,
         variant,
         marks=()
-        if layout not in LONG
-        and (layout in BOTH or (variant == "no clip") == (layout in UNCLIPPED))
+        if layout in BOTH or (variant == "no clip") == (layout in UNCLIPPED)
         else pytest.mark.campaign,
     )
     for layouts in LAYOUTS.values()
