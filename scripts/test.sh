@@ -9,8 +9,8 @@ usage: bash scripts/test.sh [--all] [pytest's arguments ...]
 Makes the environment .venv with every extra (torch, MindSpore, DeepSpeed, development tools) and runs the tests, a process more than
 there are cores, up to four. Without --all, tests that take minutes are left out, and a smaller one stands for each kind of them.
 
-  bash scripts/test.sh                               the short suite: about ten minutes on two cores
-  bash scripts/test.sh --all                         the whole suite: up to forty minutes on two cores
+  bash scripts/test.sh                               the short suite: at most ten minutes on two cores
+  bash scripts/test.sh --all                         the whole suite: about twenty minutes on two cores
   bash scripts/test.sh tests/common -k batch         a part; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
 
 exit codes: 0 all passed, 1 some failed, 2 interrupted or a word is at fault, 5 no test was found
