@@ -40,7 +40,8 @@ class CrossEntropySum(nn.Cell):
         self.first = 0 if shard is None else shard.first
         self.gather = None if shard is None else AllGather(shard.group)
         self.logits = ops.MatMul(transpose_b=True)
-        self.hidden_slope = ops.MatMul()
+        # transposed: a CPU takes longer for the plain product over so many columns
+        self.hidden_slope = ops.MatMul(transpose_a=True, transpose_b=True)
         self.weight_slope = ops.MatMul(transpose_a=True)
         self.log_softmax, self.softmax = ops.LogSoftmax(-1), ops.Softmax(-1)
         self.subtract_at = ops.TensorScatterSub()
@@ -101,7 +102,7 @@ class CrossEntropySum(nn.Cell):
             if self.masked:
                 slope = slope * counted.reshape((-1, 1))
             slope = ops.cast(slope, hidden.dtype)
-            hidden_grads = (*hidden_grads, self.hidden_slope(slope, head))
+            hidden_grads = (*hidden_grads, ops.transpose(self.hidden_slope(head, slope), (1, 0)))
             part = ops.cast(self.weight_slope(slope, rows), ms.float32)
             weight_grad = part if weight_grad is None else weight_grad + part
         if self.gather is None:
