@@ -32,5 +32,5 @@ campaign:  ## long fault and size runs, numerical tests with other kernels; read
 golden:  ## rewrite the golden files after a wanted change of a default
 	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/config/test_reference.py tests/common/resolve/test_engine_checks.py tests/common/resolve/test_parallel_mode.py tests/common/study/test_definition.py
 
-benchmark:  ## speed beside transformers, tokenizers and cp, an hour or more; data: tools/fetch_quickstart_data.py
+benchmark:  ## speed beside transformers, tokenizers and cp, half an hour; data: tools/fetch_quickstart_data.py
 	$(PYTHON) benchmarks/run.py

@@ -4,11 +4,11 @@
     python benchmarks/run.py --plan
         show the commands; start nothing
 
-Takes an hour or more; the machine should do nothing else. Needs nothing but the project with its
-extra `peers`; preprocessing needs --data, as tools/fetch_quickstart_data.py makes it. --device cuda
-trains 124M to 1558M in bfloat16, eager and compiled, and compares the speeds with the prediction of
-a roofline. --output_dir has the report of the training steps and the table; with an earlier one,
-the training steps resume there. Exit code 2: bad arguments; 1: a benchmark has failed.
+Takes half an hour on two cores; the machine should do nothing else. Needs nothing but the project
+with its extra `peers`; preprocessing needs --data, as tools/fetch_quickstart_data.py makes it.
+--device cuda trains 124M to 1558M in bfloat16, eager and compiled, and compares the speeds with the
+prediction of a roofline. --output_dir has the report of the training steps and the table; with an
+earlier one, the training steps resume there. Exit code 2: bad arguments; 1: a benchmark has failed.
 """
 
 from __future__ import annotations
