@@ -4,6 +4,9 @@ torch, or the host's rule.
 
 import math
 import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from mindformers_gpt2.engine import Engine  # noqa: E402
 from mindformers_gpt2.optimizer import DeviceLossScale  # noqa: E402
 from tests.mindformers_gpt2.test_model import make_config as base_config  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 HALF_WEIGHTS = {"parameters": "float16", "compute": "float16"}
 
 
@@ -273,3 +277,34 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert result.skipped and int(engine.optimizer.steps.asnumpy()) == 1
     for name, tensor in engine.master.tensors.items():
         np.testing.assert_array_equal(tensor.asnumpy(), before[name])
+
+
+ONE_STEP = """
+import os, sys
+os.environ |= {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": sys.argv[1]}
+from tests.mindformers_gpt2.test_engine import base_config, batches, make_engine
+make_engine(base_config(model__num_layers=int(sys.argv[2]))).run(iter(batches(1)), 1)
+"""
+
+
+def test_more_parameters_are_not_more_graphs_to_the_compiler(tmp_path: Path) -> None:
+    """Graphs of the update after type inference, in MindSpore's own dump. A loop over parameters
+    adds more than 300 for each layer.
+    """
+    counts = []
+    for layers in (1, 2):
+        folder = tmp_path / str(layers)
+        subprocess.run(
+            [sys.executable, "-c", ONE_STEP, str(folder), str(layers)],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        texts = [path.read_text() for path in folder.rglob("*_type_inference_*.ir")]
+        (update,) = [text for text in texts if "Optimizer_construct" in text]
+        found = re.search(r"# Total subgraphs: (\d+)", update)
+        assert found is not None
+        counts.append(int(found[1]))
+    assert counts[0] == counts[1]
