@@ -20,6 +20,8 @@ from common.tensor_files.arrays import Bytes, copy_array
 _BUFFER = 2**21
 _BUFFERS = 3
 """Buffers of a file: one is filled while two are written."""
+_REFUSALS = errno.EINVAL, errno.EOPNOTSUPP
+"""Errors by which a file system refuses a direct write."""
 _AT_ONCE = 2**18
 _BEFORE_SYNC = 2**27
 
@@ -114,7 +116,7 @@ class ChecksummedFile:
             try:
                 done += os.pwrite(descriptor, part.data, offset + done)
             except OSError as error:
-                if not was_direct or error.errno != errno.EINVAL:
+                if not was_direct or error.errno not in _REFUSALS:
                     raise
                 self._is_direct = False
                 _set_direct(descriptor, False)
