@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from common.accelerators import find_accelerator
 from common.cluster.environment import Process
@@ -36,9 +37,9 @@ def settle_auto(
     """Return data and run with what the run leaves open chosen.
 
     A resume keeps the choice of its checkpoint while batch and layout are equal. Otherwise the plan
-    chooses for the memory of each rank, and a trial may ask for less. All ranks take the choice
-    that needs least. reopen: opens the data of the run, whose validation windows have this batch
-    too. Raises ConfigError if not even the choice that needs least passes the trial.
+    chooses for the memory of each rank, and a trial may ask for less. All ranks take the choice of
+    the one with the least memory. reopen: opens the data of the run, whose validation windows have
+    this batch too. Raises ConfigError if not even the choice that needs least passes the trial.
     """
     _, written = opened
     train = written.train
@@ -61,7 +62,8 @@ def settle_auto(
             device=find_accelerator(device.name),
             device_memory=memory,
         )
-        config = _chosen(written, min(world.gather(_choice(fitting)), key=_need))
+        limit, choice = min(world.gather((limit, _choice(fitting))), key=_limit)
+        config = _chosen(written, choice)
         reason = "for any memory" if limit is None else f"by the plan for {gibibytes(limit)}"
         if trial is not None:
             config = _first_that_passes(config, written, world, trial)
@@ -75,11 +77,9 @@ def _choice(config: ResolvedRun) -> Choice:
     return train.micro_batch_size, train.recompute, train.recompute_layers
 
 
-def _need(choice: Choice) -> tuple[int, int, float]:
-    """Return a key by which the choice that needs least memory comes first."""
-    size, mode, layers = choice
-    blocks = float("-inf") if layers is None else -layers
-    return size, -RECOMPUTATIONS.index(mode), blocks
+def _limit(found: tuple[float | None, Choice]) -> float:
+    limit, _ = found
+    return inf if limit is None else limit
 
 
 def _chosen(written: TrainingRun, choice: Choice) -> TrainingRun:

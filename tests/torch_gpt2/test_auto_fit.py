@@ -202,7 +202,7 @@ def test_ranks_agree_on_the_smallest_one(memory: Any, tmp_path: Path) -> None:
     """The other rank has room for 6 by its plan, and its trial of 6 fails."""
     memory(2**40)
     config = resolve_length(make_config(output_dir=str(tmp_path)), 100)
-    world = Beside(other=[None, (6, "none", None), False, True])
+    world = Beside(other=[None, (1.0, (6, "none", None)), False, True])
     asked = []
 
     def trial(run: Any) -> bool:
@@ -216,7 +216,7 @@ def test_ranks_agree_on_the_smallest_one(memory: Any, tmp_path: Path) -> None:
     assert found[1].train.micro_batch_size == 3 and asked == [6, 3] and not world.other
     with pytest.raises(ConfigError, match=r"a step with 1 samples .* is out of memory; "):
         settle_auto(
-            (data, config), Beside(other=[None, (1, "none", None), False]), ALONE,
+            (data, config), Beside(other=[None, (1.0, (1, "none", None)), False]), ALONE,
             select_device("cpu"), lambda run: (data, run), trial,
         )  # fmt: skip
 
@@ -292,13 +292,19 @@ def test_a_trial_halves_the_micro_batch_then_recomputes_more(
         )  # fmt: skip
 
 
-def test_ranks_agree_on_the_one_that_recomputes_most(memory: Any, tmp_path: Path) -> None:
+def test_the_rank_with_the_least_memory_chooses(memory: Any, tmp_path: Path) -> None:
+    """A larger micro batch with recomputation may need less than a smaller one without."""
     memory(2**40)
     config = resolve_length(make_config(**BIG, output_dir=str(tmp_path)), 100)
     data: Any = object()
+    found = settle_auto(
+        (data, config), Beside(other=[None, (2.0**50, (1, "full", None))]), ALONE,
+        select_device("cpu"), lambda run: (data, run),
+    )  # fmt: skip
+    assert found[1].train.recompute == "none"
     for other in (("selective", 1), ("selective", None), ("full", 2)):
         found = settle_auto(
-            (data, config), Beside(other=[None, (12, *other)]), ALONE, select_device("cpu"),
+            (data, config), Beside(other=[None, (1.0, (12, *other))]), ALONE, select_device("cpu"),
             lambda run: (data, run),
         )  # fmt: skip
         train = found[1].train
