@@ -2,7 +2,8 @@
 
 A table has one rule for each dotted key of theirs. ``To`` gives the value to a key of ours,
 ``Without`` accepts a key that has no meaning here. ``Only`` accepts the values that match what this
-project does, and refuses any other. A key in no table is refused.
+project does, and refuses any other. A key in no table is refused. A key that is left out has the
+value of their ``Defaults``.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ Table = Mapping[str, Rule]
 """Rules by dotted key; ``section.*`` and ``prefix_*`` stand for all keys that begin so and have no
 rule of their own.
 """
+
+Defaults = Mapping[str, Any]
+"""Their values of dotted keys that a file leaves out, in their words."""
 
 _LARGE = 1e300
 """Bound that is larger than any number of a configuration."""
@@ -134,6 +138,11 @@ class Translation:
         self.sources[path] = where
         self.origins[key] = theirs
 
+    def set_left_out(self, key: str, value: Any) -> None:
+        """Set a key of ours that no key of theirs has set. One that does so later replaces it."""
+        if self.get(key) is None:
+            self.set(key, value)
+
     def get(self, key: str, default: Any = None) -> Any:
         at: Any = self.tree
         for name in key.split("."):
@@ -163,17 +172,31 @@ class Theirs:
     """Leaves of their configuration, each of which is taken once."""
 
     def __init__(
-        self, system: str, tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]
+        self,
+        system: str,
+        tree: Mapping[str, Any],
+        sources: Mapping[tuple[str | int, ...], str],
+        defaults: Defaults | None = None,
     ) -> None:
         self.system = system
+        self.defaults = defaults or {}
         self._sources = sources
         self._left = dict(flatten(tree))
         self.names = tuple(self._left)
+        self._given = {
+            key for key, value in self._left.items() if value is not None and value != ""
+        }
 
     def peek(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or ``default`` where it is absent, null or an empty text."""
+        """Return the value of a key. Where it is absent, null or an empty text, it is their
+        default, and else ``default``.
+        """
         value = self._left.get(key)
-        return default if value is None or value == "" else value
+        return self.defaults.get(key, default) if value is None or value == "" else value
+
+    def is_left_out(self, key: str) -> bool:
+        """Tell whether a file does not have a key, or has no value for it."""
+        return key not in self._given
 
     def take(self, key: str, default: Any = None) -> Any:
         value = self.peek(key, default)
@@ -223,10 +246,12 @@ class Theirs:
 
 
 def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
-    """Take every key with a rule in ``table``. Raises ConfigError for a value that this project
-    cannot follow.
+    """Take every key with a rule in ``table``, and their default of those that are left out. Raises
+    ConfigError for a value that this project cannot follow.
     """
     for pattern, rule in table.items():
+        if isinstance(rule, To) and pattern in theirs.defaults and theirs.is_left_out(pattern):
+            ours.set_left_out(rule.key, rule.change(theirs.defaults[pattern]))
         if pattern.endswith("*"):
             keys = [key for key in theirs.under(pattern[:-1]) if not _has_own_rule(key, table)]
         else:
