@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 import mindspore as ms
 import numpy as np
@@ -17,7 +17,6 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from common.config.schema import LossScaleConfig, OptimizerConfig
 from common.training.loss_scale import LossScale
-from common.training.snapshot import STATE_NAMES
 from common.weights.names import decays
 
 
@@ -148,7 +147,7 @@ class Optimizer(nn.Cell):
         self.decays = tuple(
             config.weight_decay > 0.0 and decays(name) and name not in frozen for name in tensors
         )
-        parts = STATE_NAMES[config.name] if config.name != "sgd" or config.momentum else ()
+        parts = config.state_parts
         self.state = {
             part: {
                 name: master.zeros_like(tensor, f"{name}.{part}")
@@ -170,15 +169,23 @@ class Optimizer(nn.Cell):
         )
         self.cast, self.multiply = ops.Cast(), ops.Mul()
         self.adam = ops.Adam()
+        self.decouples_decay = config.rule.decouples_decay
+        match config.name:
+            case "adamw" | "adam":
+                self.is_adam = True
+            case "sgd":
+                self.is_adam = False
+            case _:
+                assert_never(config.name)
         self.descend_with_momentum = ops.ApplyMomentum()
         self.descend = ops.ApplyGradientDescent()  # parameter -= rate x gradient, in place
 
     @property
     def kernels(self) -> list[str]:
         """Names of the operators that update a parameter, for the log."""
-        name, decays = self.settings.name, any(self.decays)
-        if name != "sgd":
-            return ["Adam", "ApplyGradientDescent"] if decays and name == "adamw" else ["Adam"]
+        if self.is_adam:
+            decoupled = self.decouples_decay and any(self.decays)
+            return ["Adam", "ApplyGradientDescent"] if decoupled else ["Adam"]
         return ["ApplyMomentum" if self.settings.momentum else "ApplyGradientDescent"]
 
     def construct(
@@ -263,11 +270,11 @@ class Optimizer(nn.Cell):
         gradient = self.cast(gradient, ms.float32)
         if self.scales or config.clip_grad:
             gradient = self.multiply(gradient, factor)
-        if decays and config.name == "adamw":
+        if decays and self.decouples_decay:
             self.descend(parameter, decayed, parameter)
         elif decays:
             gradient = gradient + config.weight_decay * parameter
-        if config.name != "sgd":
+        if self.is_adam:
             self.adam(
                 parameter,
                 first,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from common.config.update_rules import RULES
+
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {"torch", "mindspore", "deepspeed", "torch_npu"}
 BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
@@ -259,6 +261,46 @@ assert not heavy, heavy
         check=True,
     )
     assert "section.key=value" in done.stdout
+
+
+def names_of_rules_compared(path: Path) -> list[str]:
+    """Comparisons with the name of an update rule, and matches of one that let a new name pass."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+        if isinstance(node, ast.Compare) and constants & RULES.keys():
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Match):
+            patterns = [ast.unparse(case.pattern) for case in node.cases]
+            if any(f"'{name}'" in pattern for name in RULES for pattern in patterns):
+                last = ast.unparse(node.cases[-1])
+                if not re.fullmatch(r"case _:\s+assert_never\(.*\)", last):
+                    found.append(ast.unparse(node.subject))
+    return found
+
+
+def test_code_that_depends_on_the_update_rule_knows_them_all() -> None:
+    """A fact about a rule is a column of RULES, and the code of a rule a case that mypy misses."""
+    folders = ("common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "tools", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix(): names_of_rules_compared(path) for path in files}
+    assert {path: places for path, places in found.items() if places} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if config.name != 'sgd': pass", "kind = A if optimizer.name in ('adam', 'adamw') else B",
+        "match name:\n case 'sgd':\n  pass\n case _:\n  adam()",
+        "match name:\n case 'adam':\n  pass",
+    ],
+)  # fmt: skip
+def test_a_branch_that_takes_any_new_rule_is_found(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    assert names_of_rules_compared(path)
+    path.write_text("match name:\n case 'sgd':\n  pass\n case _:\n  assert_never(name)")
+    assert not names_of_rules_compared(path)
 
 
 _PUBLIC_UNDERSCORES = {"os._exit", "_Entry._fields_", "_thread"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class DeviceStep:
         """Create. adam_kernel: use ``TorchDevice.adam_kernel``."""
         self._optimizer: Any = optimizer
         self._config = config
-        self._adam_kernel = adam_kernel and config.name != "sgd"
+        self._adam_kernel = adam_kernel
         self._updates: Tensor | None = None
         """Updates made, float32 scalar on the device; the state of every parameter shares it."""
         self._known_updates = 0
@@ -48,7 +48,7 @@ class DeviceStep:
             return
         if self._adam_kernel and not applied:  # waits for the device
             return
-        if self._config.name != "sgd":
+        if self._config.rule.counts_updates:
             self._count(applied)
         for group in optimizer.param_groups:
             parameters = [each for each in group["params"] if each.grad is not None]
@@ -77,43 +77,60 @@ class DeviceStep:
         foreach_multiply(gradients, factor)
         decay = group["weight_decay"]
         for weight, gradient in zip(weights, gradients, strict=True):
-            if decay and config.name != "adamw":
+            if decay and not config.rule.decouples_decay:
                 gradient.add_(weight, alpha=decay)
             if not self._adam_kernel:
                 gradient.masked_fill_(~applied, 0.0)  # 0 times what is not finite would not be 0
-        if config.name == "sgd":
-            buffers = self._moments(parameters, "momentum_buffer") if config.momentum else gradients
-            kept = torch.where(applied, config.momentum, 1.0)
-            foreach_momentum(weights, gradients, buffers, kept, applied.float(), rate)
-            return
+        moments = [self._moments(parameters, name) for name in config.state_parts]
+        match config.name:
+            case "sgd":
+                [buffers] = moments or [gradients]
+                kept = torch.where(applied, config.momentum, 1.0)
+                foreach_momentum(weights, gradients, buffers, kept, applied.float(), rate)
+            case "adamw" | "adam":
+                decay = decay if config.rule.decouples_decay else 0.0
+                self._adam(weights, gradients, moments, applied, rate, decay)
+            case _:
+                assert_never(config.name)
+
+    def _adam(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[list[Tensor]],
+        applied: Tensor,
+        rate: float,
+        decay: float,
+    ) -> None:
+        config = self._config
         assert self._updates is not None
-        moments = [self._moments(parameters, name) for name in ("exp_avg", "exp_avg_sq")]
+        first, second = moments
         betas = (config.beta1, config.beta2)
         if self._adam_kernel:
             fused_adam(
                 weights,
                 gradients,
-                *moments,
+                first,
+                second,
                 updates=self._known_updates,
                 betas=betas,
                 epsilon=config.epsilon,
                 rate=rate,
-                decay=decay if config.name == "adamw" else 0.0,
+                decay=decay,
             )
             return
         count = self._updates.double().clamp(min=1.0)
         foreach_adam(
             weights,
             gradients,
-            *moments,
+            first,
+            second,
             betas=betas,
             kept=tuple(torch.where(applied, beta, 1.0) for beta in betas),
             epsilon=config.epsilon,
             root=(1.0 - config.beta2**count).sqrt().float(),
             rate=(rate * applied.double() / (1.0 - config.beta1**count)).float(),
-            decay=1.0 - rate * decay * applied.double()
-            if decay and config.name == "adamw"
-            else None,
+            decay=1.0 - rate * decay * applied.double() if decay else None,
         )
 
     def _moments(self, parameters: list[Tensor], name: str) -> list[Tensor]:

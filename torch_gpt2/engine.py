@@ -25,7 +25,7 @@ from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import learning_rate
-from common.training.snapshot import STATE_NAMES, true_slice
+from common.training.snapshot import true_slice
 from common.training.start import Start
 from common.training.state import TrainState
 from common.weights.pieces import TensorSlice, to_rectangle
@@ -46,6 +46,7 @@ from torch_gpt2.optimizer import (
     held_bytes,
     local_shard,
     scale_gradients,
+    takes_adam_kernel,
 )
 from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.parallel.layout import GradientSync, build_parts
@@ -90,7 +91,9 @@ class Engine(BaseEngine):
             self.master.tensors, config.optimizer, fused=device.fused_optimizer, frozen=self._frozen
         )
         # replicas stay equal only if all round alike
-        self.adam_kernel = self.world.sum(float(device.adam_kernel))[0] == self.world.size
+        self.adam_kernel = takes_adam_kernel(config.optimizer) and (
+            self.world.sum(float(device.adam_kernel))[0] == self.world.size
+        )
         self._step_on_device = DeviceStep(
             self.optimizer, config.optimizer, adam_kernel=self.adam_kernel
         )
@@ -173,7 +176,7 @@ class Engine(BaseEngine):
         if self.world.rank and not self.is_sharded:
             return None
         owned = self._owned_pieces()
-        parts = STATE_NAMES[self.config.optimizer.name]
+        parts = self.config.optimizer.state_parts
         moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned)
         rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
         part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
@@ -201,7 +204,7 @@ class Engine(BaseEngine):
         name = type(self.optimizer).__name__
         if self.optimizer.defaults.get("fused"):
             return f"fused {name}"
-        if self.adam_kernel and self.config.optimizer.name != "sgd":
+        if self.adam_kernel:
             return f"{name} by a kernel per tensor (aclnnApplyAdamWV2)"
         return f"{name} over lists of tensors" if self.device.runs_ahead else name
 
@@ -209,7 +212,7 @@ class Engine(BaseEngine):
         return global_norm(list(self.local_weights().values())).item()
 
     def norm_of_moments(self) -> float:
-        parts = STATE_NAMES[self.config.optimizer.name]
+        parts = self.config.optimizer.state_parts
         found = [
             local_shard(state[part])
             for state in self.optimizer.state.values()
@@ -240,7 +243,7 @@ class Engine(BaseEngine):
             self.master.tensors,
             self.optimizer,
             reader.moments(self.config, optimizer_steps, self.pieces),
-            steps=optimizer_steps if self.config.optimizer.name != "sgd" else None,
+            steps=optimizer_steps if self.config.optimizer.rule.counts_updates else None,
             steps_on_device=True,
         )
 

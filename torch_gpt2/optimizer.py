@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -157,17 +157,31 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """torch's own optimizer over ``parameter_groups``."""
     groups = parameter_groups(tensors, config, frozen)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    # fused=False would also keep torch from choosing foreach
-    return kind(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=fused or None,
-    )
+    match config.name:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
+        case "adamw" | "adam":
+            kind = torch.optim.AdamW if config.rule.decouples_decay else torch.optim.Adam
+            return kind(
+                groups,
+                lr=config.learning_rate,
+                betas=(config.beta1, config.beta2),
+                eps=config.epsilon,
+                fused=fused or None,  # False would also keep torch from choosing foreach
+            )
+        case _:
+            assert_never(config.name)
+
+
+def takes_adam_kernel(config: OptimizerConfig) -> bool:
+    """Tell whether ``TorchDevice.adam_kernel`` computes the rule."""
+    match config.name:
+        case "adamw" | "adam":
+            return True
+        case "sgd":
+            return False
+        case _:
+            assert_never(config.name)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
+from common.config.update_rules import RULES, RuleName, UpdateRule
 
 Float = Literal["float32", "bfloat16", "float16"]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
@@ -284,7 +285,7 @@ class LossScaleConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    name: RuleName = "adamw"
     """Update rule. adamw decays weights apart from the gradient; adam and sgd add the decay to the
     gradient.
     """
@@ -314,6 +315,16 @@ class OptimizerConfig(Section):
     """Weight decay of matrices and embeddings. Biases and layer norms have none."""
     clip_grad: NonNegative32 = 1.0
     """Largest global gradient norm; 0 is off."""
+
+    @property
+    def rule(self) -> UpdateRule:
+        """Facts about the update rule."""
+        return RULES[self.name]
+
+    @property
+    def state_parts(self) -> tuple[str, ...]:
+        """Names of the tensors that are kept for each parameter."""
+        return self.rule.kept(self.momentum)
 
 
 class TokenizerConfig(Section):

@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from common.config.resolved import ResolvedModel
-from common.config.schema import OptimizerConfig
 from common.parallel.pipeline import gradients_at_most, held_at_most
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import local_shape, split_dim
@@ -201,12 +200,10 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
             unit.in_linear_layers * unit.count for unit in units
         )
     tensors = sum(len(unit.shapes) * unit.count for unit in units)
-    moments = (1 if config.optimizer.momentum else 0) if config.optimizer.name == "sgd" else 2
+    moments, counters = len(config.optimizer.state_parts), config.optimizer.rule.counts_updates
     # ZeRO, section 3.1. FSDP2's weights already are that copy; DeepSpeed copies float32 ones too.
     copy = not sharded and (held < 4 or (config.engine == "deepspeed" and zero > 0))
-    optimizer = (cut if zero else whole) * 4 * (moments + copy) + _step_bytes(
-        config.optimizer
-    ) * tensors
+    optimizer = 4 * ((cut if zero else whole) * (moments + copy) + counters * tensors)
     if config.engine == "deepspeed":
         weights, optimizer = (
             weights * (not config.deepspeed.offload_parameters),
@@ -274,10 +271,6 @@ def _shared(peaks: Sequence[tuple[int, int]], gradients: int, first: int) -> int
     alone = max((more - free for free, more in peaks), default=0)
     less = (more - free - min(gradients, max(0, first - free)) for free, more in peaks)
     return alone - max(less, default=alone)
-
-
-def _step_bytes(optimizer: OptimizerConfig) -> int:
-    return 0 if optimizer.name == "sgd" else 4
 
 
 def _waiting(config: ResolvedRun, topology: Topology, place: int) -> int:

@@ -465,7 +465,7 @@ def _check_optimizer(config: RunConfig) -> None:
             f"optimizer.min_learning_rate={optimizer.min_learning_rate} is above"
             f" optimizer.learning_rate={optimizer.learning_rate}; lower the first"
         )
-    if optimizer.momentum and optimizer.name != "sgd":
+    if optimizer.momentum and not optimizer.rule.takes_momentum:
         raise ConfigError(
             f"optimizer.momentum={optimizer.momentum} has no effect with"
             f" optimizer.name={optimizer.name}; use optimizer.beta1, or optimizer.name=sgd"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
+from common.config.schema import OptimizerConfig
 from common.errors import ConfigError
 from common.parallel.resolved_run import ResolvedRun
 
@@ -175,16 +176,8 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
     }
     if held in ("float16", "bfloat16"):
         settings["data_types"] = {"grad_accum_dtype": _SHORT[precision.reduction]}
-    if wish.build_kernels and optimizer.name != "sgd":
-        settings["optimizer"] = {
-            "type": "Adam",
-            "params": {
-                "lr": optimizer.learning_rate,
-                "betas": [optimizer.beta1, optimizer.beta2],
-                "eps": optimizer.epsilon,
-                "adam_w_mode": optimizer.name == "adamw",
-            },
-        }
+    if wish.build_kernels:
+        settings |= _kernel(optimizer)
     if config.topology.pipeline > 1 and config.topology.tensor > 1:
         # DeepSpeed remembers the first shape that it split, and splits what sequence parallelism
         # already has
@@ -196,6 +189,23 @@ def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None
         for key, value in merged.items()
         if key in settings or key not in said
     }
+
+
+def _kernel(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return the section that makes DeepSpeed build its kernel of a rule, if it has one."""
+    match optimizer.name:
+        case "adamw" | "adam":
+            settings = {
+                "lr": optimizer.learning_rate,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.epsilon,
+                "adam_w_mode": optimizer.rule.decouples_decay,
+            }
+            return {"optimizer": {"type": "Adam", "params": settings}}
+        case "sgd":
+            return {}
+        case _:
+            assert_never(optimizer.name)
 
 
 def _said(config: ResolvedRun) -> dict[str, Any]:

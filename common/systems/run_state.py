@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from common.config.resolved import ResolvedModel
+from common.config.update_rules import RULES, RuleName
 from common.errors import ConfigError
 from common.structured_files import shown
 from common.systems.weights import Weight
-from common.training.snapshot import STATE_NAMES, EngineState
+from common.training.snapshot import EngineState
 from common.training.state import TrainState
 from common.weights.names import check_tensors, parameter_shapes
 
@@ -38,7 +39,7 @@ _TYPES: dict[str, Any] = {
     },
     "config": {
         "optimizer": {
-            "name": Literal["adamw", "adam", "sgd"], "learning_rate?": float,
+            "name": RuleName, "learning_rate?": float,
             "min_learning_rate?": float | None, "schedule?": str,
             "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float,
             "beta1?": float, "beta2?": float,
@@ -72,7 +73,12 @@ _RUN = _checker("run", _TYPES)
 
 
 def new_run(
-    optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0
+    optimizer: RuleName,
+    *,
+    step: int,
+    updates: int,
+    scale: Mapping[str, Any],
+    consumed_samples: int = 0,
 ) -> dict[str, Any]:
     """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss
     scale.
@@ -116,12 +122,12 @@ def checked_run(path: Path, record: Any) -> dict[str, Any]:
     )
 
 
-def moment_shapes(model: ResolvedModel, optimizer: str) -> dict[str, tuple[int, ...]]:
+def moment_shapes(model: ResolvedModel, optimizer: RuleName) -> dict[str, tuple[int, ...]]:
     """Return the shapes of ``Weights.moments``."""
     return {
         f"{name}.{part}": shape
         for name, shape in parameter_shapes(model).items()
-        for part in STATE_NAMES[optimizer]
+        for part in RULES[optimizer].parts
     }
 
 
@@ -131,9 +137,10 @@ def require_moments(
     """Return the moments of a run, in the order of ``moment_shapes``. Raises CheckpointError unless
     all exist, or no update was made yet.
     """
-    optimizer = run["config"]["optimizer"]["name"]
+    optimizer: RuleName = run["config"]["optimizer"]["name"]
     expected = moment_shapes(model, optimizer)
-    if not moments and (optimizer == "sgd" or not run["engine"]["optimizer_steps"]):
+    updated = run["engine"]["optimizer_steps"] and not RULES[optimizer].takes_momentum
+    if not moments and not updated:
         return {}
     check_tensors(path, {name: moment.shape for name, moment in moments.items()}, expected)
     return {name: moments[name] for name in expected}

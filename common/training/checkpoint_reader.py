@@ -24,7 +24,6 @@ from common.training.manifest import MANIFEST, read_manifest
 from common.training.snapshot import (
     MODEL_FILE,
     OPTIMIZER_FILE,
-    STATE_NAMES,
     EngineState,
 )
 from common.training.state import TrainState
@@ -156,13 +155,13 @@ class CheckpointReader:
     ) -> Iterator[tuple[str, str, Array]]:
         """Yield parameter names, parts of the optimizer's state and values.
 
-        There are none before the first step, and for sgd without momentum. sgd may also start or
-        stop to use momentum: an empty file is then valid, and a full one is not read.
+        There are none before the first step, and for a rule with momentum where that is 0. Such a
+        rule may also start or stop to use it: an empty file is then valid, and a full one is not
+        read.
         """
         shapes = parameter_shapes(config.model)
-        parts = STATE_NAMES[config.optimizer.name]
-        is_sgd = config.optimizer.name == "sgd"
-        if is_sgd and not config.optimizer.momentum:
+        parts = config.optimizer.state_parts
+        if not parts:
             return
         if optimizer_steps and self._own and self._own["files"].keys() == {MODEL_FILE}:
             raise CheckpointError(
@@ -171,7 +170,7 @@ class CheckpointReader:
                 f" checkpoint.init_from={self.folder}"
             )
         with self._open(config.model, OPTIMIZER_FILE) as stored:
-            if not stored and (is_sgd or not optimizer_steps):
+            if not stored and (config.optimizer.rule.takes_momentum or not optimizer_steps):
                 return
             stored.require(
                 {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts}

@@ -22,11 +22,6 @@ from common.weights.pieces import TensorSlice
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_NAMES = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-}
 
 Array = NDArray[np.float32]
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.config.resolved import ResolvedModel
+from common.config.update_rules import STATE_PARTS
 from common.errors import CheckpointError
 
 EMBEDDING = "wte.weight"
@@ -72,7 +73,7 @@ def parameter_of(tensor: str) -> str:
     """Return the parameter to which a tensor of a checkpoint belongs: ``wte.weight`` for
     ``wte.weight.exp_avg``.
     """
-    return re.sub(r"\.(exp_avg|exp_avg_sq|momentum_buffer)$", "", tensor)
+    return re.sub(rf"\.({'|'.join(STATE_PARTS)})$", "", tensor)
 
 
 def check_tensors(

@@ -9,10 +9,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from common.config.schema import LossScaleConfig
+from common.config.schema import LossScaleConfig, OptimizerConfig
+from common.config.update_rules import RULES, RuleName
 from common.training.loss_scale import LossScale, clip_factor as clip_factor_of_host
-from torch_gpt2.optimizer import DeviceLossScale, clip_factor, global_norm
+from torch_gpt2.optimizer import DeviceLossScale, build_optimizer, clip_factor, global_norm
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,21 @@ def test_the_clip_factor_on_the_device_is_the_hosts(limit: float) -> None:
     for norm in (*np.random.default_rng(0).lognormal(size=200), 0.0, math.inf):
         found = clip_factor(torch.tensor(norm, dtype=torch.float64), limit).item()
         assert found == clip_factor_of_host(norm, limit)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", RULES)
+def test_the_table_of_rules_says_what_torch_keeps(name: RuleName, momentum: float) -> None:
+    """A step with decay alone: its gradient is in the moments, unless the decay is decoupled."""
+    config = OptimizerConfig(name=name, learning_rate=0.1, momentum=momentum, weight_decay=0.5)
+    weight = nn.Parameter(torch.full((2, 3), 3.0))
+    weight.grad = torch.zeros(2, 3)
+    optimizer = build_optimizer({"h.0.mlp.c_fc.weight": weight}, config, fused=False)
+    optimizer.step()
+    state = {key: value for key, value in optimizer.state[weight].items() if value is not None}
+    counter = state.pop("step", None)
+    assert (counter is not None and counter.dtype == torch.float32) == config.rule.counts_updates
+    assert set(state) == set(config.state_parts)
+    for value in state.values():
+        assert (value.shape, value.dtype) == ((2, 3), torch.float32)
+        assert value.any().item() is not config.rule.decouples_decay

@@ -21,7 +21,7 @@ from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slices_of_rank
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.loss_scale import clip_factor
-from common.training.snapshot import STATE_NAMES, padded_rows, true_slice
+from common.training.snapshot import padded_rows, true_slice
 from common.weights.initial import initial_rows
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
@@ -96,8 +96,7 @@ class DeepSpeedState(ABC):
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the moments that the optimizer keeps after its first step."""
-        optimizer = self.config.optimizer
-        return STATE_NAMES[optimizer.name] if optimizer.name != "sgd" or optimizer.momentum else ()
+        return self.config.optimizer.state_parts
 
     def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
         """Fill moments after the optimizer's first step. Before it DeepSpeed has no place for
@@ -300,6 +299,11 @@ class ZeroState(DeepSpeedState):
         ):  # DeepSpeed's copies were made from rounded weights
             for name, values in self._values(reader):
                 self._utils.safe_set_full_fp32_param(self.tensors[name], self._there(name, values))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the moments that the optimizer keeps after its first step."""
+        return self.config.optimizer.state_parts
 
     def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
         link_moments(self._optimizer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from common.config.update_rules import STATE_PARTS
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import Checkpoint
 from common.systems.deepspeed.names import short_name
@@ -21,7 +22,6 @@ from common.systems.rank_parts import name_in_order
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.torch_pickle import Foreign
 
-_PARTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _Named: TypeAlias = Mapping[str, FileTensor]
 
 
@@ -126,7 +126,7 @@ def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Chec
             masters=merged(lambda number: [state[masters][number] for state in states]),
             moments={
                 part: merged(lambda number, part=part: [one[number][part] for one in inner])  # type: ignore[misc]
-                for part in _PARTS
+                for part in STATE_PARTS
                 if inner[0] and part in inner[0][0]
             },
             steps=steps[0],
@@ -166,7 +166,7 @@ def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_la
         flat = list(tree.get("fp32_groups_flat", ()))
         lists = {
             part: [one[part] for one in records]
-            for part in _PARTS
+            for part in STATE_PARTS
             if records and part in records[0]
         }
         sizes = [math.prod(one.shape) for one in copies or flat or next(iter(lists.values()), [])]

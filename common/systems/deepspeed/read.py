@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.config.update_rules import rule_keeping
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import Checkpoint, args_of, find_folder, open_checkpoint
 from common.systems.deepspeed.names import NAME_MAP
@@ -99,7 +100,7 @@ def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
         skipped = int(tree.get("skipped_steps", 0))
         samples = args_of(there.first).get("consumed_train_samples")
         run = new_run(
-            "sgd" if "momentum_buffer" in saved.moments else "adamw",
+            rule_keeping(saved.moments),
             step=step,
             updates=step - skipped if saved.steps is None else int(saved.steps),
             scale=_scale(saved.state),

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from common.config.update_rules import STATE_PARTS, rule_keeping
 from common.errors import ConfigError
 from common.systems.megatron.shards import FILE, RankTensors, Shards
 from common.systems.rank_parts import name_in_order
 from common.systems.run_state import NO_SCALE, checked_run, new_run
 from common.tensor_files.arrays import FileTensor, TensorFile
-
-_PARTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def read_optimizer(file: TensorFile) -> SavedState:
         state = inner["state"]
         moments = {
             part: [state[number][part] for number in ids]
-            for part in _PARTS
+            for part in STATE_PARTS
             if state and part in state[ids[0]]
         }
         # the step's place in apex, and in torch
@@ -130,7 +129,7 @@ def _counted(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
             ),
         }
     return new_run(
-        "sgd" if "momentum_buffer" in saved.moments else "adamw",
+        rule_keeping(saved.moments),
         step=step,
         updates=step if saved.steps is None else int(saved.steps),
         scale=scale,

@@ -8,12 +8,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
+from common.config.update_rules import STATE_PARTS, RuleName
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
 from common.parallel.ramp import batch_sizes
@@ -26,7 +27,6 @@ from common.systems.name_map import NameRow
 from common.systems.weights import Weight, Weights, to_type
 from common.tensor_files.arrays import prefetch_arrays
 from common.tensor_files.torch_writer import Parts, TensorLeaf, stream_torch
-from common.training.snapshot import STATE_NAMES
 from common.weights.names import EMBEDDING, decays
 
 
@@ -217,11 +217,7 @@ def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str
     assert run is not None
     config, engine = run["config"], run["engine"]
     groups = [[row for row in rows if decays(row.ours[0]) is decayed] for decayed in (True, False)]
-    parts = [
-        part
-        for part in STATE_NAMES[config["optimizer"]["name"]]
-        if f"{EMBEDDING}.{part}" in weights.moments
-    ]
+    parts = [part for part in STATE_PARTS if f"{EMBEDDING}.{part}" in weights.moments]
     state = {
         number: {part: leaves.add(row, None, f".{part}") for part in parts}
         for number, row in enumerate(itertools.chain(*groups))
@@ -269,14 +265,18 @@ def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]
         "lr_mult": 1.0,
         "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
     }  # fmt: skip
-    if config["name"] == "sgd":
-        group |= {"momentum": config.get("momentum", 0.0), "dampening": 0.0, "nesterov": False}
-    else:
-        group |= {
-            "betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)),
-            "eps": config.get("epsilon", 1e-8),
-        }
-        group |= {"bias_correction": True, "step": steps}
+    name: RuleName = config["name"]
+    match name:
+        case "sgd":
+            group |= {"momentum": config.get("momentum", 0.0), "dampening": 0.0, "nesterov": False}
+        case "adamw" | "adam":
+            group |= {
+                "betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)),
+                "eps": config.get("epsilon", 1e-8),
+                "bias_correction": True, "step": steps,
+            }  # fmt: skip
+        case _:
+            assert_never(name)
     return group | {"params": numbers}
 
 

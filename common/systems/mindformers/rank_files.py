@@ -35,7 +35,7 @@ from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.mindspore_strategy import Layout, write_strategy
 from common.training.epochs import place_in_epochs
 from common.training.manifest import read_manifest
-from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES
+from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.training.state import TrainState
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.pieces import ShardedReader, TensorSlice, open_stored
@@ -145,7 +145,7 @@ def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: in
 
 
 def _strategy(config: ResolvedRun, layouts: _Layouts) -> dict[int, dict[str, Layout]]:
-    prefixes = ["", *(MOMENTS[part] for part in STATE_NAMES[config.optimizer.name])]
+    prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
     return {
         stage: {prefix + row.theirs: layout for prefix in prefixes for row, layout in rows.items()}
         for stage, rows in layouts.items()
@@ -174,7 +174,7 @@ def _tensors(
             row.theirs: _part(model, row, "", layout, rank, row.shape(shapes))
             for row, layout in layouts.items()
         }
-        for part in STATE_NAMES[config.optimizer.name] if optimizer else ():
+        for part in config.optimizer.rule.parts if optimizer else ():
             tensors |= {
                 MOMENTS[part] + row.theirs: _part(
                     optimizer, row, f".{part}", layout, rank, row.shape(shapes)

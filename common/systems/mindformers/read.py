@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
+from common.config.update_rules import RuleName, rule_keeping
 from common.errors import CheckpointError, ConfigError
 from common.systems.mindformers.model import find_model
 from common.systems.mindformers.names import NAME_MAPS
@@ -151,7 +152,7 @@ def open_mindformers(
                 f" section run out of {MODEL_YAML}, or copy both again"
             )
         if run is None and moments:
-            run = _run_of(file, counters, "sgd" if groups["momentum_buffer"] else "adamw")
+            run = _run_of(file, counters, rule_keeping([part for part in groups if groups[part]]))
             notes["position in the data"] = (
                 "not in the file: a resumed run reads from the first sample"
             )
@@ -163,7 +164,7 @@ def open_mindformers(
         yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
 
-def _run_of(file: Path, counters: Mapping[str, float], optimizer: str) -> dict[str, Any]:
+def _run_of(file: Path, counters: Mapping[str, float], optimizer: RuleName) -> dict[str, Any]:
     """Return the state of the run, as far as MindSpore's own counters hold it."""
     if wrong := [f"{name}={value:g}" for name, value in counters.items() if not 0 <= value < 2**53]:
         raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")

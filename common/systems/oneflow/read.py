@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.config.update_rules import RuleName, rule_keeping
 from common.errors import CheckpointError
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.oneflow.names import MOMENTS, NAME_MAP, SCALE, STEP, SYSTEM, moment_map
@@ -80,7 +81,8 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
             f" {run['state']['step']}: they are of two runs; copy both again"
         )
     if run is None and moments and step is not None:
-        run = _run_of(folder, own, int(step), "sgd" if groups["momentum_buffer"] else "adamw")
+        rule = rule_keeping([part for part in groups if groups[part]])
+        run = _run_of(folder, own, int(step), rule)
         notes["position in the data"] = (
             "not in the snapshot: a resumed run reads from the first sample"
         )
@@ -106,7 +108,7 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
 
 
 def _run_of(
-    folder: Path, own: Mapping[str, FileTensor], step: int, optimizer: str
+    folder: Path, own: Mapping[str, FileTensor], step: int, optimizer: RuleName
 ) -> dict[str, Any]:
     value = _number(own, SCALE, "-LossScale")
     finite = _number(own, SCALE, "-GoodStepCounter") or 0

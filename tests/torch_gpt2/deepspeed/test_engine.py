@@ -17,7 +17,7 @@ from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
 from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
-from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES
+from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
 from tests.closeness import rounding_scales
@@ -225,7 +225,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     assert checkpoint is not None
     manifest = read_manifest(checkpoint)
     config = build_config(manifest["config"])
-    names = STATE_NAMES[config.optimizer.name]
+    names = config.optimizer.state_parts
     found = {}
     for file, parts in ((MODEL_FILE, ("",)), (OPTIMIZER_FILE, [f".{name}" for name in names])):
         with open_stored(checkpoint, file, manifest) as stored:
