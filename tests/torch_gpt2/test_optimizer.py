@@ -78,7 +78,7 @@ def test_the_clip_factor_on_the_device_is_the_hosts(limit: float) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("name", RULES)
 def test_the_table_of_rules_says_what_torch_keeps(name: RuleName, momentum: float) -> None:
-    """A step with decay alone: its gradient is in the moments, unless the decay is decoupled."""
+    """A step without a gradient: the decay is in the moments, unless it is decoupled."""
     config = OptimizerConfig(name=name, learning_rate=0.1, momentum=momentum, weight_decay=0.5)
     weight = nn.Parameter(torch.full((2, 3), 3.0))
     weight.grad = torch.zeros(2, 3)
