@@ -38,12 +38,13 @@ LAYERS = (
 
 
 def imported_packages(path: Path) -> set[str]:
+    """Names of packages; a dot for a relative import, which the other tests would not follow."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." if node.level else (node.module or "").partition(".")[0])
     return names
 
 
@@ -58,7 +59,7 @@ def imported_packages(path: Path) -> set[str]:
 )
 def test_a_package_imports_nothing_above_or_beside_it(package: str, forbidden: set[str]) -> None:
     found = {
-        str(path.relative_to(ROOT)): imported_packages(path) & forbidden
+        str(path.relative_to(ROOT)): imported_packages(path) & {*forbidden, "."}
         for path in (ROOT / package).rglob("*.py")
     }
     assert {path: names for path, names in found.items() if names} == {}
@@ -100,6 +101,55 @@ def test_each_room_of_common_imports_only_lower_ones() -> None:
     assert upwards == []
 
 
+def systems_crossed(package: Path) -> list[str]:
+    """Imports by a folder of common/systems/ from another one."""
+    folders = {path.name for path in package.iterdir() if path.is_dir()}
+    return [
+        f"{path.relative_to(package)} imports {name}"
+        for folder in sorted(folders)
+        for path in sorted((package / folder).rglob("*.py"))
+        for name in sorted(names_imported(path))
+        if (match := re.match(r"common\.systems\.(\w+)", name)) and match[1] in folders - {folder}
+    ]
+
+
+def test_the_folders_of_systems_do_not_import_each_other() -> None:
+    assert systems_crossed(ROOT / "common" / "systems") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from common.systems.megatron import names", "from common.systems import megatron",
+        "import common.systems.megatron.names",
+        "from common.systems.megatron.names import MAP",
+    ],
+)  # fmt: skip
+def test_an_import_of_another_system_is_found(tmp_path: Path, text: str) -> None:
+    package = tmp_path / "common" / "systems"
+    for folder in ("nanogpt", "megatron"):
+        (package / folder).mkdir(parents=True)
+    (package / "megatron" / "read.py").write_text("from common.systems.megatron import names")
+    (package / "nanogpt" / "config.py").write_text("from common.systems import dialect")
+    assert systems_crossed(package) == []
+    (package / "nanogpt" / "config.py").write_text(f"def f():\n    {text}")
+    assert systems_crossed(package)
+    (package / "nanogpt" / "config.py").write_text("from ..megatron import names")
+    assert imported_packages(package / "nanogpt" / "config.py") == {"."}
+
+
+def names_imported(path: Path) -> set[str]:
+    """Whole names of what a file imports: modules, and names of modules."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
 def files_imported(package: Path) -> dict[str, set[str]]:
     """Module names of a package's files, and the files of the package that each one imports.
 
@@ -112,13 +162,7 @@ def files_imported(package: Path) -> dict[str, set[str]]:
     }
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
-        names: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        graph[module] = names & set(modules) - {module}
+        graph[module] = names_imported(path) & set(modules) - {module}
     return graph
 
 
@@ -265,11 +309,15 @@ assert not heavy, heavy
 
 def names_of_rules_compared(path: Path) -> list[str]:
     """Comparisons with the name of an update rule, and matches of one that let a new name pass."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-        if isinstance(node, ast.Compare) and constants & RULES.keys():
-            found.append(ast.unparse(node))
+    text = path.read_text(encoding="utf-8")
+    found: list[str] = []
+    if not re.search("|".join(RULES), text):  # most files
+        return found
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare):
+            constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+            if constants & RULES.keys():
+                found.append(ast.unparse(node))
         elif isinstance(node, ast.Match):
             patterns = [ast.unparse(case.pattern) for case in node.cases]
             if any(f"'{name}'" in pattern for name in RULES for pattern in patterns):
