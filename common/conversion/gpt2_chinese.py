@@ -32,9 +32,10 @@ from common.files import atomic_write
 from common.log import LOG, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
-from common.systems.config import COMMAND_LINES, open_flags
+from common.systems.config import open_flags
 from common.systems.dialect import To
 from common.systems.flags import read_flags
+from common.systems.gpt2_chinese import eval_flags, flags as train_flags, generate_flags
 from common.systems.gpt2_chinese.shared import CONVERTED, TOKENS
 from common.systems.opened import Opened
 from common.tokenizer import require_files
@@ -47,6 +48,11 @@ _COMMANDS = {
     "eval.py": ("gpt2_chinese_eval", "eval"),
 }
 """Key of COMMAND_LINES and run mode of each command."""
+_MODULES: dict[str, ModuleType] = {
+    "gpt2_chinese": train_flags,
+    "gpt2_chinese_generate": generate_flags,
+    "gpt2_chinese_eval": eval_flags,
+}
 LONGEST_WAIT = 6 * 3600.0
 """Seconds that a rank waits for the rank that makes the data."""
 
@@ -60,7 +66,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
     """
     system, mode = _COMMANDS[program]
     if {"--help", "-h"} & set(words):
-        sys.stdout.write(_help(program, COMMAND_LINES[system]))
+        sys.stdout.write(_help(program, _MODULES[system]))
         return 0
     try:
         theirs, overrides = _split(words)
@@ -73,7 +79,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         process = find_process(os.environ)
         rank = process.rank
         start_log(rank=rank)
-        flags = COMMAND_LINES[system].DEFAULTS | read_flags(theirs, "command line")[0]
+        flags = _MODULES[system].DEFAULTS | read_flags(theirs, "command line")[0]
         if "device" in flags:
             _choose_devices(
                 str(flags["device"]), single_training=mode == "train" and process.world_size == 1
@@ -135,9 +141,9 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _titles(words: Sequence[str]) -> list[str]:
     """Return the default of --titles as flags, unless the command line has a flag of titles."""
-    module = COMMAND_LINES["gpt2_chinese_generate"]
+    defaults = generate_flags.OF_TITLES
     given = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
-    return [] if given & module.OF_TITLES.keys() else ["--titles", module.OF_TITLES["titles"]]
+    return [] if given & defaults.keys() else ["--titles", defaults["titles"]]
 
 
 def _choose_devices(devices: str, *, single_training: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.config.hints import schema_keys
@@ -19,6 +18,7 @@ from common.config.load import (
 from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
 from common.systems.dialect import Translation, has_rule
+from common.systems.dialect_module import CommandLine, DialectModule, FileDialect
 from common.systems.flags import check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.gpt2_chinese import (
@@ -32,21 +32,17 @@ from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
 from common.systems.opened import Opened
 
-DIALECTS: tuple[ModuleType, ...] = (mindformers, fleetx, gpt2_chinese)
-"""Systems with YAML or JSON files. Each module has SYSTEM, BASE, MARKS, translate and settle."""
+DIALECTS: tuple[FileDialect, ...] = (mindformers, fleetx, gpt2_chinese)
+"""Systems with YAML or JSON files."""
 
-COMMAND_LINES: dict[str, ModuleType] = {
+COMMAND_LINES: dict[str, CommandLine] = {
     "megatron": megatron,
     "oneflow": oneflow,
     "gpt2_chinese": gpt2_chinese_train,
     "gpt2_chinese_generate": gpt2_chinese_generate,
     "gpt2_chinese_eval": gpt2_chinese_eval,
 }
-"""Systems with command lines, by the word of --from. Each module has SYSTEM, PROGRAM, TABLE, FLAGS,
-translate and settle, and PROGRAMS where several take the same flags. TEXTS are flags with a text as
-their value. SWITCHES and VALUED are flags without a rule in TABLE: switches take no value, the
-others need one.
-"""
+"""Systems with command lines, by the word of --from."""
 
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
@@ -117,7 +113,7 @@ def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
     return opened.ours.tree, opened.ours.sources
 
 
-def _is_theirs(dialect: ModuleType, word: str) -> bool:
+def _is_theirs(dialect: FileDialect, word: str) -> bool:
     """Tell whether an override has a key of a dialect. A key of both systems means the same in
     each.
     """
@@ -146,7 +142,7 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
     )
 
 
-def _is_flag_of(dialect: ModuleType, name: str) -> bool:
+def _is_flag_of(dialect: CommandLine, name: str) -> bool:
     return name in dialect.FLAGS or has_rule(name, dialect.TABLE)
 
 
@@ -171,7 +167,7 @@ def open_flags(
 
 
 def _finish(
-    dialect: ModuleType,
+    dialect: DialectModule,
     origin: str,
     tree: dict[str, Any],
     sources: Sources,
@@ -183,7 +179,7 @@ def _finish(
     return Opened(build_config(ours.tree, ours.sources), ours, dialect.SYSTEM, origin)
 
 
-def find_dialect(path: Path) -> ModuleType | None:
+def find_dialect(path: Path) -> FileDialect | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
     several systems.
     """
@@ -209,7 +205,7 @@ def find_dialect(path: Path) -> ModuleType | None:
     return dialect
 
 
-def _marks(tree: Mapping[str, Any], dialect: ModuleType) -> set[str]:
+def _marks(tree: Mapping[str, Any], dialect: FileDialect) -> set[str]:
     marks = set(dialect.MARKS & tree.keys())
     if (
         dialect is mindformers

@@ -1,0 +1,50 @@
+"""Tables have a row for every name that the schema takes, and for every part of an update rule."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
+from common.config.tokenizer_kinds import TokenizerKind
+from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
+from common.evaluation.detokenize import DETOKENIZERS
+from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
+from common.systems.oneflow.names import MOMENTS as OF_ONEFLOW
+from common.tokenizer import TOKENIZERS
+from common.training.report import STYLES
+from common.training.tracker_process import STORES
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        (RULES, RuleName),
+        (TOKENIZERS, TokenizerKind),
+        (STYLES, LoggingConfig.model_fields["style"].annotation),
+        (STORES | {"tensorboard": None}, Tracker),  # which this project writes itself
+        (DETOKENIZERS, EvaluationConfig.model_fields["detokenize"].annotation),
+    ],
+    ids=["update rules", "tokenizers", "log styles", "trackers", "detokenizers"],
+)
+def test_every_name_of_the_schema_has_a_row(table: dict[str, Any], names: Any) -> None:
+    assert table.keys() == set(get_args(names))
+
+
+@pytest.mark.parametrize("names", [OF_MINDFORMERS, OF_ONEFLOW])
+def test_other_systems_have_a_name_for_every_part(names: dict[str, str]) -> None:
+    assert names.keys() == set(STATE_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        (("exp_avg_sq", "exp_avg"), "adamw"),
+        (("momentum_buffer",), "sgd"),
+        ((), "adamw"),
+        (("exp_avg",), "adamw"),
+    ],
+)
+def test_a_rule_is_known_by_its_parts(parts: tuple[str, ...], name: str) -> None:
+    assert rule_keeping(parts) == name
