@@ -172,9 +172,10 @@ class Optimizer(nn.Cell):
         self.decouples_decay = config.rule.decouples_decay
         match config.name:
             case "adamw" | "adam":
-                self.is_adam = True
+                self.apply_rule, self.kernel = self._adam, "Adam"
             case "sgd":
-                self.is_adam = False
+                self.apply_rule = self._sgd
+                self.kernel = "ApplyMomentum" if config.momentum else "ApplyGradientDescent"
             case _:
                 assert_never(config.name)
         self.descend_with_momentum = ops.ApplyMomentum()
@@ -183,10 +184,8 @@ class Optimizer(nn.Cell):
     @property
     def kernels(self) -> list[str]:
         """Names of the operators that update a parameter, for the log."""
-        if self.is_adam:
-            decoupled = self.decouples_decay and any(self.decays)
-            return ["Adam", "ApplyGradientDescent"] if decoupled else ["Adam"]
-        return ["ApplyMomentum" if self.settings.momentum else "ApplyGradientDescent"]
+        decoupled = self.decouples_decay and any(self.decays)
+        return [self.kernel, "ApplyGradientDescent"] if decoupled else [self.kernel]
 
     def construct(
         self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor
@@ -274,26 +273,48 @@ class Optimizer(nn.Cell):
             self.descend(parameter, decayed, parameter)
         elif decays:
             gradient = gradient + config.weight_decay * parameter
-        if self.is_adam:
-            self.adam(
-                parameter,
-                first,
-                second,
-                self.no_power,
-                self.no_power,
-                step_size,
-                self.beta1,
-                self.beta2,
-                epsilon,
-                gradient,
-            )
-        elif config.momentum:
-            self.descend_with_momentum(parameter, first, rate, gradient, self.momentum)
-        else:
-            self.descend(parameter, rate, gradient)
+        self.apply_rule(parameter, first, second, rate, step_size, epsilon, gradient)
         if has_copy and self.shares is None:
             ops.assign(rounded, self.cast(parameter, rounded.dtype))
         return True
+
+    def _adam(
+        self,
+        parameter: Parameter,
+        first: Parameter,
+        second: Parameter,
+        rate: Tensor,
+        step_size: Tensor,
+        epsilon: Tensor,
+        gradient: Tensor,
+    ) -> None:
+        self.adam(
+            parameter,
+            first,
+            second,
+            self.no_power,
+            self.no_power,
+            step_size,
+            self.beta1,
+            self.beta2,
+            epsilon,
+            gradient,
+        )
+
+    def _sgd(
+        self,
+        parameter: Parameter,
+        first: Parameter,
+        second: Parameter,
+        rate: Tensor,
+        step_size: Tensor,
+        epsilon: Tensor,
+        gradient: Tensor,
+    ) -> None:
+        if self.settings.momentum:
+            self.descend_with_momentum(parameter, first, rate, gradient, self.momentum)
+        else:
+            self.descend(parameter, rate, gradient)
 
 
 def build_optimizer(

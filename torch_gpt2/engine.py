@@ -34,7 +34,7 @@ from torch_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, w
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.device_step import DeviceStep
+from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
 from torch_gpt2.float8 import convert_linear_layers
 from torch_gpt2.model import GPT2, initialise, round_linear_layers
 from torch_gpt2.optimizer import (
@@ -46,7 +46,6 @@ from torch_gpt2.optimizer import (
     held_bytes,
     local_shard,
     scale_gradients,
-    takes_adam_kernel,
 )
 from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.parallel.layout import GradientSync, build_parts

@@ -173,17 +173,6 @@ def build_optimizer(
             assert_never(config.name)
 
 
-def takes_adam_kernel(config: OptimizerConfig) -> bool:
-    """Tell whether ``TorchDevice.adam_kernel`` computes the rule."""
-    match config.name:
-        case "adamw" | "adam":
-            return True
-        case "sgd":
-            return False
-        case _:
-            assert_never(config.name)
-
-
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory behind tensors, what several of them share counted once."""
     storages = [local_shard(tensor.detach()).untyped_storage() for tensor in tensors]
