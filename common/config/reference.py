@@ -58,7 +58,7 @@ _NUMBERS = {f", at most {MOST}": "", str(2**63): "2^63"}
 _HEAD = """# Configuration reference · 配置参考
 
 Every key of the configuration, generated from `common/config/schema.py` by
-`python tools/config_schema.py --reference > docs/config_reference.md`. Do not edit it by hand.
+`make golden`. Do not edit it by hand.
 [configuration.md](configuration.md) explains how files, bases and overrides work together.
 
 本页由程序从配置定义生成，列出全部配置项；用法说明见 [configuration_zh.md](configuration_zh.md)。
