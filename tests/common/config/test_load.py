@@ -93,7 +93,7 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
         ("model.num_layers=0", "greater than 0, found 0"),
         ("precision=fp7", "'fp7' is not a preset; choose float32, bf16, fp16 or fp8"),
         ("precision.compute=int8", "precision.compute"),
-        ("optimizer.name=lamb", "'adamw', 'adam' or 'sgd'"),
+        ("optimizer.name=lamb", "'adamw', 'adam'"),
         ("predict.strategy=beam", "should be 'greedy', 'sampling' or 'beam_search'"),
         ("predict.top_p=null", "predict.top_p: input should be a valid number"),
         ("predict.top_p=[]", "predict.top_p: input should be a valid number"),

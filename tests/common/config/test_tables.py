@@ -43,7 +43,7 @@ def test_other_systems_have_a_name_for_every_part(names: dict[str, str]) -> None
         (("exp_avg_sq", "exp_avg"), "adamw"),
         (("momentum_buffer",), "sgd"),
         ((), "adamw"),
-        (("exp_avg",), "adamw"),
+        (("sum",), "adamw"),
     ],
 )
 def test_a_rule_is_known_by_its_parts(parts: tuple[str, ...], name: str) -> None:

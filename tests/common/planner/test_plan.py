@@ -246,7 +246,7 @@ def test_offloaded_state_is_not_on_the_device() -> None:
 def test_state_of_each_optimizer(optimizer: dict[str, Any], bytes_each: int) -> None:
     config = small(optimizer=optimizer)
     stage = make_plan(config).stages[0]
-    counters = 0 if optimizer["name"] == "sgd" else steps_of_adam(config)
+    counters = steps_of_adam(config) if "adam" in optimizer["name"] else 0
     assert (stage.memory.weights, stage.memory.gradients) == (
         4 * stage.parameters,
         4 * stage.parameters,
