@@ -32,7 +32,7 @@ from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
 from common.systems.opened import Opened
 
-DIALECTS: tuple[FileDialect, ...] = (mindformers, fleetx, gpt2_chinese)
+DIALECTS: list[FileDialect] = [mindformers, fleetx, gpt2_chinese]
 """Systems with YAML or JSON files."""
 
 COMMAND_LINES: dict[str, CommandLine] = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.config.hints import schema_keys
 from tests.key_reads import Source
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,9 +27,10 @@ last three names.
 @pytest.fixture(scope="module")
 def source() -> Source:
     text = SCHEMA.read_text(encoding="utf-8")
-    for section, (line, _) in PLANTED.items():
+    for section, (line, key) in PLANTED.items():
         head = f"class {section}(Section):\n"
         assert head in text
+        assert key not in schema_keys(), f"{key} is a key now: plant another one"
         text = text.replace(head, f"{head}    {line}\n")
     files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return Source(ROOT, [*files, ROOT / "run_gpt2.py"], {SCHEMA: text})

@@ -10,6 +10,8 @@ from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
 from common.config.tokenizer_kinds import TokenizerKind
 from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
 from common.evaluation.detokenize import DETOKENIZERS
+from common.systems.config import COMMAND_LINES, DIALECTS
+from common.systems.dialect_module import CommandLine, DialectModule, FileDialect
 from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
 from common.systems.oneflow.names import MOMENTS as OF_ONEFLOW
 from common.tokenizer import TOKENIZERS
@@ -30,6 +32,20 @@ from common.training.tracker_process import STORES
 )
 def test_every_name_of_the_schema_has_a_row(table: dict[str, Any], names: Any) -> None:
     assert table.keys() == set(get_args(names))
+
+
+@pytest.mark.parametrize(
+    ("module", "protocol"),
+    [
+        *((module, FileDialect) for module in DIALECTS),
+        *((module, CommandLine) for module in COMMAND_LINES.values()),
+    ],
+    ids=lambda each: each.__name__,
+)
+def test_a_dialect_has_every_member(module: Any, protocol: type) -> None:
+    """mypy says which module is at fault, and this test what it lacks."""
+    members = {*vars(DialectModule), *vars(protocol)}
+    assert {name for name in members if name[0] != "_" and not hasattr(module, name)} == set()
 
 
 @pytest.mark.parametrize("names", [OF_MINDFORMERS, OF_ONEFLOW])
