@@ -182,7 +182,9 @@ class TrainConfig(Section):
     max_steps: Count | None = None
     """Optimizer steps of the whole run. Give this, max_epochs or max_tokens."""
     max_epochs: Annotated[float, Field(gt=0.0, le=MOST)] | None = None
-    """Length of the run in passes over the training samples."""
+    """Length of the run in passes over the training samples. Of a blend a pass is as many samples
+    as all its parts have windows, drawn by weight.
+    """
     max_tokens: Count | None = None
     """Length of the run in training tokens."""
     exit_interval: Count | None = None
@@ -382,8 +384,8 @@ class DataConfig(Section):
     MindRecord (file, shard or folder). A list [weight, prefix, weight, prefix, ...] blends several.
     """
     validation: DataPrefixes | None = None
-    """Validation data, all of it used: a prefix, MindRecord or blend. All of data.train is then for
-    training, and data.split has no effect.
+    """Validation data, all of it used: a prefix, MindRecord or blend, whose weights have no effect.
+    All of data.train is then for training, and data.split has no effect.
     """
     split: Annotated[
         str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])
@@ -426,12 +428,20 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    interval: NonNegative = 0
-    """Steps between validations; 0 validates only at the end."""
+    interval: NonNegative | Literal["never"] = 0
+    """Steps between validations; 0 validates only at the end. With never a run does
+    not validate."""
     max_samples: NonNegative = 0
-    """Windows per validation, always the first ones; 0 uses all."""
+    """Windows per validation, always the first ones; 0 uses all. The parts of a blend give them in
+    proportion to their windows, and at least one each.
+    """
     micro_batch_size: Count | None = None
     """Windows per device at once; train.micro_batch_size when left out."""
+
+    @property
+    def steps_between(self) -> int:
+        """Return ``interval`` as a number of steps, 0 where no step before the last validates."""
+        return 0 if self.interval == "never" else self.interval
 
 
 PARALLEL_MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
