@@ -2,6 +2,7 @@
 tensors.
 """
 
+from common.config.split import parse_split
 from common.dataset.blend import Blend, open_samples, parse_blend, require_data
 from common.dataset.indexed import IndexedDataset, token_dtype
 from common.dataset.indexed_writer import IndexedWriter
@@ -9,7 +10,7 @@ from common.dataset.metadata import Metadata
 from common.dataset.prefetch import Prefetch
 from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches
 from common.dataset.samples import GPTDataset, Samples
-from common.dataset.split import Split, parse_split
+from common.dataset.split import Split
 
 __all__ = [
     "Batch",
