@@ -22,8 +22,9 @@ _MAGICS: tuple[tuple[int, bytes, str, str], ...] = (
 )
 """Place and bytes of a mark, what the file is, and what to do.
 
-Sources: RFC 1952, RFC 8878, the .xz format 1.2, bzip2's mark of its first block, PKWARE's APPNOTE
-6.3, 7zFormat.txt, RAR 5.0 technote, POSIX pax and GNU tar, ISO 32000, Git LFS's spec.md.
+Sources: RFC 1952 (gzip) and 8878 (zstd), the .xz format 1.2, bzip2's mark of its first block,
+PKWARE's APPNOTE 6.3, 7zFormat.txt, and the RAR 5.0 technote. For tar POSIX pax and GNU tar, for PDF
+ISO 32000. For pointers docs/spec.md of git-lfs/git-lfs.
 """
 
 

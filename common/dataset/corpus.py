@@ -58,7 +58,7 @@ _WIDE = {
 }
 _WORDS = {
     CorpusFormat.TEXT: "plain text",
-    CorpusFormat.JSONL: "JSON Lines (an object or a string on each line)",
+    CorpusFormat.JSONL: "JSON Lines, an object or a string on each line",
     CorpusFormat.ARRAY: "a JSON array",
     CorpusFormat.IDS: "ids",
     CorpusFormat.PARQUET: "parquet",

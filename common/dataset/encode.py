@@ -45,9 +45,9 @@ class EncodedBlock:
 
     tokens: (sum of sizes,). sizes: (sequences,) tokens of each, at least 1. documents: (documents,)
     sequences of each; 0 for a text without a token, as in Megatron's preprocess_data.py.
-    empty: number of those, and of blank pieces of plain text, which are no documents. short:
-    documents skipped; short_bytes: their text. text_bytes: bytes of text read. read_bytes: bytes
-    taken from disk.
+    empty: number of those, and of blank pieces of plain text, which are not counted as documents.
+    short: documents skipped; short_bytes: their text. text_bytes: bytes of text read. read_bytes:
+    bytes taken from disk.
     """
 
     tokens: npt.NDArray[np.int32]

@@ -114,9 +114,9 @@ class PreprocessOptions:
 class Progress:
     """Counts so far, summed over the keys.
 
-    empty: texts without a token: empty documents, and blank pieces of plain text, which are no
-    documents. short: documents left out; short_bytes: their part of text_bytes. read_bytes: bytes
-    of total_bytes that were taken from disk. seconds: time since the start.
+    empty: texts without a token: empty documents, and blank pieces of plain text, which are not
+    counted as documents. short: documents left out; short_bytes: their part of text_bytes.
+    read_bytes: bytes of total_bytes that were taken from disk. seconds: time since the start.
     """
 
     documents: int = 0
@@ -140,7 +140,7 @@ class Progress:
 
     def left_out(self) -> str:
         """Return the texts that gave no tokens in words, empty without such texts."""
-        empty = f", {self.empty} empty or blank texts without a token" if self.empty else ""
+        empty = f", {self.empty} empty or blank (no token)" if self.empty else ""
         share = f" ({100 * self.short_share:.0f} % of the text)"
         return empty + (f", {self.short} short ones left out{share}" if self.short else "")
 
@@ -249,7 +249,8 @@ def preprocess(
                 )
     if progress.short_share > _MUCH:
         remedy = (
-            "what --documents separates became documents, so add --documents file for whole files"
+            "lines or paragraphs were documents of their own; add --documents file to keep each"
+            " file whole"
             if any(corpus.format is CorpusFormat.TEXT for corpus in corpora)
             and options.documents is not DocumentRule.FILE
             else "lower it to keep more"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
+from common.systems.dialect import whole
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.oneflow.names import MOMENTS, NAME_MAP, SCALE, STEP, SYSTEM, moment_map
 from common.systems.oneflow.snapshot import DATA, read_all
@@ -80,7 +81,7 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
             f" {run['state']['step']}: they are of two runs; copy both again"
         )
     if run is None and moments and step is not None:
-        run = _run_of(folder, own, int(step), "sgd" if groups["momentum_buffer"] else "adamw")
+        run = _run_of(folder, own, step, "sgd" if groups["momentum_buffer"] else "adamw")
         notes["position in the data"] = (
             "not in the snapshot: a resumed run reads from the first sample"
         )
@@ -106,11 +107,14 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
 
 
 def _run_of(
-    folder: Path, own: Mapping[str, FileTensor], step: int, optimizer: str
+    folder: Path, own: Mapping[str, FileTensor], step: float, optimizer: str
 ) -> dict[str, Any]:
     value = _number(own, SCALE, "-LossScale")
-    finite = _number(own, SCALE, "-GoodStepCounter") or 0
     scale = dict(NO_SCALE)
+    try:
+        updates, finite = whole(step), whole(_number(own, SCALE, "-GoodStepCounter") or 0)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: its counters: {error}; copy it again") from None
     if value is not None:
-        scale |= {"mode": "dynamic", "value": value, "finite_steps": int(finite)}
-    return checked_run(folder, new_run(optimizer, step=step, updates=step, scale=scale))
+        scale |= {"mode": "dynamic", "value": value, "finite_steps": finite}
+    return checked_run(folder, new_run(optimizer, step=updates, updates=updates, scale=scale))
