@@ -10,10 +10,12 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from common.errors import ConfigError, StorageError, UserError
+from common.file_kinds import HEAD_BYTES, foreign_kind, is_lfs_pointer
 from common.paths import looked_in
 
 
@@ -42,8 +44,11 @@ def unreadable(reason: OSError) -> str:
     )
 
 
-def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
-    """Open a regular file for reading. Raises ``error`` with the path, the reason and a remedy."""
+def open_input(path: Path | str, error: type[UserError]) -> BufferedReader:
+    """Open a regular file for reading.
+
+    Raises ``error`` with the path, the reason and a remedy, also for a pointer of Git LFS.
+    """
     if "\0" in str(path):
         raise error(f"{str(path)!r}: a null byte cannot be part of a path; give the path of a file")
     with reading(path, error):
@@ -54,7 +59,15 @@ def open_input(path: Path | str, error: type[UserError]) -> BinaryIO:
                 f"{path}: is a device, a pipe or a socket, expected a regular file; write its"
                 " content to a file first"
             )
-        return Path(path).open("rb")
+        file = Path(path).open("rb")  # noqa: SIM115
+        try:
+            head = file.peek(HEAD_BYTES)
+            if is_lfs_pointer(head):
+                raise error(f"{path}: {foreign_kind(head)}")
+        except BaseException:
+            file.close()
+            raise
+        return file
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UserError
+from common.file_kinds import foreign_kind
 from common.files import open_input, reading
 
 MAX_JSON_BYTES = 32 * 2**20
@@ -54,9 +55,11 @@ class DuplicateKeyError(MalformedError):
 def read_bytes(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes.
 
-    Raises ``error`` with the path, the reason and a remedy.
+    Raises ``error`` with the path, the reason and a remedy, also for an archive.
     """
     with open_input(path, error) as file, reading(path, error):
+        if (foreign := foreign_kind(file.peek())) is not None:
+            raise error(f"{path}: {foreign}")
         size = os.fstat(file.fileno()).st_size
         if size <= limit:
             content: bytes = file.read(size)

@@ -124,10 +124,9 @@ def _set(found: RecordSet, seq_length: int) -> str:
 
 
 def _counts(done: Progress) -> str:
-    short = f", {done.short} short ones" if done.short else ""
     return (
-        f"{done.documents} documents, {done.tokens} tokens, {done.empty} empty documents{short}"
-        f" skipped, {done.seconds:.1f} s ({done.rates()})"
+        f"{done.documents} documents, {done.tokens} tokens{done.left_out()}, {done.seconds:.1f} s"
+        f" ({done.rates()})"
     )
 
 

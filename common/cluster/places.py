@@ -84,7 +84,12 @@ def parse_range(text: str) -> range:
         )
     for name, number in (("start_device", start), ("end_device", end)):
         if not re.fullmatch("[0-9]{1,9}", number):
-            raise ConfigError(f"{name}={number} is not a number")
+            problem = "is not a number"
+            if re.fullmatch("[0-9]+", number):
+                problem = "is too large; expected the number of a device, such as 8"
+            elif re.fullmatch("[0-9]*[.][0-9]*", number):
+                problem = "is not a whole number; expected the number of a device, such as 8"
+            raise ConfigError(f"{name}={shortened(number)} {problem}")
     if word[0] == "(":
         raise ConfigError(
             f"DEVICE_RANGE is {text!r}: the start is inclusive; write '[{start},{end})'"

@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from common.config.split import parse_split
 from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
 from common.config.update_rules import RULES, RuleName, UpdateRule
+from common.errors import DataError
 
 Float = Literal["float32", "bfloat16", "float16"]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
@@ -355,8 +357,15 @@ def _as_list(value: Any) -> Any:
 
 def _split_text(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return value.strip("[] ") if isinstance(value, str) else value
+        value = ",".join(map(str, value))
+    if not isinstance(value, str):
+        return value
+    value = value.strip("[] ")
+    try:
+        parse_split(value)
+    except DataError as error:
+        raise ValueError(str(error)) from None
+    return value if "," in value else value.replace("/", ",")
 
 
 def expand_tokenizer(value: Any) -> Any:

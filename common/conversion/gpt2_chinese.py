@@ -23,7 +23,7 @@ from typing import Any
 from common.cluster.environment import find_process
 from common.config.hints import schema_keys
 from common.conversion.convert import REPORT, convert
-from common.dataset.corpus import CorpusFormat
+from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.id_files import numbered_files
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
@@ -31,7 +31,7 @@ from common.errors import ConfigError, DataError, GPT2Error
 from common.files import atomic_write
 from common.log import LOG, start_log
 from common.paths import looked_in
-from common.structured_files import read_json_mapping
+from common.structured_files import read_json_mapping, shown
 from common.systems.config import open_flags
 from common.systems.dialect import To
 from common.systems.flags import read_flags
@@ -184,7 +184,7 @@ _MEANINGS = {
     "prefix": "beginning of every text",
     "pretrained_model": "folder of the weights to begin with, or to measure",
     "raw": "tokenize --raw_data_path first",
-    "raw_data_path": "JSON array of texts",
+    "raw_data_path": "JSON array of texts, or a JSON string on each line",
     "repetition_penalty": "divisor of the scores of tokens that occurred",
     "save_path": "folder of the texts",
     "save_samples": "write the texts to samples.txt as well",
@@ -255,24 +255,49 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
             f"{folder}: no {TOKENS}_0.txt{looked_in(folder)}; add --raw, which makes the pieces of"
             " --raw_data_path"
         )
+    require_files(options.tokenizer.vocab_file, options.tokenizer.merge_file)
+    raw = Path(str(flags["raw_data_path"])) if flags.get("raw") else None
+    if raw is not None:
+        min_length = _count(flags, "min_length", least=0) if framed else 0
+        pieces = _count(flags, "num_pieces", least=1)
+        made_of = {"framed": framed, "min_length": min_length, "pieces": pieces}
+        of_raw = replace(
+            options,
+            inputs=(raw,),
+            input_format=_json_format(raw),
+            format="pieces",
+            pieces=pieces,
+            min_length=min_length,
+            append_eod=framed,
+        )
     with one_at_a_time(folder):
-        if flags.get("raw"):
-            raw = Path(str(flags["raw_data_path"]))
-            min_length = int(flags.get("min_length", 0)) if framed else 0
-            pieces = int(flags["num_pieces"])
-            made_of = {"framed": framed, "min_length": min_length, "pieces": pieces}
-            of_raw = replace(
-                options,
-                inputs=(raw,),
-                input_format=CorpusFormat.ARRAY,
-                format="pieces",
-                pieces=pieces,
-                min_length=min_length,
-                append_eod=framed,
-            )
+        if raw is not None:
             _once(folder / ".pieces.json", made_of, of_raw, (raw,))
         if (folder / f"{TOKENS}_0.txt").is_file():
             _once(folder / ".pair.json", {}, options, numbered_files(folder))
+
+
+def _count(flags: Mapping[str, Any], name: str, *, least: int) -> int:
+    """Return a flag as a whole number. Raises ConfigError."""
+    value = flags.get(name, 0)
+    if type(value) is not int or value < least:
+        raise ConfigError(
+            f"command line: --{name}={shown(value)}: expected a whole number of {least} or more"
+        )
+    return value
+
+
+def _json_format(raw: Path) -> CorpusFormat:
+    """Return the format of a data file: an array of texts, or one JSON string on each line, which
+    GPT2-Chinese reads since 2021. Raises DataError for plain text.
+    """
+    found = open_corpus(raw).format
+    if found not in (CorpusFormat.ARRAY, CorpusFormat.JSONL):
+        raise DataError(
+            f"{raw}: is {found.value}, expected a JSON array of texts or a JSON string on each"
+            " line; for other files make the pair with tools/preprocess_data.py"
+        )
+    return found
 
 
 def _once(
@@ -281,7 +306,6 @@ def _once(
     """Preprocess, unless ``stamp`` says that this was done with the same files and settings."""
     tokenizer = options.tokenizer
     files = [*inputs, tokenizer.vocab_file, *filter(None, (tokenizer.merge_file,))]
-    require_files(tokenizer.vocab_file, tokenizer.merge_file)
     states = {str(file): file.stat() for file in files if file.exists()}
     made_of["tokenizer"] = tokenizer.kind
     made_of["files"] = {name: [each.st_size, each.st_mtime_ns] for name, each in states.items()}
@@ -292,7 +316,7 @@ def _once(
         json.dump(made_of, file, ensure_ascii=False, indent=1)
     LOG.info(
         f"{inputs[0].parent if len(inputs) > 1 else inputs[0]}: {done.documents} documents,"
-        f" {done.tokens} tokens; {done.empty} empty and {done.short} short ones left out"
+        f" {done.tokens} tokens{done.left_out()}"
     )
 
 

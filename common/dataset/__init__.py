@@ -2,6 +2,7 @@
 tensors.
 """
 
+from common.config.split import parse_split
 from common.dataset.blend import (
     Blend,
     open_samples,
@@ -16,7 +17,7 @@ from common.dataset.metadata import Metadata
 from common.dataset.prefetch import Prefetch
 from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches
 from common.dataset.samples import EmptySplitError, GPTDataset, Samples
-from common.dataset.split import Split, parse_split
+from common.dataset.split import Split
 
 __all__ = [
     "Batch",

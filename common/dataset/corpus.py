@@ -4,6 +4,7 @@ gzipped; parquet or Arrow.
 
 from __future__ import annotations
 
+import codecs
 import enum
 import gzip
 import logging
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from common.dataset.encodings import Recoded
+from common.dataset.encodings import Recoded, require_no_nul
 from common.dataset.tables import (
     ARROW_FILE_MAGIC,
     ARROW_STREAM_MAGIC,
@@ -22,6 +23,7 @@ from common.dataset.tables import (
     require_pyarrow,
 )
 from common.errors import DataError
+from common.file_kinds import GZIP_MAGIC, foreign_kind
 from common.files import open_input, reading
 from common.paths import looked_in
 from common.structured_files import MalformedError, parse_json_item, parse_json_line
@@ -30,7 +32,6 @@ _log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
 UTF_8 = "utf-8"
 _JSON_NAMES = (".json", ".jsonl", ".ndjson")
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class CorpusFormat(enum.Enum):
@@ -49,9 +50,15 @@ _MAGICS = {
     ARROW_FILE_MAGIC: CorpusFormat.ARROW,
     ARROW_STREAM_MAGIC: CorpusFormat.ARROW,
 }
+_WIDE = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, with whose mark it begins
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 _WORDS = {
     CorpusFormat.TEXT: "plain text",
-    CorpusFormat.JSONL: "JSON Lines (one object per line)",
+    CorpusFormat.JSONL: "JSON Lines, an object or a string on each line",
     CorpusFormat.ARRAY: "a JSON array",
     CorpusFormat.IDS: "ids",
     CorpusFormat.PARQUET: "parquet",
@@ -92,8 +99,9 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
 
     forced: format to use without detection. encoding: of the text, as
     ``encodings.checked_encoding`` names it.
-    Raises DataError when the file is missing, empty, UTF-16, or JSON of a shape that holds no list
-    of texts. Raises ConfigError for parquet and Arrow without pyarrow.
+    Raises DataError when the file is missing, empty, UTF-16, an archive or binary, or JSON of a
+    shape that holds no list of texts, or has the name of JSON and holds none. Raises ConfigError
+    for parquet and Arrow without pyarrow.
     """
     path = Path(path)
     with reading(path, DataError):
@@ -104,9 +112,11 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
         if not path.exists():
             raise DataError(f"{path}: not found{looked_in(path)}; check --input")
     with open_input(path, DataError) as raw, reading(path, DataError), _readable(path):
-        gzipped = raw.read(2) == _GZIP_MAGIC
+        gzipped = raw.read(2) == GZIP_MAGIC
         raw.seek(0)
         head = (gzip.GzipFile(fileobj=raw) if gzipped else raw).read(_HEAD_BYTES)
+    if (foreign := foreign_kind(head)) is not None:
+        raise DataError(f"{path}: {foreign}")
     table = _table_format(path, head, gzipped, forced, encoding)
     if table is not None:
         require_pyarrow(path)
@@ -115,17 +125,25 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     complete = len(head) < _HEAD_BYTES
     if complete and not head.strip() and forced is not CorpusFormat.IDS:
         raise DataError(f"{path}: is empty; a corpus needs text")
-    if encoding == UTF_8 and head.startswith((b"\xff\xfe", b"\xfe\xff")):
+    wide = next((name for mark, name in _WIDE.items() if head.startswith(mark)), None)
+    if encoding == UTF_8 and wide:
         raise DataError(
-            f"{path}: is UTF-16 (its byte order mark is at byte 0), expected UTF-8; add"
-            " --encoding utf-16, or convert it: iconv -f UTF-16 -t UTF-8"
+            f"{path}: is {wide} (its byte order mark is at byte 0), expected UTF-8; add --encoding"
+            f" {wide.lower()}, or convert it: iconv -f {wide} -t UTF-8"
         )
+    text = head.decode(encoding, "ignore")
+    require_no_nul(head if encoding == UTF_8 else text.encode(), f"{path}:")
     name = path.with_suffix("") if path.suffix == ".gz" else path
-    chosen = forced or _judge(
-        path, head.decode(encoding, "ignore"), complete, name.suffix.lower() in _JSON_NAMES
-    )
+    named_json = name.suffix.lower() in _JSON_NAMES
+    chosen = forced or _judge(path, text, complete, named_json)
+    if named_json and not forced and chosen is CorpusFormat.TEXT:
+        raise DataError(
+            f"{path}: is neither a JSON array nor JSON Lines, though its name says"
+            f" {name.suffix!r}; if it is plain text, name it .txt (or give preprocess_data.py"
+            " --input-format text)"
+        )
     why = "as asked" if forced else "by content"
-    if not forced and (chosen is CorpusFormat.TEXT) == (name.suffix.lower() in _JSON_NAMES):
+    if not forced and not named_json and chosen is not CorpusFormat.TEXT:
         _log.warning(
             "%s: read as %s (by content), although its name says %r",
             path,
@@ -171,7 +189,8 @@ def _table_format(
 def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFormat:
     """Return the format of a file: JSON if its first item parses as JSON, else text.
 
-    If the name says JSON, a broken first item is an error. head: first bytes. complete: whether
+    If the name says JSON, a broken first item is an error. If not, strings must stand on each of
+    several lines, since a text may well begin with one. head: first bytes. complete: whether
     ``head`` is the whole file.
     """
     text = head.lstrip("\ufeff \t\r\n")
@@ -188,7 +207,16 @@ def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFor
                 " for each document"
             )
         return CorpusFormat.JSONL if named_json else CorpusFormat.TEXT
+    if text.startswith('"'):
+        whole = text if complete else text[: text.rfind("\n") + 1]
+        lines = [line for line in whole.split("\n") if line.strip()]
+        if named_json or (len(lines) > 1 and all(map(_is_string, lines))):
+            return CorpusFormat.JSONL
     return CorpusFormat.TEXT
+
+
+def _is_string(line: str) -> bool:
+    return line.startswith('"') and _parses(line)
 
 
 def _is_array(text: str, complete: bool) -> bool:

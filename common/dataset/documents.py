@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, texts_of
 from common.dataset.corpus import CorpusFormat
-from common.dataset.encodings import advice
+from common.dataset.encodings import advice, require_no_nul
 from common.dataset.limits import check_words
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
@@ -20,14 +20,19 @@ _SPACES_ONLY = re.compile(rb"\n[ \t\r\f\v]+\n")
 class Documents:
     """Documents of a block under one key.
 
-    texts: those with more than white space, in order. places: their numbers among all documents of
-    the block. empty: number of the others. size: bytes of text.
+    texts: their texts in order. Of plain text, those with more than white space; of other formats
+    all, as in Megatron's preprocess_data.py. places: their numbers among all pieces of the block.
+    blank: number of the pieces of plain text that were left out. size: bytes of text.
     """
 
     texts: list[str]
     places: list[int]
-    empty: int
+    blank: int
     size: int
+
+    def written(self) -> list[str]:
+        """Return the texts with more than white space."""
+        return [text for text in self.texts if text and not text.isspace()]
 
 
 def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
@@ -67,14 +72,9 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
         pieces = [part.strip("\n") for part in text.split("\n\n")]
     if rule is DocumentRule.BLANK_LINE:  # two borders with nothing between them make no document
         pieces = [piece for piece in pieces if piece and not piece.isspace()]
-    texts, places = _kept(pieces)
-    return Documents(texts=texts, places=places, empty=len(pieces) - len(texts), size=len(data))
-
-
-def _kept(texts: list[str]) -> tuple[list[str], list[int]]:
-    """Return the texts with more than white space, and their places."""
-    places = [place for place, text in enumerate(texts) if text and not text.isspace()]
-    return texts if len(places) == len(texts) else [texts[place] for place in places], places
+    places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
+    texts = [pieces[place] for place in places]
+    return Documents(texts=texts, places=places, blank=len(pieces) - len(texts), size=len(data))
 
 
 def _place(block: Block, word: str) -> str:
@@ -84,15 +84,16 @@ def _place(block: Block, word: str) -> str:
 
 
 def _from_strings(texts: list[str]) -> Documents:
-    kept, places = _kept(texts)
     try:
-        size = len("".join(kept).encode())
+        size = len("".join(texts).encode())
     except UnicodeEncodeError:
         # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place,
         # as a decoder would do.
-        kept = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in kept]
-        size = len("".join(kept).encode())
-    return Documents(texts=kept, places=places, empty=len(texts) - len(kept), size=size)
+        texts = [
+            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
+        ]
+        size = len("".join(texts).encode())
+    return Documents(texts=texts, places=list(range(len(texts))), blank=0, size=size)
 
 
 def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -105,6 +106,11 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
             item = parse_json_line(line)
         except MalformedError as error:
             where = f"{block.path}: line {number}, column {error.column or 1}"
+            if line.startswith("\ufeff"):
+                raise DataError(
+                    f"{where}: a byte order mark (U+FEFF) begins this line, as where files were"
+                    " joined; remove the marks: sed 's/^\\xEF\\xBB\\xBF//'"
+                ) from None
             raise DataError(
                 f"{where}: {error.problem}; expected one JSON object per line, fix or remove it"
             ) from None
@@ -113,6 +119,7 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
 
 
 def _decode(block: Block, data: bytes) -> str:
+    require_no_nul(data, f"{block.path}: the text from line {block.first_line}")
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -43,10 +43,11 @@ class EncodingRules:
 class EncodedBlock:
     """Tokens of a block under one key.
 
-    tokens: (sum of sizes,). sizes: (sequences,) tokens of each. documents: (documents,) sequences
-    of each.
-    empty, short: documents skipped. text_bytes: bytes of text read. read_bytes: bytes taken from
-    disk.
+    tokens: (sum of sizes,). sizes: (sequences,) tokens of each, at least 1. documents: (documents,)
+    sequences of each; 0 for a text without a token, as in Megatron's preprocess_data.py.
+    empty: number of those, and of blank pieces of plain text, which are not counted as documents.
+    short: documents skipped; short_bytes: their text. text_bytes: bytes of text read. read_bytes:
+    bytes taken from disk.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -54,6 +55,7 @@ class EncodedBlock:
     documents: npt.NDArray[np.int64]
     empty: int
     short: int
+    short_bytes: int
     text_bytes: int
     read_bytes: int
 
@@ -76,26 +78,34 @@ def _encode(
     documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int
 ) -> EncodedBlock:
     texts, places = documents.texts, documents.places
+    short_bytes = 0
     if rules.min_length:
         texts, places = _long_ones(documents, rules.min_length, tokenizer.framing)
+        all_bytes = len("".join(documents.texts).encode())
+        short_bytes = all_bytes - len("".join(texts).encode())
     short = len(documents.texts) - len(texts)
     counts = np.ones(len(texts), dtype=np.int64)
     if rules.sentences:
         texts, counts = _sentences_of(texts, rules.keep_newlines)
     packed = encode_documents(tokenizer, texts)
     ids, sizes = packed.ids, packed.lengths
-    if rules.frame and len(counts):
-        ids, sizes = _frame(ids, sizes, counts, tokenizer.framing)
+    if not sizes.all():
+        held = np.concatenate([[0], np.cumsum(sizes > 0)])[np.cumsum(counts)]
+        sizes, counts = sizes[sizes > 0], np.diff(held, prepend=0)
+    if rules.frame and len(sizes):
+        ids, sizes = _frame(ids, sizes, counts[counts > 0], tokenizer.framing)
+    empty = documents.blank + int(np.count_nonzero(counts == 0))
     if rules.count_dropped:
-        every = np.zeros(len(documents.texts) + documents.empty, dtype=np.int64)
+        every = np.zeros(len(documents.texts) + documents.blank, dtype=np.int64)
         every[places] = counts
         counts = every
     return EncodedBlock(
         tokens=ids,
         sizes=sizes,
         documents=counts,
-        empty=documents.empty,
+        empty=empty,
         short=short,
+        short_bytes=short_bytes,
         text_bytes=documents.size,
         read_bytes=read_bytes,
     )
@@ -112,6 +122,7 @@ def _of_ids(block: Block, tokenizer: Tokenizer) -> EncodedBlock:
         documents=np.ones(len(sizes), dtype=np.int64),
         empty=0,
         short=0,
+        short_bytes=0,
         text_bytes=len(block.data),
         read_bytes=block.read_bytes,
     )

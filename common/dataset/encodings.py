@@ -27,7 +27,12 @@ def checked_encoding(name: str) -> str:
 
 
 def advice(data: bytes) -> str:
-    """Return how to read bytes that are not UTF-8."""
+    """Return how to read bytes that are not text in UTF-8."""
+    if order := utf16_order(data):
+        return (
+            f"the file looks like UTF-16 without its mark: add --encoding {order}, or convert it:"
+            f" iconv -f {order.upper()} -t UTF-8"
+        )
     if is_gbk(data):
         return (
             "the file looks like GBK: add --encoding gbk, or convert it, for example: iconv -f"
@@ -38,13 +43,47 @@ def advice(data: bytes) -> str:
 
 def is_gbk(data: bytes) -> bool:
     """Return whether bytes that are not UTF-8 are Chinese in GBK. The end may be cut."""
-    try:
-        text = codecs.getincrementaldecoder(_GBK)().decode(data[:_HEAD])
-    except UnicodeDecodeError:
-        return False
-    beyond = [char for char in text if char > "\x7f"]
+    beyond = [char for char in _decoded(data[:_HEAD], _GBK) if char > "\x7f"]
     chinese = sum("\u4e00" <= char <= "\u9fff" or "\u3000" <= char <= "\u303f" for char in beyond)
     return 2 * chinese > len(beyond)
+
+
+def utf16_order(data: bytes) -> str | None:
+    """Return the codec of text in UTF-16 without a mark, None for other bytes. The end may be cut.
+
+    Such text has line ends, spaces or Chinese marks, and no U+0000. UTF-8 with a few NUL bytes can
+    pass for it; UTF-16 that is valid UTF-8 too is ASCII, and half of its bytes are NUL.
+    """
+    data = data[:_HEAD]
+    if _decoded(data, "utf-8") and 4 * data.count(0) < len(data):
+        return None
+    found: dict[str, int] = {}
+    for order in ("utf-16-le", "utf-16-be"):
+        text = _decoded(data, order)
+        found[order] = 0 if "\0" in text else sum(map(text.count, "\n ，。"))
+    best = max(found, key=found.__getitem__)
+    return best if found[best] else None
+
+
+def require_no_nul(data: bytes, where: str) -> None:
+    """Raise DataError for a NUL byte in the bytes of a text. where: the place of ``data``."""
+    if b"\0" not in data:
+        return
+    remedy = (
+        advice(data)
+        if utf16_order(data)
+        else "the file is binary, or was not written whole: copy it again, or remove them: tr -d"
+        " '\\000'"
+    )
+    raise DataError(f"{where} holds NUL bytes (0x00), {data.count(0)} of {len(data)}; {remedy}")
+
+
+def _decoded(data: bytes, codec: str) -> str:
+    """Return the text of bytes whose end may be cut, empty unless they are of this encoding."""
+    try:
+        return codecs.getincrementaldecoder(codec)().decode(data)
+    except UnicodeDecodeError:
+        return ""
 
 
 class Recoded:

@@ -122,11 +122,12 @@ class FleetXDataset(TokenFiles):
     def _require_lens(self, lens: npt.NDArray[Any]) -> None:
         if not len(lens):
             raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
-        if int(lens.min()) < 0:
-            at = int(np.argmax(lens < 0))
+        most = len(self.tokens)
+        if int(lens.min()) < 0 or int(lens.max()) > most:
+            at = int(np.argmax((lens < 0) | (lens > most)))
             raise DataError(
-                f"{self._index_path}: lens[{at}] is {int(lens[at])}, expected 0 or more; the file"
-                " is corrupt, preprocess again"
+                f"{self._index_path}: lens[{at}] is {int(lens[at])}, expected 0 to the {most}"
+                f" tokens of {self._ids_path.name}; the file is corrupt, preprocess again"
             )
 
     def _require_documents(self, documents: npt.NDArray[Any], sentences: int) -> npt.NDArray[Any]:
@@ -134,7 +135,7 @@ class FleetXDataset(TokenFiles):
             len(documents) < 2
             or int(documents[0])
             or int(documents[-1]) != sentences
-            or (np.diff(documents) < 0).any()
+            or (documents[1:] < documents[:-1]).any()
         ):
             raise DataError(
                 f"{self._index_path}: docs must rise from 0 to the {sentences} entries of lens,"

@@ -27,15 +27,19 @@ def gather_windows(
     """Fill ``out``, (n, seq_length + 1), with the tokens of ``windows``, (n,) window numbers of the
     epoch.
 
-    stride: the epoch's, below seq_length. None: seq_length.
+    stride: the epoch's, below seq_length. None: seq_length. Raises OverflowError for a token beyond
+    32 bits.
     """
     width = seq_length + 1
     step = max(1, _ROUND // width)
     for start in range(0, len(windows), step):
         part = windows[start : start + step]
-        out[start : start + step] = tokens[_positions(index, part, seq_length, stride)].reshape(
-            len(part), width
-        )
+        found = tokens[_positions(index, part, seq_length, stride)]
+        if not np.can_cast(found.dtype, np.int32):
+            for token in (int(found.min()), int(found.max())):
+                if not -(2**31) <= token < 2**31:
+                    raise OverflowError(f"token id {token}")
+        out[start : start + step] = found.reshape(len(part), width)
 
 
 def _positions(

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, reading, temporary_folder
+from common.whole_numbers import MOST_DIGITS
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"tokenized_train_(\d+)\.txt")
@@ -52,16 +53,17 @@ def parse_ids(
     DataError for anything but an id.
     """
     words = data.split()
-    try:
-        ids = np.array(words, dtype=np.bytes_).astype(np.int64) if words else np.zeros(0, np.int64)
-    except (ValueError, OverflowError):
+    # numpy takes signs and underscores too
+    strange = data.translate(None, b"0123456789 \t\n\r\f\v")
+    if strange or max(map(len, words), default=0) > MOST_DIGITS:
         wrong = next(word for word in words if not re.fullmatch(rb"\d{1,18}", word))
         place = offset + data.find(wrong)
         raise DataError(
             f"{where}: byte {place}: found {wrong[:20].decode(errors='replace')!r}, expected ids"
             " separated by spaces; leave --input-format out for text"
-        ) from None
-    beyond = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        )
+    ids = np.array(words, dtype=np.bytes_).astype(np.int64) if words else np.zeros(0, np.int64)
+    beyond = np.flatnonzero(ids >= vocab_size)
     if beyond.size:
         raise DataError(
             f"{where}: id {ids[beyond[0]]} (number {beyond[0] + 1} from byte {offset}) is beyond"

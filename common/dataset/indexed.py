@@ -140,14 +140,14 @@ class IndexedDataset(TokenFiles):
 
     def _check_sequences(self) -> None:
         """Check that sizes, pointers and the length of the .bin agree."""
-        total = 0
+        total, most = 0, 2**31 - 1  # tokens of a sequence: the present format has 32 bits for them
         for start in range(0, len(self.sizes), CHUNK):
             sizes = self.sizes[start : start + CHUNK].astype(np.int64)
-            if int(sizes.min()) < 0:
-                at = start + int(np.argmax(sizes < 0))
+            if int(sizes.min()) < 0 or int(sizes.max()) > most:
+                at = start + int(np.argmax((sizes < 0) | (sizes > most)))
                 raise DataError(
-                    f"{self.idx_path}: sequence {at} has the size {int(self.sizes[at])}; the file"
-                    " is corrupt, preprocess again"
+                    f"{self.idx_path}: sequence {at} has the size {int(self.sizes[at])}, expected 0"
+                    f" to {most}; the file is corrupt, preprocess again"
                 )
             ends = np.cumsum(sizes) + total
             expected = (ends - sizes) * self.dtype.itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,7 +47,7 @@ _SHAPING = ("tokenizer", "vocab_size", "tokenizer_sha256", "eod_id")
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One pair. An empty shard has no ``data``."""
+    """One pair. A shard without a token has no ``data``, and may have empty documents."""
 
     prefix: Path
     metadata: Metadata | None
@@ -55,6 +56,13 @@ class _Part:
     @property
     def bytes(self) -> int:
         return 0 if self.data is None else len(self.data.tokens) * self.data.dtype.itemsize
+
+    @property
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """Return the number of sequences of this pair up to the end of each document."""
+        if self.data is not None:
+            return self.data.document_index[1:]
+        return np.zeros(self.metadata.documents if self.metadata else 0, np.int64)
 
 
 def merge_datasets(
@@ -83,7 +91,7 @@ def merge_datasets(
         raise DataError(f"{parts[0].prefix}: no pair has a document; check the corpus")
     partial = with_extension(output, _PARTIAL)
     _copy(full, partial, with_extension(output, _JOURNAL), on_progress)
-    _publish(full, output, partial)
+    _publish(parts, output, partial)
     metadata = _joined(parts)
     if metadata is not None:
         write_metadata(with_extension(output, METADATA_EXTENSION), metadata)
@@ -125,7 +133,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
     numbers: dict[int, _Part] = {}
     counts = {str(name).partition("/")[2] for name in named}
     for part, name in zip(parts, named, strict=True):
-        if name is None or len(counts) > 1:
+        if name is None or len(counts) > 1 or not re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", str(name)):
             raise DataError(
                 f"{part.prefix}: is {f'shard {name}' if name else 'not a shard'}, but others are of"
                 " another division; merge the shards of one run of --shard by themselves"
@@ -226,13 +234,14 @@ def _publish(parts: Sequence[_Part], output: Path, partial: Path) -> None:
     os.replace(partial, with_extension(output, ".bin"))
     fsync_folder(output.parent)
     with atomic_write(with_extension(output, ".idx")) as file:
-        _write_index([part.data for part in parts if part.data is not None], file)
+        _write_index(parts, file)
 
 
-def _write_index(data: Sequence[IndexedDataset], file: IO[bytes]) -> None:
+def _write_index(parts: Sequence[_Part], file: IO[bytes]) -> None:
+    data = [part.data for part in parts if part.data is not None]
     dtype = data[0].dtype
     sequences = sum(map(len, data))
-    documents = sum(each.document_count for each in data)
+    documents = sum(len(part.document_ends) for part in parts)
     file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
     for each in data:
         _write(file, each.sizes, "<i4", 0)
@@ -242,9 +251,9 @@ def _write_index(data: Sequence[IndexedDataset], file: IO[bytes]) -> None:
         before += len(each.tokens) * dtype.itemsize
     file.write(np.zeros(1, "<i8").tobytes())
     before = 0
-    for each in data:
-        _write(file, each.document_index[1:], "<i8", before)
-        before += len(each)
+    for part in parts:
+        _write(file, part.document_ends, "<i8", before)
+        before += 0 if part.data is None else len(part.data)
 
 
 def _write(file: IO[bytes], numbers: npt.NDArray[Any], dtype: str, before: int) -> None:

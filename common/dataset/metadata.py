@@ -37,7 +37,8 @@ class Metadata:
 
     tokenizer: its kind. tokenizer_sha256: digest of its vocabulary. eod_id: None if no
     end-of-document token was appended.
-    documents, sequences, tokens: counts in the pair. empty_documents: number of documents skipped.
+    documents, sequences, tokens: counts in the pair. empty_documents: texts without a
+    token.
     options: the settings that shaped the content. The number of workers never does.
     """
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from common.config.split import check_weights
 from common.dataset.epoch_index import ORDER_VERSION, permutation
 from common.dataset.fleetx import find_fleetx
 from common.dataset.indexed import strip_extension
@@ -27,7 +28,7 @@ from common.dataset.mindrecord_file import (
     read_header,
 )
 from common.dataset.samples import EmptySplitError
-from common.dataset.split import SPLITS, Split, check_weights, document_range
+from common.dataset.split import SPLITS, Split, document_range
 from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import reading

@@ -249,10 +249,10 @@ class MindRecordFile:
                 ]
                 cursor = connection.execute(query)
                 while count <= rows and (chunk := cursor.fetchmany(_CHUNK)):
-                    kept = chunk[: rows - count]
-                    places[count : count + len(kept)] = np.array(kept, dtype=np.int64).reshape(
-                        -1, 3
-                    )
+                    part = np.array(chunk[: rows - count]).reshape(-1, 3)
+                    if len(part) and part.dtype != np.int64:  # SQLite keeps any type
+                        raise ValueError("INDEXES holds places that are not whole numbers")
+                    places[count : count + len(part)] = part
                     count += len(chunk)
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             raise DataError(

@@ -41,6 +41,8 @@ from common.files import refuse_to_overwrite
 from common.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_MUCH = 1 / 3
+"""Share of a text beyond which leaving it out for its length is warned of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +114,15 @@ class PreprocessOptions:
 class Progress:
     """Counts so far, summed over the keys.
 
-    empty, short: documents left out. read_bytes: bytes of total_bytes that were taken from disk.
-    seconds: time since the start.
+    empty: texts without a token: empty documents, and blank pieces of plain text, which are not
+    counted as documents. short: documents left out; short_bytes: their part of text_bytes.
+    read_bytes: bytes of total_bytes that were taken from disk. seconds: time since the start.
     """
 
     documents: int = 0
     empty: int = 0
     short: int = 0
+    short_bytes: int = 0
     tokens: int = 0
     text_bytes: int = 0
     read_bytes: int = 0
@@ -128,6 +132,17 @@ class Progress:
     def rates(self) -> str:
         seconds = max(self.seconds, 1e-9)
         return f"{self.documents / seconds:.0f} docs/s, {self.text_bytes / seconds / 1e6:.2f} MB/s"
+
+    @property
+    def short_share(self) -> float:
+        """Return the part of the text that was left out for its length, 0 to 1."""
+        return self.short_bytes / max(self.text_bytes, 1)
+
+    def left_out(self) -> str:
+        """Return the texts that gave no tokens in words, empty without such texts."""
+        empty = f", {self.empty} empty or blank (no token)" if self.empty else ""
+        share = f" ({100 * self.short_share:.0f} % of the text)"
+        return empty + (f", {self.short} short ones left out{share}" if self.short else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +228,7 @@ def preprocess(
                 documents=sum(writer.document_count for writer in writers),
                 empty=sum(empty),
                 short=sum(short),
+                short_bytes=progress.short_bytes + sum(part.short_bytes for part in encoded),
                 tokens=sum(writer.token_count for writer in writers),
                 text_bytes=progress.text_bytes + sum(part.text_bytes for part in encoded),
                 read_bytes=progress.read_bytes + encoded[0].read_bytes,
@@ -220,7 +236,7 @@ def preprocess(
             )
             on_progress(progress)
         for n, writer in enumerate(writers):
-            if writer.document_count == 0 and options.shard is None:
+            if writer.token_count == 0 and options.shard is None:
                 names = ", ".join(str(path) for path in options.inputs)
                 if short[n]:
                     raise DataError(
@@ -231,6 +247,18 @@ def preprocess(
                     f"{names}: all {empty[n]} documents under {keys[n]!r} are empty, nothing to"
                     " write; check the input and --json-keys"
                 )
+    if progress.short_share > _MUCH:
+        remedy = (
+            "lines or paragraphs were documents of their own; add --documents file to keep each"
+            " file whole"
+            if any(corpus.format is CorpusFormat.TEXT for corpus in corpora)
+            and options.documents is not DocumentRule.FILE
+            else "lower it to keep more"
+        )
+        _log.warning(
+            "--min-length %d left out %.0f %% of the text: %s",
+            *(options.min_length, 100 * progress.short_share, remedy),
+        )
     for n, writer in enumerate(writers):
         write_metadata(
             with_extension(writer.prefix, METADATA_EXTENSION),

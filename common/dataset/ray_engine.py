@@ -194,6 +194,7 @@ def _sum(results: list[PreprocessResult], shards: int, started: float) -> Progre
         documents=sum(each.documents for each in found),
         empty=sum(each.empty for each in found),
         short=sum(each.short for each in found),
+        short_bytes=sum(each.short_bytes for each in found),
         tokens=sum(each.tokens for each in found),
         text_bytes=sum(each.text_bytes for each in found),
         read_bytes=total * len(found) // shards,

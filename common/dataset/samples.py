@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.config.split import check_weights
 from common.dataset.epoch_index import (
     ORDER_VERSION,
     EpochIndex,
@@ -25,7 +26,7 @@ from common.dataset.epoch_index import (
 from common.dataset.gather import gather_windows
 from common.dataset.index_cache import cached_epoch
 from common.dataset.indexed import IndexedDataset
-from common.dataset.split import SPLITS, Split, check_weights, document_range
+from common.dataset.split import SPLITS, Split, document_range
 from common.dataset.token_files import TokenFiles, with_extension
 from common.errors import DataError
 
@@ -136,7 +137,13 @@ class GPTDataset:
             whole = len(mine) == len(ids)
             rows = out if whole else np.empty((len(mine), self.seq_length + 1), dtype=np.int32)
             index = self._epoch(int(epoch))
-            gather_windows(self.data.tokens, index, windows, self.seq_length, rows, self.stride)
+            try:
+                gather_windows(self.data.tokens, index, windows, self.seq_length, rows, self.stride)
+            except OverflowError as error:
+                raise DataError(
+                    f"{self.data.prefix}: holds the {error}, which no vocabulary has; preprocess"
+                    " again with the tokenizer of this model"
+                ) from None
             if not whole:
                 out[mine] = rows
         return out

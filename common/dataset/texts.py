@@ -19,7 +19,7 @@ def read_texts(
     rule: DocumentRule = DocumentRule.BLANK_LINE,
     on_bytes: Callable[[int], object] = lambda read: None,
 ) -> Iterator[str]:
-    """Yield the documents of each file in turn, read in blocks of a few MB.
+    """Yield the documents of each file in turn, read in blocks of a few MB; none of white space.
 
     on_bytes: called with the number of bytes that each block took from disk.
     Raises DataError with the line and column of an error, and if there is no text at all.
@@ -30,8 +30,9 @@ def read_texts(
         names = ("text",) if corpus.format is CorpusFormat.TEXT else keys
         for block in read_blocks(corpus, rule, names):
             for documents in documents_of(block, names):
-                found = found or bool(documents.texts)
-                yield from documents.texts
+                texts = documents.written()
+                found = found or bool(texts)
+                yield from texts
             on_bytes(block.read_bytes)
     if not found:
         raise DataError(f"{', '.join(map(str, files))}: no text; give a corpus")

@@ -50,7 +50,7 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
         corpus = open_corpus(path)
         for block in read_blocks(corpus, DocumentRule.FILE, ("text",)):
             for documents in documents_of(block, ("text",)):
-                texts += documents.texts
+                texts += documents.written()
     except MissingKeyError as error:
         raise DataError(
             f"evaluation.file={error.problem}; evaluation reads the field text, rename yours"

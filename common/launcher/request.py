@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,8 @@ def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any)
     config = _file(words[0], "config_path")
     device = whole_number(words[1], most_digits=9)
     if device is None:
-        raise ConfigError(f"device_id={shortened(words[1])} is not a number")
+        problem = "is too large" if re.fullmatch("[0-9]+", words[1]) else "is not a number"
+        raise ConfigError(f"device_id={shortened(words[1])} {problem}")
     overrides = (f"context.device_id={device}", *words[3:])
     return LaunchRequest(
         config=config,

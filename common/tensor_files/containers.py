@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckpointError
+from common.file_kinds import HEAD_BYTES, foreign_kind
 from common.structured_files import read_json_mapping
 from common.tensor_files.arrays import Bytes, TensorFile, map_file
 from common.tensor_files.mindspore_ckpt import read_mindspore
@@ -83,12 +84,16 @@ def _read(path: Path) -> TensorFile:
 
 
 def _container_of(path: Path, content: Bytes) -> _Container:
-    head = content[:16].tobytes()
+    head = content[:HEAD_BYTES].tobytes()
     if head.startswith((ZIP_MAGIC, OLD_MAGIC)):
         return _TORCH
+    is_safetensors = head[8:9] == b"{"
+    # the length that safetensors begin with may look like any mark
+    if not is_safetensors and (foreign := foreign_kind(head)) is not None:
+        raise CheckpointError(f"{path}: {foreign}")
     if found := [container for container in _CONTAINERS if path.suffix in container.endings]:
         return found[0]
-    if head[8:9] == b"{":
+    if is_safetensors:
         return _SAFETENSORS
     raise CheckpointError(
         f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"

@@ -67,7 +67,7 @@ def test_the_commands_do_what_their_yaml_does(
     yaml = run("train.py", [*TRAIN.split(), "--show_config"], capsys)
     assert not Path("ids").exists() and not Path("model").exists()
     out = run("train.py", TRAIN.split(), capsys)
-    assert "train.json: 8 documents, 320 tokens; 0 empty and 1 short ones left out" in out
+    assert "train.json: 8 documents, 320 tokens, 1 short ones left out (0 % of the text)" in out
     assert "the flags became model/train.yaml" in out
     assert Path("model/train.yaml").read_text() == yaml
     found = re.findall(r"now time: \d+:\d+\. Step (\d+) of piece 0 of epoch (\d+), loss", out)
@@ -172,10 +172,14 @@ def test_train_single_has_no_frame_and_data_are_made_once(
     before = {path: path.stat().st_mtime_ns for path in Path("ids").iterdir()}
     run("train_single.py", words, capsys)
     assert {path: path.stat().st_mtime_ns for path in Path("ids").iterdir()} == before
-    (folder / "train.json").write_text(json.dumps([POEM]))
+    # GPT2-Chinese's data file since 2021: a JSON string on each line
+    (folder / "train.json").write_text(json.dumps(POEM) + "\n")
     run("train_single.py", [*words, "output_dir=other"], capsys)
     ids = " ".join(Path(f"ids/tokenized_train_{i}.txt").read_text() for i in range(3)).split()
     assert len(ids) == 38
+
+
+RAW = ["--raw", "--raw_data_path", "train.json"]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +187,9 @@ def test_train_single_has_no_frame_and_data_are_made_once(
     [
         ("train.py", ["--tokenized_data_path", "none/"], "none: no tokenized_train_0.txt"),
         ("train.py", ["--raw", "--raw_data_path", "no.json"], "no.json"),
+        ("train.py", ["--raw", "--raw_data_path", "vocab.txt"], "vocab.txt: is text, expected a"),
+        ("train.py", [*RAW, "--num_pieces", "3.5"], "--num_pieces=3.5: expected a whole number"),
+        ("train.py", [*RAW, "--min_length", "-1"], "--min_length=-1: expected a whole number of 0"),
         ("train.py", ["--tokenizer_path", "no.txt", "--raw"], "no.txt: does not exist"),
         ("eval.py", [], "--pretrained_model is not given"),
         ("generate.py", ["--model_path", "nowhere"], "nowhere"),
@@ -196,7 +203,7 @@ def test_bad_input_is_one_message(
     assert run_command(run_gpt2.main, program, [*own, *words, "device=cpu"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
-    assert not Path("none").exists()
+    assert not Path("none").exists() and not Path("data").exists()
 
 
 def _words(file: str, mode: str, *overrides: str) -> list[str]:

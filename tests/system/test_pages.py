@@ -81,6 +81,7 @@ def give_chinese(folder: Path, data: Path) -> None:
     for name, texts in (("train", novel[:6]), ("eval", novel[6:])):
         target = folder / "data" / f"{name}.json"
         target.write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
+    (folder / "data" / "novel.txt").write_text("\n\n".join(novel), encoding="utf-8")
     (folder / "titles.txt").write_text("她\n", encoding="utf-8")
 
 

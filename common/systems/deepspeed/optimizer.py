@@ -18,6 +18,7 @@ from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import Checkpoint
 from common.systems.deepspeed.names import short_name
 from common.systems.deepspeed.partitions import Shapes, cut, own_parameters
+from common.systems.dialect import whole
 from common.systems.rank_parts import name_in_order
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.torch_pickle import Foreign
@@ -149,7 +150,7 @@ def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> in
     group = base["param_groups"][0] if isinstance(base, dict) else {}
     places = [*(records[:1]), group, {"step": state.get("base_optimizer_state_step")}]
     found = next((place["step"] for place in places if place.get("step") is not None), None)
-    return int(found.read().reshape(-1)[0]) if isinstance(found, FileTensor) else found
+    return whole(found.read().reshape(-1)[0].item()) if isinstance(found, FileTensor) else found
 
 
 def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:

@@ -15,6 +15,7 @@ from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import Checkpoint, args_of, find_folder, open_checkpoint
 from common.systems.deepspeed.names import NAME_MAP
 from common.systems.deepspeed.optimizer import Saved, read_optimizers
+from common.systems.dialect import whole
 from common.systems.megatron_args import in_version, model_of_args
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.rank_parts import Ranks, join_ranks, read_joined
@@ -97,14 +98,14 @@ def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
     """Return the state of the run, as far as DeepSpeed's numbers hold it. Raises ConfigError."""
     path, tree = there.first.path, there.first.tree
     try:
-        skipped = int(tree.get("skipped_steps", 0))
+        skipped = whole(tree.get("skipped_steps", 0))
         samples = args_of(there.first).get("consumed_train_samples")
         run = new_run(
             rule_keeping(saved.moments),
             step=step,
-            updates=step - skipped if saved.steps is None else int(saved.steps),
+            updates=step - skipped if saved.steps is None else whole(saved.steps),
             scale=_scale(saved.state),
-            consumed_samples=int(tree.get("global_samples", 0) if samples is None else samples),
+            consumed_samples=whole(tree.get("global_samples", 0) if samples is None else samples),
         )
         run["state"]["skipped_steps"] = skipped
         return checked_run(path, run)
@@ -126,11 +127,11 @@ def _scale(state: Mapping[str, Any]) -> dict[str, Any]:
     value = float(values["cur_scale"])
     if not dynamic:
         return dict(NO_SCALE) if value == 1 else {**NO_SCALE, "mode": "static", "value": value}
-    since = int(values["cur_iter"]) - int(values["last_overflow_iter"]) - 1
-    shift = int(values.get("delayed_shift", 1))
+    since = whole(values["cur_iter"]) - whole(values["last_overflow_iter"]) - 1
+    shift = whole(values.get("delayed_shift", 1))
     return {
         "mode": "dynamic",
         "value": value,
-        "finite_steps": max(0, since) % max(1, int(values["scale_window"])),
-        "overflows": max(0, shift - int(values.get("cur_hysteresis", shift))),
+        "finite_steps": max(0, since) % max(1, whole(values["scale_window"])),
+        "overflows": max(0, shift - whole(values.get("cur_hysteresis", shift))),
     }

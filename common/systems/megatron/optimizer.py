@@ -12,6 +12,7 @@ import numpy as np
 
 from common.config.update_rules import STATE_PARTS, rule_keeping
 from common.errors import ConfigError
+from common.systems.dialect import whole
 from common.systems.megatron.shards import FILE, RankTensors, Shards
 from common.systems.rank_parts import name_in_order
 from common.systems.run_state import NO_SCALE, checked_run, new_run
@@ -63,10 +64,11 @@ def read_optimizer(file: TensorFile) -> SavedState:
         }
         # the step's place in apex, and in torch
         steps = inner["param_groups"][0].get("step", state[ids[0]].get("step") if state else None)
-        whole = [*copies, *(tensor for tensors in moments.values() for tensor in tensors)]
-        if not all(isinstance(tensor, FileTensor) for tensor in whole):
+        stored = [*copies, *(tensor for tensors in moments.values() for tensor in tensors)]
+        if not all(isinstance(tensor, FileTensor) for tensor in stored):
             raise TypeError("no tensors")
-        steps = int(steps.read().reshape(-1)[0]) if isinstance(steps, FileTensor) else steps
+        if isinstance(steps, FileTensor):
+            steps = whole(steps.read().reshape(-1)[0].item())
         return SavedState(
             moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler")
         )
@@ -123,15 +125,15 @@ def _counted(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
         }
         hysteresis = getattr(args, "hysteresis", None) or 2
         scale |= {
-            "finite_steps": int(saved.scaler.get("growth_tracker", 0)),
+            "finite_steps": whole(saved.scaler.get("growth_tracker", 0)),
             "overflows": max(
-                0, hysteresis - int(saved.scaler.get("hysteresis_tracker", hysteresis))
+                0, hysteresis - whole(saved.scaler.get("hysteresis_tracker", hysteresis))
             ),
         }
     return new_run(
         rule_keeping(saved.moments),
         step=step,
-        updates=step if saved.steps is None else int(saved.steps),
+        updates=step if saved.steps is None else whole(saved.steps),
         scale=scale,
-        consumed_samples=int(getattr(args, "consumed_train_samples", None) or 0),
+        consumed_samples=whole(getattr(args, "consumed_train_samples", None) or 0),
     )

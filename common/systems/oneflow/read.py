@@ -13,6 +13,7 @@ from typing import Any
 
 from common.config.update_rules import RuleName, rule_keeping
 from common.errors import CheckpointError
+from common.systems.dialect import whole
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.oneflow.names import MOMENTS, NAME_MAP, SCALE, STEP, SYSTEM, moment_map
 from common.systems.oneflow.snapshot import DATA, read_all
@@ -82,7 +83,7 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
         )
     if run is None and moments and step is not None:
         rule = rule_keeping([part for part in groups if groups[part]])
-        run = _run_of(folder, own, int(step), rule)
+        run = _run_of(folder, own, step, rule)
         notes["position in the data"] = (
             "not in the snapshot: a resumed run reads from the first sample"
         )
@@ -108,11 +109,14 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
 
 
 def _run_of(
-    folder: Path, own: Mapping[str, FileTensor], step: int, optimizer: RuleName
+    folder: Path, own: Mapping[str, FileTensor], step: float, optimizer: RuleName
 ) -> dict[str, Any]:
     value = _number(own, SCALE, "-LossScale")
-    finite = _number(own, SCALE, "-GoodStepCounter") or 0
     scale = dict(NO_SCALE)
+    try:
+        updates, finite = whole(step), whole(_number(own, SCALE, "-GoodStepCounter") or 0)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: its counters: {error}; copy it again") from None
     if value is not None:
-        scale |= {"mode": "dynamic", "value": value, "finite_steps": int(finite)}
-    return checked_run(folder, new_run(optimizer, step=step, updates=step, scale=scale))
+        scale |= {"mode": "dynamic", "value": value, "finite_steps": finite}
+    return checked_run(folder, new_run(optimizer, step=updates, updates=updates, scale=scale))

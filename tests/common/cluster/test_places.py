@@ -29,6 +29,8 @@ def test_the_end_is_exclusive_however_it_is_written(text: str) -> None:
         ("[0,]", "end_device= is not a number"),
         ("[-1,8]", "start_device=-1 is not a number"),
         ("[٣,8]", "start_device=٣ is not a number"),
+        ("[0,100000000000)", "end_device=100000000000 is too large"),
+        ("[0.0,2)", "start_device=0.0 is not a whole number"),
         ("0", "quote it"),
         ("8", "quote it"),
         (",", "quote it"),

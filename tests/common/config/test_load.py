@@ -245,6 +245,23 @@ def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
 def test_split_as_list_or_text(config_file: Path) -> None:
     assert load_config(config_file, ["data.split=[98,1,1]"]).data.split == "98,1,1"
     assert load_config(config_file, ["data.split=98,1,1"]).data.split == "98,1,1"
+    assert load_config(config_file, ["data.split=98/1/1"]).data.split == "98,1,1"
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("98;1;1", "'98;1;1': expected numbers with commas between, for example 949,50,1"),
+        ("[98,1,1,1]", "has 4 weights, expected up to 3"),
+        ("0,0,0", "expected three numbers >= 0, not all 0"),
+        ("[98,true]", "'98,true': expected numbers"),
+        ("1e400,1", "expected three numbers >= 0"),
+    ],
+)
+def test_a_split_is_checked_with_the_config(config_file: Path, split: str, message: str) -> None:
+    """So --show_config and plan refuse it as a run does."""
+    said = error_of(config_file, f"data.split={split}")
+    assert said.startswith("command line: data.split: ") and message in said
 
 
 def test_seed_precisions_are_mappings(config_file: Path) -> None:

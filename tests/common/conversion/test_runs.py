@@ -3,6 +3,7 @@ is read too.
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -263,3 +264,15 @@ def test_every_format_that_holds_a_run_is_tested_here() -> None:
         ),
         "deepspeed",  # read only: tests/common/systems/deepspeed has DeepSpeed's own files
     }
+
+
+@pytest.mark.parametrize(
+    ("system", "counters"),
+    [("mindformers", {"global_step": 2.5}), ("oneflow", {}), ("mindformers", {"step_num": -1.0})],
+)
+def test_half_a_step_is_not_cut_to_a_whole_one(system: str, counters: dict[str, float]) -> None:
+    """Files may hold counts as floats."""
+    run_of = import_module(f"common.systems.{system}.read")._run_of
+    arguments = (counters, "adamw") if system == "mindformers" else (counters, 2.5, "adamw")
+    with pytest.raises(CheckpointError, match="copy it again"):
+        run_of(Path("file"), *arguments)

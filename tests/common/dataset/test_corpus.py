@@ -33,7 +33,11 @@ TEXT, JSONL, ARRAY = CorpusFormat.TEXT, CorpusFormat.JSONL, CorpusFormat.ARRAY
         ("a.json", '{"text": "one"}', JSONL),
         ("a.json", '["broken', ARRAY),
         ("a.jsonl", '{"text": "broken\n', JSONL),
-        ("a.json", "No JSON at all\n", TEXT),
+        ("a.json", '"one"\n\n"two"\n', JSONL),
+        ("a.jsonl", '"one \\u4f60"', JSONL),
+        ("a.txt", '"one"\n"two"\n', JSONL),
+        ("a.txt", '"One," he said.\n"Two."\n', TEXT),
+        ("a.txt", '"A quotation."\n', TEXT),
         ("a.txt", '[{"a": ' + "[" * 200_000, TEXT),
         ("a.txt", '{"a": ' + "9" * 5000 + "}\n", TEXT),
         ("a.jsonl", '{"a": ' + "[" * 200_000 + "\n", JSONL),
@@ -48,7 +52,7 @@ def test_the_format_is_judged_by_content(tmp_path, caplog, name, content, expect
     with caplog.at_level(logging.INFO, "common.dataset.corpus"):
         corpus = open_corpus(path)
     assert (corpus.format, corpus.gzipped) == (expected, zipped)
-    lies = (expected is TEXT) == (name != "a.txt" and name != "a.bin")
+    lies = expected is not TEXT and name in ("a.txt", "a.bin")
     assert [record.levelno for record in caplog.records] == [
         logging.WARNING if lies else logging.INFO
     ]

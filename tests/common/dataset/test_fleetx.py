@@ -187,7 +187,12 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "lens below 0": (
         "_idx.npz",
         _zip(lens=_npy(np.array([14, -1]))),
-        r"lens\[1\] is -1, expected 0 or more",
+        r"lens\[0\] is 14, expected 0 to the 13 tokens",
+    ),
+    "lens beyond": (  # their sum is 13 in 64 bits
+        "_idx.npz",
+        _zip(lens=_npy(np.array([2**64 - 1, 14], np.uint64))),
+        r"lens\[0\] is 18446744073709551615, expected 0 to the 13 tokens",
     ),
     "other sum": (
         "_idx.npz",
@@ -209,6 +214,11 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "docs fall": (
         "_idx.npz",
         _zip(lens=_npy(LENS), docs=_npy(np.array([0, 3, 1, 4]))),
+        "docs must rise from 0 to the 4 entries of lens",
+    ),
+    "docs of unsigned numbers fall": (
+        "_idx.npz",
+        _zip(lens=_npy(LENS), docs=_npy(np.array([0, 3, 1, 4], np.uint64))),
         "docs must rise from 0 to the 4 entries of lens",
     ),
     "docs beyond": (

@@ -103,7 +103,13 @@ def test_pieces_are_read_as_the_documents_that_they_were(
     ("content", "message"),
     [
         ("4 99999 2 ", "id 99999 .number 2 from byte 0. is beyond the"),
-        ("4 -1 2 ", "id -1 "),
+        ("4 -1 2 ", "byte 2: found '-1', expected ids"),
+        ("4 +2 2 ", r"byte 2: found '\+2', expected ids"),
+        ("4 1_0 2 ", "byte 2: found '1_0', expected ids"),
+        ("4 2147483648 2 ", "id 2147483648 .number 2 from byte 0. is beyond the"),
+        ("4 1e300 2", "byte 2: found '1e300', expected ids"),
+        ("4 True 2", "byte 2: found 'True', expected ids"),
+        ("4 " + "9" * 5000, "byte 2: found '99999999999999999999', expected ids"),
         ("4 她 2 ", "byte 2: found '她', expected ids"),
         ("4 1.5 2", "byte 2: found '1.5', expected ids"),
         ("4 99999999999999999999 2", "byte 2: found '99999999999999999999', expected ids"),
@@ -135,7 +141,7 @@ def test_a_missing_piece_and_one_too_many_are_refused(
 def test_only_short_documents_are_refused(tmp_path: Path, vocabulary: TokenizerChoice) -> None:
     source = tmp_path / "train.json"
     source.write_text(json.dumps(TEXTS), encoding="utf-8")
-    with pytest.raises(DataError, match="none of the 6 documents has more than 128 characters"):
+    with pytest.raises(DataError, match="none of the 8 documents has more than 128 characters"):
         run(tmp_path, vocabulary, source, min_length=128)
 
 

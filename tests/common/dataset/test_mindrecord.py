@@ -462,6 +462,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "is not the index of",
     ),
+    "a half in the index": (
+        lambda path: _change_index(
+            path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = PAGE_OFFSET_BLOB + 0.5 WHERE ROW_ID = 3"
+        ),
+        "INDEXES holds places that are not whole numbers",
+    ),
     "numbers of 64 bits": (
         lambda path: _change_index(
             path, f"UPDATE INDEXES SET PAGE_ID_BLOB = {2**62} WHERE ROW_ID = 3"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 
 from common.dataset import IndexedDataset, json_array
 from common.dataset.blocks import DocumentRule
+from common.dataset.fleetx import FleetXDataset
 from common.dataset.limits import check_words
-from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.preprocess import PreprocessOptions, PreprocessResult, preprocess
 from common.dataset.workers import TokenizerChoice
 from common.errors import ConfigError, DataError
 from common.tokenizer import load_tokenizer
@@ -59,8 +61,95 @@ def test_several_keys_give_several_outputs(tmp_path, byte_tokenizer, block_bytes
     title, body = (IndexedDataset(prefix) for prefix in result.prefixes)
     assert title.tokens.tolist() == [65, 256, 66, 256]
     assert body.tokens.tolist() == [97, 97, 256]
-    assert (result.progress.documents, result.progress.empty) == (3, 1)
+    assert (result.progress.documents, result.progress.empty) == (4, 1)
     assert body.metadata().empty_documents == 1
+
+
+ROWS = [
+    *(" ".join(map(str, range(1, count))) for count in range(2, 40)),
+    *(line + "\n" for line in Path(__file__).read_text(encoding="utf-8").split("\n")[:60]),
+    *("", "\n", "  ", "\t\r\n", "\u3000", "", "last"),
+]
+"""Rows as those of Megatron's own test, and more of white space and of nothing."""
+
+
+def megatron_bytes(tmp_path: Path, rows: list[str]) -> tuple[bytes, bytes]:
+    """The pair that megatron-core's builder writes of bytes as tokens, driven as
+    tools/preprocess_data.py of Megatron-LM drives it: a text without a token is a document without
+    a sequence, and has no end-of-document token.
+    """
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for row in rows:
+        ids = [*row.encode(), 256] if row else []
+        builder.add_document(ids, [len(ids)] if ids else [])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    return (tmp_path / "theirs.bin").read_bytes(), (tmp_path / "theirs.idx").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json", "a.parquet", "a.arrow"])
+def test_every_row_is_a_document_as_in_megatron(tmp_path, byte_tokenizer, name) -> None:
+    path = tmp_path / name
+    if name.startswith("a."):
+        lines = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
+    else:
+        lines = "\n".join(map(json.dumps, ROWS))
+    if path.suffix in (".parquet", ".arrow"):
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        table = pa.table({"text": ROWS})
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            parquet.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+    else:
+        path.write_text(json.dumps(ROWS) if name == "array.json" else lines)
+
+    def run(format: str, block_bytes: int) -> PreprocessResult:
+        return preprocess(
+            PreprocessOptions(
+                inputs=(path,), output_prefix=tmp_path / format, tokenizer=byte_tokenizer,
+                format=format, block_bytes=block_bytes,
+            )
+        )  # fmt: skip
+
+    expected = megatron_bytes(tmp_path, ROWS)
+    for block_bytes in (50, 1 << 20):
+        result = run("indexed", block_bytes)
+        (prefix,) = result.prefixes
+        found = [prefix.with_name(f"{prefix.name}{end}").read_bytes() for end in (".bin", ".idx")]
+        assert tuple(found) == expected
+        assert (result.progress.documents, result.progress.empty) == (len(ROWS), 2)
+    of_fleetx = FleetXDataset(run("fleetx", 50).prefixes[0])
+    pair = IndexedDataset(prefix)
+    assert of_fleetx.tokens.tolist() == pair.tokens.tolist()
+    assert of_fleetx.document_offsets().tolist() == pair.document_offsets().tolist()
+
+
+def test_text_left_out_for_its_length_is_told(tmp_path, byte_tokenizer, caplog) -> None:
+    """Two of three paragraphs are short: 80 of 180 bytes."""
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(["a" * 40, "b" * 96, "c" * 40]))
+    options = PreprocessOptions(
+        inputs=(path,), output_prefix=tmp_path / "x", tokenizer=byte_tokenizer, min_length=64
+    )
+    said = {}
+    for rule in (DocumentRule.BLANK_LINE, DocumentRule.FILE):
+        caplog.clear()
+        done = preprocess(replace(options, documents=rule)).progress
+        said[rule] = (done.left_out(), "--min-length 64" in caplog.text)
+    assert said == {
+        DocumentRule.BLANK_LINE: (", 2 short ones left out (44 % of the text)", True),
+        DocumentRule.FILE: ("", False),
+    }
+    preprocess(options)
+    assert "left out 44 % of the text: " in caplog.text and "--documents file" in caplog.text
+    caplog.clear()
+    (tmp_path / "a.txt").write_text("\n\n".join(["a" * 40, "b" * 96, "c" * 90]))
+    preprocess(options)
+    assert "left out" not in caplog.text
 
 
 def test_sentences_belong_to_documents(tmp_path, byte_tokenizer, read_back) -> None:
@@ -78,12 +167,12 @@ def test_sentences_belong_to_documents(tmp_path, byte_tokenizer, read_back) -> N
 
 def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "ab"}\n{"text": " "}\n')
+    path.write_text('{"text": "ab"}\n{"text": ""}\n')
     read_back(path)
     metadata = IndexedDataset(tmp_path / "out_text_document").metadata()
     assert (metadata.tokenizer, metadata.vocab_size, metadata.eod_id) == ("Byte", 257, 256)
     assert (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents) == (
-        1,
+        2,
         1,
         3,
         1,
@@ -153,7 +242,15 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
             ("text",),
             r"line 2, column 3: the key 'text' is missing.*'body'",
         ),
-        ("a.json", '["", " "]', ("text",), "all 2 documents under 'text' are empty"),
+        ("a.json", '["", ""]', ("text",), "all 2 documents under 'text' are empty"),
+        ("a.txt", "ab\n\nc\0d", ("text",), "holds NUL bytes .0x00., 1 of 7; the file is binary"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n\ufeff{"text": "b"}\n',
+            ("text",),
+            r"line 2, column 1: a byte order mark \(U\+FEFF\) begins this line",
+        ),
+        ("a.jsonl", '"a"\n"b" "c"\n', ("text",), "line 2, column 5: Extra data"),
         ("a.json", "[]", ("text",), "all 0 documents"),
         ("a.txt", b"ab\n\nc\xe4d", ("text",), "line 3, column 2: byte 5 is not UTF-8"),
         (
@@ -268,9 +365,9 @@ def test_a_chinese_array_gives_its_chapters(tmp_path, shared_data, gpt2_vocab_fi
 def test_a_corpus_is_never_replaced_by_its_own_output(tmp_path, read_back, output, way) -> None:
     corpus = tmp_path / output
     if way == "itself":
-        corpus.write_text("text")
+        corpus.write_text('"text"')
     else:
-        (tmp_path / "corpus.txt").write_text("text")
+        (tmp_path / "corpus.txt").write_text('"text"')
         (corpus.symlink_to if way == "link" else corpus.hardlink_to)(tmp_path / "corpus.txt")
     there = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
@@ -278,7 +375,7 @@ def test_a_corpus_is_never_replaced_by_its_own_output(tmp_path, read_back, outpu
     ):
         read_back(corpus if way == "itself" else tmp_path / "corpus.txt")
     assert (
-        corpus.read_text() == "text" and sorted(path.name for path in tmp_path.iterdir()) == there
+        corpus.read_text() == '"text"' and sorted(path.name for path in tmp_path.iterdir()) == there
     )
 
 
@@ -330,7 +427,7 @@ def test_a_document_beyond_the_limit_is_refused(
         read_back(path, document_bytes=5000, block_bytes=100)
 
 
-@pytest.mark.parametrize("unit", ["a", "é", "字", "7", "½", "-", "_", "\0", " ", "\u3000"])
+@pytest.mark.parametrize("unit", ["a", "é", "字", "7", "½", "-", "_", "\x01", " ", "\u3000"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
 def test_a_word_without_end_is_refused(tmp_path, monkeypatch, read_back, unit, name) -> None:
     monkeypatch.setattr(check_words, "__defaults__", (1000,))

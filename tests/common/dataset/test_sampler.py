@@ -96,7 +96,10 @@ def test_contradicting_sizes_are_refused(samples, size, rank, batch) -> None:
         )
 
 
-@pytest.mark.parametrize(("dtype", "bad"), [("uint16", 50257), ("int32", -1), ("int32", 70000)])
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [("uint16", 50257), ("int32", -1), ("int32", 70000), ("int64", -1), ("int64", 50257)],
+)
 def test_a_token_beyond_the_vocabulary_is_named(write_pair, dtype, bad) -> None:
     prefix = write_pair([40], dtype=dtype)
     raw = np.fromfile(prefix.with_suffix(".bin"), dtype=dtype)
@@ -113,6 +116,21 @@ def test_a_token_beyond_the_vocabulary_is_named(write_pair, dtype, bad) -> None:
         match=rf"data: holds the token id {bad} \(sample 4, position 1\), but vocab_size is 50257",
     ):
         next(batches)
+
+
+@pytest.mark.parametrize("bad", [2**32 + 5, 2**31, -(2**31) - 1])
+def test_a_token_of_64_bits_is_not_cut_to_32(write_pair, bad) -> None:
+    """2^32 + 5 would become the token 5."""
+    prefix = write_pair([40], dtype="int64")
+    raw = np.fromfile(prefix.with_suffix(".bin"), dtype=np.int64)
+    raw[17] = bad
+    raw.tofile(prefix.with_suffix(".bin"))
+    dataset = GPTDataset(
+        prefix, split="train", split_weights=(1, 0, 0), seq_length=4, seed=1, shuffle=False
+    )
+    assert dataset.read(np.arange(4))[3].tolist() == [12, 13, 14, 15, 16]
+    with pytest.raises(DataError, match=rf"data: holds the token id {bad}, which no vocabulary"):
+        dataset.read(np.array([4]))
 
 
 @pytest.mark.parametrize(

@@ -176,17 +176,23 @@ def test_an_empty_split_says_how_to_fix_it(write_pair) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("949,50,1", (949, 50, 1)), ("1", (1, 0, 0)), ("0.9, 0.1", (0.9, 0.1, 0))],
+    [
+        ("949,50,1", (949, 50, 1)),
+        ("949/50/1", (949, 50, 1)),
+        ("1", (1, 0, 0)),
+        ("0.9, 0.1", (0.9, 0.1, 0)),
+    ],
 )
 def test_parse_split(text, expected) -> None:
     assert parse_split(text) == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1", "1e308,1e308,1e308"]
+    "text",
+    ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1", "1e308,1e308,1e308", "9,5/1", "9;1"],
 )
 def test_bad_splits_are_refused(text) -> None:
-    with pytest.raises(DataError, match="split"):
+    with pytest.raises(DataError, match=r"expected|split"):
         parse_split(text)
 
 

@@ -103,6 +103,16 @@ def test_a_merge_continues_where_it_was_cut_off(tmp_path: Path, options: Preproc
     assert files(tmp_path / "merged") == files(whole)
 
 
+def test_a_shard_of_empty_documents_keeps_them(tmp_path: Path, options: PreprocessOptions) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"text": "{text}"}}\n' for text in ["one"] + 9000 * [""] + ["two"]))
+    options = replace(options, inputs=(path,))
+    whole = preprocess(options).prefixes[0]
+    merge_datasets(shards(options, 8), tmp_path / "merged")
+    assert files(tmp_path / "merged") == files(whole)
+    assert IndexedDataset(whole).document_count == 9002
+
+
 def test_shards_that_do_not_make_a_whole_are_refused(
     tmp_path: Path, options: PreprocessOptions
 ) -> None:
@@ -116,6 +126,12 @@ def test_shards_that_do_not_make_a_whole_are_refused(
     other = preprocess(replace(options, shard=Shard(number=1, count=2))).prefixes[0]
     with pytest.raises(DataError, match="of another division"):
         merge_datasets([*parts, other], tmp_path / "merged")
+    metadata = parts[0].with_name(f"{parts[0].name}.meta.json")
+    there = metadata.read_text()
+    metadata.write_text(there.replace('"3/3"', '"x/3"'))
+    with pytest.raises(DataError, match=r"is shard x/3, but others are of another division"):
+        merge_datasets(parts, tmp_path / "merged")
+    metadata.write_text(there)
     preprocess(replace(options, append_eod=False, shard=Shard(number=2, count=3)))
     with pytest.raises(DataError, match=r"eod_id is (None|256), but (None|256)"):
         merge_datasets(parts, tmp_path / "merged")

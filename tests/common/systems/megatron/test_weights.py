@@ -493,6 +493,8 @@ def test_a_count_of_steps_that_is_not_a_number_is_named(value: float) -> None:
         [1],
         {"scale": FileTensor(name="s", dtype="float32", shape=(0,), segments=())},
         {"growth_tracker": "x"},
+        {"growth_tracker": 2.5},
+        {"hysteresis_tracker": True},
     ],
 )
 def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:

@@ -1,0 +1,216 @@
+"""Files of a kind that a reader does not take: the message says what they are and what to do, for
+corpora, vocabularies, weights and prompts alike.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.conversion.convert import convert
+from common.dataset.corpus import CorpusFormat, open_corpus
+from common.dataset.fleetx import FleetXDataset
+from common.dataset.indexed import IndexedDataset
+from common.dataset.mindrecord_file import MindRecordFile
+from common.dataset.texts import read_texts
+from common.errors import UserError
+from common.generation.prompts import read_prompts
+from common.systems.hugging_face.config import read_config
+from common.tensor_files.containers import open_tensors
+from common.tokenizer import load_tokenizer
+from tools import make_vocab, preprocess_data, train_tokenizer
+
+TEXT = b'{"text": "hello world one"}\n{"text": "hello two"}\n'
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:56f7\nsize 67974813\n"
+ENGLISH, CHINESE = "one\n\ntwo and three\n", "她说：你好，世界。\n\n第二段一个。\n" * 3
+
+
+def packed(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("c.jsonl", TEXT)
+    else:
+        formats = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
+        with tarfile.open(fileobj=buffer, mode="w", format=formats[kind]) as archive:
+            entry = tarfile.TarInfo("c.jsonl")
+            entry.size = len(TEXT)
+            archive.addfile(entry, io.BytesIO(TEXT))
+    return buffer.getvalue()
+
+
+ARCHIVES: dict[str, tuple[bytes, str]] = {
+    "a.jsonl.zst": (
+        b"\x28\xb5\x2f\xfd\x24\x00" + TEXT,
+        "is compressed by zstd; unpack it (unzstd)",
+    ),
+    "a.jsonl.xz": (lzma.compress(TEXT), "is compressed by xz; unpack it (unxz)"),
+    "a.jsonl.bz2": (bz2.compress(TEXT), "is compressed by bzip2; unpack it (bunzip2)"),
+    "a.zip": (packed("zip"), "is a zip archive; unpack it (unzip)"),
+    "a.7z": (b"7z\xbc\xaf\x27\x1c\x00\x04" + bytes(40), "is a 7z archive; unpack it (7z x)"),
+    "a.rar": (b"Rar!\x1a\x07\x01\x00" + bytes(40), "is a rar archive"),
+    "a.tar": (packed("pax"), "is a tar archive; unpack it (tar -xf)"),
+    "gnu.tar": (packed("gnu"), "is a tar archive; unpack it (tar -xf)"),
+    "a.pdf": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\n", "is a PDF; extract its text (pdftotext)"),
+}
+CORPORA: dict[str, tuple[bytes, str]] = {
+    **ARCHIVES,
+    "a.tar.gz": (gzip.compress(packed("pax")), "is a tar archive; unpack it (tar -xf)"),
+    "twice.gz": (gzip.compress(gzip.compress(TEXT)), "is compressed by gzip; unpack it (gunzip)"),
+    "train.json": (POINTER, "is a Git LFS pointer; run git lfs pull"),
+    "train.txt.gz": (gzip.compress(POINTER), "is a Git LFS pointer; run git lfs pull"),
+    "hole.txt": (
+        b"one\n" + bytes(4096) + b"two\n",
+        "holds NUL bytes (0x00), 4096 of 4104; the file is binary, or was not written whole",
+    ),
+    "nul.jsonl": (TEXT.replace(b"two", b"t\0o"), "holds NUL bytes (0x00), 1 of 50; the file"),
+    "le.txt": (ENGLISH.encode("utf-16-le"), "looks like UTF-16 without its mark: add --encoding"
+               " utf-16-le"),
+    "be.txt": (ENGLISH.encode("utf-16-be"), "add --encoding utf-16-be, or convert it: iconv -f"
+               " UTF-16-BE -t UTF-8"),
+    "zh.txt": (CHINESE.encode("utf-16-le"), "add --encoding utf-16-le"),
+    "mark.txt": (ENGLISH.encode("utf-16"), "is UTF-16 (its byte order mark"),
+    "wide.txt": (ENGLISH.encode("utf-32"), "is UTF-32 (its byte order mark is at byte 0), expected"
+                 " UTF-8; add --encoding utf-32"),
+    "text.json": (b"No JSON at all\n", "is neither a JSON array nor JSON Lines, though its name"
+                  " says '.json'; if it is plain text, name it .txt"),
+    "text.jsonl.gz": (gzip.compress(b"1\n2\n"), "though its name says '.jsonl'"),
+}  # fmt: skip
+"""Content of each file, and the words of its message."""
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_corpus_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Each tool ends with 2, one line, and nothing written."""
+    path = tmp_path / name
+    content, message = CORPORA[name]
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        open_corpus(path)
+    assert message in str(caught.value) and str(caught.value).startswith(f"{path}: ")
+    tools: list[tuple[Callable[[list[str]], int], list[str]]] = [
+        (preprocess_data.main, ["--input", name, "--output-prefix", "out/a", "--vocab-file", "v"]),
+        (make_vocab.main, ["--raw_data_path", name, "--vocab_file", "out/v.txt"]),
+        (train_tokenizer.main, ["--input", name, "--output-folder", "out", "--vocab-size", "300"]),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        for main, words in tools:
+            assert main(words) == 2
+            assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {name}: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.zip", "a.tar.gz", "train.json", "hole.txt"])
+def test_no_option_turns_it_into_a_corpus(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(CORPORA[name][0])
+    for encoding in ("utf-8", "iso8859-1"):
+        with pytest.raises(UserError, match=r"; (unpack|run git|the file is binary)"):
+            open_corpus(path, CorpusFormat.TEXT, encoding)
+
+
+def test_plain_text_that_is_named_json_is_read_when_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"No JSON at all\n")
+    assert open_corpus(path, CorpusFormat.TEXT).format is CorpusFormat.TEXT
+
+
+def test_utf16_is_read_as_the_message_says(tmp_path: Path) -> None:
+    for text in (ENGLISH, CHINESE):
+        for order in ("utf-16-le", "utf-16-be"):
+            (tmp_path / "a.txt").write_bytes(text.encode(order))
+            with pytest.raises(UserError, match=f"add --encoding {order}"):
+                open_corpus(tmp_path / "a.txt")
+            found = list(read_texts([tmp_path / "a.txt"], encoding=order))
+            assert found == [part.strip("\n") for part in text.split("\n\n")]
+
+
+def weights(path: Path) -> None:
+    with open_tensors(path):
+        pass
+
+
+def bpe(path: Path) -> None:
+    (path.parent / "merges.txt").touch()
+    load_tokenizer(None, path.parent / "vocab.json", path.parent / "merges.txt")
+
+
+def vocabulary(path: Path) -> None:
+    load_tokenizer(None, path, None)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "vocab.json": bpe,
+    "vocab.txt": vocabulary,
+    "tokenizer.json": vocabulary,
+    "spiece.model": vocabulary,
+    "config.json": read_config,
+    "prompts.jsonl": read_prompts,
+    "model.safetensors": weights,
+    "pytorch_model.bin": weights,
+    "model.pt": weights,
+    "gpt2.ckpt": weights,
+    "model.pdparams": weights,
+    "model.safetensors.index.json": weights,
+}
+TOKEN_FILES: dict[str, Callable[[Path], Any]] = {
+    "tokens.bin": IndexedDataset,
+    "tokens.idx": IndexedDataset,
+    "tokens_ids.npy": lambda path: FleetXDataset(path.with_name("tokens")),
+    "rows.mindrecord": MindRecordFile,
+}
+
+
+@pytest.mark.parametrize("name", [*READERS, *TOKEN_FILES])
+def test_a_pointer_of_git_lfs_says_what_it_is(tmp_path: Path, name: str) -> None:
+    for other in (*TOKEN_FILES, "tokens_idx.npz", "rows.mindrecord.db"):
+        (tmp_path / other).write_bytes(b"x" * 64)
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(UserError) as caught:
+        (READERS | TOKEN_FILES)[name](tmp_path / name)
+    assert caught.value.exit_code == 2
+    assert f"{tmp_path / name}: is a Git LFS pointer; run git lfs pull" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ARCHIVES if kind != "a.zip"])
+@pytest.mark.parametrize("name", READERS)
+def test_an_archive_says_what_it_is(tmp_path: Path, name: str, kind: str) -> None:
+    content, message = ARCHIVES[kind]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        READERS[name](tmp_path / name)
+    assert message in str(caught.value)
+
+
+def test_a_folder_of_pointers_is_not_converted(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 8, "vocab_size": 9}
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    (tmp_path / "a" / "model.safetensors").write_bytes(POINTER)
+    with pytest.raises(UserError, match=r"model\.safetensors: is a Git LFS pointer"):
+        convert(tmp_path / "a", tmp_path / "b", target_format="torch_gpt2")
+    assert not (tmp_path / "b").exists()
+
+
+def test_safetensors_whose_length_looks_like_gzip(tmp_path: Path) -> None:
+    """The first bytes are the length of the header: 0x8b1f is one."""
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(0x8B1F)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\7")
+    assert path.read_bytes().startswith(b"\x1f\x8b")
+    with open_tensors(path) as found:
+        assert found["a"].read().tolist() == [7]
