@@ -22,5 +22,5 @@ transformers 4.57, models/gpt2/configuration_gpt2.py, modeling_gpt2.py and activ
 def other_function(name: str) -> str:
     """Return why any other value of a field of ``FIXED`` is refused."""
     if name == "model_type":
-        return "is another model; the models here are GPT-2"
+        return "this is another model; the models here are GPT-2"
     return f"our model is GPT-2 with {name}={FIXED[name][0]!r} only, so it would compute otherwise"

@@ -212,7 +212,7 @@ def test_model_config_json_is_a_configuration() -> None:
         ({"tie_word_embeddings": False}, "it would compute otherwise"),
         ({"add_cross_attention": True}, "it would compute otherwise"),
         ({"pruned_heads": {"0": [1]}}, r"pruned_heads.0=\[1\]: every block has all its heads"),
-        ({"model_type": "gptj"}, "model_type='gptj': is another model"),
+        ({"model_type": "gptj"}, "model_type='gptj': this is another model"),
     ],
 )
 def test_a_model_config_that_cannot_be_obeyed(
