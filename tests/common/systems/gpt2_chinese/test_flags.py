@@ -240,7 +240,7 @@ def test_fields_that_change_no_function(tmp_path: Path) -> None:
 
 
 def test_the_last_of_two_equal_flags_counts(tmp_path: Path) -> None:
-    """As in argparse, on the command line and in a file; a line of the YAML says so."""
+    """Argparse does so too. The YAML has a line about it."""
     words = ["--epochs", "800", "--lr", "1", "--epochs", "1", "--lr", "1"]
     (tmp_path / "train.sh").write_text(f"python3 train.py {' '.join(words)}\n")
     for opened, place in (
