@@ -97,7 +97,9 @@ def take_model(path: Path, where: str, ours: Translation) -> None:
 
 def take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
     """Take the model from the fields of a model_config.json or config.json."""
-    theirs = Theirs(SYSTEM, fields, {(name,): f"{path}: {name}" for name in fields}, MODEL_DEFAULTS)
+    theirs = Theirs(
+        SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), MODEL_DEFAULTS
+    )
     positions = theirs.peek("n_positions")
     if theirs.is_left_out("n_ctx") and isinstance(positions, int):
         ours.set("model.seq_length", min(positions, MODEL_DEFAULTS["n_ctx"]))
@@ -117,7 +119,8 @@ def take_tokenizer(theirs: Theirs, ours: Translation) -> None:
         ours.set("data.tokenizer.type", kind, theirs.where("bpe_token"), "bpe_token")
         files = {"vocab_file": ("encoder_json", encoder)}
         files |= {} if is_model else {"merge_file": ("vocab_bpe", merges)}
-        note_given(theirs, "tokenizer_path", "--bpe_token takes --encoder_json", ours)
+        for flag in ("tokenizer_path", "segment"):
+            note_given(theirs, flag, "--bpe_token takes --encoder_json", ours)
     else:
         kind = "BertWordLevel" if segment else "BertWordPieceLowerCase"
         ours.set("data.tokenizer.type", kind, theirs.where("segment"), "segment" * bool(segment))
