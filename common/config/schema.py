@@ -415,12 +415,18 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    interval: NonNegative = 0
-    """Steps between validations; 0 validates only at the end."""
+    interval: NonNegative | Literal["never"] = 0
+    """Steps between validations; 0 validates only at the end. With never a run does
+    not validate."""
     max_samples: NonNegative = 0
     """Windows per validation, always the first ones; 0 uses all."""
     micro_batch_size: Count | None = None
     """Windows per device at once; train.micro_batch_size when left out."""
+
+    @property
+    def steps_between(self) -> int:
+        """Return ``interval`` as a number of steps, 0 where no step before the last validates."""
+        return 0 if self.interval == "never" else self.interval
 
 
 PARALLEL_MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")

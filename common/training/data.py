@@ -86,7 +86,10 @@ class TrainingData:
 
     def require_validation(self) -> Iterator[Tokens]:
         if self.validation is None:
-            raise DataError(f"there is nothing to evaluate on: {self.no_validation}")
+            raise DataError(
+                f"there is nothing to evaluate on: {self.no_validation}; give data.validation, or a"
+                " data.split with a validation part"
+            )
         return self.validation()
 
 
@@ -159,16 +162,17 @@ def open_data(
             batch_size_at=config.batch_sizes.at,
             vocab_size=config.model.vocab_size,
         )
-    validation, reason = None, None
-    try:
-        validation = _validation(
-            config,
-            *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)),
-        )
-    except DataError as error:
-        if config.data.validation is not None or config.validation.interval:
-            raise
-        reason = str(error)
+    validation, reason = None, _why_no_validation(config, training=training)
+    if reason is None:
+        try:
+            validation = _validation(
+                config,
+                *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)),
+            )
+        except DataError as error:
+            if config.data.validation is not None:
+                raise
+            reason = str(error)
     data = TrainingData(
         sampler=sampler,
         validation=validation,
@@ -178,6 +182,15 @@ def open_data(
         remarks=tuple(remarks),
     )
     return data, config
+
+
+def _why_no_validation(config: ResolvedRun, *, training: bool) -> str | None:
+    """Return the key that says that there are no validation windows, if one does."""
+    if training and config.validation.interval == "never":
+        return "validation.interval is never"
+    if config.data.validation is None and not parse_split(config.data.split)[1]:
+        return f"data.split is {config.data.split}"
+    return None
 
 
 def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:

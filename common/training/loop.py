@@ -200,7 +200,7 @@ def _save_due(run: Run, saver: Saver, step: int) -> bool:
 
 
 def _validation_due(config: TrainingRun, step: int) -> bool:
-    return _due(config.validation.interval, step) or step == config.train.max_steps
+    return _due(config.validation.steps_between, step) or step == config.train.max_steps
 
 
 def perplexity(loss: float) -> float:

@@ -210,7 +210,7 @@ def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
     """Return the number of steps up to the next one with an event."""
     config = run.config
     intervals = (
-        config.validation.interval,
+        config.validation.steps_between,
         config.checkpoint.interval,
         config.train.exit_interval,
     )

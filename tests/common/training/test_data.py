@@ -220,3 +220,29 @@ def test_a_fault_in_the_data_arrives_as_it_is(corpus_prefix: Path) -> None:
     ):
         for _ in range(50):
             next(batches)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"validation__interval": "never"}, "validation.interval is never"),
+        (
+            {"validation__interval": "never", "data__split": "1,0,0"},
+            "validation.interval is never",
+        ),
+        ({"data__split": "1,0,0", "validation__interval": 1000}, "data.split is 1,0,0"),
+        ({"data__split": "100000,1,0", "validation__interval": 2}, "holds 0 of "),
+    ],
+)
+def test_a_run_without_validation_starts_and_says_why(
+    corpus_prefix: Path, changes: dict[str, Any], reason: str
+) -> None:
+    config = make_config(corpus_prefix, None, vocab_size=1000, **changes)
+    data, _ = open_data(config)
+    assert data.validation is None and data.no_validation is not None
+    assert reason in data.no_validation
+    if "never" in reason and "data__split" not in changes:  # only training reads the key
+        assert list(open_data(config, training=False)[0].require_validation())
+    else:
+        with pytest.raises(DataError, match=r"nothing to evaluate on.*give data\.validation"):
+            open_data(config, training=False)[0].require_validation()
