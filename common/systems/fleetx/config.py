@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.systems.dialect import (
+    Defaults,
     Only,
     Table,
     Theirs,
@@ -36,6 +37,14 @@ _ORDER = "documents and windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _EVAL = "windows of the validation part are read as those of training are"
 
+
+def _clip(norm: float | None) -> float:
+    """Change a limit of the gradient norm; None is no limit."""
+    if norm is not None and not number(norm) > 0:
+        raise ValueError("expected a number above 0; for no clip leave the section grad_clip out")
+    return norm or 0.0
+
+
 TABLE: Table = {
     "Global.device": To("device", one_of(gpu="cuda", npu="npu", cpu="cpu")),
     "Global.seed": To("seed"),
@@ -49,7 +58,7 @@ TABLE: Table = {
     "Engine.accumulate_steps": Without("FleetX sets it to local_batch_size / micro_batch_size, and"
         " so it is here"),
     "Engine.logging_freq": To("logging.interval"),
-    "Engine.eval_freq": To("validation.interval"),
+    "Engine.eval_freq": To("validation.interval", lambda steps: steps if steps > 0 else "never"),
     "Engine.test_iters": Without("the test part is not read; --run_mode eval measures a file"),
     "Engine.save_load.save_epoch": Without("a run does not save at the end of an epoch;"
         " checkpoint.interval is in steps"),
@@ -117,7 +126,7 @@ TABLE: Table = {
     "Optimizer.lr.use_increments": Without("the schedule counts steps"),
     "Optimizer.grad_clip.name": Only(("ClipGradByGlobalNorm",), "the global norm is clipped; use"
         " ClipGradByGlobalNorm"),
-    "Optimizer.grad_clip.clip_norm": To("optimizer.clip_grad"),
+    "Optimizer.grad_clip.clip_norm": To("optimizer.clip_grad", _clip),
     "Optimizer.tensor_fusion": Without(_KERNELS),
     "Optimizer.multi_precision": Only((True,), "the optimizer keeps float32 copies of float16"
         " weights; set True"),
@@ -125,7 +134,8 @@ TABLE: Table = {
     "Inference.*": Without("--run_mode export writes what an inference program reads"),
     "FusedPasses.*": Without(_KERNELS),
     "Generation.top_k": To("predict.top_k"),
-    "Generation.top_p": To("predict.top_p", number),
+    # 0 leaves the most probable token there
+    "Generation.top_p": To("predict.top_p", lambda share: number(share) or 1e-9),
     "Generation.temperature": To("predict.temperature", number),
     "Generation.repetition_penalty": To("predict.repetition_penalty", number),
     "Generation.min_dec_len": To("predict.min_new_tokens"),
@@ -152,15 +162,45 @@ TABLE: Table = {
     "Offline_Eval.logging_freq": Without("progress is shown anyway"),
 }  # fmt: skip
 
-_BY_HAND = (
+BY_HAND = (
     "Global.local_batch_size", "Engine.num_train_epochs", "Engine.eval_iters",
     "Engine.save_load.save_steps", "Engine.save_load.ckpt_dir",
-    "Engine.mix_precision.use_pure_fp16", "Engine.mix_precision.scale_loss", "Model.module",
-    "Model.use_recompute",
+    "Engine.mix_precision.use_pure_fp16", "Engine.mix_precision.enable",
+    "Engine.mix_precision.dtype", "Engine.mix_precision.level", "Engine.mix_precision.scale_loss",
+    "Model.module", "Model.use_recompute",
     "Model.recompute_granularity", "Model.virtual_pp_degree", "Distributed.dp_degree",
     "Distributed.sharding.sharding_degree",
     "Distributed.sharding.sharding_stage", "Profiler.enable", "Profiler.scheduler",
 )  # fmt: skip
+"""Keys that this module reads itself."""
+
+DEFAULTS: Defaults = {
+    # ppfleetx/utils/config.py: process_engine_config, process_dist_config
+    "Engine.max_steps": 500000, "Engine.eval_freq": -1, "Engine.eval_iters": 0,
+    "Engine.logging_freq": 1, "Engine.save_load.output_dir": "./output",
+    "Engine.save_load.save_steps": -1, "Engine.mix_precision.use_pure_fp16": False,
+    "Engine.mix_precision.scale_loss": 32768.0,
+    "Distributed.mp_degree": 1, "Distributed.pp_degree": 1,
+    "Distributed.sharding.sharding_degree": 1, "Distributed.sharding.sharding_stage": 2,
+    # ppfleetx/core/engine/eager_engine.py, of files that say mix_precision.enable
+    "Engine.mix_precision.dtype": "float16", "Engine.mix_precision.level": "O2",
+    # GPTModel in ppfleetx/models/language_model/gpt/dygraph/{single,hybrid}_model.py
+    "Model.num_attention_heads": 12, "Model.hidden_dropout_prob": 0.1,
+    "Model.attention_probs_dropout_prob": 0.1, "Model.max_position_embeddings": 512,
+    "Model.initializer_range": 0.02, "Model.sequence_parallel": False,
+    "Model.recompute_granularity": "full", "Model.virtual_pp_degree": 1,
+    # paddle.optimizer.AdamW; without a section grad_clip, build_optimizer clips nothing
+    "Optimizer.weight_decay": 0.01, "Optimizer.beta1": 0.9, "Optimizer.beta2": 0.999,
+    "Optimizer.epsilon": 1e-8, "Optimizer.grad_clip.clip_norm": None,
+    # GPTForGeneration, where a file has the section
+    "Generation.decode_strategy": "sampling", "Generation.temperature": 1.0,
+    "Generation.top_k": 0, "Generation.top_p": 1.0, "Generation.repetition_penalty": 1.0,
+    "Generation.min_dec_len": 0, "Generation.num_return_sequences": 1,
+    "Generation.num_beams": 1, "Generation.num_beam_groups": 1,
+    "Generation.length_penalty": 0.0, "Generation.early_stopping": False,
+    "Generation.diversity_rate": 0.0,
+}  # fmt: skip
+"""Values of keys that a file leaves out, from release 2.4 and PaddlePaddle 2.4."""
 _MODULES = {"GPTModule": "resume", "GPTGenerationModule": "load", "GPTEvalModule": "load"}
 
 
@@ -168,15 +208,14 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of a whole YAML of FleetX. Raises ConfigError for what cannot be
     obeyed.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
+    theirs, ours = Theirs(SYSTEM, tree, sources, DEFAULTS), Translation()
     ours.set("logging.style", "fleetx")
-    ours.set("output_dir", "output")
     for section in (
         _layout, _batch, _precision, _model, _checkpoint, _profile, quantization.translate
     ):  # fmt: skip
         section(theirs, ours)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, (*TABLE, *_BY_HAND, *quantization.NAMES))
+    require_all_taken(theirs, (*TABLE, *BY_HAND, *quantization.NAMES))
     return ours
 
 

@@ -507,7 +507,10 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         },
         r"a\.yaml:2: .*hidden_size=8, and .* makes it 16 \(.*b\.yaml:1\); keep one",
     ),
-    "not enough": ({"a.yaml": "Global: {seed: 1}\n"}, r"model: required, but in no file"),
+    "not enough": (
+        {"a.yaml": "Global: {seed: 1}\n"},
+        r"model.num_layers: required, but in no file",
+    ),
 }
 
 

@@ -1,0 +1,72 @@
+"""Runs of other systems in a few keys, and the rows of each system's file in ``rows``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.config.load import apply_overrides, build_config, flatten
+from common.config.schema import RunConfig
+from common.systems.dialect import To
+
+ROWS = Path(__file__).parent / "rows"
+"""One file a system. It has DIALECT, the module of the translation; MINIMAL, the keys of its
+smallest run; BESIDE, the keys with which a key acts; WITHOUT_DEFAULT, a reason for each key that
+has no default in the dialect's DEFAULTS; and SENTINELS.
+"""
+
+
+@dataclass(frozen=True)
+class Sentinel:
+    """A value of theirs that is no plain quantity.
+
+    meaning: what it does there, with the source. expected: values of our keys, or a part of the
+    message of a refusal. beside: further keys of theirs.
+    """
+
+    key: str
+    value: Any
+    meaning: str
+    expected: Mapping[str, Any] | str
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+
+def all_rows() -> list[ModuleType]:
+    """Return the files of all systems."""
+    names = sorted(path.stem for path in ROWS.glob("[a-z]*.py"))
+    return [import_module(f"tests.common.systems.rows.{name}") for name in names]
+
+
+def config_of(dialect: ModuleType, leaves: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a file with these dotted keys, or of these flags. Raises
+    ConfigError.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *sections, name = key.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[name] = value
+    ours = dialect.translate(tree, {})
+    apply_overrides(ours.tree, ours.sources, [])
+    dialect.settle(ours)
+    return build_config(ours.tree, ours.sources)
+
+
+def values_of(config: RunConfig) -> dict[str, Any]:
+    """Return the values of a configuration by dotted key."""
+    return dict(flatten(config.model_dump()))
+
+
+def mapped_keys(dialect: ModuleType) -> dict[str, str]:
+    """Return the keys that become one of ours by the table, with the key of ours."""
+    return {
+        key: rule.key
+        for key, rule in dialect.TABLE.items()
+        if isinstance(rule, To) and not key.endswith("*")
+    }

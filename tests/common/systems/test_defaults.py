@@ -1,0 +1,49 @@
+"""What another system takes for a key that a file leaves out is what this project takes for it.
+
+A system's rows are in ``rows``; ``len(DIALECT.DEFAULTS)`` counts its defaults.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from common.systems.dialect import has_rule
+from tests.common.systems.foreign_runs import all_rows, config_of, mapped_keys, values_of
+
+SYSTEMS = pytest.mark.parametrize("rows", all_rows(), ids=lambda rows: rows.__name__[27:])
+
+
+@SYSTEMS
+def test_each_key_that_becomes_ours_has_a_default_or_a_reason(rows: ModuleType) -> None:
+    """Each key of both tables is known of the system, and has one of the two."""
+    dialect = rows.DIALECT
+    keys, defaults = mapped_keys(dialect), dialect.DEFAULTS
+    assert keys.keys() - defaults.keys() - rows.WITHOUT_DEFAULT.keys() == set()
+    assert defaults.keys() & rows.WITHOUT_DEFAULT.keys() == set()
+    by_hand = {
+        key for name in ("BY_HAND", "SWITCHES", "VALUED") for key in getattr(dialect, name, ())
+    }
+    named = defaults.keys() | rows.WITHOUT_DEFAULT.keys()
+    assert {key for key in named if not has_rule(key, dialect.TABLE)} <= by_hand
+    assert all(rows.WITHOUT_DEFAULT.values())
+
+
+@SYSTEMS
+def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: ModuleType) -> None:
+    dialect, different = rows.DIALECT, {}
+    for key, value in dialect.DEFAULTS.items():
+        leaves = {**rows.MINIMAL, **rows.BESIDE.get(key, {})}
+        leaves.pop(key, None)
+        without, given = (
+            values_of(config_of(dialect, each)) for each in (leaves, {**leaves, key: value})
+        )
+        if without != given:
+            names = without.keys() | given.keys()
+            different[key] = {
+                name: (without.get(name), given.get(name))
+                for name in names
+                if without.get(name) != given.get(name)
+            }
+    assert different == {}
