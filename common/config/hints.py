@@ -111,6 +111,20 @@ def schema_keys() -> dict[str, bool]:
     return dict(_keys_of(RunConfig))
 
 
+def schema_defaults() -> dict[str, Any]:
+    """Map every dotted key that has a default, and is no section, to it."""
+    return dict(_defaults_of(RunConfig))
+
+
+def _defaults_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from _defaults_of(section, f"{prefix}{name}.")
+        elif not field.is_required():
+            yield f"{prefix}{name}", field.default
+
+
 def _keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)

@@ -59,6 +59,8 @@ class ResolvedLossScale(LossScaleConfig):
 
 class ResolvedValidation(ValidationConfig):
     micro_batch_size: Count
+    max_batches: None = Field(default=None, exclude=True)
+    """It has become max_samples."""
     follows_training: bool = Field(default=False, exclude=True)
     """Whether micro_batch_size was left out, while that of training is not chosen yet."""
 

@@ -420,6 +420,8 @@ class ValidationConfig(Section):
     not validate."""
     max_samples: NonNegative = 0
     """Windows per validation, always the first ones; 0 uses all."""
+    max_batches: Count | None = None
+    """Windows per validation in global batches, instead of max_samples."""
     micro_batch_size: Count | None = None
     """Windows per device at once; train.micro_batch_size when left out."""
 

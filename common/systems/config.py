@@ -180,6 +180,7 @@ def _finish(
     ours = dialect.translate(tree, sources)
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
+    ours.drop_own_defaults()
     return Opened(build_config(ours.tree, ours.sources), ours, dialect.SYSTEM, origin)
 
 

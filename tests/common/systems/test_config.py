@@ -17,7 +17,7 @@ import yaml
 from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten, load_config
 from common.errors import ConfigError
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, resolve_length, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.dialect import To
@@ -356,9 +356,80 @@ def test_megatrons_growing_batch_is_ours() -> None:
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-4"
     batch = "--micro-batch-size 2 --global-batch-size 12 --rampup-batch-size 4 4 24"
     words = [*model.split(), *batch.split()]
-    train = open_flags("megatron", [*words, "--train-samples", "75"]).config.train
-    assert (train.rampup_batch_size, train.global_batch_size) == ([4, 4, 24], 12)
-    assert train.max_steps == 8  # 3 x 4, 2 x 8, 3 x 12 = 64 samples, and 76 would be too many
+    config = open_flags("megatron", [*words, "--train-samples", "75"]).config
+    assert (config.train.rampup_batch_size, config.train.global_batch_size) == ([4, 4, 24], 12)
+    steps = resolve_length(resolve_config(config), 1).train.max_steps
+    assert steps == 8  # 3 x 4, 2 x 8, 3 x 12 = 64 samples, and 76 would be too many
+
+
+SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8"
+
+
+def megatron_of(text: str) -> Any:
+    return open_flags("megatron", f"{SMALL} --lr 1e-4 --micro-batch-size 4 {text}".split())
+
+
+@pytest.mark.parametrize(("system", "rate"), [("megatron", "--lr"), ("oneflow", "--learning-rate")])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 10), (2, 5)])
+def test_the_length_of_a_run_in_samples_follows_the_ranks(system, rate, ranks, steps) -> None:
+    """The global batch is micro batch x data parallel where it is left out."""
+    text = f"{SMALL} {rate} 1e-4 --micro-batch-size 4 --train-samples 40"
+    opened = open_flags(system, text.split())
+    resolved = resolve_config(opened.config, world_size=ranks)
+    assert resolve_length(resolved, 1).train.max_steps == steps
+
+
+def test_the_length_of_a_validation_in_batches_follows_the_ranks() -> None:
+    opened = megatron_of("--train-iters 5 --eval-iters 3")
+    for ranks in (1, 2):
+        resolved = resolve_config(opened.config, world_size=ranks)
+        assert resolved.validation.max_samples == 3 * 4 * ranks
+        evaluated = resolve_mode(opened.config, "eval", world_size=ranks)
+        assert evaluated.validation.max_samples == 3 * 4
+    words = "--train-iters 5 --global-batch-size 8".split()
+    text = f"{SMALL} --lr 1e-4 --micro-batch-size 4".split()
+    evaluated = resolve_mode(open_flags("megatron", text + words).config, "eval", world_size=1)
+    assert evaluated.validation.max_samples == 100 * 8
+    shorter = open_flags("megatron", text + words, ["validation.max_samples=7"]).config
+    assert resolve_config(shorter).validation.max_samples == 7
+
+
+def test_a_dropout_that_is_left_out_is_megatrons() -> None:
+    """Beside --hidden-dropout 0.0 attention keeps its 0.1; our defaults are not listed."""
+    opened = megatron_of("--train-iters 5 --hidden-dropout 0.0")
+    assert "  attention_dropout: 0.1  # not given: as in Megatron\n" in opened.yaml
+    assert "beta1" not in opened.yaml and "weight_decay: 0.01" in opened.yaml
+    model = resolve_config(opened.config).model
+    assert (model.hidden_dropout, model.embedding_dropout, model.attention_dropout) == (0, 0, 0.1)
+
+
+LOADING: dict[str, dict[str, Any] | str] = {
+    # flags: ours, or the message. Megatron-LM, megatron/training/checkpointing.py load_checkpoint
+    "--load x --save y --finetune": {"init_from": "x", "resume": "auto"},
+    "--load x --save y --finetune --no-load-optim --no-load-rng": {"init_from": "x"},
+    "--load x --save y": {"init_from": None, "resume": "x"},
+    "--load x --save x": {"init_from": None, "resume": "auto"},
+    "--save y --finetune --no-load-optim --use-checkpoint-args": {
+        "init_from": None, "resume": "auto"},
+    "--load x --save x --pretrained-checkpoint p": {"init_from": "p", "resume": "auto"},
+    "--load x --save x --override-opt-param-scheduler": {"resume": "auto"},
+    "--load x --save x --finetune": "load='x': with --finetune give another folder",
+    "--load x --no-load-optim": "no_load_optim=True: a checkpoint holds all",
+    "--load x --finetune --use-checkpoint-args": "model=from_checkpoint behind them",
+    "--load x --use-checkpoint-opt-param-scheduler": "give that in flags",
+    "--load x --reset-iteration": "give --finetune, which begins at step 0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LOADING)
+def test_what_megatrons_flags_load(text: str) -> None:
+    expected = LOADING[text]
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            megatron_of(f"--train-iters 5 {text}")
+        return
+    found = megatron_of(f"--train-iters 5 {text}").config.checkpoint
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
 def test_oneflows_flags_are_the_preset() -> None:
@@ -559,6 +630,8 @@ def test_bad_overrides_of_fleetx(words, message) -> None:
         ("--sequence-parallel 2", "sequence_parallel=2: takes no value"),
         ("--fp16 --bf16", "bf16 makes precision.parameters='bfloat16', and fp16 makes it"),
         ("--lr 1 --multihead-attention-fusion", "--multihead-attention-fusion is OneFlow's"),
+        ("--hidden-size 8 --num-attention-heads 2 --kv-channels 8", "kv_channels=8: heads have"),
+        ("--padded-vocab-size 50432", "padded_vocab_size=50432: the table has 50304 rows"),
         ("--num-experts 8", "mixture of experts is not in this version"),
         ("--rampup-batch-size 4 4", r"rampup_batch_size=\[4, 4\]: expected three counts"),
         ("--rampup-batch-size 4 4 0", r"rampup_batch_size=\[4, 4, 0\]: expected three counts"),
