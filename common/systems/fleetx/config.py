@@ -248,7 +248,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     ours.set("logging.style", "fleetx")
     ours.set("data.eod_mask_loss", True)  # GPTDataset: no loss where the input is the end of text
     for section in (
-        _checkpoint, _layout, _batch, _validation, _precision, _model, _evaluation, _profile,
+        _checkpoint, _layout, _validation, _batch, _precision, _model, _evaluation, _profile,
         quantization.translate,
     ):  # fmt: skip
         section(theirs, ours)
@@ -282,7 +282,7 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         theirs.take_count(copies_key),
     )
     if degree > 1:
-        ours.set("parallel.zero_stage", stage, theirs.where(stage_key), stage_key)
+        ours.set("parallel.zero_stage", stage, theirs.where(stage_key), theirs.named(stage_key))
         if copies is not None and copies > 1:
             ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
     if copies is not None or degree > 1:
@@ -325,12 +325,13 @@ def _steps(theirs: Theirs, ours: Translation) -> None:
     if type(steps) is not int:
         theirs.refuse(key, steps, "expected a whole number")
     if mode == "epoch" and steps <= 0:
-        ours.set("train.max_epochs", epochs, theirs.where(epochs_key), epochs_key)
+        source = theirs.named(epochs_key) or mode_key
+        ours.set("train.max_epochs", epochs, theirs.where(source), source)
         return
     if steps <= 0:
         theirs.refuse(key, steps, "expected a whole number above 0, or run_mode: epoch")
     source = epochs_key if epochs > 1 else key
-    ours.set("train.max_steps", steps * epochs, theirs.where(source), source)
+    ours.set("train.max_steps", steps * epochs, theirs.where(source), theirs.named(source))
 
 
 def _validation(theirs: Theirs, ours: Translation) -> None:
@@ -346,13 +347,13 @@ def _validation(theirs: Theirs, ours: Translation) -> None:
     elif batches == 0:
         if theirs.take(freq_key) is not None:
             ours.note(freq_key, "eval_iters is 0")
-        ours.set("validation.interval", "never", theirs.where(key), key)
+        ours.set("validation.interval", "never", theirs.where(key), theirs.named(key))
     else:
         ours.set("validation.max_batches", batches, theirs.where(key), key)
-    _validation_data(theirs, ours)
 
 
-def _validation_data(theirs: Theirs, ours: Translation) -> None:
+def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None:
+    """Take the documents of Data.Eval, if they are others than those of Data.Train's split."""
     names = ("input_dir", "split", "max_seq_len")
     train = [theirs.peek(f"Data.Train.dataset.{name}") for name in names]
     keys = [f"Data.Eval.dataset.{name}" for name in names]
@@ -360,6 +361,8 @@ def _validation_data(theirs: Theirs, ours: Translation) -> None:
     for key in keys:
         theirs.take(key)
     folder_key, split_key, length_key = keys
+    if not trains:
+        return
     if given[2] != train[2]:
         theirs.refuse(length_key, given[2], f"windows are those of Data.Train; set {train[2]}")
     if _shares(given[1]) == _shares(train[1]) and given[0] == train[0]:
@@ -368,8 +371,8 @@ def _validation_data(theirs: Theirs, ours: Translation) -> None:
         theirs.refuse(
             folder_key if given[0] != train[0] else split_key,
             given[0] if given[0] != train[0] else given[1],
-            "Data.Train and Data.Eval have either one folder and one split, or splits [1, 0, 0] and"
-            " [0, 1, 0]",
+            f"Data.Train has {train[0]!r} with {train[1]}; give both one input_dir and one split, or"
+            " the splits [1, 0, 0] and [0, 1, 0]",
         )
     ours.set("data.validation", given[0], theirs.where(folder_key), folder_key)
 
@@ -424,13 +427,13 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
     for part in parts:
         ours.set(f"precision.{part}", dtype, theirs.where(key), key)
     key = f"{prefix}.scale_loss"
-    where, left_out = theirs.where(key), theirs.is_left_out(key)
+    where, named = theirs.where(key), theirs.named(key)
     scale = theirs.take_number(key)
     if parts and dtype == "float16":
-        ours.set("loss_scale.initial", float(scale), where, "" if left_out else key)
+        ours.set("loss_scale.initial", float(scale), where, named)
         ours.set("loss_scale.hysteresis", 2)  # Paddle's GradScaler: decr_every_n_nan_or_inf
         ours.set("loss_scale.window", 1000)  # and incr_every_n_steps
-    elif not left_out:
+    elif named:
         ours.note(key, f"{dtype if parts else 'float32'} needs no scale")
 
 
@@ -454,15 +457,15 @@ def _checkpoint(theirs: Theirs, ours: Translation) -> None:
     if name != "GPT":
         reason = "the models here are GPT; use GPT"
         theirs.refuse("Model.name", name, _OTHER_MODELS.get(str(name), reason))
+    _validation_data(theirs, ours, trains=module == "GPTModule")
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
         ours.set(f"checkpoint.{_MODULES[module]}", path, theirs.where(key), key)
     key = "Engine.save_load.save_steps"
-    where, left_out = theirs.where(key), theirs.is_left_out(key)
     steps = theirs.take(key)
     if type(steps) is not int:
         theirs.refuse(key, steps, "expected a whole number; -1 saves at the end only")
-    ours.set("checkpoint.interval", max(0, steps), where, "" if left_out else key)
+    ours.set("checkpoint.interval", max(0, steps), theirs.where(key), theirs.named(key))
 
 
 def _evaluation(theirs: Theirs, ours: Translation) -> None:

@@ -244,6 +244,7 @@ def test_fleetx_runs_are_the_presets(name, preset, devices) -> None:
     opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml", SCRIPTS.get(name, ()))
     # theirs is the padded size
     expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}
+    expected["data.eod_id"] = (50256, None)  # that of the data's tokenizer
     if "6.7b" in preset:
         expected["parallel.shard_size"] = (16, None)  # all 16 ranks, said
     assert differences(opened.config, preset, devices) == expected
