@@ -266,7 +266,7 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
     }
     optimizer = tree.get("Optimizer")
     name = optimizer.get("name") if isinstance(optimizer, Mapping) else None
-    if name in _WITHOUT_DECAY:
+    if str(name) in _WITHOUT_DECAY:
         found["Optimizer.weight_decay"] = 0.0
     return found
 
@@ -371,8 +371,8 @@ def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None
         theirs.refuse(
             folder_key if given[0] != train[0] else split_key,
             given[0] if given[0] != train[0] else given[1],
-            f"Data.Train has {train[0]!r} with {train[1]}; give both one input_dir and one split, or"
-            " the splits [1, 0, 0] and [0, 1, 0]",
+            f"Data.Train has {train[0]!r} with {train[1]}; give both one input_dir and one split,"
+            " or the splits [1, 0, 0] and [0, 1, 0]",
         )
     ours.set("data.validation", given[0], theirs.where(folder_key), folder_key)
 

@@ -69,6 +69,7 @@ def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
     assert opened.system == "MindFormers"
     assert differences(opened.config, "run_gpt2_13b", 32) == {
         "context.save_graphs_path": ("./graph", None),
+        "data.split": ("1,0,0", "949,50,1"),  # a validation has files of its own there
         # of no part: embedding, attention and hidden dropout are given
         "model.dropout": (0.0, 0.1),
         "parallel.full_batch": (True, None),
@@ -83,11 +84,16 @@ def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> 
     """But for keys that change no result on the devices of the preset."""
     opened = open_config(ORIGINALS / "mindformers_r0.3" / f"{name}.yaml")
     without_effect = {
-        "context.save_graphs_path", "context.max_device_memory", "model.dropout",
+        "data.split", "context.save_graphs_path", "context.max_device_memory", "model.dropout",
         "parallel.parallel_mode", "parallel.full_batch", "train.sink_size",
         "parallel.strategy_ckpt_config.save_file",
     }  # fmt: skip
     found = differences(opened.config, name, devices)
+    # its data have the column input_ids alone, and the compiler's graphs have one mask
+    masks = {"data.eod_mask_loss": ("targets", False), "data.eod_id": (50256, None)}
+    assert {key: found.pop(key, None) for key in masks} == (
+        masks if devices == 8 else dict.fromkeys(masks)
+    )
     assert found.keys() <= without_effect
     assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
 
