@@ -70,7 +70,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     dialect = find_dialect(path)
     if dialect is None:
         return _open_own(path, overrides)
-    tree, sources = read_with_bases(path, dialect.BASE)
+    tree, sources = read_with_bases(path, dialect.BASE, _sections(dialect))
     own = []
     for word in overrides:
         if _is_theirs(dialect, word):
@@ -123,9 +123,13 @@ def _is_theirs(dialect: ModuleType, word: str) -> bool:
     """
     dotted = word.partition("=")[0]
     section = dotted.partition(".")[0]
-    return dotted not in schema_keys() and (
-        section in dialect.MARKS or section in {key.partition(".")[0] for key in dialect.TABLE}
-    )
+    return dotted not in schema_keys() and section in _sections(dialect)
+
+
+def _sections(dialect: ModuleType) -> set[str]:
+    """Return the keys at the top of a dialect's files."""
+    keys = (*dialect.TABLE, *getattr(dialect, "BY_HAND", ()))
+    return {*dialect.MARKS, *(key.partition(".")[0] for key in keys)}
 
 
 def find_command_line(flags: Sequence[str], program: str = "") -> str:

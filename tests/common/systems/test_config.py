@@ -601,6 +601,44 @@ def test_bad_files_are_refused_with_file_and_line(fault, tmp_path) -> None:
         open_config(tmp_path / "a.yaml")
 
 
+MERGED = {
+    "FleetX": (
+        "x-sizes: &sizes {hidden_size: 64, num_layers: 2, num_attention_heads: 4}\n"
+        "common: {window: &window 32}\n"
+        "Model: {<<: *sizes, num_layers: 3, vocab_size: 50304}\n"
+        "Data: {Train: {dataset: {input_dir: a, max_seq_len: *window}}}\n"
+        "Global: {local_batch_size: 1, micro_batch_size: 1}\n"
+        "Optimizer: {lr: {max_lr: 1.0e-4}}\n"
+    ),
+    "MindFormers": (
+        "x-sizes: &sizes {hidden_size: 64, num_layers: 2, num_heads: 4}\n"
+        "common: {window: &window 32}\n"
+        "model: {model_config: {<<: *sizes, num_layers: 3, seq_length: *window}}\n"
+        "runner_config: {epochs: 1, batch_size: 1}\n"
+        "lr_schedule: {type: constant, learning_rate: 1.0e-4}\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", MERGED)
+def test_merge_keys_and_sections_of_anchors_alone(system: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(MERGED[system])
+    model = open_config(path).config.model
+    assert (model.hidden_size, model.num_layers, model.num_heads, model.seq_length) == (
+        64,
+        3,
+        4,
+        32,
+    )
+    path.write_text(MERGED[system].replace("x-sizes: &sizes {", "x-sizes: &sizes {hiden_size: 1, "))
+    with pytest.raises(ConfigError, match=r"own.yaml:1: .*hiden_size: unknown key; did you mean"):
+        open_config(path)
+    path.write_text(MERGED[system] + "x-more: 3\n")
+    with pytest.raises(ConfigError, match=r"own.yaml:7?6?: x-more: unknown key"):
+        open_config(path)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
