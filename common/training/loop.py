@@ -47,7 +47,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     config = run.config
     last_step = config.train.max_steps
     summary: dict[str, Any] = {}
-    report = make_report(config, config.train.num_samples or run.samples_per_epoch)
+    report = make_report(config, run.samples_per_epoch)
     saver = Saver(
         run.checkpoints,
         run.engine.snapshot,
