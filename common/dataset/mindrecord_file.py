@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.token_files import with_extension
+from common.dataset.token_files import map_file, with_extension
 from common.errors import DataError
 from common.files import open_input, reading
 from common.structured_files import MAX_JSON_BYTES, parse_json
@@ -104,9 +104,7 @@ class MindRecordFile:
                 )
             open_input(here, DataError).close()
         self.header = read_header(self.path)
-        self._bytes: npt.NDArray[np.uint8] = np.asarray(
-            np.memmap(self.path, dtype=np.uint8, mode="r")
-        )
+        self._bytes = map_file(self.path)
         if len(self._bytes) < self.header.end:
             raise DataError(
                 f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at"
