@@ -191,8 +191,8 @@ class MindRecordFile:
                 if count + 4 + (count + 3) // 4 == length and not numbers.all():
                     raise DataError(
                         f"{self.path}: row {row} is padded: its {mask} has a 0, and the loss would"
-                        " count the padding; write rows of text alone, or, where the padding is the"
-                        " end-of-text token, set data.eod_mask_loss=targets"
+                        " count the padding; write full rows, or, where the padding is the end-of-text"
+                        " token, set data.eod_mask_loss=targets"
                     )
 
     def _rows(self, rows: Ids, column: str = COLUMN) -> tuple[npt.NDArray[np.uint8], Ids, Ids, Ids]:

@@ -24,8 +24,8 @@ def read_with_bases(
     """Return a file merged over the files that its key ``base`` names. Its own values win, section
     by section. Raises ConfigError.
 
-    sections: keys at the top that the system has. Another one is left out if it is there for its
-    anchors alone.
+    sections: keys at the top that the system has. Another one is left out if aliases use its
+    anchors.
     """
     chain = (*parents, os.path.realpath(path))
     carriers: set[str] = set()

@@ -192,6 +192,7 @@ def find_dialect(path: Path) -> ModuleType | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
     several systems.
     """
+    fleetx.require_checkout(path)
     tree, sources = read_yaml(path)
     found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
     found = [(dialect, marks) for dialect, marks in found if marks]

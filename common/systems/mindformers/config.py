@@ -85,7 +85,7 @@ _CALLBACKS = {
     **{name: {} for name in ("SummaryMonitor", "ObsMonitor", "EvalCallBack", "ProfileMonitor")},
 }  # fmt: skip
 _MASKS = {"attention_mask", "input_mask"}
-"""Columns that say which tokens of a row are no padding."""
+"""Columns with a 0 for the padding of a row."""
 END_OF_TEXT = 50256
 """Id of the end of text of GPT2Config."""
 _MOST_SUNK = 100

@@ -109,7 +109,7 @@ def mindspore_reads(source: Path | list[Path]) -> np.ndarray:
 def test_padded_rows_are_refused_unless_their_padding_is_left_out(
     kind: str, tmp_path: Path
 ) -> None:
-    """When the file is opened, by a thousand of its rows, else when the row is read."""
+    """A thousand rows are looked at when the file is opened, the others when they are read."""
     rows, masks = tokens_of(3000, 9), np.ones((3000, 9), dtype=kind)
     schema = MASKED | {"attention_mask": {"type": kind, "shape": [-1]}}
     masks[1, 6:] = 0  # which is not among those that are looked at
