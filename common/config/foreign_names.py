@@ -167,6 +167,7 @@ HERE: dict[str, str] = {
     # data
     "dataset": "data.train",
     "dataset_dir": "data.train",
+    "dataset_files": "data.train",
     "data_dir": "data.train",
     "data_path": "data.train",
     "train_data_path": "data.train",
@@ -209,8 +210,8 @@ HERE: dict[str, str] = {
     "eval_steps": "validation.interval",
     "eval_freq": "validation.interval",
     "evaluation_strategy": "validation.interval",
-    "eval_iters": "validation.max_samples",
-    "max_eval_iters": "validation.max_samples",
+    "eval_iters": "validation.max_batches",
+    "max_eval_iters": "validation.max_batches",
     "eval_only": "--run_mode eval",
     "do_eval": "--run_mode eval",
     "eval_data": "evaluation.file",

@@ -26,8 +26,6 @@ def explain(fault: Any, sources: Sources) -> str:
     dotted = ".".join(map(str, path))
     where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
     prefix = f"{where}: {dotted}" if where else dotted
-    if path and path[-1] == "<<":
-        return f"{prefix}: YAML merge keys are not supported; list the other file under base:"
     if fault["type"] == "extra_forbidden":
         return f"{prefix}: unknown key{hint(dotted)}"
     if fault["type"] == "missing":
@@ -109,6 +107,20 @@ def nearest_keys(dotted: str) -> list[str]:
 def schema_keys() -> dict[str, bool]:
     """Map every dotted key to whether it is a section."""
     return dict(_keys_of(RunConfig))
+
+
+def schema_defaults() -> dict[str, Any]:
+    """Map every dotted key that has a default, and is no section, to it."""
+    return dict(_defaults_of(RunConfig))
+
+
+def _defaults_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from _defaults_of(section, f"{prefix}{name}.")
+        elif not field.is_required():
+            yield f"{prefix}{name}", field.default
 
 
 def _keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:

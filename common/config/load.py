@@ -34,8 +34,11 @@ _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
     ("model",): expand_model,
 }
 
-_LENGTHS = ("max_steps", "max_epochs", "max_tokens")
-"""Keys of train that set the length of a run; a run has one of them."""
+_LENGTHS = {
+    "train": ("max_steps", "max_epochs", "max_tokens"),
+    "validation": ("max_samples", "max_batches"),
+}
+"""Keys that set the length of a run and of a validation; each has one of them."""
 
 _LISTS_OF_TEXT = (list[str], list[str | list[int]])
 """Types of keys that also take one text."""
@@ -87,7 +90,7 @@ def apply_overrides(tree: dict[str, Any], sources: Sources, words: Sequence[str]
     """Apply ``section.key=value`` overrides to a plain mapping. Raises ConfigError."""
     for word in words:
         _override(tree, sources, word)
-    _settle_length(tree, sources)
+    _settle_lengths(tree, sources)
 
 
 def _find_inputs(tree: dict[str, Any]) -> None:
@@ -132,19 +135,20 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _settle_length(tree: dict[str, Any], sources: Sources) -> None:
+def _settle_lengths(tree: dict[str, Any], sources: Sources) -> None:
     """Let a length from the command line replace another one from a file."""
-    train = tree.get("train")
-    if not isinstance(train, dict):
-        return
-    said = [name for name in _LENGTHS if sources.get(("train", name)) == "command line"]
-    if any(train[name] is not None for name in said):
-        for name in set(_LENGTHS) - set(said):
-            train.pop(name, None)
-        if train.get("max_epochs") is None and (
-            sources.get(("train", "num_samples")) != "command line"
-        ):
-            train.pop("num_samples", None)
+    for section, names in _LENGTHS.items():
+        values = tree.get(section)
+        if not isinstance(values, dict):
+            continue
+        said = [name for name in names if sources.get((section, name)) == "command line"]
+        if all(values[name] is None for name in said):
+            continue
+        for name in set(names) - set(said):
+            values.pop(name, None)
+        counted = sources.get(("train", "num_samples")) == "command line"
+        if section == "train" and values.get("max_epochs") is None and not counted:
+            values.pop("num_samples", None)
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:
@@ -244,14 +248,14 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
     return known[real]
 
 
-def read_yaml(path: Path) -> _Read:
+def read_yaml(path: Path, carriers: set[str] | None = None) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key.
 
-    Raises ConfigError, also for a key given twice.
+    carriers: filled as by ``parse_yaml``. Raises ConfigError, also for a key given twice.
     """
     if "\0" not in str(path) and not os.path.lexists(path):
         raise ConfigError(_absent(path))
-    tree, lines = read_yaml_lines(path)
+    tree, lines = read_yaml_lines(path, carriers=carriers)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 

@@ -44,6 +44,8 @@ class TimedTrain(ResolvedTrain):
     """Training section with the length in steps, known once the data is open."""
 
     max_steps: Count
+    num_samples: Count | None = Field(default=None, exclude=True)
+    """It counts in the log; the length is in steps now."""
 
 
 class TimedOptimizer(OptimizerConfig):
@@ -59,6 +61,8 @@ class ResolvedLossScale(LossScaleConfig):
 
 class ResolvedValidation(ValidationConfig):
     micro_batch_size: Count
+    max_batches: None = Field(default=None, exclude=True)
+    """It has become max_samples."""
     follows_training: bool = Field(default=False, exclude=True)
     """Whether micro_batch_size was left out, while that of training is not chosen yet."""
 

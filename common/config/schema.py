@@ -189,6 +189,10 @@ class TrainConfig(Section):
     """
     max_tokens: Count | None = None
     """Length of the run in training tokens."""
+    num_samples: Count | None = None
+    """Windows that count as an epoch, in max_epochs (1 when left out) and in the log. All of them
+    when left out.
+    """
     exit_interval: Count | None = None
     """Save and end with exit code 0 after a step that is a multiple of this. The same command
     resumes the run.
@@ -269,6 +273,16 @@ class TrainConfig(Section):
     """Factor of the learning rate after each rewind."""
     max_rewinds: Count = 3
     """Rewinds of a run; the next outlier ends it."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for name in ("max_steps", "max_tokens"):
+            if self.num_samples is not None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"num_samples={self.num_samples} is the length of an epoch, but the run has"
+                    f" {name}={getattr(self, name)}; give max_epochs instead"
+                )
+        return self
 
 
 class LossScaleConfig(Section):
@@ -422,9 +436,10 @@ class DataConfig(Section):
     """Count positions from 0 again after each end-of-document token of a window."""
     reset_attention_mask: bool = False
     """Let a token attend only to tokens of its own document, not to others in the window."""
-    eod_mask_loss: bool = False
-    """Leave out the loss of positions whose input is the end-of-document token. The mean is over
-    the other positions of the global batch.
+    eod_mask_loss: bool | Literal["targets"] = False
+    """Leave out the loss of positions whose input is the end-of-document token (true), or whose
+    target is it (targets, for rows padded with it). The mean is over the other positions of the
+    global batch.
     """
     eod_id: NonNegative | None = None
     """Id of the end-of-document token for the three keys above; that of the data or of
@@ -444,6 +459,8 @@ class ValidationConfig(Section):
     """Windows per validation, always the first ones; 0 uses all. The parts of a blend give them in
     proportion to their windows, and at least one each.
     """
+    max_batches: Count | None = None
+    """Windows per validation in global batches, instead of max_samples."""
     micro_batch_size: Count | None = None
     """Windows per device at once; train.micro_batch_size when left out."""
 

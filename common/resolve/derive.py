@@ -29,6 +29,7 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
     _check_data(config)
     _check_optimizer(config)
     _check_length(config)
+    _check_validation(config)
     _check_precision(config)
     _check_float8(config)
     _check_recompute(config)
@@ -73,11 +74,20 @@ def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
             "data_parallel": data_parallel,
             "zero_stage": 0 if _has_nothing_to_split(config, world_size) else parallel.zero_stage,
         },
-        validation={"micro_batch_size": config.validation.micro_batch_size or batch.micro_batch},
+        validation={
+            "micro_batch_size": config.validation.micro_batch_size or batch.micro_batch,
+            **_windows(config, batch.global_batch),
+        },
         loss_scale={"mode": scale_mode},
     )
     check_engine(resolved)
     return resolved
+
+
+def _windows(config: RunConfig, global_batch: int) -> dict[str, int | None]:
+    """Return validation.max_samples for validation.max_batches batches of a size."""
+    batches = config.validation.max_batches
+    return {} if batches is None else {"max_samples": batches * global_batch, "max_batches": None}
 
 
 def _resolve_smallest(config: RunConfig, world_size: int) -> ResolvedRun:
@@ -162,14 +172,15 @@ def _has_nothing_to_split(config: RunConfig, world_size: int) -> bool:
     return world_size == 1 and config.engine == "native" and config.parallel.shard_size is None
 
 
-def written_ranks(config: RunConfig) -> int:
-    """Return how many processes the layout of the files needs.
+def written_copies(config: RunConfig) -> int:
+    """Return data_parallel of the files; one that is left out counts as shard_size, or as 1."""
+    return config.parallel.data_parallel or config.parallel.shard_size or 1
 
-    A data_parallel that is left out counts as shard_size, or as 1.
-    """
+
+def written_ranks(config: RunConfig) -> int:
+    """Return how many processes the layout of the files needs."""
     parallel = config.parallel
-    copies = parallel.data_parallel or parallel.shard_size or 1
-    return copies * parallel.model_parallel * parallel.pipeline_stage
+    return written_copies(config) * parallel.model_parallel * parallel.pipeline_stage
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> ResolvedRun:
@@ -212,9 +223,18 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
     batch |= {"offload_activations": False, "recompute_layers": None}
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
+    windows = _windows(config, config.train.global_batch_size or micro * written_copies(config))
     bf16 = {"float8": "none", "float8_head": False}
     return resolve_config(
-        as_run(RunConfig, config, parallel=plain, train=batch, precision=bf16, **alone),
+        as_run(
+            RunConfig,
+            config,
+            parallel=plain,
+            train=batch,
+            precision=bf16,
+            validation=windows,
+            **alone,
+        ),
         world_size=world_size if shared else 1,
     )
 
@@ -362,11 +382,12 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
     sizes = config.batch_sizes
     if train.max_steps is not None:
         steps = train.max_steps
-    elif train.max_epochs is not None:
-        steps = max(1, sizes.steps_within(int(train.max_epochs * samples_per_epoch)))
+    elif train.max_epochs is not None or train.num_samples is not None:
+        epochs, samples = train.max_epochs or 1, train.num_samples or samples_per_epoch
+        steps = max(1, sizes.steps_within(int(epochs * samples)))
         if steps > MOST:
             raise ConfigError(
-                f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps}"
+                f"train.max_epochs={epochs} of {samples} samples are {steps}"
                 f" steps; lower it to at most {MOST} steps"
             )
     elif train.max_tokens is not None:
@@ -568,10 +589,19 @@ def _check_length(config: RunConfig) -> None:
         )
 
 
+def _check_validation(config: RunConfig) -> None:
+    samples, batches = config.validation.max_samples, config.validation.max_batches
+    if samples and batches is not None:
+        raise ConfigError(
+            f"validation.max_samples={samples} and validation.max_batches={batches} both set the"
+            " length of a validation; keep one"
+        )
+
+
 def require_length(config: RunConfig) -> None:
     """Check that training has a length; evaluation and generation need none."""
     train = config.train
-    if train.max_steps is None and train.max_epochs is None and train.max_tokens is None:
+    if (train.max_steps, train.max_epochs, train.max_tokens, train.num_samples) == (None,) * 4:
         raise _without_length()
 
 

@@ -66,7 +66,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     dialect = find_dialect(path)
     if dialect is None:
         return _open_own(path, overrides)
-    tree, sources = read_with_bases(path, dialect.BASE)
+    tree, sources = read_with_bases(path, dialect.BASE, _sections(dialect))
     own = []
     for word in overrides:
         if _is_theirs(dialect, word):
@@ -119,9 +119,13 @@ def _is_theirs(dialect: FileDialect, word: str) -> bool:
     """
     dotted = word.partition("=")[0]
     section = dotted.partition(".")[0]
-    return dotted not in schema_keys() and (
-        section in dialect.MARKS or section in {key.partition(".")[0] for key in dialect.TABLE}
-    )
+    return dotted not in schema_keys() and section in _sections(dialect)
+
+
+def _sections(dialect: ModuleType) -> set[str]:
+    """Return the keys at the top of a dialect's files."""
+    keys = (*dialect.TABLE, *getattr(dialect, "BY_HAND", ()))
+    return {*dialect.MARKS, *(key.partition(".")[0] for key in keys)}
 
 
 def find_command_line(flags: Sequence[str], program: str = "") -> str:
@@ -180,6 +184,7 @@ def _finish(
     ours = dialect.translate(tree, sources)
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
+    ours.drop_own_defaults()
     return Opened(build_config(ours.tree, ours.sources), ours, dialect.SYSTEM, origin)
 
 
@@ -187,6 +192,7 @@ def find_dialect(path: Path) -> FileDialect | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
     several systems.
     """
+    fleetx.require_checkout(path)
     tree, sources = read_yaml(path)
     found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
     found = [(dialect, marks) for dialect, marks in found if marks]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from common.config.hints import schema_defaults
 from common.config.load import flatten
 from common.errors import ConfigError
 from common.structured_files import kind_of
@@ -105,6 +106,11 @@ def whole(value: Any) -> int:
     return int(value)
 
 
+def off(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a change whose 0 is off: our key is left out."""
+    return lambda value: change(value) or None
+
+
 @dataclass
 class Translation:
     """Configuration of ours while it is translated.
@@ -167,6 +173,12 @@ class Translation:
     def note(self, theirs: str, why: str) -> None:
         self.without_effect[theirs] = why
 
+    def drop_own_defaults(self) -> None:
+        """Remove what no key of theirs set and the schema takes anyway."""
+        for key, value in schema_defaults().items():
+            if self.origins.get(key) == "" and self.get(key) == value:
+                self.drop(key, "")
+
 
 class Theirs:
     """Leaves of their configuration, each of which is taken once."""
@@ -198,6 +210,10 @@ class Theirs:
         """Tell whether a file does not have a key, or has no value for it."""
         return key not in self._given
 
+    def named(self, key: str) -> str:
+        """Return the key as the origin of ours; empty where it is left out."""
+        return key if key in self._given else ""
+
     def take(self, key: str, default: Any = None) -> Any:
         value = self.peek(key, default)
         self._left.pop(key, None)
@@ -212,11 +228,11 @@ class Theirs:
             self.refuse(key, value, "expected a number that is not below 0")
         return value
 
-    def take_count(self, key: str, default: int | None = None) -> Any:
-        """Take a whole number, at least 1. Raises ConfigError for any other value."""
+    def take_count(self, key: str, default: int | None = None, least: int = 1) -> Any:
+        """Take a whole number, at least ``least``. Raises ConfigError for any other value."""
         value = self.take(key, default)
-        if value is not None and (type(value) is not int or value < 1):
-            self.refuse(key, value, "expected a whole number above 0")
+        if value is not None and (type(value) is not int or value < least):
+            self.refuse(key, value, f"expected a whole number above {least - 1}")
         return value
 
     def peek_count(self, key: str, default: int | None = None) -> Any:

@@ -14,6 +14,7 @@ from common.systems.dialect import (
     Without,
     listed,
     number,
+    off,
     one_of,
     whole,
 )
@@ -25,9 +26,19 @@ _OTHER = "it is for another model or another task"
 _IN_STEPS = "give it in steps"
 _ONE_EXPERT = "there is one expert"
 _NOT_HERE = "is not in this version; leave the flag out"
-_HELD = "a checkpoint holds all that a run resumes from; leave the flag out"
+HELD = "a checkpoint holds all that a run resumes from; leave the flag out"
 _FORMAT = "checkpoints have this project's format; tools/convert_weight.py writes Megatron's"
 _OF_REFUSED = "it is of a switch that is refused"
+
+OF_LOADING = {
+    "no_load_optim": HELD, "no_load_rng": HELD, "no_load_lr_state": HELD,
+    "reset_iteration": "give --finetune, which begins at step 0; leave the flag out",
+    "use_checkpoint_args": "give the flags of the model, or model=from_checkpoint behind them",
+    "use_mp_args_from_checkpoint_args": "give the flags of the layout",
+    **{name: "a resumed run takes the schedule of its configuration; give that in flags" for name
+       in ("use_checkpoint_lr_scheduler", "use_checkpoint_opt_param_scheduler")},
+}  # fmt: skip
+"""Flags that act only where a checkpoint is loaded, and what to do instead."""
 
 TABLE: Table = {
     # model
@@ -38,16 +49,16 @@ TABLE: Table = {
     "max_position_embeddings": To("model.max_positions"),
     "make_vocab_size_divisible_by": To("model.vocab_multiple"),
     "padded_vocab_size": Without("the table is padded to a multiple of model.vocab_multiple"),
+    "kv_channels": Without("it is hidden_size / num_attention_heads"),
     "attention_dropout": To("model.attention_dropout", number),
     "hidden_dropout": To("model.dropout", number),
     "init_method_std": To("model.initializer_range", number),
     "layernorm_epsilon": To("model.layer_norm_epsilon", number),
     "norm_epsilon": To("model.layer_norm_epsilon", number),
-    "kv_channels": Without("it is hidden_size / num_attention_heads"),
     "position_embedding_type": Only(("learned_absolute",), "GPT-2 learns its positions; use"
         " learned_absolute"),
     "normalization": Only(("LayerNorm",), "GPT-2 has LayerNorm"),
-    "num_experts": Only((1, [1]), "mixture of experts is not in this version; leave it out"),
+    "num_experts": Only((0, 1, [1]), "mixture of experts is not in this version; leave it out"),
     "mlp_type": Only(("standard",), "mixture of experts is not in this version; use standard"),
     "softmax_type": Only(("vanilla",), "GPT-2 has the plain softmax; use vanilla"),
     "spec": Only(("local",), "the layers are GPT-2's; leave the flag out"),
@@ -108,8 +119,8 @@ TABLE: Table = {
     "mlp_chunks_for_prefill", "disable_chunked_prefill", "max_tokens_to_oom",
     "use_legacy_static_engine")},
     "calculate_per_token_loss": Without("the loss is the mean over all tokens"),
-    "exit_interval": To("train.exit_interval", whole),
-    "exit_duration_in_mins": To("train.exit_minutes", number),
+    "exit_interval": To("train.exit_interval", off(whole)),
+    "exit_duration_in_mins": To("train.exit_minutes", off(number)),
     **{name: Without("the scheduler's signal stops the run with a checkpoint") for name in (
         "exit_signal_handler", "adlr_autoresume*")},
     # optimizer
@@ -127,12 +138,11 @@ TABLE: Table = {
     "adam_beta2": To("optimizer.beta2", number),
     "adam_eps": To("optimizer.epsilon", number),
     "sgd_momentum": To("optimizer.momentum", number),
-    "clip_grad": To("optimizer.clip_grad", number),
+    "clip_grad": To("optimizer.clip_grad", lambda norm: max(0.0, number(norm))),
     **{name: Only((), _IN_STEPS) for name in ("lr_decay_samples", "lr_decay_tokens",
     "lr_warmup_samples", "lr_warmup_tokens")},
     **{name: Without("a resumed run takes the schedule of its configuration") for name in (
-        "override_lr_scheduler", "use_checkpoint_lr_scheduler", "override_opt_param_scheduler",
-        "use_checkpoint_opt_param_scheduler")},
+        "override_lr_scheduler", "override_opt_param_scheduler")},
     "lr_warmup_init": Only((0, 0.0), "the warm-up begins at 0; leave the flag out"),
     "weight_decay_incr_style": Only(("constant",), f"a weight decay that grows {_NOT_HERE}"),
     **{name: Only((), f"a weight decay that grows {_NOT_HERE}") for name in ("start_weight_decay",
@@ -221,20 +231,15 @@ TABLE: Table = {
         "distrib_optim_fully_reshardable_mem_efficient", "replication*",
         "load_main_params_from_ckpt")},
     **{name: Without("the configuration says what the model is") for name in (
-        "use_checkpoint_args", "use_mp_args_from_checkpoint_args", "no_initialization",
-        "no_use_tokenizer_model_from_checkpoint_args")},
+        "no_initialization", "no_use_tokenizer_model_from_checkpoint_args")},
     "exit_on_missing_checkpoint": Without("a checkpoint that is named and absent is an error"),
-    "reset_iteration": Only((), "a run from other weights begins at step 0 by itself; leave the"
-        " flag out"),
     "yaml_cfg": Only((), "give the file with --config, in the words of this project"),
     "eval_interval": To("validation.interval"),
     "multiple_validation_sets": Only((), "data.validation is one set; leave the flag out"),
     "test_mode": Without("the test part is not read"),
     "log_interval": To("logging.interval"),
     "seed": To("seed"),
-    "finetune": Without("--run_mode finetune and checkpoint.init_from say it"),
-    **{name: Only((), _HELD) for name in
-       ("no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "no_load_lr_state")},
+    **{name: Only((), HELD) for name in ("no_save_optim", "no_save_rng")},
     "tensorboard_dir": Without("TensorBoard's events are in the run folder"),
     **{name: Without(_LOGGED) for name in (
         "tensorboard_*", "log_*", "no_log_*", "timing_log_*", "wandb_*", "logging_level",

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.config.update_rules import RULES
-from common.parallel.ramp import batch_sizes
+from common.parallel.batch import pad_vocabulary
 from common.systems.dialect import (
+    Only,
+    Rule,
     Switch,
     Table,
     Theirs,
@@ -23,14 +25,18 @@ from common.systems.dialect import (
     whole,
 )
 from common.systems.megatron.deepspeed_file import read_deepspeed_file
-from common.systems.megatron.flag_table import TABLE
+from common.systems.megatron.defaults import DEFAULTS
+from common.systems.megatron.flag_table import HELD, OF_LOADING, TABLE
 
 SYSTEM = "Megatron"
+GPT2_VOCABULARY = 50257
+_NOTHING_LOADED = "nothing is loaded"
 PROGRAM = "pretrain_gpt.py"
 
 SWITCHES = frozenset({
     "fp16", "bf16", "deepspeed", "checkpoint_activations", "recompute_activations",
     "deepspeed_activation_checkpointing", "use_distributed_optimizer", "full_validation", "profile",
+    "finetune", *OF_LOADING,
 })  # fmt: skip
 """Flags without a value that this module reads itself."""
 VALUED = frozenset({
@@ -47,25 +53,34 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of Megatron's flags, by name and value. Raises ConfigError for flags
     that this project cannot follow.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
+    theirs, ours = Theirs(SYSTEM, tree, sources, DEFAULTS), Translation()
     ours.set("logging.style", "megatron")
     ours.set("output_dir", "output")
-    for key, value in (
-        ("model.dropout", 0.1), ("model.vocab_size", 50257), ("optimizer.schedule", "linear"),
-        ("optimizer.weight_decay", 0.01),
-        ("data.split", "969,30,1"), ("loss_scale.initial", 2.0**32), ("loss_scale.hysteresis", 2),
-        ("logging.interval", 100),
-        ("validation.interval", 1000),
-    ):  # fmt: skip
-        ours.set(key, value)  # Megatron's own defaults, where ours differ
+    ours.set("model.vocab_size", GPT2_VOCABULARY)  # Megatron counts the tokenizer's
     parts = (
-        _precision, _recompute, _lengths, _data, _folders, _layout, _zero, _deepspeed, _trackers,
+        _deepspeed, _precision, _recompute, _lengths, _validation, _data, _folders, _layout, _zero,
+        _trackers,
     )  # fmt: skip
     for part in parts:
         part(theirs, ours)
+    _check_sizes(theirs)
     apply(TABLE, theirs, ours)
     require_all_taken(theirs, FLAGS)
     return ours
+
+
+def _check_sizes(theirs: Theirs) -> None:
+    """Check sizes that follow from others here. Raises ConfigError for another value."""
+    names = ("kv_channels", "hidden_size", "num_attention_heads")
+    channels, width, heads = (theirs.peek_count(name) for name in names)
+    if None not in (channels, width, heads) and channels * heads != width:
+        theirs.refuse(names[0], channels, "heads have hidden_size / num_attention_heads")
+    names = ("padded_vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
+    rows, multiple, ranks = (theirs.peek_count(name) for name in names)
+    padded = pad_vocabulary(theirs.peek_count("vocab_size", GPT2_VOCABULARY), multiple, ranks)
+    if rows not in (None, padded):
+        instead = f"the table has {padded} rows; give --make-vocab-size-divisible-by"
+        theirs.refuse(names[0], rows, instead)
 
 
 def _precision(theirs: Theirs, ours: Translation) -> None:
@@ -77,7 +92,8 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
     if scale:
         ours.set("loss_scale.mode", "static", theirs.where("loss_scale"), "loss_scale")
         ours.set("loss_scale.initial", float(scale), theirs.where("loss_scale"), "loss_scale")
-        if theirs.take("initial_loss_scale") is not None:
+        if not theirs.is_left_out("initial_loss_scale"):
+            theirs.take("initial_loss_scale")
             ours.note(
                 "initial_loss_scale", "it is for a dynamic scale, and --loss-scale makes it static"
             )
@@ -104,30 +120,32 @@ def _recompute(theirs: Theirs, ours: Translation) -> None:
 
 
 def _lengths(theirs: Theirs, ours: Translation) -> None:
-    batch = theirs.peek_count("global_batch_size", theirs.peek_count("micro_batch_size", 1))
-    samples, ramp = theirs.take_count("train_samples"), _ramp(theirs)
+    ramp, samples = _ramp(theirs), theirs.take_count("train_samples")
     if ramp is not None:
         flag = "rampup_batch_size"
         ours.set("train.rampup_batch_size", ramp, theirs.where(flag), flag)
-    if samples is not None:
-        ours.set(
-            "train.max_steps",
-            max(1, batch_sizes(batch, ramp).steps_within(samples)),
-            theirs.where("train_samples"),
-            "train_samples",
-        )
-    passes, said = theirs.take_number("eval_iters", 100), "eval_iters" in theirs.names
+    length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
+    if samples is not None and length is not None:
+        where = theirs.where("train_samples")
+        ours.set("train.max_tokens", samples * length, where, "train_samples")
+
+
+def _validation(theirs: Theirs, ours: Translation) -> None:
+    """Translate the length of a validation in batches, and the steps that a profile covers."""
+    flag = "eval_iters"
+    passes, where = theirs.take_count(flag, least=0), theirs.where(flag)
+    said = "" if theirs.is_left_out(flag) else flag
     if theirs.take("full_validation"):
-        ours.note("eval_iters", "--full-validation reads all of it")
-        passes, said = 0, False
-    ours.set(
-        "validation.max_samples",
-        passes * batch,
-        theirs.where("eval_iters"),
-        "eval_iters" if said else "",
-    )
-    first = theirs.take_number("profile_step_start", 10)
-    last = theirs.take_count("profile_step_end", 12)
+        if said:
+            ours.note(flag, "--full-validation reads all of it")
+    elif passes:
+        ours.set("validation.max_batches", passes, where, said)
+    else:
+        ours.set("validation.interval", "never", where, flag)
+        if theirs.take("eval_interval") is not None:
+            ours.note("eval_interval", "--eval-iters 0 switches validation off")
+    first = theirs.take_count("profile_step_start", least=0)
+    last = theirs.take_count("profile_step_end")
     if theirs.take("profile"):  # Megatron counts steps from 0 and leaves out the end
         ours.set("profile.start", first + 1, theirs.where("profile"), "profile_step_start")
         ours.set("profile.stop", last, theirs.where("profile"), "profile_step_end")
@@ -157,13 +175,34 @@ def _data(theirs: Theirs, ours: Translation) -> None:
 
 
 def _folders(theirs: Theirs, ours: Translation) -> None:
-    save, load = theirs.take("save"), theirs.take("load")
+    """Translate where a run begins and is written. With --finetune it begins at step 0, with
+    weights only.
+    """
+    save, load, where = theirs.take("save"), theirs.take("load"), theirs.where("load")
+    is_finetuning = bool(theirs.take("finetune"))
     if save is not None:
         ours.set("output_dir", str(save), theirs.where("save"), "save")
-    if load is not None and load != save:
-        ours.set("checkpoint.resume", str(load), theirs.where("load"), "load")
-    elif load is not None:
+    if load is None:
+        if is_finetuning:
+            ours.note("finetune", _NOTHING_LOADED)
+    elif is_finetuning and load == save:
+        theirs.refuse("load", load, "with --finetune give another folder than that of --save")
+    elif is_finetuning:
+        ours.set("checkpoint.init_from", str(load), where, "load")
+        ours.note("finetune", "checkpoint.init_from says it")
+    elif load != save:
+        ours.set("checkpoint.resume", str(load), where, "load")
+    else:
         ours.note("load", "checkpoint.resume=auto resumes from the newest checkpoint of --save")
+    table: dict[str, Rule] = {}
+    for flag, instead in OF_LOADING.items():
+        if load is None:
+            table[flag] = Without(_NOTHING_LOADED)
+        elif is_finetuning and instead == HELD:
+            table[flag] = Without("--finetune loads only weights")
+        else:
+            table[flag] = Only((), instead)
+    apply(table, theirs, ours)
 
 
 def _trackers(theirs: Theirs, ours: Translation) -> None:
@@ -209,7 +248,7 @@ def _deepspeed(theirs: Theirs, ours: Translation) -> None:
         ours.set("engine", "deepspeed", theirs.where("deepspeed"), "deepspeed")
         if path is not None:
             ours.set("deepspeed.config_file", str(path), theirs.where(flag), flag)
-            read_deepspeed_file(str(path), theirs.where(flag), ours)
+            read_deepspeed_file(str(path), theirs.where(flag), theirs, ours)
     elif path is not None:
         ours.note(flag, "--deepspeed is not given")
 

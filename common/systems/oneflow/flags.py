@@ -1,7 +1,7 @@
 """Translation of OneFlow-Benchmark's command line and ONEFLOW_GPT_* variables.
 
-Flags and defaults: OneFlow-Benchmark before fe1e78e, GPT/oneflow_gpt/config.py and
-GPT/examples/pretrain.sh.
+Flags: OneFlow-Benchmark before fe1e78e, LanguageModeling/GPT/oneflow_gpt/config.py, and
+examples/pretrain.sh beside it. What a value does: training.py, optimizer.py and snapshot.py there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.systems.dialect import (
-    Only,
+    Defaults,
     Switch,
     Table,
     Theirs,
@@ -30,11 +30,31 @@ PROGRAM = "oneflow_gpt.training"
 _KERNELS = "the fastest kernels that the device has are taken"
 _LAUNCHED = "the launcher says it"
 
+DEFAULTS: Defaults = {
+    "make_vocab_size_divisible_by": 128, "attention_dropout": 0.1, "hidden_dropout": 0.1,
+    "init_method_std": 0.02, "vocab_size": 50257, "seq_length": 1024,
+    "optimizer": "adamw", "learning_rate": 1e-3, "min_lr": 0.0, "lr_decay_style": "linear",
+    "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
+    "clip_grad": 1.0, "initial_loss_scale": 2.0**32, "loss_scale_window": 1000,
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    "split": "969,30,1", "seed": 12345, "log_interval": 100, "metric_print_format": "table",
+}  # fmt: skip
+"""Values of flags that are left out: OneFlow-Benchmark 2a18877,
+LanguageModeling/GPT/oneflow_gpt/config.py.
+"""
+
+
+def _above_zero(value: Any) -> float:
+    if number(value) <= 0:
+        raise ValueError("expected a number above 0; with 0 OneFlow's weights would not change")
+    return float(value)
+
+
 TABLE: Table = {
     **{name: To(f"model.{name}") for name in ("num_layers", "hidden_size", "seq_length",
     "vocab_size")},
     "num_attention_heads": To("model.num_heads"),
-    "make_vocab_size_divisible_by": To("model.vocab_multiple"),
+    "make_vocab_size_divisible_by": To("model.vocab_multiple", lambda size: whole(size) or 1),
     "attention_dropout": To("model.attention_dropout", number),
     "hidden_dropout": To("model.dropout", number),
     "init_method_std": To("model.initializer_range", number),
@@ -55,7 +75,7 @@ TABLE: Table = {
     "adam_beta1": To("optimizer.beta1", number),
     "adam_beta2": To("optimizer.beta2", number),
     "adam_eps": To("optimizer.epsilon", number),
-    "clip_grad": To("optimizer.clip_grad", number),
+    "clip_grad": To("optimizer.clip_grad", _above_zero),
     "fp16": To("precision", Switch("fp16")),
     "initial_loss_scale": To("loss_scale.initial", number),
     "loss_scale_window": To("loss_scale.window", whole),
@@ -66,13 +86,12 @@ TABLE: Table = {
     lambda value: ",".join(map(str, value)) if isinstance(value, list) else str(value)),
     "seed": To("seed"),
     "log_interval": To("logging.interval"),
-    "save_interval": To("checkpoint.interval"),
+    "save_interval": To("checkpoint.interval", lambda steps: max(0, whole(steps))),
     "log": Without("the run folder holds the log"),
     "metric_print_format": To("logging.style",
     one_of(table="oneflow", normal="oneflow-normal")),
     "save_last": Without("the last step is always saved"),
-    "save_init": Only((),
-    "the first checkpoint is that of checkpoint.interval; leave the flag out"),
+    "save_init": Without("the weights before the first step are not saved"),
     "profile_transformer_layer": Without("profile.start and profile.stop say which steps are"
         " traced"),
     "use_external_dataset": Without("data.train is read anyway"),
@@ -113,36 +132,30 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for flags
     that this project cannot follow.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
+    theirs, ours = Theirs(SYSTEM, tree, sources, DEFAULTS), Translation()
     ours.set("output_dir", "output")
-    for key, value in (
-        ("model.dropout", 0.1), ("model.vocab_size", 50257), ("model.seq_length", 1024),
-        ("optimizer.learning_rate", 1e-3),
-        ("optimizer.schedule", "linear"), ("optimizer.weight_decay", 0.01),
-        ("data.split", "969,30,1"), ("seed", 12345),
-        ("loss_scale.initial", 2.0**32), ("logging.interval", 100), ("logging.style", "oneflow"),
-    ):  # fmt: skip
-        ours.set(key, value)  # OneFlow's own defaults, where ours differ
-    scale = theirs.take_number("loss_scale")
-    if scale:
+    ours.set("validation.interval", "never")
+    scale, flag = theirs.take("loss_scale"), "initial_loss_scale"
+    if scale is not None:
+        try:
+            scale = _above_zero(scale)
+        except ValueError as error:
+            theirs.refuse("loss_scale", scale, str(error))
         ours.set("loss_scale.mode", "static", theirs.where("loss_scale"), "loss_scale")
-        ours.set("loss_scale.initial", float(scale), theirs.where("loss_scale"), "loss_scale")
-        if theirs.take("initial_loss_scale") is not None:
-            ours.note(
-                "initial_loss_scale", "it is for a dynamic scale, and --loss-scale makes it static"
-            )
-    samples, batch = theirs.take_count("train_samples"), theirs.peek_count("global_batch_size")
-    if samples is not None:
-        if batch is None:
-            theirs.refuse(
-                "train_samples", samples, "give --global-batch-size too, or --train-iters"
-            )
-        ours.set(
-            "train.max_steps",
-            max(1, samples // batch),
-            theirs.where("train_samples"),
-            "train_samples",
-        )
+        ours.set("loss_scale.initial", scale, theirs.where("loss_scale"), "loss_scale")
+        if not theirs.is_left_out(flag):
+            theirs.take(flag)
+            ours.note(flag, "it is for a dynamic scale, and --loss-scale makes it static")
+    samples = theirs.take_count("train_samples")
+    if samples is not None and not theirs.is_left_out("train_iters"):
+        ours.note("train_samples", "--train-iters says it")
+    elif samples is not None:
+        tokens = samples * theirs.peek_count("seq_length")
+        ours.set("train.max_tokens", tokens, theirs.where("train_samples"), "train_samples")
+    flag = "lr_warmup_fraction"
+    if theirs.peek(flag) is not None and theirs.is_left_out("lr_decay_iters"):
+        theirs.take(flag)
+        ours.note(flag, "it is a part of --lr-decay-iters, which is not given")
     save, load = theirs.take("save"), theirs.take("load")
     if save is not None:
         ours.set("output_dir", str(save), theirs.where("save"), "save")

@@ -78,7 +78,7 @@ def test_values_in_the_table_are_taken(tmp_path: Path) -> None:
         ("dataset_dir", "data.train"),
         ("fp16", "precision=fp16"),
         ("bf16", "precision=bf16"),
-        ("eval_iters", "validation.max_samples"),
+        ("eval_iters", "validation.max_batches"),
         ("base_config", "base"),
         ("local_batch_size", "train.micro_batch_size times train.accumulation_steps"),
         ("adam_eps", "optimizer.epsilon"),

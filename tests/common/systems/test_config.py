@@ -17,7 +17,7 @@ import yaml
 from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten, load_config
 from common.errors import ConfigError
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, resolve_length, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.dialect import To
@@ -69,6 +69,7 @@ def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
     assert opened.system == "MindFormers"
     assert differences(opened.config, "run_gpt2_13b", 32) == {
         "context.save_graphs_path": ("./graph", None),
+        "data.split": ("1,0,0", "949,50,1"),  # a validation has files of its own there
         # of no part: embedding, attention and hidden dropout are given
         "model.dropout": (0.0, 0.1),
         "parallel.full_batch": (True, None),
@@ -83,11 +84,16 @@ def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> 
     """But for keys that change no result on the devices of the preset."""
     opened = open_config(ORIGINALS / "mindformers_r0.3" / f"{name}.yaml")
     without_effect = {
-        "context.save_graphs_path", "context.max_device_memory", "model.dropout",
+        "data.split", "context.save_graphs_path", "context.max_device_memory", "model.dropout",
         "parallel.parallel_mode", "parallel.full_batch", "train.sink_size",
         "parallel.strategy_ckpt_config.save_file",
     }  # fmt: skip
     found = differences(opened.config, name, devices)
+    # its data have only the column input_ids, and the compiler's graphs have one mask
+    masks = {"data.eod_mask_loss": ("targets", False), "data.eod_id": (50256, None)}
+    assert {key: found.pop(key, None) for key in masks} == (
+        masks if devices == 8 else dict.fromkeys(masks)
+    )
     assert found.keys() <= without_effect
     assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
 
@@ -244,6 +250,7 @@ def test_fleetx_runs_are_the_presets(name, preset, devices) -> None:
     opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml", SCRIPTS.get(name, ()))
     # theirs is the padded size
     expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}
+    expected["data.eod_id"] = (50256, None)  # that of the data's tokenizer
     if "6.7b" in preset:
         expected["parallel.shard_size"] = (16, None)  # all 16 ranks, said
     assert differences(opened.config, preset, devices) == expected
@@ -356,9 +363,80 @@ def test_megatrons_growing_batch_is_ours() -> None:
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-4"
     batch = "--micro-batch-size 2 --global-batch-size 12 --rampup-batch-size 4 4 24"
     words = [*model.split(), *batch.split()]
-    train = open_flags("megatron", [*words, "--train-samples", "75"]).config.train
-    assert (train.rampup_batch_size, train.global_batch_size) == ([4, 4, 24], 12)
-    assert train.max_steps == 8  # 3 x 4, 2 x 8, 3 x 12 = 64 samples, and 76 would be too many
+    config = open_flags("megatron", [*words, "--train-samples", "75"]).config
+    assert (config.train.rampup_batch_size, config.train.global_batch_size) == ([4, 4, 24], 12)
+    steps = resolve_length(resolve_config(config), 1).train.max_steps
+    assert steps == 8  # 3 x 4, 2 x 8, 3 x 12 = 64 samples, and 76 would be too many
+
+
+SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8"
+
+
+def megatron_of(text: str) -> Any:
+    return open_flags("megatron", f"{SMALL} --lr 1e-4 --micro-batch-size 4 {text}".split())
+
+
+@pytest.mark.parametrize(("system", "rate"), [("megatron", "--lr"), ("oneflow", "--learning-rate")])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 10), (2, 5)])
+def test_the_length_of_a_run_in_samples_follows_the_ranks(system, rate, ranks, steps) -> None:
+    """The global batch is micro batch x data parallel where it is left out."""
+    text = f"{SMALL} {rate} 1e-4 --micro-batch-size 4 --train-samples 40"
+    opened = open_flags(system, text.split())
+    resolved = resolve_config(opened.config, world_size=ranks)
+    assert resolve_length(resolved, 1).train.max_steps == steps
+
+
+def test_the_length_of_a_validation_in_batches_follows_the_ranks() -> None:
+    opened = megatron_of("--train-iters 5 --eval-iters 3")
+    for ranks in (1, 2):
+        resolved = resolve_config(opened.config, world_size=ranks)
+        assert resolved.validation.max_samples == 3 * 4 * ranks
+        evaluated = resolve_mode(opened.config, "eval", world_size=ranks)
+        assert evaluated.validation.max_samples == 3 * 4
+    words = ["--train-iters", "5", "--global-batch-size", "8"]
+    text = f"{SMALL} --lr 1e-4 --micro-batch-size 4".split()
+    evaluated = resolve_mode(open_flags("megatron", text + words).config, "eval", world_size=1)
+    assert evaluated.validation.max_samples == 100 * 8
+    shorter = open_flags("megatron", text + words, ["validation.max_samples=7"]).config
+    assert resolve_config(shorter).validation.max_samples == 7
+
+
+def test_a_dropout_that_is_left_out_is_megatrons() -> None:
+    """Beside --hidden-dropout 0.0 attention keeps its 0.1; our defaults are not listed."""
+    opened = megatron_of("--train-iters 5 --hidden-dropout 0.0")
+    assert "  attention_dropout: 0.1  # not given: as in Megatron\n" in opened.yaml
+    assert "beta1" not in opened.yaml and "weight_decay: 0.01" in opened.yaml
+    model = resolve_config(opened.config).model
+    assert (model.hidden_dropout, model.embedding_dropout, model.attention_dropout) == (0, 0, 0.1)
+
+
+LOADING: dict[str, dict[str, Any] | str] = {
+    # flags: ours, or the message. Megatron-LM, megatron/training/checkpointing.py load_checkpoint
+    "--load x --save y --finetune": {"init_from": "x", "resume": "auto"},
+    "--load x --save y --finetune --no-load-optim --no-load-rng": {"init_from": "x"},
+    "--load x --save y": {"init_from": None, "resume": "x"},
+    "--load x --save x": {"init_from": None, "resume": "auto"},
+    "--save y --finetune --no-load-optim --use-checkpoint-args": {
+        "init_from": None, "resume": "auto"},
+    "--load x --save x --pretrained-checkpoint p": {"init_from": "p", "resume": "auto"},
+    "--load x --save x --override-opt-param-scheduler": {"resume": "auto"},
+    "--load x --save x --finetune": "load='x': with --finetune give another folder",
+    "--load x --no-load-optim": "no_load_optim=True: a checkpoint holds all",
+    "--load x --finetune --use-checkpoint-args": "model=from_checkpoint behind them",
+    "--load x --use-checkpoint-opt-param-scheduler": "give that in flags",
+    "--load x --reset-iteration": "give --finetune, which begins at step 0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LOADING)
+def test_what_megatrons_flags_load(text: str) -> None:
+    expected = LOADING[text]
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            megatron_of(f"--train-iters 5 {text}")
+        return
+    found = megatron_of(f"--train-iters 5 {text}").config.checkpoint
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
 def test_oneflows_flags_are_the_preset() -> None:
@@ -507,7 +585,10 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         },
         r"a\.yaml:2: .*hidden_size=8, and .* makes it 16 \(.*b\.yaml:1\); keep one",
     ),
-    "not enough": ({"a.yaml": "Global: {seed: 1}\n"}, r"model: required, but in no file"),
+    "not enough": (
+        {"a.yaml": "Global: {seed: 1}\n"},
+        r"model.num_layers: required, but in no file",
+    ),
 }
 
 
@@ -518,6 +599,78 @@ def test_bad_files_are_refused_with_file_and_line(fault, tmp_path) -> None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         open_config(tmp_path / "a.yaml")
+
+
+def test_a_file_of_fleetx_that_is_not_there_names_the_way_that_works() -> None:
+    name = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
+    with pytest.raises(ConfigError) as caught:
+        open_config(name)
+    said = str(caught.value)
+    assert "work in your checkout with PYTHONPATH=" in said
+    folder = re.findall(r"PYTHONPATH=(\S+),", said)[0]
+    assert (Path(folder) / "paddle" / "distributed" / "launch.py").is_file()
+    assert load_config(re.findall(r"the preset of this run is (\S+)", said)[0])
+
+
+OTHER_MODELS = {
+    "Model: {module: GPTFinetuneModule}\nEngine: {eval_iters: -1}": "classes \\(GLUE\\) is not in",
+    "Model: {module: GPTModuleAuto, name: GPT}": "Paddle's automatic parallel",
+    "Model: {name: GPT-cn}": "its Chinese tokenizer, gpt-cpm-large-cn, is not here",
+    "Model: {module: ErnieModule}": "expected GPTModule, GPTGenerationModule, GPTEvalModule",
+    "Compress: {Prune: {enable: True, ratio: 0.1}}": "Prune is not in this version",
+    "model: {model_config: {pet_config: {pet_type: lora, lora_rank: 8}}}": "LoRA.*train all",
+    "model: {model_config: {type: GPT2Config}, arch: {type: GPT2WithLora}}": "GPT2WithLora.*LoRA",
+    "model: {arch: {type: GPT2ForSequenceClassification}, model_config: {}}": "of classes",
+    "model: {model_config: {type: LlamaConfig}}": "LlamaConfig.*models here are GPT-2",
+    "trainer: {type: TextClassificationTrainer}": "TextClassificationTrainer.*next token",
+    "train_dataset_task: {type: KeyWordGenDataset}": "KeyWordGenDataset.*next token",
+}
+
+
+@pytest.mark.parametrize("text", OTHER_MODELS)
+def test_other_models_are_refused_first_by_their_names(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=OTHER_MODELS[text]) as caught:
+        open_config(tmp_path / "a.yaml")
+    assert "\n" not in str(caught.value)
+
+
+MERGED = {
+    "FleetX": (
+        "x-sizes: &sizes {hidden_size: 64, num_layers: 2, num_attention_heads: 4}\n"
+        "common: {window: &window 32}\n"
+        "Model: {<<: *sizes, num_layers: 3, vocab_size: 50304}\n"
+        "Data: {Train: {dataset: {input_dir: a, max_seq_len: *window}}}\n"
+        "Global: {local_batch_size: 1, micro_batch_size: 1}\n"
+        "Optimizer: {lr: {max_lr: 1.0e-4}}\n"
+    ),
+    "MindFormers": (
+        "x-sizes: &sizes {hidden_size: 64, num_layers: 2, num_heads: 4}\n"
+        "common: {window: &window 32}\n"
+        "model: {model_config: {<<: *sizes, num_layers: 3, seq_length: *window}}\n"
+        "runner_config: {epochs: 1, batch_size: 1}\n"
+        "lr_schedule: {type: constant, learning_rate: 1.0e-4}\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", MERGED)
+def test_merge_keys_and_sections_with_only_anchors(system: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(MERGED[system])
+    model = open_config(path).config.model
+    assert (model.hidden_size, model.num_layers, model.num_heads, model.seq_length) == (
+        64,
+        3,
+        4,
+        32,
+    )
+    path.write_text(MERGED[system].replace("x-sizes: &sizes {", "x-sizes: &sizes {hiden_size: 1, "))
+    with pytest.raises(ConfigError, match=r"own.yaml:1: .*hiden_size: unknown key; did you mean"):
+        open_config(path)
+    path.write_text(MERGED[system] + "x-more: 3\n")
+    with pytest.raises(ConfigError, match=r"own.yaml:7?6?: x-more: unknown key"):
+        open_config(path)
 
 
 @pytest.mark.parametrize(
@@ -555,6 +708,8 @@ def test_bad_overrides_of_fleetx(words, message) -> None:
         ("--sequence-parallel 2", "sequence_parallel=2: takes no value"),
         ("--fp16 --bf16", "bf16 makes precision.parameters='bfloat16', and fp16 makes it"),
         ("--lr 1 --multihead-attention-fusion", "--multihead-attention-fusion is OneFlow's"),
+        ("--hidden-size 8 --num-attention-heads 2 --kv-channels 8", "kv_channels=8: heads have"),
+        ("--padded-vocab-size 50432", "padded_vocab_size=50432: the table has 50304 rows"),
         ("--num-experts 8", "mixture of experts is not in this version"),
         ("--rampup-batch-size 4 4", r"rampup_batch_size=\[4, 4\]: expected three counts"),
         ("--rampup-batch-size 4 4 0", r"rampup_batch_size=\[4, 4, 0\]: expected three counts"),
