@@ -1,7 +1,7 @@
 """Run GPT2-Chinese's commands: their flags become a configuration of run_gpt2.py.
 
-The data are made before the run, and the weights are converted to this project's form. Every rank
-of a run comes here. The first rank does the work; the others wait and find it done.
+The data are made before the run. Every rank of a run comes here. The first rank does the work; the
+others wait and find it done.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -22,7 +21,6 @@ from typing import Any
 
 from common.cluster.environment import find_process
 from common.config.hints import schema_keys
-from common.conversion.convert import REPORT, convert
 from common.dataset.corpus import CorpusFormat
 from common.dataset.id_files import numbered_files
 from common.dataset.preprocess import PreprocessOptions, preprocess
@@ -35,7 +33,7 @@ from common.structured_files import read_json_mapping
 from common.systems.config import COMMAND_LINES, open_flags
 from common.systems.dialect import To
 from common.systems.flags import read_flags
-from common.systems.gpt2_chinese.shared import CONVERTED, TOKENS
+from common.systems.gpt2_chinese.shared import TOKENS
 from common.systems.opened import Opened
 from common.tokenizer import require_files
 
@@ -56,7 +54,8 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
     its exit code.
 
     Words of the form section.key=value are overrides; --show_config prints the YAML and starts
-    nothing.
+    nothing. --prepare makes the data and starts nothing, so that a refusal comes once, before
+    there are ranks.
     """
     system, mode = _COMMANDS[program]
     if {"--help", "-h"} & set(words):
@@ -75,14 +74,14 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         start_log(rank=rank)
         flags = COMMAND_LINES[system].DEFAULTS | read_flags(theirs, "command line")[0]
         if "device" in flags:
+            trains = mode == "train" and "--prepare" not in words
             _choose_devices(
-                str(flags["device"]), single_training=mode == "train" and process.world_size == 1
+                str(flags["device"]), single_training=trains and process.world_size == 1
             )
         if mode != "predict":
             make_data(flags, opened, framed=program != "train_single.py")
-        for path in (opened.config.checkpoint.load, opened.config.checkpoint.init_from):
-            if path is not None and Path(path).name == CONVERTED:
-                convert_weights(Path(path))
+        if "--prepare" in words:
+            return 0
         return _run(main, program, mode, opened, rank)
     except (GPT2Error, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
@@ -129,7 +128,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         and word.partition("=")[1]
         and word.partition("=")[0].partition(".")[0] in schema_keys()
     ]
-    theirs = [word for word in words if word not in overrides and word != "--show_config"]
+    theirs = [word for word in words if word not in (*overrides, "--show_config", "--prepare")]
     return theirs, overrides
 
 
@@ -171,7 +170,8 @@ _MEANINGS = {
     "max_grad_norm": "norm that gradients are clipped to",
     "min_length": "texts of this many characters or fewer are left out",
     "model_config": "JSON file with the sizes of the model",
-    "model_path": "folder of the trained model",
+    "model_path": "folder of the trained model, or Lightning's .ckpt",
+    "n_ctx": "tokens that the next one is chosen after, and itself",
     "nsamples": "number of texts",
     "num_pieces": "files that the tokenized texts are divided over",
     "output_dir": "folder of the run",
@@ -207,12 +207,14 @@ def _help(program: str, module: ModuleType) -> str:
         "",
         f"    python {example} --show_config",
         "        print the YAML that the flags become, and start nothing",
+        f"    python {example} --prepare",
+        "        check the flags and make the data, and start nothing",
         "",
         "flags:",
     ]
     defaults = {**module.DEFAULTS, **getattr(module, "OF_SAMPLES", {})}
     defaults |= getattr(module, "OF_TITLES", {})
-    for flag in sorted(module.FLAGS):
+    for flag in sorted({*module.TABLE, *_MEANINGS} & {*module.FLAGS}):
         rule = module.TABLE.get(flag)
         becomes = f"; sets {rule.key}" if isinstance(rule, To) else ""
         meaning = _MEANINGS.get(flag) or f"no effect here: {rule.why}"
@@ -288,22 +290,6 @@ def _once(
         f"{inputs[0].parent if len(inputs) > 1 else inputs[0]}: {done.documents} documents,"
         f" {done.tokens} tokens; {done.empty} empty and {done.short} short ones left out"
     )
-
-
-def convert_weights(target: Path) -> None:
-    """Convert the folder of transformers around ``target`` into it, unless it is newer.
-
-    Raises CheckpointError, ConfigError and StorageError.
-    """
-    source = target.parent
-    with one_at_a_time(source):
-        report = target / REPORT
-        newest = max(path.stat().st_mtime_ns for path in source.iterdir() if path.is_file())
-        if report.is_file() and report.stat().st_mtime_ns >= newest:
-            return
-        shutil.rmtree(target, ignore_errors=True)
-        convert(source, target, target_format="torch_gpt2", source_format="hf")
-    LOG.info(f"{target}: the weights of {source} in this project's form")
 
 
 @contextmanager

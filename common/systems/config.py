@@ -157,17 +157,21 @@ def open_flags(
     ConfigError.
     """
     dialect = COMMAND_LINES[system]
-    tree, sources = read_flags(words, where, getattr(dialect, "TEXTS", ()))
+    tree, sources, replaced = read_flags(words, where, getattr(dialect, "TEXTS", ()))
     for other in COMMAND_LINES.values():
         alien = [key for key in tree if not _is_flag_of(dialect, key) and _is_flag_of(other, key)]
         if alien:
+            own = any(_is_flag_of(dialect, key) for key in tree)
             raise ConfigError(
-                f"{sources[alien[0],]} is {other.SYSTEM}'s, and other flags are"
-                f" {dialect.SYSTEM}'s; keep one system's flags"
+                f"{sources[alien[0],]} is {other.SYSTEM}'s, and"
+                f" {'other flags are' if own else 'the flags here are'} {dialect.SYSTEM}'s; keep"
+                " one system's flags"
             )
     by_hand = (getattr(dialect, name, ()) for name in ("VALUED", "SWITCHES"))
     check_values(tree, sources, dialect.TABLE, *by_hand)
-    return _finish(dialect, where, tree, sources, overrides)
+    opened = _finish(dialect, where, tree, sources, overrides)
+    opened.ours.without_effect.update(replaced)
+    return opened
 
 
 def _finish(

@@ -23,15 +23,17 @@ _SHELL = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "&>", "<", "2>", "2>&1
 
 def read_flags(
     words: Sequence[str], where: str, texts: Collection[str] = ()
-) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
-    """Return the value and the place of each flag. A flag without a value is true; several values
-    become a list.
+) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str], dict[str, str]]:
+    """Return the value and the place of each flag, and a remark on each that a later one replaces.
+    A flag without a value is true; several values become a list. As in argparse, the last of two
+    equal flags counts.
 
     texts: flags whose value is text and is not parsed as YAML. where: the file, or "command line".
-    Raises ConfigError for a word without a flag, and for a flag with two different values.
+    Raises ConfigError for a word without a flag.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
+    replaced: dict[str, str] = {}
     number = 0
     while number < len(words):
         word = words[number]
@@ -50,13 +52,10 @@ def read_flags(
         place = f"{_place(where, word)}: --{name}"
         value = " ".join(values) if values and key in texts else _value(values, place)
         if key in tree and tree[key] != value:
-            raise ConfigError(
-                f"{place} is given twice, as {tree[key]} and {value}, first at {sources[key,]};"
-                " keep one"
-            )
+            replaced[f"--{name} {tree[key]}"] = f"{place} {value} is given later and counts"
         tree[key] = value
         sources[key,] = place
-    return tree, sources
+    return tree, sources, replaced
 
 
 def check_values(

@@ -36,9 +36,9 @@ otherwise exceed the memory.
 """
 
 
-_INERT_PACKAGES = ("megatron", "deepspeed", "paddle")
+_INERT_PACKAGES = ("megatron", "deepspeed", "paddle", "pytorch_lightning", "lightning")
 """Packages whose files hold objects of their own classes. These become records, as do buffers of
-bytes (``_io.BytesIO``).
+bytes (``_io.BytesIO``). A class itself becomes its name.
 """
 
 
@@ -304,10 +304,13 @@ class PlainTree:
         if isinstance(value, _Namespace):
             return argparse.Namespace(**self._plain(value.state or {}, path))
         if isinstance(value, dict):
+            names = {key: PlainTree(key).tree for key in value}
             return {
-                PlainTree(key).tree: self._plain(part, (*path, str(key)))
+                names[key]: self._plain(part, (*path, str(names[key])))
                 for key, part in value.items()
             }
+        if isinstance(value, type) and issubclass(value, _Foreign):
+            value = TorchName(value.name)
         if type(value) in (list, tuple, set):
             return type(value)(
                 self._plain(part, (*path, str(number))) for number, part in enumerate(value)

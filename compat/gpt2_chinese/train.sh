@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The study DistributedTrainingGPT2's train.sh: train data/train.json with the vocabulary cache/vocab_user.txt.
 #
-#   bash train.sh [section.key=value ...]
+#   bash train.sh [--flag value ...] [section.key=value ...]
 #
+# A flag wins over the script's. --show_config prints the YAML that the flags become, and starts nothing.
 # VARIANT is the name of one of its five folders (default: the folder that you are in). DEVICES is the number of processes (default: 4).
 # Exit code: that of the run.
 set -euo pipefail
@@ -21,6 +22,9 @@ case "${VARIANT:-$(basename "$PWD")}" in
         start=("${horovod[@]}") flags=(--epochs 4000 --batch_size 4 --fp16 parallel.strategy=horovod) ;;
     *) flags=(--epochs 800 --batch_size 2) ;; # GPT2-Chinese-Parallel-Distributed
 esac
-exec "${start[@]}" "$here/train.py" --model_config config/model_config.json --tokenized_data_path data/tokenized/ \
-    --tokenizer_path cache/vocab_user.txt --raw_data_path data/train.json --log_step 200 --stride 512 --output_dir model/ \
-    --num_pieces 100 --raw "${flags[@]}" "$@"
+train=("$here/train.py" --model_config config/model_config.json --tokenized_data_path data/tokenized/
+    --tokenizer_path cache/vocab_user.txt --raw_data_path data/train.json --log_step 200 --stride 512 --output_dir model/
+    --num_pieces 100 --raw "${flags[@]}" "$@")
+case " $* " in *" --show_config "* | *" --help "* | *" --prepare "*) exec "$PYTHON" "${train[@]}" ;; esac
+"$PYTHON" "${train[@]}" --prepare # what is wrong is said once, before there are ranks
+exec "${start[@]}" "${train[@]}"

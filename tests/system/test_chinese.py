@@ -101,6 +101,7 @@ def test_the_commands_do_what_their_yaml_does(
     assert len(texts) == 3 and all(text.startswith("白日") for text in texts)
     assert {char for text in texts for char in text} <= {*POEM}, "no [UNK], no halves"
     assert all(text in shown for text in texts) and shown.endswith("=" * 80 + "\n")
+    assert not Path("model/final_model/torch_gpt2").exists(), "the user's folder is only read"
     assert run_gpt2.main(_words("generate.yaml", "predict", "predict.output_file=b.txt")) == 0
     assert Path("b.txt").read_text() == samples
     capsys.readouterr()
@@ -242,7 +243,9 @@ def test_the_study_s_train_sh_in_each_of_its_folders(
         env=clean_environment(PATH=path, PYTHON=str(programs / "python"), DEVICES="2"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    command, _, flags = done.stdout.strip().partition("train.py ")
+    prepared, started = done.stdout.splitlines()
+    command, _, flags = started.partition("train.py ")
+    assert prepared.partition("train.py ")[2] == f"{flags} --prepare"
     assert ("horovodrun -np 2" if "Horovod" in variant else "--nproc_per_node=2") in command
     assert flags.endswith(f"{expected} seed=7")
     theirs = flags.removesuffix(" seed=7").partition(" parallel.")[0]

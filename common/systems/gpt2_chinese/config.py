@@ -8,29 +8,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.systems.dialect import Table, Theirs, Translation, apply
-from common.systems.gpt2_chinese.flags import DEFAULTS, TABLE as FLAG_TABLE, begin
-from common.systems.gpt2_chinese.shared import MODEL, SYSTEM as SYSTEM, take_sizes
+from common.systems.gpt2_chinese.flags import DEFAULTS as FLAGS, TABLE as FLAG_TABLE, begin
+from common.systems.gpt2_chinese.shared import (
+    MODEL,
+    MODEL_DEFAULTS,
+    SYSTEM as SYSTEM,
+    take_sizes,
+)
 
 BASE = "_base_config"
 """Key of base files; theirs have none."""
-MARKS = frozenset({"n_ctx", "n_embd", "n_head", "n_layer"})
+MARKS = frozenset({"n_ctx", "n_embd", "n_head", "n_layer", "model_type"})
 TABLE: Table = MODEL
-_FLAGS = (
-    "epochs", "batch_size", "lr", "warmup_steps", "log_step", "max_grad_norm", "output_dir",
-)  # fmt: skip
+DEFAULTS = MODEL_DEFAULTS
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of a model_config.json. Raises ConfigError for one that lacks a
-    size.
+    """Return our configuration of a model_config.json. Raises ConfigError for one without a
+    vocabulary, and for another model.
     """
     ours = Translation()
     begin(ours)
-    defaults = Theirs(SYSTEM, {flag: DEFAULTS[flag] for flag in _FLAGS}, {})
-    apply(FLAG_TABLE, defaults, ours)
-    ours.origins.clear()
+    apply(FLAG_TABLE, Theirs(SYSTEM, {}, {}, FLAGS), ours)
     take_sizes(tree, next(iter(sources.values()), SYSTEM).rpartition(":")[0], ours)
-    ours.set("data.stride", min(DEFAULTS["stride"], ours.get("model.seq_length")))
+    ours.set("data.stride", min(FLAGS["stride"], ours.get("model.seq_length")))
     return ours
 
 

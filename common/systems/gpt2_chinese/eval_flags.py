@@ -14,33 +14,31 @@ from typing import Any
 from common.errors import ConfigError
 from common.systems.dialect import Table, To, Translation, Without, apply, require_all_taken, whole
 from common.systems.gpt2_chinese.shared import (
+    RAW,
     SYSTEM as SYSTEM,
     TOKENS,
-    forget_defaults,
+    flags_of,
+    take_data_flags,
     take_model,
     take_tokenizer,
-    weights_in,
-    with_defaults,
 )
 
 PROGRAM = "eval.py"
 PROGRAMS = (PROGRAM,)
 
-_BEFORE = "the data are made before the run: see data.validation"
 TABLE: Table = {
     "batch_size": To("validation.micro_batch_size"),
     "log_step": To("logging.interval", whole),
     "output_dir": To("output_dir", lambda value: str(Path(value))),
-    "pretrained_model": To("checkpoint.load", weights_in),
+    "pretrained_model": To("checkpoint.load", str),
     "device": Without("CUDA_VISIBLE_DEVICES says it"),
     "stride": Without("each token is scored once"),
-    **dict.fromkeys(("raw", "raw_data_path", "num_pieces", "min_length"), Without(_BEFORE)),
 }
-SWITCHES = frozenset({"segment", "bpe_token"})
+SWITCHES = frozenset({"raw", "segment", "bpe_token"})
 """Flags without a value that this module reads itself."""
 VALUED = frozenset({
-    "model_config", "tokenized_data_path", "tokenizer_path", "encoder_json", "vocab_bpe",
-})  # fmt: skip
+    "model_config", "tokenized_data_path", "tokenizer_path", "encoder_json", "vocab_bpe", *RAW,
+}) - SWITCHES  # fmt: skip
 """Flags with a value that this module reads itself."""
 FLAGS = (*TABLE, *SWITCHES, *VALUED)
 DEFAULTS: dict[str, Any] = {
@@ -55,7 +53,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of eval.py's flags, by name and value. Raises ConfigError for flags
     that this project cannot follow.
     """
-    theirs, ours = with_defaults(DEFAULTS, tree, sources), Translation()
+    theirs, ours = flags_of(tree, sources, DEFAULTS), Translation()
     if theirs.peek("pretrained_model") is None:
         raise ConfigError(
             "--pretrained_model is not given; name the trained model, such as model/final_model"
@@ -70,8 +68,8 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     where = theirs.where("tokenized_data_path")
     prefix = folder / f"{TOKENS}_text_document"
     ours.set("data.validation", str(prefix), where, "tokenized_data_path")
+    take_data_flags(theirs, ours)
     apply(TABLE, theirs, ours)
-    forget_defaults(ours, DEFAULTS, tree)
     require_all_taken(theirs, FLAGS)
     return ours
 

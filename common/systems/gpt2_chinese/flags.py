@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.errors import ConfigError
 from common.systems.dialect import (
     Table,
     Theirs,
@@ -19,45 +20,60 @@ from common.systems.dialect import (
     apply,
     number,
     require_all_taken,
-    whole,
 )
 from common.systems.gpt2_chinese.shared import (
+    RAW,
     SYSTEM as SYSTEM,
     TOKENS,
-    forget_defaults,
+    flags_of,
+    note_given,
+    take_data_flags,
     take_model,
     take_tokenizer,
-    weights_in,
-    with_defaults,
 )
 
 PROGRAM = "train.py"
 PROGRAMS = (PROGRAM, "train_single.py")
 
-_BEFORE = "the data are made before the run: see data.train"
+
+def _norm(value: Any) -> float:
+    """Return --max_grad_norm. With 0, all gradients would be 0 there; here it is off."""
+    if not number(value) > 0:
+        raise ValueError("expected a number above 0; optimizer.clip_grad=0 clips nothing")
+    return number(value)
+
+
 TABLE: Table = {
     "epochs": To("train.max_epochs", number),
     "batch_size": To("train.micro_batch_size"),
     "gradient_accumulation": To("train.accumulation_steps"),
     "lr": To("optimizer.learning_rate", number),
     "warmup_steps": To("optimizer.warmup_steps"),
-    "max_grad_norm": To("optimizer.clip_grad", number),
-    "log_step": To("logging.interval", whole),
+    "max_grad_norm": To("optimizer.clip_grad", _norm),
     "output_dir": To("output_dir", lambda value: str(Path(value))),
-    "pretrained_model": To("checkpoint.init_from", weights_in),
+    "pretrained_model": To("checkpoint.init_from", str),
     "device": Without("CUDA_VISIBLE_DEVICES says it; torchrun starts a process a device"),
     "local_rank": Without("the launcher says it"),
     "writer_dir": Without("TensorBoard's events are in output_dir/tensorboard"),
-    **dict.fromkeys(("raw", "raw_data_path", "num_pieces", "min_length"), Without(_BEFORE)),
 }
-SWITCHES = frozenset({"fp16", "segment", "bpe_token"})
+SWITCHES = frozenset({"raw", "fp16", "segment", "bpe_token"})
 """Flags without a value that this module reads itself."""
 VALUED = frozenset({
     "model_config", "tokenized_data_path", "stride", "fp16_opt_level", "tokenizer_path",
-    "encoder_json", "vocab_bpe",
-})  # fmt: skip
+    "encoder_json", "vocab_bpe", "log_step", *RAW,
+}) - SWITCHES  # fmt: skip
 """Flags with a value that this module reads itself."""
-FLAGS = (*TABLE, *SWITCHES, *VALUED)
+SINCE_2021 = {
+    "data_path": "--raw --raw_data_path", "config_path": "--model_config",
+    "vocab_path": "--tokenizer_path", "max_length": "the n_ctx of --model_config",
+    "t_total": "optimizer.decay_steps=N", "eval_interval": "validation.interval=N",
+    "val_examples": "data.split=W,W,W",
+}  # fmt: skip
+"""Flags of the later train.py, which trains with PyTorch Lightning, and what says it here. Source:
+Morizeyao/GPT2-Chinese a22ba9a, train.py. A step there has one text a row, which is cut or padded to
+--max_length. The padding is learnt too.
+"""
+FLAGS = (*TABLE, *SWITCHES, *VALUED, *SINCE_2021)
 DEFAULTS: dict[str, Any] = {
     "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
     "raw_data_path": "data/train.json", "tokenized_data_path": "data/tokenized/",
@@ -66,14 +82,23 @@ DEFAULTS: dict[str, Any] = {
     "min_length": 128, "output_dir": "model/", "encoder_json": "tokenizations/encoder.json",
     "vocab_bpe": "tokenizations/vocab.bpe",
 }  # fmt: skip
-"""Values of flags that are left out; the others are off."""
+"""Values of flags that are left out; the others are off. Source: Morizeyao/GPT2-Chinese 898a0ac,
+train.py.
+"""
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
     """Return our configuration of train.py's flags, by name and value. Raises ConfigError for flags
     that this project cannot follow, and for a model_config.json that cannot be read.
     """
-    theirs, ours = with_defaults(DEFAULTS, tree, sources), Translation()
+    if later := [name for name in SINCE_2021 if name in tree]:
+        raise ConfigError(
+            f"{sources[later[0],]}: a flag of GPT2-Chinese's train.py since April 2021 (PyTorch"
+            " Lightning), and the flags before that are taken here; write "
+            + ", ".join(f"{SINCE_2021[name]} for --{name}" for name in later)
+            + "; its data file, one JSON string a line, can stay"
+        )
+    theirs, ours = flags_of(tree, sources, DEFAULTS), Translation()
     begin(ours)
     take_model(Path(str(theirs.take("model_config"))), theirs.where("model_config"), ours)
     take_tokenizer(theirs, ours)
@@ -84,9 +109,12 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         word = "pure_fp16" if level == "O3" else level
         ours.set("precision", word, theirs.where("fp16_opt_level"), "fp16_opt_level")
     else:
-        ours.note("fp16_opt_level", "--fp16 is not given")
+        note_given(theirs, "fp16_opt_level", "--fp16 is not given", ours)
+    # theirs counts micro batches
+    lines = -(-theirs.take_count("log_step") // theirs.peek_count("gradient_accumulation"))
+    ours.set("logging.interval", lines, theirs.where("log_step"), "log_step")
+    take_data_flags(theirs, ours)
     apply(TABLE, theirs, ours)
-    forget_defaults(ours, DEFAULTS, tree)
     require_all_taken(theirs, FLAGS)
     return ours
 

@@ -3,6 +3,9 @@
 --batch_size k gives k equal samples in the original, and different ones here. --nsamples must be a
 multiple of it. A text has --length tokens and continues after [CLS] with another one, as in the
 original; predict.stop_at_end_of_text=true ends it.
+
+--n_ctx, or Lightning's .ckpt as --model_path, is the generate.py since April 2021. It has defaults
+of its own and begins each text with [CLS].
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from common.systems.dialect import (
     apply,
     number,
     require_all_taken,
+    whole,
 )
 from common.systems.gpt2_chinese.shared import (
     SYSTEM as SYSTEM,
-    forget_defaults,
+    flags_of,
+    note_given,
     take_model,
     take_tokenizer,
-    weights_in,
-    with_defaults,
 )
 
 PROGRAM = "generate.py"
@@ -36,10 +39,10 @@ PROGRAMS = (PROGRAM, "generate_texts.py")
 TABLE: Table = {
     "batch_size": To("predict.batch_size"),
     "temperature": To("predict.temperature", number),
-    "topk": To("predict.top_k"),
-    "topp": To("predict.top_p", number),
+    "topk": To("predict.top_k", lambda value: max(0, whole(value))),
+    "topp": To("predict.top_p", lambda value: min(max(0.0, number(value)), 1.0)),
     "repetition_penalty": To("predict.repetition_penalty", number),
-    "model_path": To("checkpoint.load", weights_in),
+    "model_path": To("checkpoint.load", str),
     "device": Without("CUDA_VISIBLE_DEVICES says it"),
     "fast_pattern": Without("keys and values are kept as long as the text fits the window"),
     "no_wordpiece": Without("generate.py does not look at it: the vocabulary has no pieces of"
@@ -48,7 +51,7 @@ TABLE: Table = {
 SWITCHES = frozenset({"save_samples", "segment", "bpe_token"})
 """Flags without a value that this module reads itself."""
 VALUED = frozenset({
-    "model_config", "length", "nsamples", "prefix", "save_samples_path", "save_path",
+    "model_config", "length", "n_ctx", "nsamples", "prefix", "save_samples_path", "save_path",
     "articles_per_title", "titles", "titles_file", "tokenizer_path", "encoder_json", "vocab_bpe",
 })  # fmt: skip
 """Flags with a value that this module reads itself."""
@@ -56,16 +59,28 @@ FLAGS = (*TABLE, *SWITCHES, *VALUED)
 TEXTS = ("prefix", "titles")
 """Flags whose value is always text."""
 DEFAULTS: dict[str, Any] = {
-    "length": -1, "temperature": 1, "topk": 8, "topp": 0,
+    "length": -1, "temperature": 1, "topk": 8, "topp": 0, "repetition_penalty": 1.0,
     "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
     "model_path": "model/final_model",
 }  # fmt: skip
+"""Values of flags that are left out. Source: the study's generate.py, and Morizeyao/GPT2-Chinese
+c4288cd, generate_texts.py.
+"""
 OF_SAMPLES: dict[str, Any] = {
     "batch_size": 1, "nsamples": 10, "prefix": "她", "save_samples_path": ".",
 }  # fmt: skip
 OF_TITLES: dict[str, Any] = {
     "save_path": "generated/", "articles_per_title": 5, "titles": "萧炎", "titles_file": "",
 }  # fmt: skip
+SINCE_2021: dict[str, Any] = {
+    "length": 512, "n_ctx": 1024, "prefix": "我", "model_config": "config/model_config.json",
+    "tokenizer_path": "vocab/vocab.txt", "model_path": "model/epoch=0-step=99.ckpt",
+}  # fmt: skip
+"""Defaults of the later generate.py. Source: Morizeyao/GPT2-Chinese a22ba9a, generate.py."""
+LIGHTNING = ".ckpt"
+"""Ending of PyTorch Lightning's checkpoints."""
+START = "[CLS]"
+"""Token before each text of the later generate.py."""
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -73,8 +88,9 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     generate_texts.py. Raises ConfigError for flags that this project cannot follow.
     """
     by_titles = bool(OF_TITLES.keys() & tree.keys())
-    defaults = DEFAULTS | (OF_TITLES if by_titles else OF_SAMPLES)
-    theirs, ours = with_defaults(defaults, tree, sources), Translation()
+    later = "n_ctx" in tree or str(tree.get("model_path", "")).endswith(LIGHTNING)
+    defaults = DEFAULTS | (OF_TITLES if by_titles else OF_SAMPLES) | (SINCE_2021 if later else {})
+    theirs, ours = flags_of(tree, sources, defaults), Translation()
     for key, value in (
         ("seed", 1234), ("optimizer.learning_rate", 1.5e-4), ("logging.style", "gpt2-chinese"),
         ("predict.strategy", "sampling"), ("predict.stop_at_end_of_text", False),
@@ -84,43 +100,49 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     take_tokenizer(theirs, ours)
     (_take_titles if by_titles else _take_prefix)(theirs, ours)
     apply(TABLE, theirs, ours)
-    forget_defaults(ours, defaults, tree)
     require_all_taken(theirs, FLAGS)
     return ours
 
 
 def _take_lengths(theirs: Theirs, ours: Translation) -> None:
-    """Take the model from --model_path, as the original does. The window is its n_ctx."""
+    """Take the model from --model_path, as the original does. The window is --n_ctx, or the
+    model's.
+    """
     weights, config = Path(str(theirs.peek("model_path"))), theirs.take("model_config")
     ours.set("output_dir", str(weights.parent), theirs.where("model_path"), "model_path")
     beside = weights / "config.json"
     if beside.is_file():
         take_model(beside, theirs.where("model_path"), ours)
-        ours.note("model_config", "the weights have a config.json")
+        note_given(theirs, "model_config", "the weights have a config.json", ours)
     else:
         take_model(Path(str(config)), theirs.where("model_config"), ours)
     window, length = ours.get("model.seq_length"), theirs.take("length")
-    ours.set("predict.window", window, str(beside), "n_ctx")
+    if "n_ctx" in theirs.defaults:
+        window = theirs.take_count("n_ctx")
+        if theirs.is_left_out("n_ctx"):
+            window = min(window, ours.get("model.max_positions"))
+    ours.set("predict.window", window, theirs.where("n_ctx"), "n_ctx")
     length = window if length == -1 else length
     ours.set("predict.max_new_tokens", length, theirs.where("length"), "length")
 
 
 def _take_prefix(theirs: Theirs, ours: Translation) -> None:
-    for flag, key in (("prefix", "predict.prompt"), ("nsamples", "predict.num_sequences")):
-        ours.set(key, theirs.take(flag), theirs.where(flag), flag)
+    start = START if "n_ctx" in theirs.defaults else ""
+    ours.set("predict.prompt", f"{start}{theirs.take('prefix')}", theirs.where("prefix"), "prefix")
+    ours.set("predict.num_sequences", theirs.take("nsamples"), theirs.where("nsamples"), "nsamples")
     folder = theirs.take("save_samples_path")
     if theirs.take("save_samples"):
         file = str(Path(str(folder)) / "samples.txt")
         ours.set("predict.output_file", file, theirs.where("save_samples"), "save_samples")
     else:
-        ours.note("save_samples_path", "--save_samples is not given")
+        note_given(theirs, "save_samples_path", "--save_samples is not given", ours)
 
 
 def _take_titles(theirs: Theirs, ours: Translation) -> None:
     titles, file = theirs.take("titles"), theirs.take("titles_file")
     if file:
         ours.set("predict.prompt_file", str(file), theirs.where("titles_file"), "titles_file")
-        ours.note("titles", "--titles_file has the titles")
+        note_given(theirs, "titles", "--titles_file has the titles", ours)
     else:
         ours.set("predict.prompt", str(titles).split(), theirs.where("titles"), "titles")
     for flag, key in (

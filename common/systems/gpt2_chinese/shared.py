@@ -1,5 +1,5 @@
-"""Parts of the translation that GPT2-Chinese's commands share: model_config.json, the tokenizer's
-flags, and defaults of flags.
+"""Parts of the translation that GPT2-Chinese's commands share: model_config.json, and the
+tokenizer's flags.
 
 Source: Morizeyao/GPT2-Chinese with transformers 2.1.1, and the study DistributedTrainingGPT2.
 """
@@ -13,16 +13,27 @@ from typing import Any
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.structured_files import read_json_mapping
-from common.systems.dialect import Only, Table, Theirs, To, Translation, apply, number
+from common.systems.dialect import (
+    Defaults,
+    Only,
+    Table,
+    Theirs,
+    To,
+    Translation,
+    Without,
+    apply,
+    number,
+    require_all_taken,
+)
+from common.systems.gpt2_config import FIXED, other_function
 
 SYSTEM = "GPT2-Chinese"
 TOKENS = "tokenized_train"
 """Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from
 them.
 """
-CONVERTED = "torch_gpt2"
-"""Folder inside a folder of weights that holds the converted weights."""
-
+RAW = ("raw", "raw_data_path", "num_pieces", "min_length")
+"""Flags of the data."""
 _ELSE = "it does not change what GPT-2 computes"
 MODEL: Table = {
     "n_ctx": To("model.seq_length"),
@@ -37,32 +48,35 @@ MODEL: Table = {
     "embd_pdrop": To("model.embedding_dropout", number),
     "attn_pdrop": To("model.attention_dropout", number),
     "resid_pdrop": To("model.hidden_dropout", number),
-    "activation_function": Only(
-        ("gelu_new", "gelu_pytorch_tanh"), "GPT-2 has gelu_new; train with that"
-    ),
+    **{name: Only(values, other_function(name)) for name, values in FIXED.items()},
+    "pruned_heads.*": Only((), "every block has all its heads here; train without it"),
+    "*": Without(_ELSE),
 }
+MODEL_DEFAULTS: dict[str, Any] = {
+    "n_ctx": 1024, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+    "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
+}  # fmt: skip
+"""GPT2Config of transformers 2.1.1 (configuration_gpt2.py). Its from_json_file leaves a vocabulary
+of -1 where the file has none.
+"""
 _OWN = ROOT / "compat" / "gpt2_chinese"
 """Folder that stands for the users' own, which has config/."""
-_SIZES = ("n_embd", "n_layer", "n_head", "vocab_size")
 
 
-def with_defaults(
-    defaults: Mapping[str, Any],
-    tree: Mapping[str, Any],
-    sources: Mapping[tuple[str | int, ...], str],
+def flags_of(
+    tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], defaults: Defaults
 ) -> Theirs:
-    """Return their flags, with defaults for those that were not given."""
+    """Return their flags. The place of one that is left out is its default."""
     left_out: dict[tuple[str | int, ...], str]
     left_out = {(name,): f"default: --{name}" for name in defaults}
-    return Theirs(SYSTEM, {**defaults, **tree}, {**left_out, **sources})
+    return Theirs(SYSTEM, tree, {**left_out, **sources}, defaults)
 
 
-def forget_defaults(
-    ours: Translation, defaults: Mapping[str, Any], given: Mapping[str, Any]
-) -> None:
-    """Forget flags without effect that were not given, so that no remark names them."""
-    for flag in ours.without_effect.keys() & defaults.keys() - given.keys():
-        del ours.without_effect[flag]
+def note_given(theirs: Theirs, flag: str, why: str, ours: Translation) -> None:
+    """Note that a flag has no effect, unless it was left out."""
+    if not theirs.is_left_out(flag):
+        ours.note(flag, why)
 
 
 def take_model(path: Path, where: str, ours: Translation) -> None:
@@ -83,18 +97,14 @@ def take_model(path: Path, where: str, ours: Translation) -> None:
 
 def take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
     """Take the model from the fields of a model_config.json or config.json."""
-    missing = [name for name in _SIZES if fields.get(name) is None]
-    if fields.get("n_ctx") is None and fields.get("n_positions") is None:
-        missing.append("n_ctx")
-    if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} missing; give all of a GPT-2's sizes")
-    window = fields.get("n_ctx") or fields["n_positions"]
-    fields = {**fields, "n_ctx": window, "n_positions": fields.get("n_positions") or window}
-    theirs = Theirs(SYSTEM, fields, {(name,): f"{path}: {name}" for name in fields})
-    ours.set("model.dropout", 0.1)  # GPT2Config's default
+    theirs = Theirs(SYSTEM, fields, {(name,): f"{path}: {name}" for name in fields}, MODEL_DEFAULTS)
+    positions = theirs.peek("n_positions")
+    if theirs.is_left_out("n_ctx") and isinstance(positions, int):
+        ours.set("model.seq_length", min(positions, MODEL_DEFAULTS["n_ctx"]))
     apply(MODEL, theirs, ours)
-    for name in theirs.left():
-        ours.note(name, _ELSE)
+    require_all_taken(theirs, MODEL)
+    if ours.get("model.vocab_size") is None:
+        raise ConfigError(f"{path}: vocab_size missing; give the number of lines of the vocabulary")
 
 
 def take_tokenizer(theirs: Theirs, ours: Translation) -> None:
@@ -107,18 +117,23 @@ def take_tokenizer(theirs: Theirs, ours: Translation) -> None:
         ours.set("data.tokenizer.type", kind, theirs.where("bpe_token"), "bpe_token")
         files = {"vocab_file": ("encoder_json", encoder)}
         files |= {} if is_model else {"merge_file": ("vocab_bpe", merges)}
-        ours.note("tokenizer_path", "--bpe_token takes --encoder_json")
+        note_given(theirs, "tokenizer_path", "--bpe_token takes --encoder_json", ours)
     else:
         kind = "BertWordLevel" if segment else "BertWordPieceLowerCase"
         ours.set("data.tokenizer.type", kind, theirs.where("segment"), "segment" * bool(segment))
         files = {"vocab_file": ("tokenizer_path", path)}
-        for flag in {"encoder_json", "vocab_bpe"} & set(theirs.names):
-            ours.note(flag, "it is for --bpe_token")
+        for flag in ("encoder_json", "vocab_bpe"):
+            note_given(theirs, flag, "it is for --bpe_token", ours)
     for key, (flag, file) in files.items():
         ours.set(f"data.tokenizer.{key}", str(file), theirs.where(flag), flag)
 
 
-def weights_in(path: str) -> str:
-    """Return the folder to load: the converted one inside a folder of transformers' weights."""
-    folder = Path(path)
-    return str(folder / CONVERTED if (folder / "config.json").is_file() else folder)
+def take_data_flags(theirs: Theirs, ours: Translation) -> None:
+    """Check the flags of the data, which are made before the run."""
+    theirs.take_count("num_pieces")
+    shortest = theirs.take_number("min_length")
+    if type(shortest) is not int:
+        theirs.refuse("min_length", shortest, "expected a whole number")
+    for flag in RAW:
+        theirs.take(flag)
+        note_given(theirs, flag, "the data are made before the run", ours)

@@ -10,6 +10,7 @@ SYSTEM = System(
             title="a Hugging Face folder",
             detects=detects,
             open=open_hugging_face,
+            open_as=open_hugging_face,
             write=write_hugging_face,
             holds_run=False,
         )

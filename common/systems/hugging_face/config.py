@@ -10,6 +10,7 @@ from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping, shown
+from common.systems.gpt2_config import FIXED, other_function
 from common.systems.weights import checked_model
 
 CONFIG = "config.json"
@@ -26,15 +27,6 @@ _RATES = {
     "initializer_range": ("initializer_range", 0.02),
 }  # fmt: skip
 """Our key -> theirs, and their default."""
-_FIXED = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-    "add_cross_attention": (False,),
-    "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
-    "tie_word_embeddings": (True,),
-}  # fmt: skip
-"""Settings that are fixed in our model, with the values that it computes. The first is the default,
-except in old files.
-"""
 
 
 def read_config(path: Path) -> ResolvedModel:
@@ -56,12 +48,9 @@ def read_config(path: Path) -> ResolvedModel:
             f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd,"
             " n_head, n_positions, vocab_size"
         )
-    for name, values in _FIXED.items():
+    for name, values in FIXED.items():
         if fields.get(name, values[0]) not in values:
-            raise ConfigError(
-                f"{path}: {name}={shown(fields[name])}; our model is GPT-2 with"
-                f" {name}={values[0]!r} only, so it would compute otherwise"
-            )
+            raise ConfigError(f"{path}: {name}={shown(fields[name])}; {other_function(name)}")
     section = {ours: fields[theirs] for ours, theirs in _SIZES.items()}
     section |= {
         "seq_length": positions,

@@ -1,6 +1,7 @@
 """Reader of folders of Hugging Face's GPT-2: config.json, weights in safetensors or
 pytorch_model.bin, in shards or not, and the tokenizer's files. GPT2-Chinese's folders have
-vocab.txt besides.
+vocab.txt besides. Its later train.py leaves PyTorch Lightning's .ckpt, with the model among the
+state of training.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from common.systems.name_map import NameMap, match_name_map
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
 from common.tensor_files.arrays import TensorFile
 from common.tensor_files.containers import open_tensors
+from common.tensor_files.torch_reader import ZIP_MAGIC
 from common.weights.names import EMBEDDING
 
 FILES = (
@@ -29,15 +31,25 @@ FILES = (
 
 
 def detects(path: Path) -> bool:
-    return (path / CONFIG).is_file() and any((path / name).is_file() for name in FILES)
+    return _is_lightning(path) or (
+        (path / CONFIG).is_file() and any((path / name).is_file() for name in FILES)
+    )
+
+
+def _is_lightning(path: Path) -> bool:
+    """Tell a .ckpt of torch.save from MindSpore's."""
+    if path.suffix != ".ckpt" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
 
 
 @contextmanager
-def open_hugging_face(path: Path) -> Iterator[Weights]:
+def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Iterator[Weights]:
     """Open a folder.
 
-    path: the folder, or a file of weights beside its config.json. Raises CheckpointError and
-    ConfigError.
+    path: the folder, or a file of weights beside its config.json. model: that of a Lightning .ckpt
+    which has no config.json. Raises CheckpointError and ConfigError.
     """
     folder = path if path.is_dir() else path.parent
     file = next((path / name for name in FILES if (path / name).is_file()), path)
@@ -45,9 +57,26 @@ def open_hugging_face(path: Path) -> Iterator[Weights]:
         raise CheckpointError(
             f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}"
         )
-    model = read_config(folder / CONFIG)
+    if model is None or not _is_lightning(file) or (folder / CONFIG).is_file():
+        model = read_config(folder / CONFIG)
     with open_tensors(file) as stored:
+        if any(name.startswith(_STATE) for name in stored):
+            stored = _model_of(stored)
         yield _weights(path, stored, match_name_map(file, "hf", NAME_MAPS, stored), model)
+
+
+_STATE = "state_dict."
+"""Beginning of the names of a Lightning module's weights."""
+
+
+def _model_of(stored: TensorFile) -> TensorFile:
+    """Return the module ``model`` of a Lightning .ckpt."""
+    inside = {
+        name.removeprefix(_STATE).removeprefix("model."): tensor
+        for name, tensor in stored.items()
+        if name.startswith(_STATE)
+    }
+    return TensorFile(path=stored.path, tensors=inside, plain={}, tree=inside)
 
 
 @contextmanager

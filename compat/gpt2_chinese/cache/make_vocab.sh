@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The study DistributedTrainingGPT2's make_vocab.sh, started in cache/: the vocabulary of ../data/train.json, as large as its model takes.
+# The original asks for 50000 tokens; 26674 and five marks are the 26679 rows of config/model_config.json. --vocab_size N changes it.
 #
 #   cd cache && bash make_vocab.sh
 set -euo pipefail

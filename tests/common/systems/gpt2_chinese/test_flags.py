@@ -65,6 +65,7 @@ def test_the_study_s_train_sh_is_its_preset(tmp_path: Path) -> None:
         "output_dir", "data.train", "data.stride",
         "checkpoint.epoch_models", "checkpoint.interval", "logging.interval", "predict.strategy",
         "predict.top_k", "validation.max_samples", "loss_scale.window",
+        "model.dropout",  # unused: its three parts are given
     }  # fmt: skip
     assert (found["data.stride"], found["model.seq_length"]) == (512, 512)
     assert found["logging.interval"] == 200 and found["checkpoint.epoch_models"]
@@ -86,9 +87,8 @@ def test_generate_sh_slides_its_window(tmp_path: Path) -> None:
         ["她"], "sampling", 8, 1.0,
     )  # fmt: skip
     assert not predict.stop_at_end_of_text
-    assert opened.config.checkpoint.load == str(weights / "torch_gpt2")
+    assert opened.config.checkpoint.load == str(weights)
     assert "#   device: CUDA_VISIBLE_DEVICES says it" in opened.yaml
-    assert "#   model_type: it does not change what GPT-2 computes" in opened.yaml
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_generate_sh_slides_its_window(tmp_path: Path) -> None:
         (
             ["--batch_size", "3", "--gradient_accumulation", "4", "--log_step", "9"],
             {
-                "train.micro_batch_size": 3, "train.accumulation_steps": 4, "logging.interval": 9,
+                "train.micro_batch_size": 3, "train.accumulation_steps": 4, "logging.interval": 3,
                 "logging.style": "gpt2-chinese",
             },
         ),
@@ -192,7 +192,9 @@ def test_model_config_json_is_a_configuration() -> None:
     opened = open_config(CONFIGS / "model_config_small.json", own)
     preset = load_config(ROOT / "configs/gpt2/run_gpt2_chinese_82m.yaml")
     found, expected = (dict(flatten(each.model_dump())) for each in (opened.config, preset))
-    differing = {key.partition(".")[0] for key in found if found[key] != expected.get(key)}
+    differing = {key for key in found if found[key] != expected.get(key)}
+    assert found["train.accumulation_steps"] == 1
+    differing = {key.partition(".")[0] for key in differing - {"train.accumulation_steps"}}
     assert differing <= {"output_dir", "checkpoint", "validation", "predict", "model", "data"}
     assert opened.config.data.stride == preset.data.stride == 768
     test = open_config(CONFIGS / "model_config_test.json", own).config
@@ -202,22 +204,66 @@ def test_model_config_json_is_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_ctx": 8, "n_embd": 4}, "n_layer, n_head, vocab_size missing"),
-        (
-            {"n_ctx": 8, "n_embd": 4, "n_layer": 1, "n_head": 1, "vocab_size": 5,
-             "activation_function": "relu"},
-            r"activation_function='relu': GPT-2 has gelu_new",
-        ),
+        ({"n_ctx": 8, "n_embd": 4}, "vocab_size missing"),
+        ({"n_layers": 1}, "n_layers: unknown key; did you mean n_layer?"),
+        ({"activation_function": "relu"}, "model is GPT-2 with activation_function='gelu_new'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "it would compute otherwise"),
+        ({"scale_attn_weights": False}, "it would compute otherwise"),
+        ({"tie_word_embeddings": False}, "it would compute otherwise"),
+        ({"add_cross_attention": True}, "it would compute otherwise"),
+        ({"pruned_heads": {"0": [1]}}, r"pruned_heads.0=\[1\]: every block has all its heads"),
+        ({"model_type": "gptj"}, "model_type='gptj': this is another model"),
     ],
-)  # fmt: skip
+)
 def test_a_model_config_that_cannot_be_obeyed(
     fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.json").write_text(json.dumps(fields))
+    sizes = {"n_ctx": 8, "n_head": 1, "vocab_size": 5} if "n_embd" not in fields else {}
+    (tmp_path / "model.json").write_text(json.dumps(sizes | fields))
     with pytest.raises(ConfigError, match=message):
         open_flags("gpt2_chinese", ["--model_config", str(tmp_path / "model.json")])
     with pytest.raises(ConfigError, match=message):
         open_config(tmp_path / "model.json", ["data.train=x"])
+
+
+def test_fields_that_change_no_function(tmp_path: Path) -> None:
+    """Sizes that are left out are those of GPT2Config of transformers 2.1.1."""
+    fields = {"vocab_size": 5, "n_positions": 64, "reorder_and_upcast_attn": True}
+    fields |= {"activation_function": "gelu_fast", "pruned_heads": {}, "use_cache": True}
+    (tmp_path / "model.json").write_text(json.dumps(fields))
+    opened = open_flags("gpt2_chinese", ["--model_config", str(tmp_path / "model.json")])
+    model = opened.config.model
+    assert (model.hidden_size, model.num_layers, model.num_heads) == (768, 12, 12)
+    assert (model.seq_length, model.max_positions, model.attention_dropout) == (64, 64, 0.1)
+    assert "#   use_cache: it does not change what GPT-2 computes" in opened.yaml
+    assert opened.without_effect == 1, "flags that were not given are not listed"
+
+
+def test_the_last_of_two_equal_flags_counts(tmp_path: Path) -> None:
+    """As in argparse, on the command line and in a file; a line of the YAML says so."""
+    words = ["--epochs", "800", "--lr", "1", "--epochs", "1", "--lr", "1"]
+    (tmp_path / "train.sh").write_text(f"python3 train.py {' '.join(words)}\n")
+    for opened, place in (
+        (open_flags("gpt2_chinese", words), "command line"),
+        (open_config(tmp_path / "train.sh"), f"{tmp_path}/train.sh:1"),
+    ):
+        assert opened.config.train.max_epochs == 1
+        assert opened.ours.without_effect == {
+            "--epochs 800": f"{place}: --epochs 1 is given later and counts"
+        }
+
+
+def test_the_later_generate_py() -> None:
+    """Since April 2021: its window is a flag, and its tokenizer begins each text with [CLS]."""
+    own = ["--model_config", "config/model_config_test.json"]
+    found = keys_of("gpt2_chinese_generate", "--n_ctx", "32", *own)
+    assert found["predict.window"] == 32 and found["predict.prompt"] == "[CLS]我"
+    assert found["predict.max_new_tokens"] == 512
+    assert found["checkpoint.load"] == "model/epoch=0-step=99.ckpt"
+    assert found["data.tokenizer.vocab_file"] == "vocab/vocab.txt"
+    words = ["--model_path", "model/a.ckpt", "--prefix", "她", *own]
+    found = keys_of("gpt2_chinese_generate", *words)
+    assert (found["predict.window"], found["predict.prompt"]) == (64, "[CLS]她")
 
 
 def test_bad_flags_are_named() -> None:
@@ -227,6 +273,18 @@ def test_bad_flags_are_named() -> None:
             "gpt2_chinese",
             ["--model_config", "nowhere.json"],
             "--model_config: nowhere.json: no suc",
+        ),
+        (
+            "gpt2_chinese",
+            ["--data_path", "train.json", "--t_total", "9"],
+            "command line: --data_path: a flag of GPT2-Chinese's train.py since April 2021"
+            " (PyTorch Lightning), and the flags before that are taken here; write"
+            " --raw --raw_data_path for --data_path, optimizer.decay_steps=N for --t_total;",
+        ),
+        (
+            "gpt2_chinese_eval",
+            ["--num-layers", "2"],
+            "--num-layers is Megatron's, and the flags here are GPT2-Chinese's",
         ),
         ("gpt2_chinese_eval", [], "--pretrained_model is not given; name the trained model"),
         ("gpt2_chinese_generate", ["--topp", "x"], "topp='x': expected a number"),

@@ -3,7 +3,9 @@ torch's old files, masks and a head.
 """
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from common.conversion.convert import convert  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
+from common.systems.hugging_face.config import read_config  # noqa: E402
+from common.systems.hugging_face.read import open_hugging_face  # noqa: E402
 from common.systems.table import detect  # noqa: E402
 
 SIZES = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 13317}
@@ -64,3 +69,44 @@ def test_a_folder_of_gpt2_chinese_is_read(tmp_path: Path, as_zip: bool, mask: to
     ids = torch.arange(32).reshape(2, 16) * 401
     with torch.no_grad():
         assert torch.equal(found(ids).logits, model(ids).logits)
+
+
+def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the later train.py leaves it: the callbacks' classes are keys, and nothing of them runs.
+    config.json may stand beside it, or the model is given.
+    """
+    module = ModuleType("pytorch_lightning")
+    module.ModelCheckpoint = type(  # type: ignore[attr-defined]
+        "ModelCheckpoint", (), {"__module__": module.__name__}
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None)
+    ).eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+    optimizer.step()
+    file = tmp_path / "epoch=0-step=99.ckpt"
+    torch.save(
+        {
+            "epoch": 0, "global_step": 99, "pytorch-lightning_version": "1.2.6",
+            "state_dict": {f"model.{name}": value for name, value in model.state_dict().items()},
+            "callbacks": {module.ModelCheckpoint: {"best_model_score": torch.tensor(1.0)}},
+            "optimizer_states": [optimizer.state_dict()],
+            "lr_schedulers": [{"lr_lambdas": [None]}],
+        },
+        file,
+    )  # fmt: skip
+    assert detect(file) == "hf"
+    with pytest.raises(ConfigError, match=r"put config\.json beside the weights"):
+        convert(file, tmp_path / "none", target_format="hf")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    convert(file, tmp_path / "hf", target_format="hf", verify=True)
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
+    (tmp_path / "config.json").rename(tmp_path / "model_config.json")
+    own = read_config(tmp_path / "model_config.json")
+    with open_hugging_face(file, own) as weights:
+        table = weights.tensors["wte.weight"].load()
+    for state in (found.state_dict(), {"transformer.wte.weight": torch.tensor(table)}):
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
