@@ -19,7 +19,7 @@ from common.config.load import (
 from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
 from common.systems.dialect import Translation, has_rule
-from common.systems.flags import check_values, read_command, read_flags
+from common.systems.flags import COMMAND_LINE, check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.gpt2_chinese import (
     config as gpt2_chinese,
@@ -65,8 +65,8 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     """
     path = Path(path)
     if path.suffix in FLAG_FILES:
-        program, flags = read_command(path)
-        return open_flags(find_command_line(flags, program), flags, overrides, str(path))
+        where, program, flags = read_command(path)
+        return open_flags(find_command_line(flags, program), flags, overrides, where)
     dialect = find_dialect(path)
     if dialect is None:
         return _open_own(path, overrides)
@@ -107,7 +107,9 @@ def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
     without = f"{opened.without_effect} of its keys have no effect here, and --show_config lists"
     if opened.system is None:
         return f"{path}: {without} them" if opened.without_effect else None
-    return f"{path}: read as {opened.system}'s; {without} them beside the YAML that it became"
+    return (
+        f"{opened.origin}: read as {opened.system}'s; {without} them beside the YAML that it became"
+    )
 
 
 def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Sources] | None:
@@ -151,7 +153,7 @@ def _is_flag_of(dialect: ModuleType, name: str) -> bool:
 
 
 def open_flags(
-    system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = "command line"
+    system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = COMMAND_LINE
 ) -> Opened:
     """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises
     ConfigError.

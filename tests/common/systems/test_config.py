@@ -22,7 +22,7 @@ from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.dialect import To
 from common.systems.flag_scripts import main_with_flags
-from common.systems.flags import read_flag_file
+from common.systems.flags import read_command, read_flag_file
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
@@ -386,7 +386,7 @@ def test_the_length_of_a_validation_in_batches_follows_the_ranks() -> None:
         assert resolved.validation.max_samples == 3 * 4 * ranks
         evaluated = resolve_mode(opened.config, "eval", world_size=ranks)
         assert evaluated.validation.max_samples == 3 * 4
-    words = "--train-iters 5 --global-batch-size 8".split()
+    words = ["--train-iters", "5", "--global-batch-size", "8"]
     text = f"{SMALL} --lr 1e-4 --micro-batch-size 4".split()
     evaluated = resolve_mode(open_flags("megatron", text + words).config, "eval", world_size=1)
     assert evaluated.validation.max_samples == 100 * 8
@@ -662,7 +662,10 @@ def test_a_file_of_flags_is_a_configuration(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('--lr "1', "No closing quotation"), ("--lr $LR", "variables are the shell's")],
+    [
+        ('--lr "1', r"flags.txt:1: a quotation mark is not closed"),
+        ("--lr $LR", r"flags.txt:1: \$LR: LR is not assigned before it in this file; write the"),
+    ],
 )
 def test_bad_files_of_flags(tmp_path, text, message) -> None:
     (tmp_path / "flags.txt").write_text(text)
@@ -678,7 +681,7 @@ def test_bad_files_of_flags(tmp_path, text, message) -> None:
         ("--lr 1\n--dataset a", r"flags.txt:2: --dataset is OneFlow's, and other .* Megatron's"),
         ("--lr 1\n\ntrain.seed=1", r"flags.txt:1: --lr: lr=.1, 'train.seed=1'.: expected a number"),
         ("pretrain.py 3 --lr 1", r"flags.txt:1: '3' stands where a flag is expected"),
-        ("# nothing\n--lr '1\n", r"flags.txt:2: is not a list of flags: No closing quotation"),
+        ("# nothing\n--lr '1\n", r"flags.txt:2: a quotation mark is not closed"),
     ],
 )
 def test_faults_in_a_file_of_flags_name_the_line(tmp_path, text, message) -> None:
@@ -722,7 +725,7 @@ def test_flags_stay_for_ranks_that_read_them_later(
 
     def main(argv: list[str], *, program: str) -> int:
         files.append(Path(argv[1]))
-        assert files[0].read_text() == "--num-layers 2"
+        assert read_command(files[0]) == ("command line", "", ["--num-layers", "2"])
         return 7
 
     assert main_with_flags(main, ["--num-layers", "2"], "oneflow_gpt.training") == 7
