@@ -209,6 +209,7 @@ HERE: dict[str, str] = {
     "eval_steps": "validation.interval",
     "eval_freq": "validation.interval",
     "evaluation_strategy": "validation.interval",
+    "task": "evaluation.task",
     "eval_iters": "validation.max_batches",
     "max_eval_iters": "validation.max_batches",
     "eval_only": "--run_mode eval",

@@ -48,6 +48,13 @@ their value. SWITCHES and VALUED are flags without a rule in TABLE: switches tak
 others need one.
 """
 
+OTHER_PROGRAMS = {
+    name: why
+    for dialect in COMMAND_LINES.values()
+    for name, why in getattr(dialect, "OTHER_PROGRAMS", {}).items()
+}
+"""Programs of these systems that take other flags, and what to do instead."""
+
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
 
@@ -65,7 +72,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     """
     path = Path(path)
     if path.suffix in FLAG_FILES:
-        where, program, flags = read_command(path)
+        where, program, flags = read_command(path, OTHER_PROGRAMS)
         return open_flags(find_command_line(flags, program), flags, overrides, where)
     dialect = find_dialect(path)
     if dialect is None:

@@ -99,11 +99,12 @@ def read_flag_file(path: Path) -> list[str]:
     return read_command(path)[2]
 
 
-def read_command(path: Path) -> tuple[str, str, list[str]]:
+def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[str, str, list[str]]:
     """Return where the flags of a file come from, the program that it starts, empty where it does
     not say, and the words of its flags. The file is a script, or has one or several flags a line.
 
-    Raises ConfigError for a file that cannot be read, and for values that only a shell knows.
+    others: names of programs that are refused, and why. Raises ConfigError for those, for a file
+    that cannot be read, and for values that only a shell knows.
     """
     with open_input(path, ConfigError) as file, reading(path, ConfigError):
         raw = file.read(MOST_BYTES + 1)
@@ -113,18 +114,21 @@ def read_command(path: Path) -> tuple[str, str, list[str]]:
         text = raw.decode("utf-8-sig")
         if text.startswith(_WRITTEN):
             return COMMAND_LINE, "", shlex.split(text.removeprefix(_WRITTEN))
-        program, words = _find_flags(_all_commands(read_script(text)), str(path))
+        program, words = _find_flags(_all_commands(read_script(text)), path)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}; write the file in UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{path}:{error}; is this a list of flags?") from None
+    for name, why in (others or {}).items():
+        if f"/{program}".endswith(f"/{name}"):
+            raise ConfigError(f"{path}: {name} is another program: {why}")
     for word in words:
         if word.unknown:
             raise ConfigError(
                 f"{path}:{word.line}: {word[:80]}: {word.unknown}; write the value. Or put echo"
                 " before the command, run the script, and give a file of what it prints"
             )
-    return str(path), program, list(words)
+    return str(path), Path(program).name, list(words)
 
 
 def _all_commands(commands: Iterable[Command]) -> Iterator[Command]:
@@ -142,7 +146,7 @@ def _all_commands(commands: Iterable[Command]) -> Iterator[Command]:
             yield from _all_commands(read_script(script, script.line))
 
 
-def _find_flags(commands: Iterable[Command], where: str) -> tuple[str, list[Word]]:
+def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word]]:
     """Return the program with most flags, and their words. Flags in lines of their own belong to
     the command before them.
 
@@ -160,7 +164,7 @@ def _find_flags(commands: Iterable[Command], where: str) -> tuple[str, list[Word
         flags = [number for number, word in enumerate(words) if _is_flag(word)]
         if programs and not command.is_assignment:
             last = programs[-1]
-            found.append((Path(words[last]).name, words[last + 1 :], command.depth))
+            found.append((words[last], words[last + 1 :], command.depth))
         elif is_open and (not found[-1][0] or flags[:1] == [0]):
             found[-1][1].extend(words)
         elif flags and not command.is_assignment:
@@ -175,8 +179,7 @@ def _find_flags(commands: Iterable[Command], where: str) -> tuple[str, list[Word
     program, flags, depth = max(found, key=lambda each: sum(map(_is_flag, each[1])))
     if depth and sum(each[0] == program for each in found) > 1:
         raise ConfigError(
-            f"{where}: a condition says which of several commands starts {program}; keep one of"
-            " them"
+            f"{path}: a condition says which of several commands starts {program}; keep one of them"
         )
     return program, flags
 

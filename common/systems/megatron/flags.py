@@ -25,12 +25,21 @@ from common.systems.dialect import (
 )
 from common.systems.megatron.deepspeed_file import read_deepspeed_file
 from common.systems.megatron.defaults import DEFAULTS
-from common.systems.megatron.flag_table import HELD, OF_LOADING, TABLE
+from common.systems.megatron.flag_table import HELD, OF_LOADING, OF_TASKS, TABLE
 
 SYSTEM = "Megatron"
 GPT2_VOCABULARY = 50257
 _NOTHING_LOADED = "nothing is loaded"
 PROGRAM = "pretrain_gpt.py"
+
+OTHER_PROGRAMS = {
+    **{f"pretrain_{name}.py": f"it trains {name.upper()}, and the models here are GPT-2" for name in
+    ("bert", "t5", "ict", "vit", "retro", "mamba", "vlm", "vision_classify", "vision_dino",
+    "vision_inpaint")},
+    "tasks/main.py": OF_TASKS,
+    **{f"generate_samples_{name}.py": "--run_mode predict generates" for name in ("gpt", "gpt2")},
+}  # fmt: skip
+"""Programs of Megatron that take other flags, and what to do instead."""
 
 SWITCHES = frozenset({
     "fp16", "bf16", "deepspeed", "checkpoint_activations", "recompute_activations",

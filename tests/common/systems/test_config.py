@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import run_gpt2
 from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten, load_config
 from common.errors import ConfigError
@@ -27,6 +28,7 @@ from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
+from common.systems.oneflow.launch import start_nodes_devices
 from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
 
@@ -730,3 +732,23 @@ def test_flags_stay_for_ranks_that_read_them_later(
 
     assert main_with_flags(main, ["--num-layers", "2"], "oneflow_gpt.training") == 7
     assert files[0].exists() == bool(detached)
+
+
+@pytest.mark.parametrize("entry", ["pretrain_gpt.py", "oneflow_gpt.training", "run_gpt2.py"])
+def test_a_dry_run_on_one_device_shows_the_plan(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.chdir(tmp_path)
+    rate = "--learning-rate" if "oneflow" in entry else "--lr"
+    flags = f"{SMALL} {rate} 1e-4 --micro-batch-size 4 --train-iters 2 --save ck".split()
+    main = run_gpt2.main
+    if "oneflow" in entry:
+        main = start_nodes_devices(main, lambda _: 1, flags)
+    if entry == "run_gpt2.py":
+        (tmp_path / "flags.txt").write_text(" ".join(flags))
+        assert main(["--config", "flags.txt", "--run_mode", "train"]) == 0
+    else:
+        assert main_with_flags(main, flags, entry) == 0
+    assert capsys.readouterr().out.startswith("world: 1 rank")
+    assert not (tmp_path / "ck").exists()

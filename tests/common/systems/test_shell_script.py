@@ -98,3 +98,20 @@ def test_a_condition_that_chooses_the_command_is_refused(branch, tmp_path) -> No
         return
     with pytest.raises(ConfigError, match="a condition says which of several commands starts"):
         read_command(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("pretrain_bert.py", "pretrain_bert.py is another program: it trains BERT, and the models"),
+        ("./tasks/main.py --task MNLI", "tasks/main.py is another program: .* classes is not in"),
+        ("tools/generate_samples_gpt.py", "another program: --run_mode predict generates"),
+        ("pretrain_gpt.py --task MNLI --lr 1", r"run.sh:1: --task: task='MNLI': .* classes is not"),
+    ],
+)
+def test_other_programs_of_megatron_are_refused_by_name(program, message, tmp_path) -> None:
+    (tmp_path / "run.sh").write_text(f"python {program} --num-layers 2 --vocab-file $VOCAB\n")
+    if "lr" in program:
+        (tmp_path / "run.sh").write_text(f"python {program}")
+    with pytest.raises(ConfigError, match=message):
+        open_config(tmp_path / "run.sh")
