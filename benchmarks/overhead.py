@@ -171,7 +171,7 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
                 )
                 for tokens in turns
             ),
-            validation=None,
+            validation={},
             checkpoints=checkpoints,
             metrics=metrics,
             peak_flops=0.0,

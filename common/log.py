@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 LOG = logging.getLogger("gpt2")
+
+MOST_LISTED = 16
+"""Names that one line of the log lists."""
 
 
 class _LineAboveBar(logging.StreamHandler):  # type: ignore[type-arg]
@@ -30,6 +34,12 @@ def start_log(*, rank: int = 0) -> None:
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     LOG.propagate = False
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return texts as one list, shortened if there are very many."""
+    more = f" and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
+    return ", ".join(texts[:MOST_LISTED]) + more
 
 
 def progress_bar(*, total: int, initial: int = 0, unit: str = "step", description: str = "") -> Any:

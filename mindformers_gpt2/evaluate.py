@@ -58,7 +58,7 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
         if quantization is not None:
             some = islice(task.windows(), CALIBRATION_BATCHES)
             quantization.calibrate(lambda: measure(some))
-        result = task.result(*measure(task.windows()))
+        result = task.result(measure)
     else:
         score, size = make_scorer(model, device), config.evaluation.batch_size
         if quantization is not None:

@@ -85,7 +85,7 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
             if quantization is not None and config.evaluation.task == "sensitivity":
                 result = sensitivity_result(task, _sensitivity(quantization, task, measure))
             else:
-                result = task.result(*measure(task.windows()))
+                result = task.result(measure)
         else:
             score, size = make_scorer(parts[0], device), config.evaluation.batch_size
             if quantization is not None:

@@ -2,18 +2,26 @@
 tensors.
 """
 
-from common.dataset.blend import Blend, open_samples, parse_blend, require_data
+from common.dataset.blend import (
+    Blend,
+    open_samples,
+    parse_blend,
+    part_names,
+    require_data,
+    windows_by_part,
+)
 from common.dataset.indexed import IndexedDataset, token_dtype
 from common.dataset.indexed_writer import IndexedWriter
 from common.dataset.metadata import Metadata
 from common.dataset.prefetch import Prefetch
 from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches
-from common.dataset.samples import GPTDataset, Samples
+from common.dataset.samples import EmptySplitError, GPTDataset, Samples
 from common.dataset.split import Split, parse_split
 
 __all__ = [
     "Batch",
     "Blend",
+    "EmptySplitError",
     "GPTDataset",
     "IndexedDataset",
     "IndexedWriter",
@@ -27,6 +35,8 @@ __all__ = [
     "ordered_batches",
     "parse_blend",
     "parse_split",
+    "part_names",
     "require_data",
     "token_dtype",
+    "windows_by_part",
 ]

@@ -1,6 +1,6 @@
 """Blends of several data sets in fixed proportions.
 
-The data set of sample n is a pure function of n, found in O(1), without an end.
+The data set of sample n is a pure function of n, found in O(log of their number), without an end.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +25,23 @@ from common.dataset.split import Split
 from common.errors import DataError
 
 Ids = npt.NDArray[np.int64]
-PERIOD = 10_000
+FINEST = 2**31
+"""Largest denominator of a share, with which products of two counts fit into 64 bits."""
 
 
 class Blend:
     """Samples of several data sets by weight, spread evenly.
 
-    After any n samples the count of each data set is within 1 of its share. Weights are rounded to
-    multiples of 1 / period by largest remainder. The pattern of one period then repeats.
-    Raises DataError for weights that are not positive, or too small for the period.
+    The data sets are leaves of a binary tree, Huffman's for the weights. Each node deals its
+    samples to its two sides. Of its first n samples, the left side gets n * share, rounded. So the
+    count of a data set after n samples is known without a table. It is within 2 of its share for
+    any n: each node adds at most 1/2, of which a data set gets its part of the node. Nodes grow at
+    least as Fibonacci's numbers towards the root, so all together add less than 1.7.
+    Shares are exact for weights whose sum has at most FINEST as denominator, else rounded to that.
+    Raises DataError for weights that are too small.
     """
 
-    def __init__(
-        self, datasets: Sequence[Samples], weights: Sequence[float], period: int = PERIOD
-    ) -> None:
+    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
         if not datasets or len(datasets) != len(weights):
             raise DataError(
                 f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one weight"
@@ -48,15 +54,8 @@ class Blend:
                 " same one"
             )
         self.datasets = tuple(datasets)
-        self.period = period
-        names = [str(dataset.source(0)) for dataset in datasets]
-        self._counts = np.array(quantise(weights, period, names), dtype=np.int64)
-        self._pattern = interleave(self._counts.tolist())
-        # number of earlier samples of the same data set within the period
-        self._rank = np.zeros(period, dtype=np.int64)
-        for number in range(len(datasets)):
-            mine = np.flatnonzero(self._pattern == number)
-            self._rank[mine] = np.arange(len(mine))
+        self._counts = quantise(weights, [str(dataset.source(0)) for dataset in datasets])
+        self._grow()
 
     @property
     def seq_length(self) -> int:
@@ -64,27 +63,19 @@ class Blend:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Return the shares in use, after rounding."""
-        return tuple(count / self.period for count in self._counts.tolist())
+        """Return the shares in use, which add up to 1."""
+        return tuple(count / sum(self._counts) for count in self._counts)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Return the number of samples before the first data set starts over."""
-        first_repeats = []
-        for number, dataset in enumerate(self.datasets):
-            periods, rank = divmod(dataset.samples_per_epoch, int(self._counts[number]))
-            first_repeats.append(
-                periods * self.period + int(np.flatnonzero(self._pattern == number)[rank])
-            )
-        return min(first_repeats)
+        """Return the windows of all data sets together. In so many samples those of small sets with
+        large weights repeat, and others are not all read.
+        """
+        return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     @property
     def fingerprint(self) -> str:
-        parts = [
-            self.period,
-            self._counts.tolist(),
-            [dataset.fingerprint for dataset in self.datasets],
-        ]
+        parts = ["tree", self._counts, [dataset.fingerprint for dataset in self.datasets]]
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
@@ -93,9 +84,35 @@ class Blend:
         ids: (n,). Returns two arrays (n,): numbers of the data sets, and sample numbers within
         them.
         """
-        periods, places = np.divmod(np.asarray(ids, dtype=np.int64), self.period)
-        numbers = self._pattern[places]
-        return numbers, periods * self._counts[numbers] + self._rank[places]
+        inner = np.asarray(ids, dtype=np.int64)
+        nodes = np.full(len(inner), len(self._whole) - 1)
+        for _ in range(self._depth):  # a leaf gives all samples to itself
+            whole, share = self._whole[nodes], self._share[nodes]
+            rounds, rest = np.divmod(inner, whole)
+            before = rounds * share + (rest * share + whole // 2) // whole
+            after = rounds * share + ((rest + 1) * share + whole // 2) // whole
+            is_left = after > before
+            inner = np.where(is_left, before, inner - before)
+            nodes = self._sides[nodes, np.where(is_left, 0, 1)]
+        return nodes, inner
+
+    def _grow(self) -> None:
+        """Make the tree. Leaves have the numbers of the data sets, and the root has the last."""
+        leaves = len(self._counts)
+        self._whole = np.ones(2 * leaves - 1, dtype=np.int64)
+        self._share = np.ones_like(self._whole)
+        self._sides = np.stack([np.arange(len(self._whole))] * 2, axis=1)
+        heap = [(count, number, 0) for number, count in enumerate(self._counts)]
+        heapq.heapify(heap)
+        for node in range(leaves, 2 * leaves - 1):
+            (right, right_side, right_depth), (left, left_side, left_depth) = (
+                heapq.heappop(heap),
+                heapq.heappop(heap),
+            )
+            self._whole[node], self._share[node] = left + right, left
+            self._sides[node] = left_side, right_side
+            heapq.heappush(heap, (left + right, node, 1 + max(left_depth, right_depth)))
+        self._depth = heap[0][2]
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0. Returns (n, seq_length + 1) int32 tokens."""
@@ -121,68 +138,40 @@ class Blend:
         return self.datasets[int(numbers[0])].source(int(inner[0]))
 
 
-def quantise(weights: Sequence[float], period: int, names: Sequence[str]) -> list[int]:
-    """Return counts in proportion to ``weights`` that add up to ``period``, by largest remainder.
+def quantise(weights: Sequence[float], names: Sequence[str], finest: int = FINEST) -> list[int]:
+    """Return whole numbers in proportion to ``weights``: the smallest ones that add up to at most
+    ``finest``, else rounded ones that add up to it.
 
-    names: of the data sets, for messages. Raises DataError for a weight that is not positive or too
-    small.
+    weights: finite and above 0. names: of the data sets, for messages. Raises DataError for a
+    weight that is too small.
     """
-    for weight, name in zip(weights, names, strict=True):
-        if not math.isfinite(weight) or weight <= 0:
-            raise DataError(
-                f"the weight of {name} is {weight:g}, expected a number > 0; leave out a data set"
-                " that should not be read"
-            )
-    if not math.isfinite(sum(weights)):
-        raise DataError(
-            f"the weights of {', '.join(names)} add up to more than a float holds; give smaller"
-            " numbers"
-        )
-    exact = [weight / math.fsum(weights) * period for weight in weights]
-    counts = [math.floor(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda n: (counts[n] - exact[n], n))
-    for n in by_remainder[: period - sum(counts)]:
-        counts[n] += 1
+    exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
+    unit = math.lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * unit) for weight in exact]
+    counts = apportion(min(finest, sum(parts) // math.gcd(*parts)), parts)
     for count, weight, name in zip(counts, weights, names, strict=True):
         if count == 0:
             raise DataError(
-                f"the weight of {name} is {weight:g} of {math.fsum(weights):g}, less than half a"
-                f" sample in {period}: it would never be read; raise the weight or leave the data"
-                " set out"
+                f"the weight of {name} is {weight:g}, less than half a sample in {finest:,}: it"
+                " would never be read; raise the weight or leave the data set out"
             )
     return counts
 
 
-def interleave(counts: Sequence[int]) -> Ids:
-    """Return data set numbers (sum of counts,), each spread evenly.
-
-    In every prefix each count is within 1 of its share. The schedule is earliest deadline first:
-    the j-th sample of data set d belongs into places floor(j * P / c) ... ceil((j + 1) * P / c) -
-    1. Such a schedule always exists (Baruah et al. 1996, "Proportionate progress"). Taking the data
-    set with the largest deficit is simpler, but leaves these bounds from three data sets on.
-    """
-    period = sum(counts)
-    pattern = np.empty(period, dtype=np.int64)
-    released: list[list[int]] = [[] for _ in range(period)]
-    for number in range(len(counts)):
-        released[0].append(number)
-    taken = [0] * len(counts)
-    ready: list[tuple[int, int]] = []
-    for place in range(period):
-        for number in released[place]:
-            heapq.heappush(ready, (-(-(taken[number] + 1) * period // counts[number]), number))
-        _, number = heapq.heappop(ready)
-        pattern[place] = number
-        taken[number] += 1
-        if taken[number] < counts[number]:
-            released[max(place + 1, taken[number] * period // counts[number])].append(number)
-    return pattern
+def apportion(whole: int, parts: Sequence[int]) -> list[int]:
+    """Divide ``whole`` into whole numbers in proportion to ``parts``, by largest remainder."""
+    total = max(1, sum(parts))
+    counts = [whole * part // total for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda n: -(whole * parts[n] % total))
+    for n in by_remainder[: whole - sum(counts)]:
+        counts[n] += 1
+    return counts
 
 
 def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
     """Parse ``[prefix]`` or ``[weight, prefix, weight, prefix, ...]`` into pairs (weight, prefix).
 
-    Raises DataError for any other list.
+    Raises DataError for any other list, and for a weight that is not positive.
     """
     if len(data) == 1:
         return ((1.0, data[0]),)
@@ -192,19 +181,50 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
     pairs = []
     for text, prefix in zip(data[::2], data[1::2], strict=True):
         try:
-            pairs.append((float(text), prefix))
+            weight = float(text)
         except ValueError:
             raise DataError(
                 f"data set list {list(data)}: {text!r} stands where a weight belongs; {form}"
             ) from None
-    prefixes = [prefix for _, prefix in pairs]
-    twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
-    if twice is not None:
+        if not math.isfinite(weight) or weight <= 0:
+            raise DataError(
+                f"the weight of {prefix} is {weight:g}, expected a number > 0; leave out a data set"
+                " that should not be read"
+            )
+        pairs.append((weight, prefix))
+    (twice, times), *_ = Counter(prefix for _, prefix in pairs).most_common(1)
+    if times > 1:
         raise DataError(
             f"data set list {list(data)}: {twice!r} is named twice; name it once with the sum of"
             " its weights"
         )
     return tuple(pairs)
+
+
+def part_names(prefixes: Sequence[str]) -> list[str]:
+    """Return short names of data sets for logs and metrics, all different.
+
+    They are the last parts of the paths, or longer where these are equal. Other characters than
+    letters, digits, ``_``, ``-`` and ``.`` become ``_``, since trackers refuse some.
+    """
+    numbered = [f"{prefix}-{number}" for number, prefix in enumerate(prefixes, 1)]
+    for texts in ([Path(prefix).name for prefix in prefixes], prefixes, numbered):
+        names = [re.sub(r"[^\w.-]+", "_", text).strip("_") or "data" for text in texts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def windows_by_part(windows: Sequence[int], limit: int) -> list[int]:
+    """Return how many of the first ``limit`` windows of a validation come from each part.
+
+    They are in proportion to the windows that the parts have, so the mean is an estimate of that
+    over all windows. Each part has one first, if the limit allows that.
+    """
+    limit = min(limit, sum(windows))
+    least = int(limit >= len(windows))
+    rest = apportion(limit - least * len(windows), [count - least for count in windows])
+    return [least + count for count in rest]
 
 
 def require_data(prefix: str) -> None:

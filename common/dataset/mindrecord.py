@@ -26,6 +26,7 @@ from common.dataset.mindrecord_file import (
     looks_like_mindrecord,
     read_header,
 )
+from common.dataset.samples import EmptySplitError
 from common.dataset.split import SPLITS, Split, check_weights, document_range
 from common.dataset.token_files import with_extension
 from common.errors import DataError
@@ -89,7 +90,7 @@ class MindRecordSamples:
         if self.samples_per_epoch < 1:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
             names = str(self.files[0].path) if self.files else "MindRecord without files"
-            raise DataError(
+            raise EmptySplitError(
                 f"{names}: the split {split!r} (weights {weights}) holds none of {total} rows;"
                 " write more rows, or give this split a larger weight"
             )

@@ -36,6 +36,10 @@ CACHE_MINIMUM = 1_000_000
 _EPOCHS_HELD = 2
 
 
+class EmptySplitError(DataError):
+    """Raised where a split of a data set has no whole window."""
+
+
 class Samples(Protocol):
     """Source of the sampler: one data set or a blend of several."""
 
@@ -43,7 +47,7 @@ class Samples(Protocol):
     def seq_length(self) -> int: ...
     @property
     def samples_per_epoch(self) -> int:
-        """Return the number of samples, counted from 0, before any window repeats."""
+        """Return the number of windows, those of all data sets of a blend."""
 
     @property
     def fingerprint(self) -> str:
@@ -70,7 +74,7 @@ class GPTDataset:
     shuffle=False: documents and windows in file order in every epoch, for validation.
     cache_folder: folder for orders of large data sets. None: PREFIX.index-cache. cache_minimum: see
     CACHE_MINIMUM.
-    Raises DataError if the split holds fewer than seq_length + 1 tokens.
+    Raises EmptySplitError if the split holds fewer than seq_length + 1 tokens.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class GPTDataset:
         self.samples_per_epoch = window_count(self.token_count, seq_length, self.stride)
         if self.samples_per_epoch < 1:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
-            raise DataError(
+            raise EmptySplitError(
                 f"{self.data.prefix}: the split {split!r} (weights {weights}) holds {end - first}"
                 f" of {self.data.document_count} documents with {self.token_count} tokens, expected"
                 f" at least seq_length + 1 = {seq_length + 1}; use more or smaller documents, a"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from common.evaluation.text import TextTask
 from common.parallel.resolved_run import ResolvedRun
 from common.processes.heartbeat import beat
 from common.training.data import TrainingData, open_data, open_tokenizer
-from common.training.loop import perplexity
+from common.training.loop import validation_figures
+from common.training.report import part_lines
 
 VALIDATION_TASKS = ("validation", "sensitivity")
 """Tasks that measure on the validation windows of the data."""
@@ -78,23 +79,38 @@ class ValidationTask:
 
     def windows(self) -> Iterator[Tokens]:
         """Yield the validation windows. Raises DataError when there are none."""
-        for number, tokens in enumerate(self.data.require_validation()):
-            beat(number, "evaluating")
-            yield tokens
+        for windows in self.data.require_validation().values():
+            yield from _watched(windows())
 
-    def result(self, total_loss: float, tokens: int) -> EvaluationResult:
-        """Return the result. total_loss: in nats, the sum over ``tokens`` tokens."""
-        loss, config = total_loss / tokens, self.config
+    def result(self, measure: Callable[[Iterator[Tokens]], tuple[float, int]]) -> EvaluationResult:
+        """Return the result. measure: returns the loss of windows in nats, the sum over all their
+        tokens, and the number of these.
+        """
+        config = self.config
+        figures = validation_figures(
+            {
+                name: measure(_watched(windows()))
+                for name, windows in self.data.require_validation().items()
+            }
+        )
+        tokens = figures.pop("validation_tokens")
         record = {
             "data": config.data.validation or config.data.train,
             "split": "whole" if config.data.validation else config.data.split,
             "window": config.model.seq_length,
             "tokens": tokens,
-            "validation_loss": loss,
-            "validation_perplexity": perplexity(loss),
+            **figures,
         }
         line = (
-            f"validation loss {loss:.6f}, perplexity {perplexity(loss):.4f} over {tokens}"
-            f" tokens in windows of {config.model.seq_length}"
+            f"validation loss {figures['validation_loss']:.6f}, perplexity"
+            f" {figures['validation_perplexity']:.4f} over {tokens} tokens in windows of"
+            f" {config.model.seq_length}"
         )
-        return EvaluationResult(file_name="evaluation.json", record=record, lines=[line])
+        lines = [line, *part_lines(figures)]
+        return EvaluationResult(file_name="evaluation.json", record=record, lines=lines)
+
+
+def _watched(windows: Iterator[Tokens]) -> Iterator[Tokens]:
+    for number, tokens in enumerate(windows):
+        beat(number, "evaluating")
+        yield tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +11,7 @@ from common.config.load import apply_overrides
 from common.config.resolved import as_run
 from common.config.schema import PredictConfig, TokenizerConfig
 from common.conversion.export import RECORD
+from common.dataset import Tokens
 from common.errors import ConfigError
 from common.evaluation import ScoredRow, Scorer, ValidationTask, open_task, report, score_rows
 from common.generation.generate import rows_at_once
@@ -128,17 +129,17 @@ def _evaluate(config: ResolvedRun, opener: Opener, path: Path) -> None:
     task, config = open_task(config)
     scorer = opener(config, task.tokenizer_record).scorer()
     if isinstance(task, ValidationTask):
-        result = task.result(*_sum_losses(task, scorer))
+        result = task.result(partial(_sum_losses, scorer))
     else:
         size = config.evaluation.batch_size
         result = task.result(score_rows(task.rows, scorer, size, task.unit))
     report(config, path, result)
 
 
-def _sum_losses(task: ValidationTask, scorer: Scorer) -> tuple[float, int]:
-    """Return the loss over all validation windows in nats, and their number of tokens."""
+def _sum_losses(scorer: Scorer, batches: Iterable[Tokens]) -> tuple[float, int]:
+    """Return the loss over validation windows in nats, and their number of tokens."""
     loss, tokens = 0.0, 0
-    for windows in task.windows():
+    for windows in batches:
         rows = [ScoredRow(tokens=row, scored=len(row) - 1) for row in windows]
         loss += float(score_rows(rows, scorer, len(rows)).nats.sum())
         tokens += sum(row.scored for row in rows)

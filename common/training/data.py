@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from common.config.resolved import as_run
 from common.config.schema import TokenizerConfig
 from common.dataset import (
     Batch,
+    EmptySplitError,
     Metadata,
     Prefetch,
     Samples,
@@ -26,12 +27,14 @@ from common.dataset import (
     ordered_batches,
     parse_blend,
     parse_split,
+    part_names,
+    windows_by_part,
 )
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
-from common.log import LOG
+from common.log import LOG, listed
 from common.parallel.packing import wanted_keys
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.paths import looked_in
@@ -43,14 +46,18 @@ from common.weights.names import count_parameters
 _WINDOWS_LOOKED_AT = 64
 
 
+Passes = Mapping[str, Callable[[], Iterator[Tokens]]]
+"""Functions that start a pass over a rank's share of windows, by the name of the data set. A blend
+has several.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
     sampler: ShardedSampler | None
     """None when only the validation part was asked for."""
-    validation: Callable[[], Iterator[Tokens]] | None
-    """Function that starts a pass over the rank's share of the validation windows; None without
-    any.
-    """
+    validation: Passes
+    """Validation windows of the rank; empty without any."""
     no_validation: str | None
     """Reason why there are no validation windows."""
     tokenizer_record: dict[str, Any] | None
@@ -84,13 +91,14 @@ class TrainingData:
         prepared = map(prepare, self.batches(state))
         return Prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
 
-    def require_validation(self) -> Iterator[Tokens]:
-        if self.validation is None:
+    def require_validation(self) -> Passes:
+        """Return the validation windows. Raises DataError without any."""
+        if not self.validation:
             raise DataError(
                 f"there is nothing to evaluate on: {self.no_validation}; give data.validation, or a"
                 " data.split with a validation part"
             )
-        return self.validation()
+        return self.validation
 
 
 @overload
@@ -139,9 +147,6 @@ def open_data(
     config = _with_eod(config, records)
     share = config.model.hidden_size / count_parameters(config.model)
     remarks += vocabulary_remarks([made_with], given, config.model.vocab_size, share_of_row=share)
-    if not training and LOG.isEnabledFor(logging.INFO):  # a training reports them
-        for remark in remarks:
-            LOG.warning(remark)
     sampler = None
     if training:
         require_length(config)
@@ -162,17 +167,19 @@ def open_data(
             batch_size_at=config.batch_sizes.at,
             vocab_size=config.model.vocab_size,
         )
-    validation, reason = None, _why_no_validation(config, training=training)
+    validation: Passes = {}
+    reason = _why_no_validation(config, training=training)
     if reason is None:
-        try:
-            validation = _validation(
-                config,
-                *((0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)),
+        place = (0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)
+        validation, without = _validation(config, *place)
+        reason = None if validation else next(iter(without.values()))
+        if validation and without:
+            remarks.append(
+                f"no validation of {listed(list(without))}: {next(iter(without.values()))}"
             )
-        except DataError as error:
-            if config.data.validation is not None:
-                raise
-            reason = str(error)
+    if not training and LOG.isEnabledFor(logging.INFO):  # a training reports them
+        for remark in remarks:
+            LOG.warning(remark)
     data = TrainingData(
         sampler=sampler,
         validation=validation,
@@ -193,29 +200,42 @@ def _why_no_validation(config: ResolvedRun, *, training: bool) -> str | None:
     return None
 
 
-def _validation(config: ResolvedRun, rank: int, ranks: int) -> Callable[[], Iterator[Tokens]]:
+def _validation(config: ResolvedRun, rank: int, ranks: int) -> tuple[Passes, dict[str, str]]:
+    """Return the validation windows of each data set, and why others have none.
+
+    Every window is read once, so weights of a blend do not matter.
+    """
     whole = config.data.validation is not None
-    samples = _open(  # without data.stride each token is scored once
-        config,
-        config.data.validation if whole else config.data.train,
-        "train" if whole else "valid",
-    )
-    limit = config.validation.max_samples or None
-    batch_size = config.validation.micro_batch_size
-    return partial(
-        ordered_batches,
-        samples,
-        batch_size,
-        limit,
-        rank=rank,
-        ranks=ranks,
-        vocab_size=config.model.vocab_size,
-    )
+    parts: dict[str, Samples] = {}
+    without: dict[str, str] = {}
+    for name, prefix in named_parts(config.data.validation if whole else config.data.train).items():
+        try:  # without data.stride each token is scored once
+            parts[name] = _open(config, [prefix], "train" if whole else "valid")
+        except EmptySplitError as error:
+            if whole:
+                raise
+            without[name] = str(error)
+    windows = [part.samples_per_epoch for part in parts.values()]
+    limits = windows_by_part(windows, config.validation.max_samples or sum(windows))
+    passes = {
+        name: partial(
+            ordered_batches,
+            part,
+            config.validation.micro_batch_size,
+            limit,
+            rank=rank,
+            ranks=ranks,
+            vocab_size=config.model.vocab_size,
+        )
+        for (name, part), limit in zip(parts.items(), limits, strict=True)
+        if limit
+    }
+    return passes, without
 
 
 def _open(
     config: ResolvedRun,
-    entries: list[str | float] | None,
+    entries: Sequence[str | float] | None,
     split: Split,
     *,
     shuffle: bool = False,
@@ -235,7 +255,13 @@ def _open(
     )
 
 
-def require_entries(entries: list[str | float] | None) -> list[str | float]:
+def named_parts(entries: Sequence[str | float] | None) -> dict[str, str]:
+    """Return the prefixes of data.train or data.validation by a short name of each."""
+    prefixes = [prefix for _, prefix in parse_blend([str(it) for it in require_entries(entries)])]
+    return dict(zip(part_names(prefixes), prefixes, strict=True))
+
+
+def require_entries(entries: Sequence[str | float] | None) -> Sequence[str | float]:
     """Return the entries of data.train. Raises ConfigError if there are none."""
     if not entries:
         raise ConfigError(

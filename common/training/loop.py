@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from common.dataset import Tokens
@@ -95,7 +95,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 continue
             if not stopping and state.step < last_step and _save_due(run, saver, state.step):
                 saver.save_unless_diverging(state)
-            was_validated = run.validation is None or not _validation_due(config, state.step)
+            was_validated = not run.validation or not _validation_due(config, state.step)
             if not stopping and not was_validated:
                 row, stopping = validate(run, state.step, stop)
                 was_validated = not stopping
@@ -159,7 +159,7 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
 
     A signal ends the pass without a row. Its number is returned too.
     """
-    if run.validation is None:
+    if not run.validation:
         return {}, 0
 
     def go_on(_: Tokens) -> bool:
@@ -167,30 +167,22 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
         return not run.max_over_ranks(stop.number or 0)
 
     start = time.perf_counter()
-    total, tokens = run.engine.evaluate(itertools.takewhile(go_on, run.validation()))
+    parts = {
+        name: run.engine.evaluate(itertools.takewhile(go_on, windows()))
+        for name, windows in run.validation.items()
+    }
     stopping = run.max_over_ranks(stop.number or 0)
     if stopping:
         return {}, stopping
-    loss = total / tokens
-    row: dict[str, Any] = {
-        "step": step,
-        "validation_loss": loss,
-        "validation_perplexity": perplexity(loss),
-        "validation_tokens": tokens,
-        "validation_time": time.perf_counter() - start,
-    }
+    seconds = time.perf_counter() - start
+    row = {"step": step, **validation_figures(parts), "validation_time": seconds}
     run.metrics.write(row)
     return row, 0
 
 
 def _lacks_validation(run: Run, step: int) -> bool:
     """Whether a stop or a kill prevented the validation of the step from which the run resumes."""
-    if (
-        not run.resumed
-        or run.validation is None
-        or not step
-        or not _validation_due(run.config, step)
-    ):
+    if not run.resumed or not run.validation or not step or not _validation_due(run.config, step):
         return False
     return bool(run.max_over_ranks(int(run.metrics.lacks_validation(step))))
 
@@ -201,6 +193,24 @@ def _save_due(run: Run, saver: Saver, step: int) -> bool:
 
 def _validation_due(config: TrainingRun, step: int) -> bool:
     return _due(config.validation.steps_between, step) or step == config.train.max_steps
+
+
+def validation_figures(sums: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
+    """Return the mean loss over all tokens, its perplexity and the number of tokens.
+
+    sums: loss in nats, and tokens, by data set. The figures of each of several are ``KEY/NAME``.
+    """
+    total = sum(loss for loss, _ in sums.values())
+    parts = {"": (total, sum(tokens for _, tokens in sums.values()))}
+    if len(sums) > 1:
+        parts |= {f"/{name}": found for name, found in sums.items()}
+    row: dict[str, Any] = {}
+    for ending, (total, tokens) in parts.items():
+        loss = total / tokens if tokens else math.nan
+        row[f"validation_loss{ending}"] = loss
+        row[f"validation_perplexity{ending}"] = perplexity(loss)
+        row[f"validation_tokens{ending}"] = tokens
+    return row
 
 
 def perplexity(loss: float) -> float:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from common.accelerators import GIB
-from common.log import LOG
+from common.log import LOG, listed
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.training.epochs import place_in_epochs
 from common.training.metrics import flops_per_token
@@ -88,7 +88,7 @@ class Report:
             )
 
     def validation(self, row: Row) -> None:
-        for line in self.validation_lines(row):
+        for line in (*self.validation_lines(row), *part_lines(row)):
             LOG.info(line)
 
     def step_lines(self, rows: list[Row]) -> list[str]:
@@ -385,6 +385,17 @@ STYLES: dict[str, type[Report]] = {
     "oneflow-normal": OneFlowPlainReport,
     "gpt2-chinese": GPT2ChineseReport,
 }
+
+
+def part_lines(row: Row) -> list[str]:
+    """Return a line about the data sets of a blend, from the figures of a validation."""
+    prefix = "validation_loss/"
+    names = [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
+    parts = [
+        f"{name} loss {row[prefix + name]:.4f} over {row[f'validation_tokens/{name}']} tokens"
+        for name in names
+    ]
+    return [f"validation by data set: {listed(parts)}"] if parts else []
 
 
 def make_report(config: TrainingRun, samples_per_epoch: int = 0) -> Report:

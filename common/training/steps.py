@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ class Run:
     config: TrainingRun
     engine: Engine
     batches: Iterator[Batch]
-    validation: Callable[[], Iterable[Tokens]] | None
-    """Function that starts a pass over the validation windows."""
+    validation: Mapping[str, Callable[[], Iterable[Tokens]]]
+    """Functions that start a pass over the validation windows of a data set; empty without any."""
     checkpoints: CheckpointWriter
     metrics: MetricsWriter
     peak_flops: float

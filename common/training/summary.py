@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.dataset import Blend
 from common.errors import CheckpointError
-from common.log import LOG
+from common.log import LOG, listed
 from common.parallel.ramp import describe_ramp
 from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint import find_checkpoint
-from common.training.data import TrainingData
+from common.training.data import TrainingData, named_parts
 from common.training.plot import plot_loss
 from common.training.report import use_style
 from common.training.start import Start
@@ -53,6 +54,9 @@ def announce(
         f" samples{overlap}; {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up"
         f" {optimizer.warmup_steps}"
     )
+    blend = _describe_blend(config, data)
+    if blend is not None:
+        LOG.info(f"blend: {blend}")
     LOG.info(
         f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
     )
@@ -61,7 +65,7 @@ def announce(
     for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # known only on rank 0
         LOG.warning(remark)
     if data.no_validation is not None:
-        LOG.warning(f"no validation: {data.no_validation}")
+        LOG.info(f"no validation: {data.no_validation}")
     if start.resume is not None:
         LOG.info(
             f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples"
@@ -70,6 +74,22 @@ def announce(
         LOG.info(f"starting from the weights of {start.weights}")
     else:
         LOG.info(f"starting from initial weights of seed {config.seed}")
+
+
+def _describe_blend(config: TrainingRun, data: TrainingData) -> str | None:
+    """Return the share of each data set of a blend, and how often the run reads it."""
+    blend = data.sampler.samples if data.sampler is not None else None
+    if not isinstance(blend, Blend):
+        return None
+    samples = config.batch_sizes.samples_after(config.train.max_steps)
+    return listed(
+        [
+            f"{name} {weight:.4g} -> {samples * weight / part.samples_per_epoch:.3g} epochs"
+            for name, weight, part in zip(
+                named_parts(config.data.train), blend.weights, blend.datasets, strict=True
+            )
+        ]
+    )
 
 
 def finish(

@@ -239,7 +239,7 @@ def test_a_run_without_validation_starts_and_says_why(
 ) -> None:
     config = make_config(corpus_prefix, None, vocab_size=1000, **changes)
     data, _ = open_data(config)
-    assert data.validation is None and data.no_validation is not None
+    assert not data.validation and data.no_validation is not None
     assert reason in data.no_validation
     if "never" in reason and "data__split" not in changes:  # only training reads the key
         assert list(open_data(config, training=False)[0].require_validation())

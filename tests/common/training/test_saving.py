@@ -144,7 +144,7 @@ def start(
                     ),
                     None,
                 ),
-                validation=lambda: [np.zeros((1, 3), np.int32)] * 3,
+                validation={"all": lambda: [np.zeros((1, 3), np.int32)] * 3},
                 checkpoints=checkpoints,
                 metrics=metrics,
                 peak_flops=0.0,
