@@ -369,6 +369,7 @@ class DataConfig(Section):
     train: DataPrefixes | None = None
     """Training data: the prefix of a .bin/.idx pair or of FleetX's _ids.npy and _idx.npz, or a
     MindRecord (file, shard or folder). A list [weight, prefix, weight, prefix, ...] blends several.
+    Without weights an epoch reads each window of all once.
     """
     validation: DataPrefixes | None = None
     """Validation data, all of it used: a prefix, MindRecord or blend. All of data.train is then for
