@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,8 +53,11 @@ VALUED = frozenset({
     "recompute_granularity", "num_layers_per_virtual_pipeline_stage", "deepspeed_config",
     "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy",
     "profile_step_start", "profile_step_end", "wandb_project", "rampup_batch_size",
+    "step_batch_size_schedule",
 })  # fmt: skip
 """Flags with a value that this module reads itself."""
+TEXTS = frozenset({"step_batch_size_schedule"})
+"""Flags with a text as their value."""
 FLAGS = (*TABLE, *SWITCHES, *VALUED)
 
 
@@ -133,6 +137,12 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
         flag = "rampup_batch_size"
         ours.set("train.rampup_batch_size", ramp, theirs.where(flag), flag)
     length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
+    flag = "step_batch_size_schedule"
+    schedule, where = theirs.take(flag), theirs.where(flag)
+    if schedule is not None:
+        steps = _steps(theirs, flag, schedule, length or 1)
+        ours.set("train.rampup_batch_size", steps, where, flag)
+        ours.set("train.global_batch_size", steps[-1][1], where, flag)
     if samples is not None and length is not None:
         where = theirs.where("train_samples")
         ours.set("train.max_tokens", samples * length, where, "train_samples")
@@ -171,6 +181,24 @@ def _ramp(theirs: Theirs) -> list[int] | None:
     if len(numbers) != 3 or min(numbers) < 1:
         theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
     return numbers
+
+
+def _steps(theirs: Theirs, flag: str, text: Any, length: int) -> list[list[int]]:
+    """Return pairs (first sample, size) of ``TOKENS:SIZE TOKENS:SIZE ...``. Megatron-LM's
+    num_microbatches_calculator.py of 2026 divides the tokens by the length of a sample.
+    """
+    factors = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    pairs = []
+    for entry in str(text).upper().replace(",", " ").split():
+        numbers = re.fullmatch(r"(\d+\.?\d*)([KMBT]?):(\d+\.?\d*)([KMBT]?)", entry)
+        if numbers is None:
+            theirs.refuse(flag, text, "expected TOKENS:SIZE TOKENS:SIZE ..., such as 0:256 2B:512")
+        first, size = (
+            int(float(number) * factors[suffix])
+            for number, suffix in (numbers.groups()[:2], numbers.groups()[2:])
+        )
+        pairs.append([first // length, size])
+    return sorted(pairs)
 
 
 def _data(theirs: Theirs, ours: Translation) -> None:

@@ -405,6 +405,23 @@ def test_a_dropout_that_is_left_out_is_megatrons() -> None:
     assert (model.hidden_dropout, model.embedding_dropout, model.attention_dropout) == (0, 0, 0.1)
 
 
+@pytest.mark.parametrize("text", ["0:8 1K:16, 4K:32", "4000:32 0:8 1e3:16", "0:8 .5:16"])
+def test_megatrons_sizes_by_tokens_are_ours(text: str) -> None:
+    """In samples of 8 tokens, as in its num_microbatches_calculator.py of 2026."""
+    flags = f"{SMALL} --lr 1e-4 --micro-batch-size 4 --train-samples 800".split()
+    words = [*flags, "--step-batch-size-schedule", text]
+    if "e" in text or text.endswith(".5:16"):
+        with pytest.raises(ConfigError, match=r"expected TOKENS:SIZE TOKENS:SIZE \.\.\., such as"):
+            open_flags("megatron", words)
+        return
+    train = open_flags("megatron", words).config.train
+    assert (train.rampup_batch_size, train.global_batch_size) == (
+        [[0, 8], [125, 16], [500, 32]], 32,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="keep one of them"):
+        open_flags("megatron", [*words, "--global-batch-size", "64"])
+
+
 LOADING: dict[str, dict[str, Any] | str] = {
     # flags: ours, or the message. Megatron-LM, megatron/training/checkpointing.py load_checkpoint
     "--load x --save y --finetune": {"init_from": "x", "resume": "auto"},
