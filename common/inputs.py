@@ -9,11 +9,12 @@ from pathlib import Path
 
 from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
-from common.errors import CheckpointError, ConfigError, DataError
+from common.errors import CheckpointError, ConfigError
+from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
 from common.generation.prompts import encode_prompts, given_prompts
+from common.inference.run_modes import program_to_use
 from common.parallel.resolved_run import ResolvedRun
-from common.paths import looked_in
 from common.resolve.derive import require_length
 from common.tokenizer import require_files
 from common.training.checkpoint import NoCheckpointError, find_checkpoint
@@ -31,6 +32,13 @@ def check_inputs(run_mode: str, config: ResolvedRun) -> None:
         _check(run_mode, config)
     except NoCheckpointError as error:
         raise explained(error) from None
+
+
+def check_before_ranks(run_mode: str, config: ResolvedRun) -> None:
+    """Check in the process that starts the ranks what rank 0 would. Raises as ``check_inputs``."""
+    takes_program = run_mode in ("eval", "predict", "serve")
+    if not takes_program or program_to_use(config) is None:
+        check_inputs(run_mode, config)
 
 
 def _check(run_mode: str, config: ResolvedRun) -> None:
@@ -75,11 +83,8 @@ def _check_training(run_mode: str, config: ResolvedRun) -> None:
 def _check_evaluation(config: ResolvedRun) -> None:
     if config.evaluation.task in VALIDATION_TASKS:
         _check_data(require_entries(config.data.validation or config.data.train))
-    elif config.evaluation.file is not None and not Path(config.evaluation.file).exists():
-        raise DataError(
-            f"evaluation.file={config.evaluation.file}: not"
-            f" found{looked_in(config.evaluation.file)}; check the path"
-        )
+    else:
+        find_evaluation_file(config.evaluation)
 
 
 def _check_data(entries: list[str | float]) -> None:

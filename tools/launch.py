@@ -44,6 +44,7 @@ from common.command_line import RUN_MODES
 from common.config.load import load_config
 from common.errors import ConfigError, GPT2Error
 from common.inference.from_checkpoint import accept_models_of_checkpoints
+from common.inputs import check_before_ranks
 from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import distribute, standalone
@@ -201,7 +202,9 @@ def launch(kind: str, words: list[str]) -> int:
 
 
 def _start(kind: str, request: LaunchRequest) -> int:
-    return standalone(request, run_gpt2.main) if kind == "standalone" else distribute(request)
+    if kind == "standalone":
+        return standalone(request, run_gpt2.main, check_before_ranks)
+    return distribute(request, check_before_ranks)
 
 
 def _certify(kind: str, request: LaunchRequest) -> int:

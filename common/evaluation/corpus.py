@@ -12,6 +12,7 @@ from common.dataset.blocks import DocumentRule, MissingKeyError, read_blocks
 from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
+from common.paths import looked_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +32,24 @@ class EvaluationFile:
         return {"file": str(self.path), "sha256": self.sha256, "bytes": self.path.stat().st_size}
 
 
-def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
-    """Read evaluation.file whole.
-
-    Raises ConfigError if it is not given. Raises DataError, with line and column, if it cannot be
-    read or holds no text.
-    """
+def find_evaluation_file(config: EvaluationConfig) -> Path:
+    """Return evaluation.file. Raises ConfigError if it is not given, DataError if it is no file."""
     if config.file is None:
         raise ConfigError(f"evaluation.task={config.task} needs a file; set evaluation.file=PATH")
     path = Path(config.file)
     if not path.is_file():
-        raise DataError(
-            f"evaluation.file={path}: {'is not a file' if path.exists() else 'not found'}; check"
-            " the path"
-        )
+        found = "is not a file" if path.exists() else f"not found{looked_in(path)}"
+        raise DataError(f"evaluation.file={path}: {found}; check the path")
+    return path
+
+
+def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
+    """Read evaluation.file whole.
+
+    Raises as ``find_evaluation_file`` does, and DataError, with line and column, if it cannot be
+    read or holds no text.
+    """
+    path = find_evaluation_file(config)
     texts: list[str] = []
     try:
         corpus = open_corpus(path)

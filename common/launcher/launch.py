@@ -52,9 +52,15 @@ from common.run_folder import require_free_folder
 TOOL = ROOT / "tools" / "launch.py"
 """Script that starts a launch again, on another host or in the background."""
 
+Check = Callable[[str, ResolvedRun], None]
+"""Check of the inputs of a run mode, which raises GPT2Error."""
 
-def distribute(request: LaunchRequest) -> int:
-    """Plan, show, or start and supervise the ranks of this host. Returns the exit code."""
+
+def distribute(request: LaunchRequest, check: Check) -> int:
+    """Plan, show, or start and supervise the ranks of this host. Returns the exit code.
+
+    check: what rank 0 checks first, so that a refusal comes once, before there are ranks.
+    """
     _check_options(request)
     starts = request.mode != "plan" and not is_asked("DRY_RUN") and request.hosts is None
     try:
@@ -90,7 +96,8 @@ def distribute(request: LaunchRequest) -> int:
     if not starts:
         _say(f"# {ranks_here(places)}\n")
         return _run(maker.make(config, places, starts=False), request)
-    _refuse_second_run(config, request.mode, first_host=places.own[0].rank == 0)
+    if places.own[0].rank == 0:
+        _check_first(config, request, check)
     if is_asked("DETACH"):
         return _run(maker.make(config, places), request)
     meets = len(places.hosts) > 1 and (_max_restarts(request, config) or config.runtime.min_nodes)
@@ -102,10 +109,11 @@ def distribute(request: LaunchRequest) -> int:
     )
 
 
-def standalone(request: LaunchRequest, plan: Callable[[list[str]], int]) -> int:
+def standalone(request: LaunchRequest, plan: Callable[[list[str]], int], check: Check) -> int:
     """Show, or start and supervise, one process on one device. Returns the exit code.
 
-    plan: ``run_gpt2.main`` for a plan, which needs no process of its own.
+    plan: ``run_gpt2.main`` for a plan, which needs no process of its own. check: as in
+    ``distribute``.
     """
     command = rank_command(request.config, request.mode, request.overrides)
     config = resolve_mode(
@@ -125,7 +133,7 @@ def standalone(request: LaunchRequest, plan: Callable[[list[str]], int]) -> int:
         return make_job(request, config, (replace(child, folder="mf_standalone"),))
 
     if not is_asked("DRY_RUN"):
-        _refuse_second_run(config, request.mode, first_host=True)
+        _check_first(config, request, check)
     if is_asked("DRY_RUN") or is_asked("DETACH"):
         return _run(job(), request)
     return _supervise(lambda number: Attempt(job=job(), number=number), request, config)
@@ -215,13 +223,16 @@ def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigErro
     )
 
 
-def _refuse_second_run(config: ResolvedRun, mode: str, *, first_host: bool) -> None:
-    """Reject a second run in one folder, before anything is written. Raises ConfigError.
+def _check_first(config: ResolvedRun, request: LaunchRequest, check: Check) -> None:
+    """Reject a second run in one folder, and what rank 0 would reject, before anything is written.
+    Raises GPT2Error.
 
     Only the host of rank 0 checks, since other hosts would see the hold of their own run.
     """
-    if first_host and mode in ("train", "finetune"):
+    if request.mode in ("train", "finetune"):
         require_free_folder(Path(config.output_dir))
+    if request.program is None:
+        check(request.mode, config)
 
 
 def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) -> int:

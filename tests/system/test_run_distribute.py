@@ -461,10 +461,28 @@ def test_an_active_conda_environment_goes_before_the_repositorys_own(tmp_path: P
 
 
 def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_path: Path) -> None:
-    done = start(str(tiny), "0", "train", "data.train=nowhere", script="run_standalone.sh")
+    done = start(str(tiny), "0", "train", "device=npu", script="run_standalone.sh")
     log = tmp_path / "run" / "mf_standalone" / "mindformer.log"
-    assert done.returncode == 2 and "nowhere" in done.stderr and str(log) in done.stderr
-    assert "nowhere" in log.read_text() and "RANK_ID=0\n" in (log.parent / "env.log").read_text()
+    assert done.returncode == 2 and "device=npu" in done.stderr and str(log) in done.stderr
+    assert "npu" in log.read_text() and "RANK_ID=0\n" in (log.parent / "env.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["predict"], "predict.prompt is not given"),
+        (["eval", "evaluation.task=text", "data.tokenizer=."], "evaluation.task=text needs a file"),
+        (["train", "data.train=nowhere"], "nowhere.idx: not found"),
+    ],
+)
+def test_what_rank_0_would_refuse_is_said_once_before_there_are_ranks(
+    tiny: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    mode, *overrides = words
+    done = start("none", str(tiny), "[0,2]", mode, *overrides)
+    assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr
+    assert "started" not in done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_slurm_starts_a_task_a_device(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ CONFIG = str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
-    """The jobs that would have run; each ends with exit code 7."""
+    """The jobs that would have run, without inputs; each ends with exit code 7."""
     found: list[Job] = []
 
     def run_attempt(job: Job) -> Outcome:
@@ -40,6 +40,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
         return Outcome(code=7, failure="rank 0 failed")
 
     monkeypatch.setattr(attempts, "run_attempt", run_attempt)
+    monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)
     monkeypatch.chdir(tmp_path)
     for name in (
         "DRY_RUN",
