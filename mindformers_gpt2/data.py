@@ -16,5 +16,5 @@ def inputs_and_targets(tokens: Tokens, packing: Packing | None = None) -> tuple[
     """
     ids, targets = tokens[:, :-1], tokens[:, 1:]
     if packing is not None and packing.masks_loss:
-        targets = np.where(ids == packing.eod, np.int32(UNCOUNTED), targets)
+        targets = np.where(packing.uncounted(tokens), np.int32(UNCOUNTED), targets)
     return Tensor(np.ascontiguousarray(ids)), Tensor(np.ascontiguousarray(targets))

@@ -15,7 +15,7 @@ from mindformers_gpt2.optimizer import DeviceLossScale
 
 def varies(config: ResolvedRun) -> bool:
     """Whether the steps of a run differ in the number of tokens whose losses count."""
-    masks = config.packing is not None and config.packing.masks_loss
+    masks = config.packing is not None and bool(config.packing.masks_loss)
     return masks or config.train.rampup_batch_size is not None
 
 

@@ -436,7 +436,7 @@ def set_packing(model: GPT2, config: ResolvedRun) -> None:
     packing = config.packing
     if packing is None:
         return
-    model.cross_entropy.masked = packing.masks_loss
+    model.cross_entropy.masked = bool(packing.masks_loss)
     model.resets_positions, model.resets_attention = packing.positions, packing.attention
     model.eod = packing.eod
 

@@ -39,7 +39,7 @@ def split(tokens: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tenso
     """
     ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if packing is not None and packing.masks_loss:
-        targets = targets.masked_fill(ids == packing.eod, UNCOUNTED)
+        targets = targets.masked_fill(packing.uncounted(tokens), UNCOUNTED)
     return ids, targets
 
 

@@ -244,7 +244,7 @@ class GPT2(nn.Module):
 
     @property
     def masks_loss(self) -> bool:
-        return self.packing is not None and self.packing.masks_loss
+        return self.packing is not None and bool(self.packing.masks_loss)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (..., C) -> (..., vocab_size)."""

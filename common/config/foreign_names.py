@@ -167,6 +167,7 @@ HERE: dict[str, str] = {
     # data
     "dataset": "data.train",
     "dataset_dir": "data.train",
+    "dataset_files": "data.train",
     "data_dir": "data.train",
     "data_path": "data.train",
     "train_data_path": "data.train",

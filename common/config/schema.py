@@ -409,9 +409,10 @@ class DataConfig(Section):
     """Count positions from 0 again after each end-of-document token of a window."""
     reset_attention_mask: bool = False
     """Let a token attend only to tokens of its own document, not to others in the window."""
-    eod_mask_loss: bool = False
-    """Leave out the loss of positions whose input is the end-of-document token. The mean is over
-    the other positions of the global batch.
+    eod_mask_loss: bool | Literal["targets"] = False
+    """Leave out the loss of positions whose input is the end-of-document token (true), or whose
+    target is it (targets, for rows padded with it). The mean is over the other positions of the
+    global batch.
     """
     eod_id: NonNegative | None = None
     """Id of the end-of-document token for the three keys above; that of the data or of

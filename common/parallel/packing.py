@@ -7,6 +7,7 @@ end-of-document token, and the token after it is the first one of the next docum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,23 +26,30 @@ class Packing:
 
     eod: the token that ends a document. positions: count them from 0 in each document. attention:
     let a token attend to its own document only. masks_loss: leave out the losses of positions
-    whose input is ``eod``.
+    whose input is ``eod`` (True), or whose target is it ("targets").
     """
 
     eod: int
     positions: bool
     attention: bool
-    masks_loss: bool
+    masks_loss: bool | Literal["targets"]
 
     @property
     def separates(self) -> bool:
         """Whether the model needs to know the documents, and not only the loss."""
         return self.positions or self.attention
 
+    def uncounted(self, tokens: Any) -> Any:
+        """Return where a loss of windows (rows, columns) is left out, (rows, columns - 1) of bool.
+
+        tokens: an array of numpy or a tensor. For packings with ``masks_loss``.
+        """
+        return (tokens[:, 1:] if self.masks_loss == "targets" else tokens[:, :-1]) == self.eod
+
     def counted(self, tokens: npt.NDArray[np.int32]) -> int:
         """Return the number of predictions that count in windows (rows, columns)."""
-        inputs = tokens[:, :-1]
-        return int(np.count_nonzero(inputs != self.eod)) if self.masks_loss else inputs.size
+        out = np.count_nonzero(self.uncounted(tokens)) if self.masks_loss else 0
+        return tokens[:, 1:].size - int(out)
 
 
 def packing_of(data: DataConfig) -> Packing | None:

@@ -205,7 +205,7 @@ def check_mindspore(config: ResolvedRun, kind: str) -> None:
         wanted = wanted_keys(config.data)
         if wanted:
             raise ConfigError(
-                f"{wanted[0]}=true does not go with graphs that MindSpore's compiler splits"
+                f"{wanted[0]} does not go with graphs that MindSpore's compiler splits"
                 f" (parallel.parallel_mode={parallel.parallel_mode}), whose plan has one mask for"
                 " all windows; set parallel_mode=0, or leave the key out"
             )

@@ -210,6 +210,10 @@ class Theirs:
         """Tell whether a file does not have a key, or has no value for it."""
         return key not in self._given
 
+    def named(self, key: str) -> str:
+        """Return the key as the origin of ours; empty where it is left out."""
+        return key if key in self._given else ""
+
     def take(self, key: str, default: Any = None) -> Any:
         value = self.peek(key, default)
         self._left.pop(key, None)

@@ -329,6 +329,7 @@ def _eod_remarks(
     """
     if config.packing is None:
         return []
+    pads = config.packing.masks_loss == "targets" and not config.packing.separates
     for prefix, metadata in records:
         if metadata.eod_id not in (None, config.packing.eod):
             return [
@@ -336,7 +337,7 @@ def _eod_remarks(
                 f" {metadata.eod_id}; leave the key out, unless other parts of a document are meant"
             ]
     tokens = samples.read(np.arange(min(_WINDOWS_LOOKED_AT, samples.samples_per_epoch)))
-    if (tokens == config.packing.eod).any():
+    if pads or (tokens == config.packing.eod).any():
         return []
     return [
         f"{' and '.join(wanted_keys(config.data))}: the first {len(tokens)} windows do not hold"

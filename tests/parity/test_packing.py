@@ -35,6 +35,7 @@ KEYS = [key for key in FLAGS if key != "data__eod_id"]
 CASES: dict[str, dict[str, Any]] = {
     "all": {},
     **{only: {key: key == only for key in KEYS} for only in KEYS},
+    "targets": {**dict.fromkeys(KEYS, False), "data__eod_mask_loss": "targets"},
     "recomputed": {"train__recompute": "full"},
 }
 

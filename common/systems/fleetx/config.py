@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.config.schema import MOST
 from common.systems.dialect import (
     Defaults,
     Only,
@@ -21,6 +22,7 @@ from common.systems.dialect import (
     number,
     one_of,
     require_all_taken,
+    whole,
 )
 from common.systems.fleetx import quantization
 
@@ -35,7 +37,9 @@ MARKS = frozenset({
 
 _ORDER = "documents and windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
-_EVAL = "windows of the validation part are read as those of training are"
+_NOT_HERE = "is not in this version; leave the section out"
+END_OF_TEXT = 50256
+"""Id of the end of text in the tokenizer that FleetX has for GPT."""
 
 
 def _clip(norm: float | None) -> float:
@@ -43,6 +47,18 @@ def _clip(norm: float | None) -> float:
     if norm is not None and not number(norm) > 0:
         raise ValueError("expected a number above 0; for no clip leave the section grad_clip out")
     return norm or 0.0
+
+
+def _split(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _length(tokens: int) -> int:
+    """Change the most tokens to generate: 512 there at most, and for a number below 0."""
+    return tokens if 0 <= whole(tokens) <= _MOST_GENERATED else _MOST_GENERATED
+
+
+_MOST_GENERATED = 512
 
 
 TABLE: Table = {
@@ -53,22 +69,18 @@ TABLE: Table = {
     "Global.binding_size": Without("the launcher places the processes"),
     "Global.enable_partial_send_recv": Without(_KERNELS),
     # length, log, checkpoints
-    "Engine.max_steps": To("train.max_steps"),
-    "Engine.run_mode": Only(("step", "epoch"), "expected step or epoch"),
     "Engine.accumulate_steps": Without("FleetX sets it to local_batch_size / micro_batch_size, and"
         " so it is here"),
     "Engine.logging_freq": To("logging.interval"),
-    "Engine.eval_freq": To("validation.interval", lambda steps: steps if steps > 0 else "never"),
+    "Engine.eval_freq": To("validation.interval",
+    lambda steps: steps if whole(steps) > 0 else "never"),
     "Engine.test_iters": Without("the test part is not read; --run_mode eval measures a file"),
     "Engine.save_load.save_epoch": Without("a run does not save at the end of an epoch;"
         " checkpoint.interval is in steps"),
     "Engine.save_load.output_dir": To("output_dir"),
     "Engine.save_load.*": Without("the run folder holds it"),
-    "Engine.mix_precision.custom_black_list": Without("precision says the type of each part"),
-    "Engine.mix_precision.custom_white_list": Without("precision says the type of each part"),
     "Engine.mix_precision.main_grad": Without("gradients of float16 weights are summed in float32"),
     # model
-    "Model.name": Only(("GPT",), "the models here are GPT; use GPT"),
     **{
         f"Model.{name}": To(f"model.{name}")
         for name in ("vocab_size", "hidden_size", "num_layers", "ffn_hidden_size",
@@ -101,20 +113,21 @@ TABLE: Table = {
     "Data.Train.dataset.name": Only(("GPTDataset",), "data.train takes the files of GPTDataset; use"
         " GPTDataset"),
     "Data.Train.dataset.input_dir": To("data.train"),
-    "Data.Train.dataset.split": To("data.split",
-    lambda value: ",".join(map(str, value)) if isinstance(value, list) else value),
+    "Data.Train.dataset.split": To("data.split", _split),
     "Data.Train.dataset.max_seq_len": To("model.seq_length"),
     "Data.Train.dataset.*": Without(_ORDER),
     "Data.Train.sampler.*": Without(_ORDER),
     "Data.Train.loader.*": Without("batches are read ahead by data.prefetch"),
     "Data.Train.*": Without(_ORDER),
-    "Data.Eval.*": Without(_EVAL),
+    "Data.Eval.dataset.name": Only(("GPTDataset",), "data.validation takes the files of GPTDataset;"
+        " use GPTDataset"),
+    "Data.Eval.*": Without("windows are read in order, and as those of training are"),
     "Data.Test.*": Without("the test part is not read"),
     # optimizer
     "Optimizer.name": To("optimizer.name",
     one_of(FusedAdamW="adamw", AdamW="adamw", Adam="adam", Momentum="sgd")),
     **{f"Optimizer.{name}": To(f"optimizer.{name}") for name in ("weight_decay", "beta1", "beta2",
-    "epsilon")},
+    "epsilon", "momentum")},
     "Optimizer.lr.name": To("optimizer.schedule", one_of(
         CosineAnnealingWithWarmupDecay="cosine", LinearDecayWithWarmup="linear",
         CosineDecay="cosine"
@@ -123,7 +136,8 @@ TABLE: Table = {
     "Optimizer.lr.warmup_rate": To("optimizer.warmup_fraction"),
     "Optimizer.lr.max_lr": To("optimizer.learning_rate"),
     "Optimizer.lr.min_lr": To("optimizer.min_learning_rate"),
-    "Optimizer.lr.use_increments": Without("the schedule counts steps"),
+    "Optimizer.lr.use_increments": Only((False,), "decay_steps counts samples with it; divide it by"
+        " the global batch, and set False"),
     "Optimizer.grad_clip.name": Only(("ClipGradByGlobalNorm",), "the global norm is clipped; use"
         " ClipGradByGlobalNorm"),
     "Optimizer.grad_clip.clip_norm": To("optimizer.clip_grad", _clip),
@@ -133,13 +147,16 @@ TABLE: Table = {
     # the rest
     "Inference.*": Without("--run_mode export writes what an inference program reads"),
     "FusedPasses.*": Without(_KERNELS),
+    **{f"Compress.{name}.enable": Only((False,), f"{name} {_NOT_HERE}")
+       for name in ("Prune", "Distillation")},
+    **{f"Compress.{name}.*": Without("it is not enabled") for name in ("Prune", "Distillation")},
     "Generation.top_k": To("predict.top_k"),
     # 0 leaves the most probable token there
     "Generation.top_p": To("predict.top_p", lambda share: number(share) or 1e-9),
     "Generation.temperature": To("predict.temperature", number),
     "Generation.repetition_penalty": To("predict.repetition_penalty", number),
     "Generation.min_dec_len": To("predict.min_new_tokens"),
-    "Generation.max_dec_len": To("predict.max_new_tokens"),
+    "Generation.max_dec_len": To("predict.max_new_tokens", _length),
     "Generation.num_return_sequences": To("predict.num_sequences"),
     "Generation.decode_strategy": To("predict.strategy",
     one_of(sampling="sampling", greedy_search="greedy", beam_search="beam_search")),
@@ -156,29 +173,31 @@ TABLE: Table = {
     "Offline_Eval.eval_path": To("evaluation.file"),
     "Offline_Eval.cloze_eval": To("evaluation.task",
     one_of(**{"True": "lambada", "False": "text"})),
-    "Offline_Eval.overlapping_eval": To("evaluation.stride"),
+    "Offline_Eval.overlapping_eval": To("evaluation.stride", lambda tokens: max(1, whole(tokens))),
     "Offline_Eval.batch_size": To("evaluation.batch_size"),
-    "Offline_Eval.max_seq_len": Without("model.seq_length says it"),
     "Offline_Eval.logging_freq": Without("progress is shown anyway"),
 }  # fmt: skip
 
 BY_HAND = (
-    "Global.local_batch_size", "Engine.num_train_epochs", "Engine.eval_iters",
-    "Engine.save_load.save_steps", "Engine.save_load.ckpt_dir",
-    "Engine.mix_precision.use_pure_fp16", "Engine.mix_precision.enable",
-    "Engine.mix_precision.dtype", "Engine.mix_precision.level", "Engine.mix_precision.scale_loss",
-    "Model.module", "Model.use_recompute",
-    "Model.recompute_granularity", "Model.virtual_pp_degree", "Distributed.dp_degree",
-    "Distributed.sharding.sharding_degree",
-    "Distributed.sharding.sharding_stage", "Profiler.enable", "Profiler.scheduler",
+    "Global.local_batch_size", "Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode",
+    "Engine.eval_iters", "Engine.save_load.save_steps", "Engine.save_load.ckpt_dir",
+    *(f"Engine.mix_precision.{name}" for name in ("use_pure_fp16", "enable", "dtype", "level",
+    "scale_loss", "custom_black_list", "custom_white_list")),
+    "Model.module", "Model.name", "Model.use_recompute", "Model.recompute_granularity",
+    "Model.virtual_pp_degree", "Distributed.dp_degree",
+    "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
+    *(f"Data.Eval.dataset.{name}" for name in ("input_dir", "split", "max_seq_len")),
+    "Offline_Eval.max_seq_len", "Profiler.enable", "Profiler.scheduler",
 )  # fmt: skip
 """Keys that this module reads itself."""
 
 DEFAULTS: Defaults = {
     # ppfleetx/utils/config.py: process_engine_config, process_dist_config
-    "Engine.max_steps": 500000, "Engine.eval_freq": -1, "Engine.eval_iters": 0,
+    "Engine.max_steps": 500000, "Engine.num_train_epochs": 1, "Engine.run_mode": "step",
+    "Engine.eval_freq": -1, "Engine.eval_iters": 0,
     "Engine.logging_freq": 1, "Engine.save_load.output_dir": "./output",
     "Engine.save_load.save_steps": -1, "Engine.mix_precision.use_pure_fp16": False,
+    "Engine.mix_precision.enable": False,
     "Engine.mix_precision.scale_loss": 32768.0,
     "Distributed.mp_degree": 1, "Distributed.pp_degree": 1,
     "Distributed.sharding.sharding_degree": 1, "Distributed.sharding.sharding_stage": 2,
@@ -189,9 +208,9 @@ DEFAULTS: Defaults = {
     "Model.attention_probs_dropout_prob": 0.1, "Model.max_position_embeddings": 512,
     "Model.initializer_range": 0.02, "Model.sequence_parallel": False,
     "Model.recompute_granularity": "full", "Model.virtual_pp_degree": 1,
-    # paddle.optimizer.AdamW; without a section grad_clip, build_optimizer clips nothing
+    # paddle.optimizer.AdamW, Momentum; without a section grad_clip, build_optimizer clips nothing
     "Optimizer.weight_decay": 0.01, "Optimizer.beta1": 0.9, "Optimizer.beta2": 0.999,
-    "Optimizer.epsilon": 1e-8, "Optimizer.grad_clip.clip_norm": None,
+    "Optimizer.epsilon": 1e-8, "Optimizer.momentum": 0.9, "Optimizer.grad_clip.clip_norm": None,
     # GPTForGeneration, where a file has the section
     "Generation.decode_strategy": "sampling", "Generation.temperature": 1.0,
     "Generation.top_k": 0, "Generation.top_p": 1.0, "Generation.repetition_penalty": 1.0,
@@ -201,22 +220,55 @@ DEFAULTS: Defaults = {
     "Generation.diversity_rate": 0.0,
 }  # fmt: skip
 """Values of keys that a file leaves out, from release 2.4 and PaddlePaddle 2.4."""
+_OPTIONAL = ("Generation", "Offline_Eval", "Profiler")
+"""Sections of one command. Their defaults count where a file has the section."""
+_WITHOUT_DECAY = ("Adam", "Momentum")
+"""Optimizers of Paddle whose weight_decay is None when it is left out."""
 _MODULES = {"GPTModule": "resume", "GPTGenerationModule": "load", "GPTEvalModule": "load"}
+_OTHER_MODULES = {
+    "GPTFinetuneModule": "fine-tuning of classes (GLUE) is not in this version; models here predict"
+    " the next token",
+    **dict.fromkeys(
+        ("GPTModuleAuto", "GPTGenerationModuleAuto"),
+        "it is for Paddle's automatic parallel; use the file of the same name beside auto/",
+    ),
+    "MoEModule": "mixture of experts is not in this version; use GPTModule",
+}
+_OTHER_MODELS = {
+    "GPT-cn": "its Chinese tokenizer, gpt-cpm-large-cn, is not here. The model is GPT: set GPT, the"
+    " vocab_size of your tokenizer, and data.tokenizer",
+}
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
     """Return our configuration of a whole YAML of FleetX. Raises ConfigError for what cannot be
     obeyed.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources, DEFAULTS), Translation()
+    theirs, ours = Theirs(SYSTEM, tree, sources, _defaults(tree)), Translation()
     ours.set("logging.style", "fleetx")
+    ours.set("data.eod_mask_loss", True)  # GPTDataset: no loss where the input is the end of text
     for section in (
-        _layout, _batch, _precision, _model, _checkpoint, _profile, quantization.translate
+        _checkpoint, _layout, _validation, _batch, _precision, _model, _evaluation, _profile,
+        quantization.translate,
     ):  # fmt: skip
         section(theirs, ours)
     apply(TABLE, theirs, ours)
     require_all_taken(theirs, (*TABLE, *BY_HAND, *quantization.NAMES))
     return ours
+
+
+def _defaults(tree: Mapping[str, Any]) -> Defaults:
+    """Return the defaults that count for this file."""
+    found = {
+        key: value
+        for key, value in DEFAULTS.items()
+        if (section := key.partition(".")[0]) in tree or section not in _OPTIONAL
+    }
+    optimizer = tree.get("Optimizer")
+    name = optimizer.get("name") if isinstance(optimizer, Mapping) else None
+    if str(name) in _WITHOUT_DECAY:
+        found["Optimizer.weight_decay"] = 0.0
+    return found
 
 
 def _layout(theirs: Theirs, ours: Translation) -> None:
@@ -225,12 +277,12 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         "Distributed.dp_degree"
     )  # fmt: skip
     degree, stage, copies = (
-        theirs.take_count(degree_key, 1),
-        theirs.take_count(stage_key, 1),
+        theirs.take_count(degree_key),
+        theirs.take_count(stage_key),
         theirs.take_count(copies_key),
     )
     if degree > 1:
-        ours.set("parallel.zero_stage", stage, theirs.where(stage_key), stage_key)
+        ours.set("parallel.zero_stage", stage, theirs.where(stage_key), theirs.named(stage_key))
         if copies is not None and copies > 1:
             ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
     if copies is not None or degree > 1:
@@ -242,7 +294,7 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         else:
             ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
     key = "Model.virtual_pp_degree"
-    virtual = theirs.take_count(key, 1)
+    virtual = theirs.take_count(key)
     if virtual > 1:
         ours.set("parallel.virtual_stages", virtual, theirs.where(key), key)
         ours.set("parallel.pipeline_schedule", "interleaved_1f1b", theirs.where(key), key)
@@ -258,57 +310,136 @@ def _batch(theirs: Theirs, ours: Translation) -> None:
         if not isinstance(local, int) or not isinstance(micro, int) or micro < 1 or local % micro:
             theirs.refuse(key, local, f"expected a multiple of micro_batch_size={micro}")
         ours.set("train.accumulation_steps", local // micro, theirs.where(key), key)
-    key = "Engine.num_train_epochs"
-    epochs = theirs.take(key)
-    if epochs is not None and theirs.peek("Engine.run_mode") == "epoch":
-        theirs.take("Engine.max_steps")
-        ours.set("train.max_epochs", epochs, theirs.where(key), key)
-    elif epochs is not None:
-        ours.note(key, "Engine.max_steps is the length of the run")
-    key = "Engine.eval_iters"
-    batches = theirs.take_number(key)
-    if batches is not None:
-        copies = ours.get("parallel.data_parallel", ours.get("parallel.shard_size", 1))
-        ours.set(
-            "validation.max_samples", batches * (local or micro) * copies, theirs.where(key), key
+    _steps(theirs, ours)
+
+
+def _steps(theirs: Theirs, ours: Translation) -> None:
+    """Each of num_train_epochs has max_steps steps, in both modes: GPTDataset makes as many
+    samples. In epochs without max_steps it has those of the data.
+    """
+    key, epochs_key, mode_key = "Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode"
+    steps, epochs = theirs.take(key), theirs.take_count(epochs_key)
+    mode = theirs.take(mode_key)
+    if mode not in ("step", "epoch"):
+        theirs.refuse(mode_key, mode, "expected step or epoch")
+    if type(steps) is not int:
+        theirs.refuse(key, steps, "expected a whole number")
+    if mode == "epoch" and steps <= 0:
+        source = theirs.named(epochs_key) or mode_key
+        ours.set("train.max_epochs", epochs, theirs.where(source), source)
+        return
+    if steps <= 0:
+        theirs.refuse(key, steps, "expected a whole number above 0, or run_mode: epoch")
+    source = epochs_key if epochs > 1 else key
+    ours.set("train.max_steps", steps * epochs, theirs.where(source), theirs.named(source))
+
+
+def _validation(theirs: Theirs, ours: Translation) -> None:
+    """eval_iters counts global batches. Data.Eval may have other documents than Data.Train."""
+    key, freq_key = "Engine.eval_iters", "Engine.eval_freq"
+    batches, frequency = theirs.take(key), theirs.peek(freq_key)
+    by_epoch = theirs.peek("Engine.run_mode") == "epoch"
+    if type(batches) is not int or (batches < 0 and not by_epoch):
+        theirs.refuse(key, batches, "expected a whole number of batches; 0 is off")
+    if by_epoch and type(frequency) is int and frequency > 0:
+        theirs.take(freq_key)
+        ours.set("validation.interval", 0, theirs.where(freq_key), freq_key)
+    elif batches == 0:
+        if theirs.take(freq_key) is not None:
+            ours.note(freq_key, "eval_iters is 0")
+        ours.set("validation.interval", "never", theirs.where(key), theirs.named(key))
+    else:
+        ours.set("validation.max_batches", batches, theirs.where(key), key)
+
+
+def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None:
+    """Take the documents of Data.Eval, if they are others than those of Data.Train's split."""
+    names = ("input_dir", "split", "max_seq_len")
+    train = [theirs.peek(f"Data.Train.dataset.{name}") for name in names]
+    keys = [f"Data.Eval.dataset.{name}" for name in names]
+    given = [theirs.peek(key, there) for key, there in zip(keys, train, strict=True)]
+    for key in keys:
+        theirs.take(key)
+    folder_key, split_key, length_key = keys
+    if not trains:
+        return
+    if given[2] != train[2]:
+        theirs.refuse(length_key, given[2], f"windows are those of Data.Train; set {train[2]}")
+    if _shares(given[1]) == _shares(train[1]) and given[0] == train[0]:
+        return
+    if _shares(train[1])[0] != 1.0 or _shares(given[1])[1] != 1.0:
+        theirs.refuse(
+            folder_key if given[0] != train[0] else split_key,
+            given[0] if given[0] != train[0] else given[1],
+            f"Data.Train has {train[0]!r} with {train[1]}; give both one input_dir and one split,"
+            " or the splits [1, 0, 0] and [0, 1, 0]",
         )
+    ours.set("data.validation", given[0], theirs.where(folder_key), folder_key)
+
+
+def _shares(split: Any) -> list[float]:
+    """Return the shares of the three parts; zeros for what is no split."""
+    weights = split if isinstance(split, list) else str(split).split(",")
+    try:
+        numbers = [*map(float, weights), 0.0, 0.0, 0.0][:3]
+    except (TypeError, ValueError):
+        return [0.0, 0.0, 0.0]
+    return [weight / (sum(numbers) or 1.0) for weight in numbers]
+
+
+_LEVELS = {
+    "O0": (),
+    "O1": ("compute",),
+    "O2": ("parameters", "compute", "softmax", "layer_norm"),
+}
+"""Level of Paddle's mixed precision -> the parts of a step that have its dtype."""
+_LISTS = {
+    "custom_black_list": {"reduce_sum", "c_softmax_with_cross_entropy", "elementwise_div"},
+    "custom_white_list": {"lookup_table", "lookup_table_v2"},
+}
+"""Operators that FleetX's files name for float32 and for the dtype of the level."""
 
 
 def _precision(theirs: Theirs, ours: Translation) -> None:
     prefix = "Engine.mix_precision"
-    pure, enabled = theirs.take(f"{prefix}.use_pure_fp16"), theirs.take(f"{prefix}.enable", True)
-    dtype, level = theirs.take(f"{prefix}.dtype", "float16"), theirs.take(f"{prefix}.level", "O2")
-    scale = theirs.take_number(f"{prefix}.scale_loss")
-    where = theirs.where(prefix)
-    # release 2.4 says enable, dtype and level
-    if pure is None and f"{prefix}.enable" in theirs.names:
-        pure = enabled and level == "O2"
-        if enabled and level == "O1":
-            ours.set(
-                "precision",
-                {"float16": "fp16", "bfloat16": "bf16"}.get(dtype, dtype),
-                where,
-                f"{prefix}.level",
+    pure = theirs.take(f"{prefix}.use_pure_fp16")
+    enabled, dtype, level = (
+        theirs.take(f"{prefix}.{name}") for name in ("enable", "dtype", "level")
+    )
+    if str(level).upper() == "O3":
+        theirs.refuse(f"{prefix}.level", level, "the optimizer keeps float32 weights here; use O2")
+    if str(level).upper() not in _LEVELS:
+        theirs.refuse(f"{prefix}.level", level, "expected O0, O1 or O2")
+    if dtype not in ("float16", "bfloat16"):
+        theirs.refuse(f"{prefix}.dtype", dtype, "expected float16 or bfloat16")
+    for name, known in _LISTS.items():
+        operators = theirs.take(f"{prefix}.{name}") or []
+        if not isinstance(operators, list) or not known.issuperset(map(str, operators)):
+            theirs.refuse(
+                f"{prefix}.{name}", operators, "precision says the type of each part instead"
             )
-    if pure:
-        for part in ("parameters", "compute", "softmax", "layer_norm"):
-            ours.set(f"precision.{part}", dtype, where, f"{prefix}.use_pure_fp16")
-    if (
-        scale is not None
-        and (pure or enabled)
-        and dtype == "float16"
-        and ours.get("precision") is not None
-    ):
-        ours.set("loss_scale.initial", float(scale), where, f"{prefix}.scale_loss")
+        if operators:
+            ours.note(f"{prefix}.{name}", "precision says the type of each part")
+    parts: tuple[str, ...] = _LEVELS["O2"] if pure else ()
+    key = f"{prefix}.use_pure_fp16"
+    if enabled and not pure:  # release 2.4
+        parts, key = _LEVELS[str(level).upper()], f"{prefix}.level"
+    for part in parts:
+        ours.set(f"precision.{part}", dtype, theirs.where(key), key)
+    key = f"{prefix}.scale_loss"
+    where, named = theirs.where(key), theirs.named(key)
+    scale = theirs.take_number(key)
+    if parts and dtype == "float16":
+        ours.set("loss_scale.initial", float(scale), where, named)
         ours.set("loss_scale.hysteresis", 2)  # Paddle's GradScaler: decr_every_n_nan_or_inf
         ours.set("loss_scale.window", 1000)  # and incr_every_n_steps
-    elif scale is not None:
-        ours.note(f"{prefix}.scale_loss", "float32 needs no scale")
+    elif named:
+        ours.note(key, f"{dtype if parts else 'float32'} needs no scale")
 
 
 def _model(theirs: Theirs, ours: Translation) -> None:
     key, grain_key = "Model.use_recompute", "Model.recompute_granularity"
-    recompute, grain = theirs.take(key, False), theirs.take(grain_key, "full")
+    recompute, grain = theirs.take(key, False), theirs.take(grain_key)
     if grain not in ("full", "full_attn", "core_attn"):
         theirs.refuse(grain_key, grain, "expected full, full_attn or core_attn")
     if recompute:
@@ -318,25 +449,44 @@ def _model(theirs: Theirs, ours: Translation) -> None:
 
 
 def _checkpoint(theirs: Theirs, ours: Translation) -> None:
-    module = theirs.take("Model.module", "GPTModule")
+    """Take the kind of model first: another one has keys that are not known here."""
+    module, name = theirs.take("Model.module", "GPTModule"), theirs.take("Model.name", "GPT")
     if not isinstance(module, str) or module not in _MODULES:
-        theirs.refuse("Model.module", module, f"expected {', '.join(_MODULES)}")
+        expected = f"expected {', '.join(_MODULES)}"
+        theirs.refuse("Model.module", module, _OTHER_MODULES.get(str(module), expected))
+    if name != "GPT":
+        reason = "the models here are GPT; use GPT"
+        theirs.refuse("Model.name", name, _OTHER_MODELS.get(str(name), reason))
+    _validation_data(theirs, ours, trains=module == "GPTModule")
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
         ours.set(f"checkpoint.{_MODULES[module]}", path, theirs.where(key), key)
     key = "Engine.save_load.save_steps"
-    if (steps := theirs.take(key)) is not None:
-        ours.set("checkpoint.interval", 0 if steps == -1 else steps, theirs.where(key), key)
+    steps = theirs.take(key)
+    if type(steps) is not int:
+        theirs.refuse(key, steps, "expected a whole number; -1 saves at the end only")
+    ours.set("checkpoint.interval", max(0, steps), theirs.where(key), theirs.named(key))
+
+
+def _evaluation(theirs: Theirs, ours: Translation) -> None:
+    key = "Offline_Eval.max_seq_len"
+    length, window = theirs.take(key), theirs.peek("Data.Train.dataset.max_seq_len")
+    if length is not None and length != window:
+        theirs.refuse(key, length, f"windows have the model's length; set {window}")
+    if theirs.peek("Offline_Eval.cloze_eval") is False:  # LM_Eval_Dataset does it with any text
+        ours.set("evaluation.detokenize", "wikitext")
 
 
 def _profile(theirs: Theirs, ours: Translation) -> None:
-    enabled, steps = (
-        theirs.take("Profiler.enable", False),
-        theirs.take("Profiler.scheduler", [1, 5]),
-    )
-    if enabled and isinstance(steps, list) and len(steps) == 2:
-        ours.set("profile.start", steps[0], theirs.where("Profiler"), "Profiler.scheduler")
-        ours.set("profile.stop", steps[1], theirs.where("Profiler"), "Profiler.scheduler")
+    """Paddle counts steps from 0 and leaves out the end. Without a scheduler it traces all."""
+    enabled, steps = theirs.take("Profiler.enable", False), theirs.take("Profiler.scheduler")
+    if enabled and isinstance(steps, list) and all(type(step) is int for step in steps[:2]):
+        first, last = (steps[0] + 1, steps[1]) if len(steps) > 1 else (1, steps[0])
+        ours.set("profile.start", first, theirs.where("Profiler"), "Profiler.scheduler")
+        ours.set("profile.stop", last, theirs.where("Profiler"), "Profiler.scheduler")
+    elif enabled:
+        ours.set("profile.start", 1, theirs.where("Profiler"), "Profiler.enable")
+        ours.set("profile.stop", MOST, theirs.where("Profiler"), "Profiler.enable")
     apply({"Profiler.*": Without("profile says which steps are traced")}, theirs, ours)
 
 
@@ -346,3 +496,9 @@ def settle(ours: Translation) -> None:
         ours.drop("train.recompute", "nothing is recomputed")
     if ours.get("evaluation.task") == "lambada":
         ours.drop("evaluation.stride", "a cloze test scores passages, each by itself")
+    name = ours.get("optimizer.name")
+    if name != "sgd":
+        ours.drop("optimizer.momentum", "it is for Momentum")
+    size = ours.get("model.vocab_size")
+    if isinstance(size, int) and size > END_OF_TEXT:
+        ours.set_left_out("data.eod_id", END_OF_TEXT)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.config.aliases import TARGETS
+from common.config.schema import MOST
 from common.resolve.auto_device import sees_ascend
 from common.systems.dialect import (
+    Defaults,
     Only,
     Table,
     Theirs,
@@ -18,7 +20,14 @@ from common.systems.dialect import (
     number,
     require_all_taken,
 )
-from common.systems.mindformers.keys import TABLE, WRITTEN
+from common.systems.mindformers.keys import (
+    CLASSES,
+    DEFAULTS as DEFAULTS,
+    LORA,
+    OF_TYPES,
+    TABLE,
+    WRITTEN,
+)
 
 SYSTEM = "MindFormers"
 BASE = "base_config"
@@ -59,46 +68,134 @@ _UNUSED_ON_CPU = {
     "context.graph_kernel_flags": "graph kernels are for accelerators",
     "context.device_id": "there is one CPU",
 }
-_SAVED = {
-    "prefix": "checkpoint.ckpt_prefix",
-    "save_checkpoint_steps": "checkpoint.interval",
-    "keep_checkpoint_max": "checkpoint.keep",
-    "async_save": "checkpoint.asynchronous",
+_PRINTED: dict[str, tuple[To, Any]] = {
+    "per_print_times": (To("logging.interval", lambda steps: steps or MOST), 1),
 }
-_BY_HAND = (
-    "callbacks",
-    "load_checkpoint",
-    "resume_or_finetune_checkpoint",
-    "resume_training",
-    "profile",
-    "profile_start_step",
-)
+_SAVED: dict[str, tuple[To, Any]] = {
+    "prefix": (To("checkpoint.ckpt_prefix"), "CKP"),
+    "save_checkpoint_steps": (To("checkpoint.interval"), 1),
+    "keep_checkpoint_max": (To("checkpoint.keep", lambda count: count or 1), 5),
+    "async_save": (To("checkpoint.asynchronous", bool), False),
+}
+"""Keys of callbacks, with the default of each. 0 prints nothing, and keeps one checkpoint
+(MindSpore's CheckpointConfig).
+"""
+_CALLBACKS = {
+    "MFLossMonitor": _PRINTED, "CheckpointMointor": _SAVED, "CheckpointMonitor": _SAVED,
+    **{name: {} for name in ("SummaryMonitor", "ObsMonitor", "EvalCallBack", "ProfileMonitor")},
+}  # fmt: skip
+_MASKS = {"attention_mask", "input_mask"}
+"""Columns that say which tokens of a row are no padding."""
+END_OF_TEXT = 50256
+"""Id of the end of text of GPT2Config."""
+_MOST_SUNK = 100
+"""Largest train.sink_size."""
+BY_HAND = (
+    "callbacks", "load_checkpoint", "resume_or_finetune_checkpoint", "resume_training", "profile",
+    "profile_start_step", "profile_stop_step", "profile_memory", "do_eval", "eval_step_interval",
+    "eval_epoch_interval", "model.arch.type", "model.model_config.pet_config",
+    "model.model_config.expand_ratio", "lr_schedule.total_steps", "lr_schedule.warmup_steps",
+    "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm", "train_dataset.input_columns",
+    "runner_config.sink_size", "runner_config.sink_mode",
+    *(f"parallel_config.{name}" for name in ("data_parallel", "micro_batch_num", "vocab_emb_dp",
+    "optimizer_shard")),
+    *(f"recompute_config.{name}" for name in ("recompute", "select_recompute")),
+)  # fmt: skip
+"""Keys that this module reads itself."""
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
     """Return our configuration of a whole YAML of MindFormers. Raises ConfigError for keys that
     this project cannot follow.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
+    theirs, ours = Theirs(SYSTEM, tree, sources, _defaults(tree)), Translation()
     ours.set("backend", "mindspore")
     ours.set("logging.style", "mindformers")
-    ours.set("output_dir", "output")
-    ours.set("model.embedding_dropout", 0.1)
-    for section in (_model, _length, _scale, _parallel, _callbacks, _checkpoint, _profile):
+    ours.set("data.split", "1,0,0")  # train_dataset is for training, all of it
+    for section in (
+        _kind, _model, _length, _scale, _parallel, _callbacks, _checkpoint, _profile, _validation,
+        _columns,
+    ):  # fmt: skip
         section(theirs, ours)
     apply({key: rule for key, rule in TABLE.items() if key != "parallel.*"}, theirs, ours)
-    require_all_taken(theirs, (*TABLE, *_BY_HAND, *(f"parallel.{name}" for name in _PARALLEL)))
+    require_all_taken(theirs, (*TABLE, *BY_HAND, *(f"parallel.{name}" for name in _PARALLEL)))
     return ours
+
+
+def _defaults(tree: Mapping[str, Any]) -> Defaults:
+    """Return the defaults that count for this file."""
+    found = dict(DEFAULTS)
+    for key, values in OF_TYPES.items():
+        section = tree.get(key.partition(".")[0])
+        kind = section.get("type") if isinstance(section, Mapping) else None
+        if isinstance(kind, str) and kind in values:
+            found[key] = values[kind]
+    return found
+
+
+def _kind(theirs: Theirs, ours: Translation) -> None:
+    """Refuse what is not a language model first, by the name that it has there."""
+    key = "model.arch.type"
+    arch = theirs.take(key)
+    if arch == "GPT2WithLora":
+        theirs.refuse(key, arch, LORA)
+    if arch == "GPT2ForSequenceClassification":
+        theirs.refuse(key, arch, CLASSES)
+    if arch not in (None, "GPT2LMHeadModel"):
+        theirs.refuse(key, arch, "the models here are language models; use GPT2LMHeadModel")
+    key = "model.model_config.pet_config"
+    if theirs.peek(f"{key}.pet_type") or list(theirs.under(f"{key}.")):
+        kind = theirs.peek(f"{key}.pet_type")
+        theirs.refuse(f"{key}.pet_type", kind, LORA)
+    theirs.take(key)
+
+
+def _validation(theirs: Theirs, ours: Translation) -> None:
+    """Source: training_process of base_trainer.py, and EvalCallBack."""
+    key, step_key, epoch_key = "do_eval", "eval_step_interval", "eval_epoch_interval"
+    wanted, named = theirs.take(key), theirs.named(key)
+    given = [name for name in (step_key, epoch_key) if theirs.named(name)]
+    where, places = theirs.where(key), {name: theirs.where(name) for name in given}
+    steps, epochs = theirs.take(step_key) or 100, theirs.take(epoch_key) or -1
+    if not wanted:
+        ours.set("validation.interval", "never", where, named)
+        for name in given:
+            ours.note(name, "do_eval is off")
+    elif steps > 0:
+        ours.set("validation.interval", steps, places.get(step_key, where), step_key)
+        if epoch_key in given:
+            ours.note(epoch_key, "validation.interval counts steps")
+    else:
+        ours.set("validation.interval", 0 if epochs > 0 else "never", where, named)
+        for name in given:
+            ours.note(name, "validation.interval counts steps; 0 is once, at the end")
+
+
+def _columns(theirs: Theirs, ours: Translation) -> None:
+    """Without a column of masks, GPT2LMHeadModel gives no loss where the target is the end of
+    text.
+    """
+    key = "train_dataset.input_columns"
+    where, named = theirs.where(key), theirs.named(key)
+    columns = theirs.take(key, ["input_ids"])
+    names = set(map(str, columns if isinstance(columns, list) else [columns]))
+    if not {"input_ids"} <= names <= {"input_ids", *_MASKS}:
+        theirs.refuse(
+            key,
+            columns,
+            "expected input_ids, with attention_mask or not; the next token is the target of each",
+        )
+    if names & _MASKS:
+        ours.note(key, "a row whose mask has a 0 is refused when it is read")
+    else:
+        ours.set("data.eod_mask_loss", "targets", where, named)
 
 
 def _model(theirs: Theirs, ours: Translation) -> None:
     key = "model.model_config.expand_ratio"
-    ratio, size = (
-        theirs.take_number(key),
-        theirs.peek(
-            "model.model_config.hidden_size", theirs.peek("model.model_config.embedding_size")
-        ),
-    )
+    ratio, size = theirs.take_number(key), theirs.peek("model.model_config.embedding_size")
+    if size is None:
+        size = theirs.peek("model.model_config.hidden_size")
     if ratio is not None and isinstance(size, int):
         ours.set("model.ffn_hidden_size", int(ratio * size), theirs.where(key), key)
     key = "model.model_config.checkpoint_name_or_path"
@@ -111,23 +208,25 @@ def _model(theirs: Theirs, ours: Translation) -> None:
 
 
 def _length(theirs: Theirs, ours: Translation) -> None:
-    size, mode = (
-        theirs.take_number("runner_config.sink_size"),
-        theirs.take("runner_config.sink_mode", True),
-    )
-    if size is not None and mode and 1 <= size <= 100:
-        ours.set(
-            "train.sink_size",
-            size,
-            theirs.where("runner_config.sink_size"),
-            "runner_config.sink_size",
-        )
+    key = "runner_config.sink_size"
+    size, mode = theirs.take(key), theirs.take("runner_config.sink_mode", True)
+    if size is not None and (type(size) is not int or (size < 1 and size != -1)):
+        theirs.refuse(key, size, "expected a whole number above 0, or -1")
+    if size is not None and mode and 1 <= size <= _MOST_SUNK:
+        ours.set("train.sink_size", size, theirs.where(key), key)
     elif size is not None:
-        ours.note("runner_config.sink_size", "train.sink_size stays 1; losses do not depend on it")
+        ours.note(key, "train.sink_size stays 1; losses do not depend on it")
     key = "lr_schedule.total_steps"
-    steps = theirs.take(key, -1)
+    steps = theirs.take(key)
     if steps != -1:
         ours.set("optimizer.decay_steps", steps, theirs.where(key), key)
+    key = "lr_schedule.warmup_steps"
+    where, named = theirs.where(key), theirs.named(key)
+    steps = theirs.take(key)
+    if theirs.peek("lr_schedule.warmup_ratio") is None:
+        ours.set("optimizer.warmup_steps", steps, where, named)
+    elif named:
+        ours.note(key, "warmup_ratio says it")
     if (
         theirs.peek("runner_config.batch_size") is None
         and (batch := theirs.peek("train_dataset.batch_size")) is not None
@@ -144,11 +243,13 @@ def _scale(theirs: Theirs, ours: Translation) -> None:
     prefix = "runner_wrapper.scale_sense"
     plain = theirs.take_number(prefix)
     kind = theirs.take(f"{prefix}.type")
-    if plain is not None or kind == "FixedLossScaleUpdateCell":
+    if plain is not None or kind in (None, "FixedLossScaleUpdateCell"):
+        # the wrapper's own is 1
         value = plain if plain is not None else theirs.take_number(f"{prefix}.loss_scale_value", 1)
-        ours.set("loss_scale.mode", "static", theirs.where(prefix), prefix)
-        ours.set("loss_scale.initial", float(value), theirs.where(prefix), prefix)
-    elif kind not in (None, "DynamicLossScaleUpdateCell"):
+        origin = prefix if plain is not None or kind is not None else ""
+        ours.set("loss_scale.mode", "static", theirs.where(prefix), origin)
+        ours.set("loss_scale.initial", float(value), theirs.where(prefix), origin)
+    elif kind != "DynamicLossScaleUpdateCell":
         theirs.refuse(
             f"{prefix}.type",
             kind,
@@ -160,14 +261,22 @@ def _scale(theirs: Theirs, ours: Translation) -> None:
         f"{prefix}.scale_window": To("loss_scale.window"),
     }
     apply(rules, theirs, ours)
-    key = "runner_wrapper.use_clip_grad"
-    clip = theirs.take(key)
-    if clip is not None and (not clip or theirs.peek("runner_wrapper.max_grad_norm") is None):
-        ours.set("optimizer.clip_grad", 1.0 if clip else 0.0, theirs.where(key), key)
+    key, norm_key = "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm"
+    # MFPipelineWithLossScaleCell, which a pipeline takes, clips unless it is told not to
+    piped = theirs.peek_count("parallel_config.pipeline_stage") > 1
+    clip, named = theirs.take(key, piped), theirs.named(key)
+    where, norm_named = theirs.where(norm_key), theirs.named(norm_key)
+    norm = theirs.take_number(norm_key)
+    if clip and not norm:
+        theirs.refuse(norm_key, norm, "expected a number above 0; use_clip_grad: False is off")
+    source = norm_named if clip and norm_named else named
+    ours.set("optimizer.clip_grad", float(norm) if clip else 0.0, where, source)
+    if norm_named and not clip:
+        ours.note(norm_key, "use_clip_grad is off")
 
 
 def _parallel(theirs: Theirs, ours: Translation) -> None:
-    mode = theirs.peek("parallel.parallel_mode", 0)
+    mode = theirs.peek("parallel.parallel_mode")
     own: Table = {
         f"parallel.{name}": To(f"parallel.{name}")
         for name in sorted(_PARALLEL - {"parallel_optimizer_config", "gradients_mean"})
@@ -207,18 +316,21 @@ def _parallel(theirs: Theirs, ours: Translation) -> None:
         theirs.take("parallel_config.optimizer_shard")
         ours.note("parallel_config.optimizer_shard", "parallel.enable_parallel_optimizer says it")
     apply(rules, theirs, ours)
-    stages = theirs.peek_count("parallel_config.pipeline_stage", 1)
+    stages = theirs.peek_count("parallel_config.pipeline_stage")
     key = "parallel_config.data_parallel"
+    where, named = theirs.where(key), theirs.named(key)
     copies = theirs.take(key)
-    if copies is not None and mode in (0, "data_parallel"):
+    if mode not in (0, "data_parallel"):
+        ours.set("parallel.data_parallel", copies, where, named)
+    elif named:
         ours.note(key, "in parallel_mode 0 every device has a copy of the model")
-    elif copies is not None:
-        ours.set("parallel.data_parallel", copies, theirs.where(key), key)
     key = "parallel_config.micro_batch_num"
+    where, named = theirs.where(key), theirs.named(key)
     parts = theirs.take(key)
-    if parts is not None and stages > 1:
-        ours.set("train.accumulation_steps", parts, theirs.where(key), key)
-    elif parts is not None:
+    if stages > 1:
+        theirs.take("runner_config.gradient_accumulation_steps")  # not with a pipeline there
+        ours.set("train.accumulation_steps", parts, where, named)
+    elif named:
         ours.note(
             key,
             "MindFormers splits batches for a pipeline only; train.accumulation_steps does it"
@@ -246,23 +358,26 @@ def _callbacks(theirs: Theirs, ours: Translation) -> None:
     for place, callback in enumerate(callbacks):
         rest = dict(callback) if isinstance(callback, dict) else {"type": callback}
         kind, at = rest.pop("type", None), f"callbacks.{place}"
-        known: dict[str, str] = {}
-        if kind == "MFLossMonitor":
-            known = {"per_print_times": "logging.interval"}
-        elif kind in ("CheckpointMointor", "CheckpointMonitor"):
-            known = _SAVED
-        elif kind not in ("SummaryMonitor", "ObsMonitor", "EvalCallBack", "ProfileMonitor"):
+        if not isinstance(kind, str) or kind not in _CALLBACKS:
             theirs.refuse(
                 at,
                 kind,
                 "this callback is not known; expected MFLossMonitor, CheckpointMointor,"
                 " SummaryMonitor or ObsMonitor",
             )
-        for name, value in rest.items():
-            if name in known and value is not None:
-                ours.set(known[name], value, theirs.where("callbacks"), f"{at}.{name}")
-            else:
-                ours.note(f"{at}.{name}", WRITTEN)
+        if rest.get("save_checkpoint_seconds"):
+            theirs.refuse(
+                f"{at}.save_checkpoint_seconds", rest["save_checkpoint_seconds"],
+                "checkpoint.interval counts steps; give save_checkpoint_steps",
+            )  # fmt: skip
+        known = _CALLBACKS[kind]
+        for name, (rule, default) in known.items():
+            value = rest.pop(name, None)
+            origin = f"{at}.{name}" if value is not None else ""
+            value = rule.change(default if value is None else value)
+            ours.set(rule.key, value, theirs.where("callbacks"), origin)
+        for name in rest:
+            ours.note(f"{at}.{name}", WRITTEN)
 
 
 def _checkpoint(theirs: Theirs, ours: Translation) -> None:
@@ -304,8 +419,13 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
         device = "cpu"
     whys = {**_unused_in_layout(ours, whole), **_unused_by_graph(ours, torch, device)}
     whys |= _unused_on_device(device) | (_UNUSED_ON_TORCH if torch else {})
+    if device == "cpu" and not torch:
+        whys["profile.memory"] = "MindSpore records allocations on accelerators only"
     for key, why in whys.items():
         ours.drop(key, why)
+    size = ours.get("model.vocab_size")
+    if ours.get("data.eod_mask_loss") and isinstance(size, int) and size > END_OF_TEXT and whole:
+        ours.set_left_out("data.eod_id", END_OF_TEXT)
 
 
 def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
@@ -334,6 +454,9 @@ def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, s
     alone = [*layout, ours.get("parallel.pipeline_stage")] == [1, 1, 1]
     compiles = ours.get("parallel.parallel_mode") in (1, 2, "semi_auto_parallel", "auto_parallel")
     if compiles and not torch and not alone and device in ("npu", "auto"):
+        whys["data.eod_mask_loss"] = (
+            "graphs that the compiler splits have one mask for all windows, so every target counts"
+        )
         return whys
     why = "parallel_mode 1 and 2 on Ascends have it"
     if torch:

@@ -6,7 +6,19 @@ mindformers/models/gpt2/gpt2_config.py.
 
 from __future__ import annotations
 
-from common.systems.dialect import Only, Table, To, Without, number, one_of
+from typing import Any
+
+from common.systems.dialect import (
+    Defaults,
+    Only,
+    Table,
+    To,
+    Without,
+    number,
+    off,
+    one_of,
+    whole,
+)
 
 _FLOAT = one_of(
     float16="float16",
@@ -21,11 +33,25 @@ _RESUMED = "the checkpoint that is resumed knows it"
 _TOKENIZER = "data.tokenizer names the files of the vocabulary"
 WRITTEN = "checkpoints, metrics.jsonl and the run folder are written anyway"
 
+LORA = "fine-tuning of added weights (LoRA) is not in this version; train all weights"
+CLASSES = "fine-tuning of classes is not in this version; models here predict the next token"
+_TRAINERS = ("CausalLanguageModelingTrainer", "GeneralTaskTrainer")
+
+
+def _one_file(value: Any) -> Any:
+    files = value if isinstance(value, list) else [value]
+    if len(files) != 1:
+        raise ValueError("put the files into one folder, and give it as dataset_dir")
+    return files[0]
+
+
 TABLE: Table = {
     "seed": To("seed"),
     "output_dir": To("output_dir"),
     "run_mode": Without("--run_mode of the command line says it"),
     "use_parallel": Without("the launcher decides how many processes there are"),
+    "trainer.type": Only(_TRAINERS, "training predicts the next token; use"
+        " CausalLanguageModelingTrainer"),
     "trainer.*": Without("there is one trainer"),
     # device
     "context.device_target": To("device", one_of(Ascend="npu", GPU="cuda", CPU="cpu")),
@@ -37,6 +63,7 @@ TABLE: Table = {
             "save_graphs_path",
         )
     },
+    "context.deterministic": To("train.deterministic", one_of(ON=True, OFF=False)),
     "context.*": Without("MindSpore's own default is taken"),
     # length and batch
     "runner_config.epochs": To("train.max_epochs"),
@@ -48,8 +75,6 @@ TABLE: Table = {
     "has_trained_epoches", "has_trained_steps")},
     # model
     "model.model_config.type": Only(("GPT2Config",), "the models here are GPT-2; use GPT2Config"),
-    "model.arch.type": Only(("GPT2LMHeadModel",), "the models here are language models; use"
-        " GPT2LMHeadModel"),
     **{
         f"model.model_config.{name}": To(f"model.{name}")
         for name in ("seq_length", "vocab_size", "num_layers", "num_heads", "initializer_range")
@@ -94,8 +119,6 @@ TABLE: Table = {
     "model.model_config.max_decode_length": Without("predict.max_new_tokens says how much is"
         " generated"),
     "model.model_config.max_new_tokens": To("predict.max_new_tokens"),
-    "model.model_config.pet_config.*": Only((), "fine-tuning of added weights (LoRA) is not in this"
-        " version; leave the section out"),
     # optimizer and schedule
     "optimizer.type": To(
         "optimizer.name",
@@ -113,16 +136,15 @@ TABLE: Table = {
     )),
     "lr_schedule.learning_rate": To("optimizer.learning_rate"),
     "lr_schedule.lr_end": To("optimizer.min_learning_rate"),
-    "lr_schedule.warmup_steps": To("optimizer.warmup_steps"),
     "lr_schedule.warmup_ratio": To("optimizer.warmup_fraction"),
-    "lr_schedule.lr_power": To("optimizer.power"),
+    **{f"lr_schedule.{name}": To("optimizer.power", number) for name in ("power", "lr_power")},
+    "lr_schedule.num_cycles": Only((0.5,), "the cosine falls once; set 0.5"),
     "lr_schedule.warmup_lr_init": Only((0, 0.0), "the warm-up begins at 0; set 0"),
     "lr_scale": Only((False,), "the learning rate is what lr_schedule says; set False"),
     "lr_scale_factor": Without("lr_scale is off"),
     "layer_scale": Only((False,), "all layers have one learning rate; set False"),
     "layer_decay": Without("layer_scale is off"),
     "runner_wrapper.type": Without("the engine follows from parallel"),
-    "runner_wrapper.max_grad_norm": To("optimizer.clip_grad"),
     # parallel
     "parallel.*": To(""),
     "parallel_config.expert_parallel": Only((1,), "mixture of experts is not in this version; set"
@@ -147,15 +169,22 @@ TABLE: Table = {
     "train_dataset.data_loader.type": Only(("MindDataset",), "data.train takes a MindRecord, or"
         " what tools/preprocess_data.py writes"),
     "train_dataset.data_loader.dataset_dir": To("data.train"),
+    "train_dataset.data_loader.dataset_files": To("data.train", _one_file),
     "train_dataset.data_loader.shuffle": To("data.shuffle"),
-    "train_dataset.data_loader.num_samples": To("train.num_samples"),
+    "train_dataset.data_loader.num_samples": To("train.num_samples", off(whole)),
+    **{f"train_dataset.data_loader.{name}": Without(_LOADED) for name in ("num_parallel_workers",
+       "python_multiprocessing", "num_shards", "shard_id", "cache")},
+    "train_dataset.data_loader.*": Only((), "data.train takes whole files; leave the key out"),
     "eval_dataset.data_loader.num_samples": To("validation.max_samples"),
-    "train_dataset.input_columns": Without("the column input_ids is read"),
+    "train_dataset.eod_reset": Only((False,), "set False, and data.reset_attention_mask=true"
+        " data.reset_position_ids=true"),
+    "train_dataset.dynamic_batch": Only((False,), "every window is full; set False"),
     "train_dataset.repeat": Only((1,), "runner_config.epochs says how often the samples are seen;"
         " set 1"),
     "train_dataset.drop_remainder": Without("every batch is full"),
     "train_dataset.*": Without(_LOADED),
-    "train_dataset_task.type": Without("training predicts the next token"),
+    "train_dataset_task.type": Only(("CausalLanguageModelDataset",), "training predicts the next"
+        " token; use CausalLanguageModelDataset"),
     "train_dataset_task.*": Without("train_dataset says it"),
     "eval_dataset.data_loader.dataset_dir": To("data.validation"),
     "eval_dataset.*": Without("validation windows are read in order"),
@@ -164,9 +193,6 @@ TABLE: Table = {
     "metric.*": Without("loss and perplexity are measured"),
     # checkpoints, watching
     "eval_callbacks": Without(WRITTEN),
-    "do_eval": Without("validation.interval says how often the validation runs"),
-    "eval_step_interval": Without("validation.interval says how often the validation runs"),
-    "eval_epoch_interval": Without("validation.interval says how often the validation runs"),
     "auto_trans_ckpt": Without("checkpoints are read in every layout"),
     "src_strategy_path_or_dir": Without("checkpoints are read in every layout"),
     "only_save_strategy": Only((False,), "strategy files are written by every run in modes 1 and 2;"
@@ -181,3 +207,50 @@ TABLE: Table = {
     "print_separate_loss": Without("there is one loss"),
     "monitor_config.*": Without(WRITTEN),
 }  # fmt: skip
+
+DEFAULTS: Defaults = {
+    # GPT2Config; run_gpt2*.yaml of r0.3 have initializer_range
+    "model.model_config.seq_length": 1024, "model.model_config.vocab_size": 50257,
+    "model.model_config.hidden_size": 768, "model.model_config.num_layers": 12,
+    "model.model_config.num_heads": 12, "model.model_config.initializer_range": 0.02,
+    "model.model_config.embedding_dropout_prob": 0.1,
+    "model.model_config.hidden_dropout_rate": 0.1,
+    "model.model_config.attention_dropout_rate": 0.1,
+    "model.model_config.param_init_type": "float32",
+    "model.model_config.compute_dtype": "float16",
+    "model.model_config.softmax_compute_type": "float32",
+    "model.model_config.layernorm_compute_type": "float32",
+    "model.model_config.repetition_penalty": 1.0, "model.model_config.top_k": 5,
+    "model.model_config.top_p": 1.0, "model.model_config.do_sample": True,
+    # LayerNorm of mindformers/modules/layers.py
+    "model.model_config.layernorm_epsilon": 1e-5,
+    # FusedAdamWeightDecay of core/optim/optim.py; nn.AdamWeightDecay has the same
+    "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.eps": 1e-6,
+    "optimizer.weight_decay": 0.0,
+    # trainer/base_trainer.py: the optimizer's rate, if there is no lr_schedule; core/lr
+    "lr_schedule.type": "constant", "lr_schedule.warmup_steps": 0, "lr_schedule.power": 1.0,
+    "lr_schedule.lr_end": 0.0, "lr_schedule.total_steps": -1,
+    # MFTrainOneStepCell; TransformerOpParallelConfig, TransformerRecomputeConfig
+    "runner_wrapper.max_grad_norm": 1.0,
+    "parallel_config.data_parallel": 1, "parallel_config.model_parallel": 1,
+    "parallel_config.pipeline_stage": 1, "parallel_config.micro_batch_num": 1,
+    "parallel_config.vocab_emb_dp": True, "parallel_config.gradient_aggregation_group": 4,
+    "parallel_config.use_seq_parallel": False, "recompute_config.mp_comm_recompute": True,
+    "recompute_config.recompute_slice_activation": False, "recompute_config.recompute": False,
+    # core/context/build_context.py
+    "context.mode": 0, "context.device_id": 0, "context.save_graphs": False,
+    "context.enable_graph_kernel": False, "parallel.parallel_mode": 0,
+    # mindspore.dataset.MindDataset; base_trainer.py: training_process
+    "train_dataset.data_loader.shuffle": True, "runner_config.gradient_accumulation_steps": 1,
+    "do_eval": False, "eval_step_interval": 100, "eval_epoch_interval": -1,
+    # tools/utils.py; ProfileMonitor
+    "output_dir": "./output", "profile_start_step": 1, "profile_stop_step": 10,
+}  # fmt: skip
+"""Values of keys that a file leaves out, from r0.3 and r1.0."""
+OF_TYPES: dict[str, dict[str, Any]] = {
+    "optimizer.eps": {"Adam": 1e-8, "AdamW": 1e-8},
+    "lr_schedule.lr_end": dict.fromkeys(("polynomial", "PolynomialWithWarmUpLR"), 1e-7),
+}
+"""Defaults of a key that differ for a ``type`` in its section: nn.Adam of MindSpore, AdamW of
+core/optim/adamw.py, PolynomialWithWarmUpLR.
+"""

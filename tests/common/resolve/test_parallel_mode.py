@@ -263,6 +263,6 @@ def test_other_names_of_zero() -> None:
 
 @pytest.mark.parametrize("key", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
 def test_documents_are_not_kept_apart_in_graphs_that_the_compiler_splits(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"data.{key}=true does not go.*set parallel_mode=0"):
+    with pytest.raises(ConfigError, match=f"data.{key} does not go.*set parallel_mode=0"):
         resolved(parallel__parallel_mode=1, **{f"data__{key}": True})
     assert resolved(parallel__parallel_mode=0, **{f"data__{key}": True}).data.eod_id is None

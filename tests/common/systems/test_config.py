@@ -71,6 +71,7 @@ def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
     assert opened.system == "MindFormers"
     assert differences(opened.config, "run_gpt2_13b", 32) == {
         "context.save_graphs_path": ("./graph", None),
+        "data.split": ("1,0,0", "949,50,1"),  # a validation has files of its own there
         # of no part: embedding, attention and hidden dropout are given
         "model.dropout": (0.0, 0.1),
         "parallel.full_batch": (True, None),
@@ -85,11 +86,16 @@ def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> 
     """But for keys that change no result on the devices of the preset."""
     opened = open_config(ORIGINALS / "mindformers_r0.3" / f"{name}.yaml")
     without_effect = {
-        "context.save_graphs_path", "context.max_device_memory", "model.dropout",
+        "data.split", "context.save_graphs_path", "context.max_device_memory", "model.dropout",
         "parallel.parallel_mode", "parallel.full_batch", "train.sink_size",
         "parallel.strategy_ckpt_config.save_file",
     }  # fmt: skip
     found = differences(opened.config, name, devices)
+    # its data have the column input_ids alone, and the compiler's graphs have one mask
+    masks = {"data.eod_mask_loss": ("targets", False), "data.eod_id": (50256, None)}
+    assert {key: found.pop(key, None) for key in masks} == (
+        masks if devices == 8 else dict.fromkeys(masks)
+    )
     assert found.keys() <= without_effect
     assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
 
@@ -246,6 +252,7 @@ def test_fleetx_runs_are_the_presets(name, preset, devices) -> None:
     opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml", SCRIPTS.get(name, ()))
     # theirs is the padded size
     expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}
+    expected["data.eod_id"] = (50256, None)  # that of the data's tokenizer
     if "6.7b" in preset:
         expected["parallel.shard_size"] = (16, None)  # all 16 ranks, said
     assert differences(opened.config, preset, devices) == expected

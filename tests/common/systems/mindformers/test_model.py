@@ -105,7 +105,7 @@ def test_the_file_of_the_same_name_is_chosen(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (R1.replace("    num_heads: 4\n", ""), r"a\.yaml: num_heads of the model: Field required"),
+        (R1.replace("    num_heads: 4\n", ""), r"a\.yaml: 12 heads do not divide a width of 32"),
         (R1.replace("GPT2Config", "LlamaConfig"), r"a\.yaml:3.*use GPT2Config"),
         (R1.replace("num_heads: 4", "num_heads: 5"), "5 heads do not divide a width of 32"),
         ("base_config: []\n", "has no model.model_config"),
