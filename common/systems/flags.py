@@ -153,7 +153,7 @@ def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word
     Raises ConfigError where a condition decides which program starts.
     """
     found: list[tuple[str, list[Word], int]] = []
-    is_open = False  # whether the next line may go on with flags
+    is_open = False  # whether the next line may continue the flags
     for command in commands:
         words = command.words
         programs = [

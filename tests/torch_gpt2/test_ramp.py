@@ -31,7 +31,7 @@ RAMP = [4, 4, 24]
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
 """By hand: 8 samples for each of three increments, and the full batch beyond 24."""
 STEPS = [[0, 4], [12, 8], [25, 12]]
-"""The same sizes by their first samples."""
+"""Sizes of RAMP by their first samples."""
 
 
 def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:

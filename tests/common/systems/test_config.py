@@ -448,7 +448,7 @@ LOADING: dict[str, dict[str, Any] | str] = {
 
 
 @pytest.mark.parametrize("text", LOADING)
-def test_what_megatrons_flags_load(text: str) -> None:
+def test_load_and_finetune_of_megatron(text: str) -> None:
     expected = LOADING[text]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
