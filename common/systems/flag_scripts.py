@@ -28,7 +28,7 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     with tempfile.NamedTemporaryFile(
         "w", prefix=f"{program}-", suffix=".flags", encoding="utf-8", delete=not is_asked("DETACH")
     ) as file:
-        write_flag_file(file, theirs)
+        write_flag_file(file, program, theirs)
         file.flush()
         return main(["--config", file.name, "--run_mode", mode, *own, *overrides], program=program)
 

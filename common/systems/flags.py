@@ -19,8 +19,8 @@ MOST_BYTES = 1 << 20
 """Largest file of flags."""
 
 COMMAND_LINE = "command line"
-_WRITTEN = "# flags of the command line\n"
-"""First line of a file of a command line's flags."""
+_WRITTEN = "# flags of the command line of "
+"""First words of a file of a command line's flags, before the program."""
 
 
 def read_flags(
@@ -89,9 +89,9 @@ def _place(where: str, word: str) -> str:
     return f"{where}:{word.line}" if isinstance(word, Word) else where
 
 
-def write_flag_file(file: IO[str], words: Sequence[str]) -> None:
+def write_flag_file(file: IO[str], program: str, words: Sequence[str]) -> None:
     """Write flags of a command line, which ``read_command`` then calls by that name."""
-    file.write(f"{_WRITTEN}{shlex.join(words)}\n")
+    file.write(f"{_WRITTEN}{program}\n{shlex.join(words)}\n")
 
 
 def read_flag_file(path: Path) -> list[str]:
@@ -113,7 +113,8 @@ def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[s
     try:
         text = raw.decode("utf-8-sig")
         if text.startswith(_WRITTEN):
-            return COMMAND_LINE, "", shlex.split(text.removeprefix(_WRITTEN))
+            program, _, flags = text.removeprefix(_WRITTEN).partition("\n")
+            return COMMAND_LINE, program, shlex.split(flags)
         program, words = _find_flags(_all_commands(read_script(text)), path)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}; write the file in UTF-8") from None

@@ -741,6 +741,9 @@ def test_each_name_of_a_system_is_hinted_to_the_key_that_it_becomes(dialect) -> 
     assert wrong == {}
 
 
+OWN = ["model.hidden_size=8", "model.num_heads=1", "train.max_steps=1"]
+
+
 @pytest.mark.parametrize("detached", ["", "1"])
 def test_flags_stay_for_ranks_that_read_them_later(
     detached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -751,7 +754,9 @@ def test_flags_stay_for_ranks_that_read_them_later(
 
     def main(argv: list[str], *, program: str) -> int:
         files.append(Path(argv[1]))
-        assert read_command(files[0]) == ("command line", "", ["--num-layers", "2"])
+        words = ["--num-layers", "2"]
+        assert read_command(files[0]) == ("command line", "oneflow_gpt.training", words)
+        assert open_config(files[0], OWN).system == "OneFlow"  # no flag says it
         return 7
 
     assert main_with_flags(main, ["--num-layers", "2"], "oneflow_gpt.training") == 7

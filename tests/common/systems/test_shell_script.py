@@ -77,7 +77,9 @@ def test_scripts_are_followed(command: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_values_that_only_a_shell_knows_are_refused_with_their_line(line, message, tmp_path) -> None:
+def test_values_that_only_a_shell_knows_are_refused_with_their_line(
+    line, message, tmp_path
+) -> None:
     (tmp_path / "run.sh").write_text(f"{SCRIPT}\npython pretrain_gpt.py {line}\n")
     with pytest.raises(ConfigError, match=message):
         open_config(tmp_path / "run.sh")
