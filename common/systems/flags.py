@@ -162,14 +162,14 @@ def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word
             for number, word in enumerate(words)  # a launcher before the program has flags too
             if word.endswith(".py") or (number and words[number - 1] == "-m")
         ]
-        flags = [number for number, word in enumerate(words) if _is_flag(word)]
+        marked = [number for number, word in enumerate(words) if _is_flag(word)]
         if programs and not command.is_assignment:
             last = programs[-1]
             found.append((words[last], words[last + 1 :], command.depth))
-        elif is_open and (not found[-1][0] or flags[:1] == [0]):
+        elif is_open and (not found[-1][0] or marked[:1] == [0]):
             found[-1][1].extend(words)
-        elif flags and not command.is_assignment:
-            found.append(("", words[flags[0] :], command.depth))
+        elif marked and not command.is_assignment:
+            found.append(("", words[marked[0] :], command.depth))
         else:
             continue
         is_open = not command.is_ended

@@ -12,10 +12,9 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_HEAD = re.compile(r"[A-Za-z_]\w*\+?=")
 _REFERENCE = re.compile(
     r"\$(?:(?P<name>[A-Za-z_]\w*|[0-9@*#?!$-])"
     r"|\{(?P<long>[A-Za-z_]\w*|[0-9]+|[@*])(?P<all>\[[@*]\])?(?::?-(?P<default>[^${}`]*))?\})"
@@ -82,6 +81,8 @@ class _Reader:
     at: int = 0
     depth: int = 0
     variables: dict[str, list[Word]] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
+    """Names of lists whose first value was assigned apart."""
     heredocs: list[str] = field(default_factory=list)
     fields: list[Word] = field(default_factory=list)
     """Words of the command so far."""
@@ -100,6 +101,9 @@ class _Reader:
                 if command.is_assignment:
                     for word in words:
                         self._assign(word)
+                for name in words[1:] if words[0] == "unset" else ():
+                    self.variables.pop(name, None)
+                    self.mixed.discard(name)
                 yield command
 
     def _without_keywords(self, words: list[Word]) -> list[Word]:
@@ -118,16 +122,20 @@ class _Reader:
         match = _ASSIGNMENT.fullmatch(word)
         assert match is not None
         name, more, value = match.groups()
-        old = self.variables.get(name, [_word("", word.line)]) if more else []
-        if self.depth:
-            unknown = f"{name} is assigned inside a condition, loop or function at line {word.line}"
+        known, values = self.variables.get(name, []), self._arrays.pop(name, None)
+        if len(known) > 1 and values is None:
+            self.mixed.add(name)
+        where = "inside a condition, loop or function" if self.depth else ""
+        where = "as a list and a text" if name in self.mixed else where
+        old = known if more else []
+        if where:
+            unknown = f"{name} is assigned {where} at line {word.line}"
             self.variables[name] = [_word(f"${name}", word.line, unknown)]
-        elif name in self._arrays:
-            self.variables[name] = [*(old if more else ()), *self._arrays.pop(name)]
+        elif values is not None:
+            self.variables[name] = [*old, *values]
         else:
-            text = "".join([*old, value])
             unknown = next((each.unknown for each in (*old, word) if each.unknown), "")
-            self.variables[name] = [_word(text, word.line, unknown)]
+            self.variables[name] = [_word("".join([*old, value]), word.line, unknown)]
 
     def _command(self) -> tuple[list[Word], bool]:
         """Read up to the end of a command."""
@@ -272,7 +280,8 @@ class _Reader:
         start = self.at
         if self.text.startswith("$((", start):
             raw = self._bracketed(start + 1)
-            values = [self._calculate(raw[2:-2])] if raw.endswith("))") else None
+            found = self._calculate(raw[2:-2]) if raw.endswith("))") else None
+            values = None if found is None else [found]
             self._put(f"${raw}", values, "only integers are calculated", is_quoted)
         elif self.text[start] == "`":
             self._put(f"`{self._until('`', start + 1)}`", None, "nothing is run", is_quoted)
@@ -299,16 +308,19 @@ class _Reader:
             self.at += 1
 
     def _put(
-        self, raw: str, values: list[Any] | None, why: str, is_quoted: bool, is_list: bool = False
+        self, raw: str, values: list[Word] | None, why: str, is_quoted: bool, is_list: bool = False
     ) -> None:
-        if values is None or None in values:
+        is_assigned = _HEAD.match(self.part or "") and all(
+            word in _EXPORTS or _ASSIGNMENT.fullmatch(word) for word in self.fields
+        )
+        if values is None:
             values = [_word(raw, self.line, why)]
         for number, value in enumerate(values):
-            if number and is_list:
+            if number and is_list and not is_assigned:
                 self._end_of_word()
             elif number:
                 self._add(" ")
-            self._put_text(value, is_quoted)
+            self._put_text(value, is_quoted or bool(is_assigned))
 
     def _put_text(self, value: Word, is_quoted: bool) -> None:
         self.put += len(value) + 1

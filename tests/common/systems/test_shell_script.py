@@ -15,7 +15,7 @@ SCRIPT = """#!/bin/bash
 GPUS_PER_NODE=4; NNODES=2
 WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
 export MICRO=$(( (WORLD_SIZE - 2) / 3 ))
-DATA="0.3 ${ROOT:-data}/a 0.7 data/b"
+DATA="0.3 ${ROOT:-data}/a 0.7 data/b"; BLEND=$DATA
 DISTRIBUTED="--nproc_per_node $GPUS_PER_NODE \\
              --nnodes $NNODES"
 MODEL=(
@@ -24,7 +24,7 @@ MODEL=(
 )
 MODEL+=(--seed 7)
 options=" \\
-    --data-path ${DATA} \\
+    --data-path ${BLEND} \\
     --micro-batch-size $MICRO "
 cat <<EOT > ds.json
 { "steps": '$(date) }
