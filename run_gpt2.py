@@ -30,6 +30,8 @@ from common.processes.heartbeat import start_heartbeat
 
 
 def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> int:
+    from common.launcher.request import is_asked
+
     environ = dict(os.environ)  # with the launcher's variables, which the next line takes out
     start_heartbeat()
     try:
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
         arguments = parse_arguments(job.argv, program=program, more=more)
         if arguments.show_config:
             show_config(arguments)
-        elif arguments.run_mode == "plan":
+        elif arguments.run_mode == "plan" or is_asked("DRY_RUN"):
             plan(arguments, environ)
         elif arguments.certify is not None:
             return certify(arguments, environ)
@@ -65,7 +67,8 @@ def show_config(arguments: argparse.Namespace) -> None:
 
 
 def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Print what the run would be, and start nothing."""
+    """Print what the run would be, on rank 0, and start nothing."""
+    from common.cluster.environment import find_process
     from common.inference.from_checkpoint import accept_models_of_checkpoints
     from common.planner.show import plan_text
     from common.systems.config import accept_foreign_configs
@@ -74,7 +77,9 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     accept_foreign_configs()
     accept_models_of_checkpoints()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
-    sys.stdout.write(plan_text(Path(arguments.config), arguments.overrides, environ, **options))
+    text = plan_text(Path(arguments.config), arguments.overrides, environ, **options)
+    if find_process(environ).rank == 0:
+        sys.stdout.write(text)
 
 
 def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:

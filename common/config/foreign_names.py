@@ -210,6 +210,8 @@ HERE: dict[str, str] = {
     "eval_steps": "validation.interval",
     "eval_freq": "validation.interval",
     "evaluation_strategy": "validation.interval",
+    "task": "evaluation.task",
+    "step_batch_size_schedule": "train.rampup_batch_size",
     "eval_iters": "validation.max_batches",
     "max_eval_iters": "validation.max_batches",
     "eval_only": "--run_mode eval",

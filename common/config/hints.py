@@ -110,7 +110,7 @@ def schema_keys() -> dict[str, bool]:
 
 
 def schema_defaults() -> dict[str, Any]:
-    """Map every dotted key that has a default, and is no section, to it."""
+    """Map every dotted key with a default, sections left out, to it."""
     return dict(_defaults_of(RunConfig))
 
 

@@ -210,10 +210,18 @@ class TrainConfig(Section):
     """
     accumulation_steps: Count | None = None
     """Micro batches per device and optimizer step."""
-    rampup_batch_size: Annotated[list[Count], Field(min_length=3, max_length=3)] | None = None
+    rampup_batch_size: (
+        Annotated[list[Count], Field(min_length=3, max_length=3)]
+        | Annotated[
+            list[Annotated[list[NonNegative], Field(min_length=2, max_length=2)]],
+            Field(min_length=1, max_length=1000),
+        ]
+        | None
+    ) = None
     """Growth of the global batch, [start, increment, samples]: it grows from start to
-    global_batch_size in equal increments while the first samples are read. All batches are
-    multiples of micro batch x data parallel.
+    global_batch_size in equal increments while the first samples are read. A list of pairs [first
+    sample, size] says the sizes, which rise. All batches are multiples of micro batch x data
+    parallel.
     """
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     """Activations to recompute in the backward pass. selective recomputes attention and the inner
@@ -405,6 +413,7 @@ class DataConfig(Section):
     train: DataPrefixes | None = None
     """Training data: the prefix of a .bin/.idx pair or of FleetX's _ids.npy and _idx.npz, or a
     MindRecord (file, shard or folder). A list [weight, prefix, weight, prefix, ...] blends several.
+    Without weights an epoch reads each window of all once.
     """
     validation: DataPrefixes | None = None
     """Validation data, all of it used: a prefix, MindRecord or blend, whose weights have no effect.

@@ -168,30 +168,33 @@ def apportion(whole: int, parts: Sequence[int]) -> list[int]:
     return counts
 
 
-def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
-    """Parse ``[prefix]`` or ``[weight, prefix, weight, prefix, ...]`` into pairs (weight, prefix).
+def parse_blend(data: Sequence[str]) -> tuple[tuple[float | None, str], ...]:
+    """Parse ``[weight, prefix, weight, prefix, ...]`` or ``[prefix, prefix, ...]`` into pairs
+    (weight, prefix). A weight of None is the number of windows, as with Megatron's ``--data-path A
+    B`` (megatron-core 0.16.1, datasets/utils.py): an epoch reads each window once.
 
     Raises DataError for any other list, and for a weight that is not positive.
     """
-    if len(data) == 1:
-        return ((1.0, data[0]),)
-    form = "expected PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..."
-    if not data or len(data) % 2:
+    form = "expected PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
+    pairs: list[tuple[float | None, str]] = []
+    if all(_weight(entry) is None for entry in data):
+        pairs = [(None, prefix) for prefix in data]
+    elif not len(data) % 2:
+        pairs = [
+            (_weight(text), prefix) for text, prefix in zip(data[::2], data[1::2], strict=True)
+        ]
+        for (weight, prefix), text in zip(pairs, data[::2], strict=True):
+            if weight is None:
+                raise DataError(
+                    f"data set list {list(data)}: {text!r} stands where a weight belongs; {form}"
+                )
+            if not math.isfinite(weight) or weight <= 0:
+                raise DataError(
+                    f"the weight of {prefix} is {weight:g}, expected a number > 0; leave out a data"
+                    " set that should not be read"
+                )
+    if not pairs:
         raise DataError(f"data set list {list(data)}: has {len(data)} entries; {form}")
-    pairs = []
-    for text, prefix in zip(data[::2], data[1::2], strict=True):
-        try:
-            weight = float(text)
-        except ValueError:
-            raise DataError(
-                f"data set list {list(data)}: {text!r} stands where a weight belongs; {form}"
-            ) from None
-        if not math.isfinite(weight) or weight <= 0:
-            raise DataError(
-                f"the weight of {prefix} is {weight:g}, expected a number > 0; leave out a data set"
-                " that should not be read"
-            )
-        pairs.append((weight, prefix))
     (twice, times), *_ = Counter(prefix for _, prefix in pairs).most_common(1)
     if times > 1:
         raise DataError(
@@ -199,6 +202,13 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float, str], ...]:
             " its weights"
         )
     return tuple(pairs)
+
+
+def _weight(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def part_names(prefixes: Sequence[str]) -> list[str]:
@@ -283,4 +293,8 @@ def open_samples(
         )
 
     datasets = [open_one(prefix) for _, prefix in pairs]
-    return datasets[0] if len(datasets) == 1 else Blend(datasets, [weight for weight, _ in pairs])
+    weights = [
+        dataset.samples_per_epoch if weight is None else weight
+        for dataset, (weight, _) in zip(datasets, pairs, strict=True)
+    ]
+    return datasets[0] if len(datasets) == 1 else Blend(datasets, weights)

@@ -1,7 +1,7 @@
 """Sizes of the global batch along a run: constant, or growing at its start.
 
-The ramp is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``
-(``megatron/core/num_microbatches_calculator.py``).
+The ramp is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, or its
+``--step-batch-size-schedule`` in samples (``megatron/core/num_microbatches_calculator.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan, divisors
 
 MOST_INCREMENTS = 2**16
 """Most increments of a ramp: far more than a run has batches of different sizes."""
+
+
+Ramp = Sequence[int | Sequence[int]]
+"""Three numbers (start, increment, samples), or pairs (first sample, size)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,11 @@ class BatchSizes:
     ramp: tuple[int, int, int] | None = None
 
     @property
-    def all(self) -> range:
+    def grows(self) -> bool:
+        return self.ramp is not None
+
+    @property
+    def all(self) -> Sequence[int]:
         """Return all sizes in ascending order. A short ramp may jump some of them."""
         start, increment, _ = self.ramp or (self.full, 1, 0)
         return range(start, self.full + 1, increment)
@@ -108,6 +117,28 @@ class BatchSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SteppedSizes(BatchSizes):
+    """Sizes by thresholds. steps: pairs (first sample, size), from sample 0 on."""
+
+    steps: tuple[tuple[int, int], ...]
+
+    @property
+    def grows(self) -> bool:
+        return True
+
+    @property
+    def all(self) -> Sequence[int]:
+        return [size for _, size in self.steps]
+
+    def at(self, consumed_samples: int) -> int:
+        known = bisect_right(self.steps, max(0, consumed_samples), key=lambda step: step[0])
+        return self.steps[known - 1][1]
+
+    def _end_of(self, size: int) -> int:
+        return next(first for first, following in self.steps if following > size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Stage:
     """Steps of one size. step, samples: those done before the first of them."""
 
@@ -116,15 +147,24 @@ class _Stage:
     size: int
 
 
-def batch_sizes(full: int, ramp: Sequence[int] | None) -> BatchSizes:
+def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
     """Return the sizes of train.global_batch_size and train.rampup_batch_size.
 
     Raises ConfigError unless the ramp ends at the full batch.
     """
     if ramp is None:
         return BatchSizes(full=full)
-    start, increment, samples = ramp
     named = f"train.rampup_batch_size={list(ramp)}"
+    if steps := _steps(ramp):
+        firsts, sizes = zip(*steps, strict=True)
+        rising = all(a < b for each in (firsts, sizes) for a, b in pairwise(each))
+        if firsts[0] != 0 or not rising or sizes[-1] != full:
+            raise ConfigError(
+                f"{named}: expected pairs [first sample, size] from sample 0 on, both rising to"
+                f" train.global_batch_size={full}"
+            )
+        return SteppedSizes(full=full, steps=steps)
+    start, increment, samples = _numbers(ramp)
     if start >= full:
         raise ConfigError(
             f"{named} starts with {start} samples, and train.global_batch_size={full} is not above"
@@ -144,32 +184,43 @@ def batch_sizes(full: int, ramp: Sequence[int] | None) -> BatchSizes:
     return BatchSizes(full=full, ramp=(start, increment, samples))
 
 
-def micro_batches(full: int, ramp: Sequence[int] | None, data_parallel: int) -> tuple[int, ...]:
+def _steps(ramp: Ramp) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of a ramp; a ramp of three numbers has none."""
+    return tuple((pair[0], pair[1]) for pair in ramp if not isinstance(pair, int))
+
+
+def _numbers(ramp: Ramp) -> list[int]:
+    return [number for number in ramp if isinstance(number, int)]
+
+
+def micro_batches(full: int, ramp: Ramp | None, data_parallel: int) -> tuple[int, ...]:
     """Return the micro batches that divide every batch over the ranks, in ascending order.
 
     It is 1 where the ranks do not even divide the batches.
     """
-    common = math.gcd(full, *(ramp[:2] if ramp is not None else ()))
+    ramp = ramp or ()
+    common = math.gcd(full, *_numbers(ramp)[:2], *(size for _, size in _steps(ramp)))
     return (1,) if common % data_parallel else divisors(common // data_parallel)
 
 
 def describe_ramp(sizes: BatchSizes) -> str:
     """Return the growth of the batch as text, with the steps that it takes."""
+    end = f"full after step {sizes.steps_of_ramp}"
+    if isinstance(sizes, SteppedSizes):
+        (_, start), *steps = sizes.steps
+        later = "".join(f", {size} from sample {first:,}" for first, size in steps)
+        return f"{start} samples{later}; {end}"
     assert sizes.ramp is not None
     start, increment, samples = sizes.ramp
-    return (
-        f"from {start} to {sizes.full} samples by {increment} over {samples:,} samples, full after"
-        f" step {sizes.steps_of_ramp}"
-    )
+    return f"from {start} to {sizes.full} samples by {increment} over {samples:,} samples, {end}"
 
 
-def check_ramp(batch: BatchPlan, ramp: Sequence[int] | None) -> None:
+def check_ramp(batch: BatchPlan, ramp: Ramp | None) -> None:
     """Raise ConfigError unless the ramp ends at the full batch, and each batch of it divides into
     micro batches of all data-parallel ranks.
     """
     part = batch.micro_batch * batch.data_parallel
-    first = batch_sizes(batch.global_batch, ramp).all[:2]
-    wrong = next((size for size in first if size % part), None)
+    wrong = next((size for size in batch_sizes(batch.global_batch, ramp).all if size % part), None)
     if wrong is not None:
         raise ConfigError(
             f"train.rampup_batch_size={list(ramp or ())}: a batch of {wrong} samples is not a"

@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
 from common.systems.dialect import Translation, has_rule
 from common.systems.dialect_module import CommandLine, DialectModule, FileDialect
-from common.systems.flags import check_values, read_command, read_flags
+from common.systems.flags import COMMAND_LINE, check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.gpt2_chinese import (
     config as gpt2_chinese,
@@ -44,6 +44,13 @@ COMMAND_LINES: dict[str, CommandLine] = {
 }
 """Systems with command lines, by the word of --from."""
 
+OTHER_PROGRAMS = {
+    name: why
+    for dialect in COMMAND_LINES.values()
+    for name, why in getattr(dialect, "OTHER_PROGRAMS", {}).items()
+}
+"""Programs of these systems that take other flags, and what to do instead."""
+
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
 
@@ -61,8 +68,8 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     """
     path = Path(path)
     if path.suffix in FLAG_FILES:
-        program, flags = read_command(path)
-        return open_flags(find_command_line(flags, program), flags, overrides, str(path))
+        where, program, flags = read_command(path, OTHER_PROGRAMS)
+        return open_flags(find_command_line(flags, program), flags, overrides, where)
     dialect = find_dialect(path)
     if dialect is None:
         return _open_own(path, overrides)
@@ -103,7 +110,9 @@ def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
     without = f"{opened.without_effect} of its keys have no effect here, and --show_config lists"
     if opened.system is None:
         return f"{path}: {without} them" if opened.without_effect else None
-    return f"{path}: read as {opened.system}'s; {without} them beside the YAML that it became"
+    return (
+        f"{opened.origin}: read as {opened.system}'s; {without} them beside the YAML that it became"
+    )
 
 
 def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Sources] | None:
@@ -151,7 +160,7 @@ def _is_flag_of(dialect: CommandLine, name: str) -> bool:
 
 
 def open_flags(
-    system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = "command line"
+    system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = COMMAND_LINE
 ) -> Opened:
     """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises
     ConfigError.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 
@@ -16,6 +15,7 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     """
     from common.config.hints import schema_keys  # not above: --help loads no library
     from common.launcher.request import is_asked
+    from common.systems.flags import write_flag_file
 
     mode, flags = _run_mode(flags)
     own = [word for word in flags if word in ("--show_config", "--help", "-h")]
@@ -28,7 +28,7 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     with tempfile.NamedTemporaryFile(
         "w", prefix=f"{program}-", suffix=".flags", encoding="utf-8", delete=not is_asked("DETACH")
     ) as file:
-        file.write(shlex.join(theirs))
+        write_flag_file(file, program, theirs)
         file.flush()
         return main(["--config", file.name, "--run_mode", mode, *own, *overrides], program=program)
 

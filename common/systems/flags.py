@@ -5,20 +5,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common.config.load import parse_scalar
 from common.errors import ConfigError
 from common.files import open_input, reading
 from common.systems.dialect import Only, Switch, Table, To
+from common.systems.shell_script import Command, Word, read_script
 
 MOST_BYTES = 1 << 20
 """Largest file of flags."""
 
-_SHELL = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "&>", "<", "2>", "2>&1", "1>", "|&"})
-"""Words of the shell that end a command's arguments."""
+COMMAND_LINE = "command line"
+_WRITTEN = "# flags of the command line of "
+"""First words of a file of a command line's flags, before the program."""
 
 
 def read_flags(
@@ -83,57 +85,104 @@ def check_values(
             )
 
 
-class FlagWord(str):
-    """A word of a file, with the number of its line."""
-
-    line: int = 0
-
-
 def _place(where: str, word: str) -> str:
-    return f"{where}:{word.line}" if isinstance(word, FlagWord) else where
+    return f"{where}:{word.line}" if isinstance(word, Word) else where
+
+
+def write_flag_file(file: IO[str], program: str, words: Sequence[str]) -> None:
+    """Write flags of a command line, which ``read_command`` then calls by that name."""
+    file.write(f"{_WRITTEN}{program}\n{shlex.join(words)}\n")
 
 
 def read_flag_file(path: Path) -> list[str]:
-    """Return the flags in a file: the second part of ``read_command``."""
-    return read_command(path)[1]
+    """Return the flags in a file: the last part of ``read_command``."""
+    return read_command(path)[2]
 
 
-def read_command(path: Path) -> tuple[str, list[str]]:
-    """Return the program that a file of flags starts, empty where it does not say, and the words of
-    its flags: one or several a line, ``\\`` at a line's end, ``#`` for remarks.
+def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[str, str, list[str]]:
+    """Return where the flags of a file come from, the program that it starts, empty where it does
+    not say, and the words of its flags. The file is a script, or has one or several flags a line.
 
-    Raises ConfigError for a file that cannot be read, and for variables, which only the shell
-    knows.
+    others: names of programs that are refused, and why. Raises ConfigError for those, for a file
+    that cannot be read, and for values that only a shell knows.
     """
     with open_input(path, ConfigError) as file, reading(path, ConfigError):
         raw = file.read(MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
         raise ConfigError(f"{path}: is larger than {MOST_BYTES} bytes; give a file of flags")
-    words: list[FlagWord] = []
-    number = 0
     try:
-        for number, line in enumerate(raw.decode().splitlines(), 1):
-            for text in shlex.split(line.rstrip().removesuffix("\\"), comments=True):
-                words.append(FlagWord(text))
-                words[-1].line = number
+        text = raw.decode("utf-8-sig")
+        if text.startswith(_WRITTEN):
+            program, _, flags = text.removeprefix(_WRITTEN).partition("\n")
+            return COMMAND_LINE, program, shlex.split(flags)
+        program, words = _find_flags(_all_commands(read_script(text)), path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: {error}; write the file in UTF-8") from None
     except ValueError as error:
-        raise ConfigError(
-            f"{path}:{number or 1}: is not a list of flags: {error}; close each quotation mark in"
-            " its line, and write UTF-8"
-        ) from None
+        raise ConfigError(f"{path}:{error}; is this a list of flags?") from None
+    for name, why in (others or {}).items():
+        if f"/{program}".endswith(f"/{name}"):
+            raise ConfigError(f"{path}: {name} is another program: {why}")
     for word in words:
-        if "$" in word or "`" in word:
+        if word.unknown:
             raise ConfigError(
-                f"{path}:{word.line}: {word[:80]}: variables are the shell's; write their values,"
-                " or give the flags behind --"
+                f"{path}:{word.line}: {word[:80]}: {word.unknown}; write the value. Or put echo"
+                " before the command, run the script, and give a file of what it prints"
             )
-    program = ""
-    first = next((number for number, word in enumerate(words) if _is_flag(word)), len(words))
-    for number, word in enumerate(words):  # a launcher before the program has flags of its own
-        if word.endswith(".py") or (number and words[number - 1] == "-m"):
-            first, program = number + 1, Path(word).name
-    last = next((number for number, word in enumerate(words) if word in _SHELL), len(words))
-    return program, list(words[first : max(first, last)])
+    return str(path), Path(program).name, list(words)
+
+
+def _all_commands(commands: Iterable[Command]) -> Iterator[Command]:
+    """Yield commands, with those of ``sh -c "..."`` in its place."""
+    for command in commands:
+        words = command.words
+        script = next(
+            (word for shell, option, word in zip(words, words[1:], words[2:], strict=False)
+             if Path(shell).name in ("sh", "bash") and option == "-c"),
+            None,
+        )  # fmt: skip
+        if script is None:
+            yield command
+        else:
+            yield from _all_commands(read_script(script, script.line))
+
+
+def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word]]:
+    """Return the program with most flags, and their words. Flags in lines of their own belong to
+    the command before them.
+
+    Raises ConfigError where a condition decides which program starts.
+    """
+    found: list[tuple[str, list[Word], int]] = []
+    is_open = False  # whether the next line may continue the flags
+    for command in commands:
+        words = command.words
+        programs = [
+            number
+            for number, word in enumerate(words)  # a launcher before the program has flags too
+            if word.endswith(".py") or (number and words[number - 1] == "-m")
+        ]
+        marked = [number for number, word in enumerate(words) if _is_flag(word)]
+        if programs and not command.is_assignment:
+            last = programs[-1]
+            found.append((words[last], words[last + 1 :], command.depth))
+        elif is_open and (not found[-1][0] or marked[:1] == [0]):
+            found[-1][1].extend(words)
+        elif marked and not command.is_assignment:
+            found.append(("", words[marked[0] :], command.depth))
+        else:
+            continue
+        is_open = not command.is_ended
+    if any(program for program, _, _ in found):
+        found = [each for each in found if each[0]]
+    if not found:
+        return "", []
+    program, flags, depth = max(found, key=lambda each: sum(map(_is_flag, each[1])))
+    if depth and sum(each[0] == program for each in found) > 1:
+        raise ConfigError(
+            f"{path}: a condition says which of several commands starts {program}; keep one of them"
+        )
+    return program, flags
 
 
 def _is_flag(word: str) -> bool:

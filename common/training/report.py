@@ -50,7 +50,7 @@ class Report:
         self.batches = config.batch_sizes
         self.steps_per_epoch = max(1, samples_per_epoch // batch) if samples_per_epoch else steps
         """Steps of an epoch of full batches."""
-        self._ramp_samples = samples_per_epoch if self.batches.ramp is not None else 0
+        self._ramp_samples = samples_per_epoch if self.batches.grows else 0
         """Samples of an epoch if the batch grows, else 0."""
         self._rows: list[Row] = []
         self._steps_seen = 0

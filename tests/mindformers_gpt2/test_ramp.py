@@ -17,7 +17,7 @@ import torch_gpt2.train
 from common.config.load import build_config
 from common.resolve.derive import resolve_config
 from tests.ranks import run_ranks
-from tests.torch_gpt2.test_ramp import SIZES, make_tree, require_equal, rows_of
+from tests.torch_gpt2.test_ramp import SIZES, STEPS, make_tree, require_equal, rows_of
 from tests.torch_gpt2.test_train import assert_same_run
 
 
@@ -30,7 +30,7 @@ def test_a_run_equals_torchs(tmp_path: Path, corpus_prefix: Path) -> None:
         return resolve_config(build_config(make_tree(tmp_path / name, corpus_prefix, **keys)))
 
     torch_gpt2.train.train(config("torch"))
-    mindformers_gpt2.train.train(config("run", backend="mindspore"))
+    mindformers_gpt2.train.train(config("run", backend="mindspore", train__rampup_batch_size=STEPS))
     require_equal(tmp_path / "run", tmp_path / "torch", 1e-5)
     assert [row["global_batch_size"] for row in rows_of(tmp_path / "run")] == SIZES
 

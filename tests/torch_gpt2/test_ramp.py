@@ -30,6 +30,8 @@ from torch_gpt2.train import train
 RAMP = [4, 4, 24]
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
 """By hand: 8 samples for each of three increments, and the full batch beyond 24."""
+STEPS = [[0, 4], [12, 8], [25, 12]]
+"""Sizes of RAMP by their first samples."""
 
 
 def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
@@ -78,9 +80,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
 
 
-def test_a_run_equals_a_plain_loop(start: Any, corpus_prefix: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ramp", [RAMP, STEPS], ids=str)
+def test_a_run_equals_a_plain_loop(
+    ramp: Any, start: Any, corpus_prefix: Path, tmp_path: Path
+) -> None:
     """float32 sums of micro batches in another order: 1e-6."""
-    rows = rows_of(start("run", logging__style="megatron"))
+    rows = rows_of(start("run", logging__style="megatron", train__rampup_batch_size=ramp))
     assert [row["global_batch_size"] for row in rows] == SIZES
     assert [row["consumed_samples"] for row in rows] == np.cumsum(SIZES).tolist()
 

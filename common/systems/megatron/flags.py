@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,12 +27,21 @@ from common.systems.dialect import (
 )
 from common.systems.megatron.deepspeed_file import read_deepspeed_file
 from common.systems.megatron.defaults import DEFAULTS
-from common.systems.megatron.flag_table import HELD, OF_LOADING, TABLE
+from common.systems.megatron.flag_table import HELD, OF_LOADING, OF_TASKS, TABLE
 
 SYSTEM = "Megatron"
 GPT2_VOCABULARY = 50257
 _NOTHING_LOADED = "nothing is loaded"
 PROGRAM = "pretrain_gpt.py"
+
+OTHER_PROGRAMS = {
+    **{f"pretrain_{name}.py": f"it trains {name.upper()}, and the models here are GPT-2" for name in
+    ("bert", "t5", "ict", "vit", "retro", "mamba", "vlm", "vision_classify", "vision_dino",
+    "vision_inpaint")},
+    "tasks/main.py": OF_TASKS,
+    **{f"generate_samples_{name}.py": "--run_mode predict generates" for name in ("gpt", "gpt2")},
+}  # fmt: skip
+"""Programs of Megatron that take other flags, and what to do instead."""
 
 SWITCHES = frozenset({
     "fp16", "bf16", "deepspeed", "checkpoint_activations", "recompute_activations",
@@ -44,8 +54,11 @@ VALUED = frozenset({
     "recompute_granularity", "num_layers_per_virtual_pipeline_stage", "deepspeed_config",
     "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy",
     "profile_step_start", "profile_step_end", "wandb_project", "rampup_batch_size",
+    "step_batch_size_schedule",
 })  # fmt: skip
 """Flags with a value that this module reads itself."""
+TEXTS = frozenset({"step_batch_size_schedule"})
+"""Flags with a text as their value."""
 FLAGS = (*TABLE, *SWITCHES, *VALUED)
 
 
@@ -125,6 +138,12 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
         flag = "rampup_batch_size"
         ours.set("train.rampup_batch_size", ramp, theirs.where(flag), flag)
     length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
+    flag = "step_batch_size_schedule"
+    schedule, where = theirs.take(flag), theirs.where(flag)
+    if schedule is not None:
+        steps = _steps(theirs, flag, schedule, length or 1)
+        ours.set("train.rampup_batch_size", steps, where, flag)
+        ours.set("train.global_batch_size", steps[-1][1], where, flag)
     if samples is not None and length is not None:
         where = theirs.where("train_samples")
         ours.set("train.max_tokens", samples * length, where, "train_samples")
@@ -163,6 +182,24 @@ def _ramp(theirs: Theirs) -> list[int] | None:
     if len(numbers) != 3 or min(numbers) < 1:
         theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
     return numbers
+
+
+def _steps(theirs: Theirs, flag: str, text: Any, length: int) -> list[list[int]]:
+    """Return pairs (first sample, size) of ``TOKENS:SIZE TOKENS:SIZE ...``. Megatron-LM's
+    num_microbatches_calculator.py of 2026 divides the tokens by the length of a sample.
+    """
+    factors = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    pairs = []
+    for entry in str(text).upper().replace(",", " ").split():
+        numbers = re.fullmatch(r"(\d+\.?\d*)([KMBT]?):(\d+\.?\d*)([KMBT]?)", entry)
+        if numbers is None:
+            theirs.refuse(flag, text, "expected TOKENS:SIZE TOKENS:SIZE ..., such as 0:256 2B:512")
+        first, size = (
+            int(float(number) * factors[suffix])
+            for number, suffix in (numbers.groups()[:2], numbers.groups()[2:])
+        )
+        pairs.append([first // length, size])
+    return sorted(pairs)
 
 
 def _data(theirs: Theirs, ours: Translation) -> None:

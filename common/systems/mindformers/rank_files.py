@@ -51,7 +51,7 @@ def epoch_and_step(
     config: ResolvedRun, samples_per_epoch: int, state: TrainState
 ) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
-    if config.batch_sizes.ramp is not None and samples_per_epoch:
+    if config.batch_sizes.grows and samples_per_epoch:
         epoch, within, _ = place_in_epochs(state.step, config.batch_sizes, samples_per_epoch)
         return epoch + 1, within + 1
     batch = config.train.global_batch_size

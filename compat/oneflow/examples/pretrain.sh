@@ -11,6 +11,7 @@ flags="$(mktemp --suffix=.flags)"
 trap 'rm -f "$flags"' EXIT
 devices="${ONEFLOW_GPT_NUM_GPUS_PER_NODE:-4}" nodes="${ONEFLOW_GPT_NUM_NODES:-1}"
 {
+    echo "# flags of the command line of oneflow_gpt.training" # what messages call them
     echo "--num-layers ${ONEFLOW_GPT_NUM_LAYERS:-16} --hidden-size ${ONEFLOW_GPT_HIDDEN_SIZE:-1536}"
     echo "--num-attention-heads ${ONEFLOW_GPT_NUM_ATTENTION_HEADS:-16} --seq-length ${ONEFLOW_GPT_SEQ_LENGTH:-2048}"
     echo "--micro-batch-size ${ONEFLOW_GPT_MICRO_BATCH_SIZE:-8}"

@@ -201,12 +201,15 @@ def test_the_fingerprint_follows_the_weights(write_pair) -> None:
 
 
 def test_parse_blend() -> None:
-    assert parse_blend(["a"]) == ((1.0, "a"),)
+    assert parse_blend(["a"]) == ((None, "a"),)
+    assert parse_blend(["a", "b"]) == ((None, "a"), (None, "b"))
+    assert parse_blend(["a", "b", "c"]) == ((None, "a"), (None, "b"), (None, "c"))
     assert parse_blend(["0.3", "a", "7", "b"]) == ((0.3, "a"), (7.0, "b"))
     for data, message in (
         ([], "0 entries"),
         (["1", "a", "2"], "3 entries"),
-        (["a", "b"], "'a' stands where a weight belongs"),
+        (["a", "1", "2", "b"], "'a' stands where a weight belongs"),
+        (["a", "a"], "named twice"),
         (["1", "a", "2", "a"], "named twice"),
     ):
         with pytest.raises(DataError, match=message):
@@ -224,6 +227,21 @@ def test_bad_weights_name_their_data_set(write_pair, weight) -> None:
             seq_length=4,
             seed=1,
         )
+
+
+def test_without_weights_each_window_is_read_once_in_an_epoch(write_pair) -> None:
+    """Sizes are the weights, as in megatron-core, which reads such a list so."""
+    utils = pytest.importorskip("megatron.core.datasets.utils")
+    paths = [str(write_pair([size], name=name)) for name, size in (("a", 41), ("b", 9), ("c", 90))]
+    assert utils.get_blend_from_list(paths) == (paths, None)
+    options = {"split": "train", "split_weights": (1, 0, 0), "seq_length": 4, "seed": 1}
+    blend = open_samples(paths, **options)
+    windows = [dataset.samples_per_epoch for dataset in blend.datasets]
+    numbers, inner = blend.locate(np.arange(blend.samples_per_epoch))
+    assert windows == [10, 2, 22]
+    assert sorted(zip(numbers.tolist(), inner.tolist(), strict=True)) == [
+        (number, window) for number, count in enumerate(windows) for window in range(count)
+    ]
 
 
 def test_open_samples(write_pair) -> None:

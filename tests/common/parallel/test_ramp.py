@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.parallel.batch import plan_batch
-from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, describe_ramp
+from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, describe_ramp, micro_batches
 
 RAMPS = {
     "one increment": (8, (4, 4, 16)),
@@ -29,6 +29,11 @@ def drawn(count: int) -> dict[str, tuple[int, tuple[int, int, int]]]:
 
 
 CASES = RAMPS | drawn(40)
+STEPS = {
+    "three": (32, [[0, 4], [10, 8], [100, 32]]),
+    "jumps a size": (32, [[0, 16], [10, 17], [12, 32]]),
+    "one": (8, [[0, 8]]),
+}
 
 
 def walk(sizes: BatchSizes, end: int) -> list[int]:
@@ -52,11 +57,25 @@ def test_the_sizes_are_megatrons(case: str) -> None:
         assert sizes.at(consumed) == calculator.get_current_global_batch_size() == calculator.get()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", STEPS)
+def test_a_size_begins_with_the_batch_at_or_after_its_first_sample(case: str) -> None:
+    full, steps = STEPS[case]
+    sizes = batch_sizes(full, steps)
+    for consumed in range(200):
+        assert sizes.at(consumed) == [size for first, size in steps if first <= consumed][-1]
+    plan = plan_batch(global_batch=full, micro_batch=1, data_parallel=1)
+    check_ramp(plan, steps)
+    if case == "three":
+        assert micro_batches(full, steps, 2) == (1, 2)
+        text = "4 samples, 8 from sample 10, 32 from sample 100; full after step 14"
+        assert describe_ramp(sizes) == text  # 4 x 3 and 8 x 11 are 100
+
+
+@pytest.mark.parametrize("case", CASES | STEPS)
 def test_steps_and_samples_are_those_of_counting(case: str) -> None:
-    full, ramp = CASES[case]
+    full, ramp = (CASES | STEPS)[case]
     sizes = batch_sizes(full, ramp)
-    positions = walk(sizes, ramp[2] + 3 * full)
+    positions = walk(sizes, (ramp[2] if case in CASES else ramp[-1][0]) + 3 * full)
     assert [sizes.samples_after(step) for step in range(len(positions))] == positions
     step = 0
     for samples in range(positions[-1]):
@@ -95,6 +114,10 @@ def test_a_huge_ramp_is_counted_without_walking_through_it() -> None:
         ([4, 5, 64], r"steps of 5 from 4 do not reach train.global_batch_size=16; .* the 12"),
         ([6, 2, 64], r"a batch of 6 samples is not a multiple of micro batch 2 x data parallel 2"),
         ([4, 6, 64], r"a batch of 10 samples is not a multiple of .* multiples of 4"),
+        ([[0, 4], [9, 6], [50, 16]], r"a batch of 6 samples is not a multiple of"),
+        ([[0, 4], [9, 8]], r"both rising to train.global_batch_size=16"),
+        ([[0, 20], [9, 16]], r"\[\[0, 20\], \[9, 16\]\]: expected pairs \[first sample, size\]"),
+        ([[1, 4], [9, 16]], "from sample 0 on"),
     ],
 )
 def test_a_ramp_that_does_not_divide_is_refused(ramp: list[int], message: str) -> None:

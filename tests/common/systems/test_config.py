@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import run_gpt2
 from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten, load_config
 from common.errors import ConfigError
@@ -22,11 +23,12 @@ from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.dialect import To
 from common.systems.flag_scripts import main_with_flags
-from common.systems.flags import read_flag_file
+from common.systems.flags import read_command, read_flag_file
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
+from common.systems.oneflow.launch import start_nodes_devices
 from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
 
@@ -410,6 +412,23 @@ def test_a_dropout_that_is_left_out_is_megatrons() -> None:
     assert (model.hidden_dropout, model.embedding_dropout, model.attention_dropout) == (0, 0, 0.1)
 
 
+@pytest.mark.parametrize("text", ["0:8 1K:16, 4K:32", "4000:32 0:8 1e3:16", "0:8 .5:16"])
+def test_megatrons_sizes_by_tokens_are_ours(text: str) -> None:
+    """In samples of 8 tokens, as in its num_microbatches_calculator.py of 2026."""
+    flags = f"{SMALL} --lr 1e-4 --micro-batch-size 4 --train-samples 800".split()
+    words = [*flags, "--step-batch-size-schedule", text]
+    if "e" in text or text.endswith(".5:16"):
+        with pytest.raises(ConfigError, match=r"expected TOKENS:SIZE TOKENS:SIZE \.\.\., such as"):
+            open_flags("megatron", words)
+        return
+    train = open_flags("megatron", words).config.train
+    assert (train.rampup_batch_size, train.global_batch_size) == (
+        [[0, 8], [125, 16], [500, 32]], 32,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="keep one of them"):
+        open_flags("megatron", [*words, "--global-batch-size", "64"])
+
+
 LOADING: dict[str, dict[str, Any] | str] = {
     # flags: ours, or the message. Megatron-LM, megatron/training/checkpointing.py load_checkpoint
     "--load x --save y --finetune": {"init_from": "x", "resume": "auto"},
@@ -429,7 +448,7 @@ LOADING: dict[str, dict[str, Any] | str] = {
 
 
 @pytest.mark.parametrize("text", LOADING)
-def test_what_megatrons_flags_load(text: str) -> None:
+def test_load_and_finetune_of_megatron(text: str) -> None:
     expected = LOADING[text]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
@@ -741,7 +760,10 @@ def test_a_file_of_flags_is_a_configuration(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('--lr "1', "No closing quotation"), ("--lr $LR", "variables are the shell's")],
+    [
+        ('--lr "1', r"flags.txt:1: a quotation mark is not closed"),
+        ("--lr $LR", r"flags.txt:1: \$LR: LR is not assigned before it in this file; write the"),
+    ],
 )
 def test_bad_files_of_flags(tmp_path, text, message) -> None:
     (tmp_path / "flags.txt").write_text(text)
@@ -757,7 +779,7 @@ def test_bad_files_of_flags(tmp_path, text, message) -> None:
         ("--lr 1\n--dataset a", r"flags.txt:2: --dataset is OneFlow's, and other .* Megatron's"),
         ("--lr 1\n\ntrain.seed=1", r"flags.txt:1: --lr: lr=.1, 'train.seed=1'.: expected a number"),
         ("pretrain.py 3 --lr 1", r"flags.txt:1: '3' stands where a flag is expected"),
-        ("# nothing\n--lr '1\n", r"flags.txt:2: is not a list of flags: No closing quotation"),
+        ("# nothing\n--lr '1\n", r"flags.txt:2: a quotation mark is not closed"),
     ],
 )
 def test_faults_in_a_file_of_flags_name_the_line(tmp_path, text, message) -> None:
@@ -791,6 +813,9 @@ def test_each_name_of_a_system_is_hinted_to_the_key_that_it_becomes(dialect) -> 
     assert wrong == {}
 
 
+OWN = ["model.hidden_size=8", "model.num_heads=1", "train.max_steps=1"]
+
+
 @pytest.mark.parametrize("detached", ["", "1"])
 def test_flags_stay_for_ranks_that_read_them_later(
     detached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -801,8 +826,30 @@ def test_flags_stay_for_ranks_that_read_them_later(
 
     def main(argv: list[str], *, program: str) -> int:
         files.append(Path(argv[1]))
-        assert files[0].read_text() == "--num-layers 2"
+        words = ["--num-layers", "2"]
+        assert read_command(files[0]) == ("command line", "oneflow_gpt.training", words)
+        assert open_config(files[0], OWN).system == "OneFlow"  # no flag says it
         return 7
 
     assert main_with_flags(main, ["--num-layers", "2"], "oneflow_gpt.training") == 7
     assert files[0].exists() == bool(detached)
+
+
+@pytest.mark.parametrize("entry", ["pretrain_gpt.py", "oneflow_gpt.training", "run_gpt2.py"])
+def test_a_dry_run_on_one_device_shows_the_plan(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.chdir(tmp_path)
+    rate = "--learning-rate" if "oneflow" in entry else "--lr"
+    flags = f"{SMALL} {rate} 1e-4 --micro-batch-size 4 --train-iters 2 --save ck".split()
+    main = run_gpt2.main
+    if "oneflow" in entry:
+        main = start_nodes_devices(main, lambda _: 1, flags)
+    if entry == "run_gpt2.py":
+        (tmp_path / "flags.txt").write_text(" ".join(flags))
+        assert main(["--config", "flags.txt", "--run_mode", "train"]) == 0
+    else:
+        assert main_with_flags(main, flags, entry) == 0
+    assert capsys.readouterr().out.startswith("world: 1 rank")
+    assert not (tmp_path / "ck").exists()

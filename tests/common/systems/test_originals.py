@@ -23,6 +23,8 @@ from common.systems.bases import read_with_bases
 from common.systems.config import COMMAND_LINES, DIALECTS, open_config, open_flags
 from common.systems.dialect import To, has_rule
 from common.systems.flags import read_flag_file, read_flags
+from common.systems.megatron import deepspeed_file
+from common.systems.opened import Opened
 from common.weights.names import count_parameters
 from tools import convert_config
 
@@ -134,6 +136,37 @@ def test_a_ds_config_that_contradicts_the_flags(section, key, value, message, tm
     flags.write_text(text.replace("./ds_config.json", str(tmp_path / "ds.json")))
     with pytest.raises(ConfigError, match=message):
         open_config(flags)
+
+
+def ds_run(tree: dict[str, Any], folder: Path, flags: str = "") -> Opened:
+    (folder / "ds.json").write_text(json.dumps(tree))
+    words = f"{SMALLEST.format(rate='--lr')} --fp16 --deepspeed {flags}".split()
+    return open_flags("megatron", [*words, "--deepspeed_config", str(folder / "ds.json")])
+
+
+def test_a_ds_config_without_a_key_is_that_with_deepspeeds_default(tmp_path) -> None:
+    assert {rule.key for rule in deepspeed_file.TABLE.values() if isinstance(rule, To)} == {
+        "train.global_batch_size", "train.micro_batch_size", "train.accumulation_steps",
+        *(deepspeed_file.TABLE[key].key for key in deepspeed_file.DEFAULTS),
+    }  # fmt: skip
+    bare = {"fp16": {"enabled": True}, "zero_optimization": {}}
+    without = ds_run(bare, tmp_path).config
+    assert (without.loss_scale.initial, without.optimizer.clip_grad) == (65536.0, 1.0)
+    for key, value in deepspeed_file.DEFAULTS.items():
+        tree, (*sections, name) = copy.deepcopy(bare), key.split(".")
+        (tree[sections[0]] if sections else tree)[name] = value
+        assert ds_run(tree, tmp_path).config == without, key
+
+
+def test_flags_that_deepspeed_does_not_read_are_listed(tmp_path) -> None:
+    """Its engine has a file of its own, and Megatron gives it none of these."""
+    flags = "--clip-grad 0.5 --initial-loss-scale 1024 --hysteresis 7 --zero-stage 1"
+    opened = ds_run({"fp16": {"enabled": True}}, tmp_path, flags)
+    assert opened.config == ds_run({"fp16": {"enabled": True}}, tmp_path).config
+    assert {"clip_grad", "initial_loss_scale", "hysteresis", "zero_stage"} <= {
+        *opened.ours.without_effect
+    }
+    assert "DeepSpeed reads gradient_clipping of" in opened.ours.without_effect["clip_grad"]
 
 
 def test_a_ds_config_that_is_not_there_is_named_by_its_flag(tmp_path, monkeypatch) -> None:

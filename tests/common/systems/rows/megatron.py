@@ -57,6 +57,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
     ),
     **{key: "a switch, off" for key, rule in DIALECT.TABLE.items()
        if isinstance(rule, To) and isinstance(rule.change, Switch)},
+    "async_save": "a switch, off; checkpoints of a thread, as ours are, have the same content",
 }  # fmt: skip
 _ASSERTED = "it ends with an assertion: "
 SENTINELS = [

@@ -43,7 +43,7 @@ SENTINELS = [
     Sentinel(
         "save_interval", -1, "only the last step: save_interval_ > 0", {"checkpoint.interval": 0},
     ),
-    Sentinel("lr_warmup_iters", 0, "no warm-up: lr_warmup_iters > 0", {"optimizer.warmup_steps": 0}),
+    Sentinel("lr_warmup_iters", 0, "no warm-up: iters > 0", {"optimizer.warmup_steps": 0}),
     Sentinel(
         "lr_warmup_fraction", 0.1, "nothing, without lr_decay_iters",
         {"optimizer.warmup_fraction": None},
@@ -61,6 +61,6 @@ SENTINELS = [
         "loss_scale", 0, "all gradients become 0: static_loss_scale(0)",
         "expected a number above 0", {"fp16": True},
     ),
-    Sentinel("log_interval", 0, "it ends at step 1: step_ % 0", "logging.interval: input should be"),
+    Sentinel("log_interval", 0, "it ends at step 1: step_ % 0", "logging.interval: input"),
     Sentinel("train_samples", 0, "0 steps", "expected a whole number above 0", {"train_iters": ""}),
 ]  # fmt: skip

@@ -1,0 +1,119 @@
+"""Scripts of other systems as flags: what is followed, and what only a shell knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.systems.config import open_config
+from common.systems.flags import read_command, read_flag_file
+
+SCRIPT = """#!/bin/bash
+# Runs a small model
+GPUS_PER_NODE=4; NNODES=2
+WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
+export MICRO=$(( (WORLD_SIZE - 2) / 3 ))
+DATA="0.3 ${ROOT:-data}/a 0.7 data/b"; BLEND=$DATA
+DISTRIBUTED="--nproc_per_node $GPUS_PER_NODE \\
+             --nnodes $NNODES"
+MODEL=(
+    --num-layers 24 --hidden-size 1024  # the sizes
+    --save "my folder"
+)
+MODEL+=(--seed 7)
+options=" \\
+    --data-path ${BLEND} \\
+    --micro-batch-size $MICRO "
+cat <<EOT > ds.json
+{ "steps": '$(date) }
+EOT
+OUT=`pwd`/log
+if [ -n "$1" ]; then SIZE=$1; else SIZE=2; fi
+"""
+EXPECTED = [
+    "--num-layers", "24", "--hidden-size", "1024", "--save", "my folder", "--seed", "7",
+    "--data-path", "0.3", "data/a", "0.7", "data/b", "--micro-batch-size", "2",
+]  # fmt: skip
+
+
+COMMANDS = {
+    "launcher": 'torchrun $DISTRIBUTED pretrain_gpt.py "${MODEL[@]}" $@ $options 2>&1 | tee "$OUT"',
+    "lines": """CUDA=0 python -m torch.distributed.launch $DISTRIBUTED $OUT/pretrain_gpt.py \\
+        "${MODEL[@]}" \\
+        ${options} &> $OUT &
+wait""",
+    "sh -c": """run="python pretrain_gpt.py --num-layers 24 --hidden-size 1024 \\
+        --save 'my folder' --seed 7 ${options}"
+srun -l --output=$OUT sh -c "${run}"
+""",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_scripts_are_followed(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT + command)
+    assert read_command(file) == (str(file), "pretrain_gpt.py", EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--lr $(cat rate)",
+            r"run.sh:23: \$\(cat rate\): nothing is run; write the value. Or put echo",
+        ),
+        ("--lr `cat rate`", r"`cat rate`: nothing is run"),
+        ("--num-layers $SIZE", r"\$SIZE: SIZE is assigned inside a condition, loop or .* line 21"),
+        ("--num-layers $1", r"\$1: 1 is not assigned before it"),
+        ("--num-layers ${MODEL[1]}", r"only a shell expands it"),
+        ("--num-layers $((2 ** 9))", r"only integers are calculated"),
+        ("--num-layers $((GPUS / 0))", r"only integers are calculated"),
+        (
+            "--save <your folder> --lr 1",
+            r"<your folder>: <your folder> stands for a value of yours",
+        ),
+    ],
+)
+def test_values_that_only_a_shell_knows_are_refused_with_their_line(
+    line, message, tmp_path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{SCRIPT}\npython pretrain_gpt.py {line}\n")
+    with pytest.raises(ConfigError, match=message):
+        open_config(tmp_path / "run.sh")
+
+
+def test_a_script_that_doubles_a_variable_ends(tmp_path) -> None:
+    (tmp_path / "run.sh").write_text("A=ab\n" + "A=$A$A\n" * 60 + "python a.py --x $A")
+    with pytest.raises(ConfigError, match=r"run.sh:2\d: the values of variables are longer"):
+        read_command(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize("branch", ["pretrain_gpt.py --lr 1", "tools/other.py x"])
+def test_a_condition_that_chooses_the_command_is_refused(branch, tmp_path) -> None:
+    text = f"if x; then\npython pretrain_gpt.py --lr 2\nelse\npython {branch}\nfi"
+    (tmp_path / "run.sh").write_text(text)
+    if "other" in branch:
+        assert read_flag_file(tmp_path / "run.sh") == ["--lr", "2"]
+        return
+    with pytest.raises(ConfigError, match="a condition says which of several commands starts"):
+        read_command(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("pretrain_bert.py", "pretrain_bert.py is another program: it trains BERT, and the models"),
+        ("./tasks/main.py --task MNLI", "tasks/main.py is another program: .* classes is not in"),
+        ("tools/generate_samples_gpt.py", "another program: --run_mode predict generates"),
+        ("pretrain_gpt.py --task MNLI --lr 1", r"run.sh:1: --task: task='MNLI': .* classes is not"),
+    ],
+)
+def test_other_programs_of_megatron_are_refused_by_name(program, message, tmp_path) -> None:
+    (tmp_path / "run.sh").write_text(f"python {program} --num-layers 2 --vocab-file $VOCAB\n")
+    if "lr" in program:
+        (tmp_path / "run.sh").write_text(f"python {program}")
+    with pytest.raises(ConfigError, match=message):
+        open_config(tmp_path / "run.sh")
