@@ -34,6 +34,10 @@ MARKS = frozenset({
 
 _ORDER = "documents and windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
+_COSINE = "CosineAnnealingWithWarmupDecay"
+"""Schedule that begins at last_epoch=0, and that Paddle's LRScheduler steps once as it is made
+(ppfleetx/optims/lr_scheduler.py). The others begin at -1.
+"""
 _EVAL = "windows of the validation part are read as those of training are"
 
 TABLE: Table = {
@@ -171,6 +175,8 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     theirs, ours = Theirs(SYSTEM, tree, sources), Translation()
     ours.set("logging.style", "fleetx")
     ours.set("output_dir", "output")
+    if theirs.peek("Optimizer.lr.name", _COSINE) == _COSINE:
+        ours.set("optimizer.schedule_start", 1)
     for section in (
         _layout, _batch, _precision, _model, _checkpoint, _profile, quantization.translate
     ):  # fmt: skip

@@ -115,6 +115,13 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
             theirs.where("train_samples"),
             "train_samples",
         )
+        # the schedule counts samples too, unless flags of older scripts say iterations
+        if not any(
+            theirs.peek(f"lr_{name}") for name in ("decay_samples", "decay_iters", "warmup_iters")
+        ):
+            ours.set(
+                "optimizer.decay_samples", samples, theirs.where("train_samples"), "train_samples"
+            )
     passes, said = theirs.take_number("eval_iters", 100), "eval_iters" in theirs.names
     if theirs.take("full_validation"):
         ours.note("eval_iters", "--full-validation reads all of it")
