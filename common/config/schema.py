@@ -7,6 +7,7 @@ A config is data: frozen and strict, and it rejects unknown keys. Values that fo
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -291,6 +292,13 @@ class LossScaleConfig(Section):
     """Lower limit of the scale."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Origin:
+    """Places of values. Sections that differ in them only are equal."""
+
+    inherited_end: str | None = dataclasses.field(default=None, compare=False)
+
+
 class OptimizerConfig(Section):
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """Update rule. adamw decays weights apart from the gradient; adam and sgd add the decay to the
@@ -332,7 +340,7 @@ class OptimizerConfig(Section):
     """Weight decay of matrices and embeddings. Biases and layer norms have none."""
     clip_grad: NonNegative32 = 1.0
     """Largest global gradient norm; 0 is off."""
-    _inherited_end: str | None = PrivateAttr(default=None)
+    _origin: _Origin = PrivateAttr(default_factory=lambda: _Origin())
 
     @property
     def schedule_unit(self) -> Literal["steps", "samples"]:
@@ -343,10 +351,10 @@ class OptimizerConfig(Section):
     @property
     def inherited_end(self) -> str | None:
         """Place that gives the end of the schedule, if the length of the run is from elsewhere."""
-        return self._inherited_end
+        return self._origin.inherited_end
 
     def note_inherited_end(self, place: str | None) -> None:
-        self._inherited_end = place
+        self._origin = _Origin(inherited_end=place)
 
 
 class TokenizerConfig(Section):

@@ -95,6 +95,6 @@ def schedule_warnings(config: TrainingRun) -> list[str]:
     if optimizer.decay < 0.9 * length:
         return [
             f"{where} is before the end of the run ({length:,} {unit}): the last"
-            f" {length - optimizer.decay:,} train at {share} of the peak rate; {fix}"
+            f" {length - optimizer.decay:,} {unit} train at {share} of the peak rate; {fix}"
         ]
     return []

@@ -17,7 +17,7 @@ import torch_gpt2.train
 from common.config.load import build_config
 from common.resolve.derive import resolve_config
 from tests.ranks import run_ranks
-from tests.torch_gpt2.test_ramp import SIZES, make_tree, require_equal, rows_of
+from tests.torch_gpt2.test_ramp import BY_SAMPLES, SIZES, make_tree, require_equal, rows_of
 from tests.torch_gpt2.test_train import assert_same_run
 
 
@@ -26,7 +26,7 @@ def test_a_run_equals_torchs(tmp_path: Path, corpus_prefix: Path) -> None:
     """float32 on other kernels: 1e-5, as tests/parity/test_one_device.py."""
 
     def config(name: str, **changes: Any) -> Any:
-        keys = {"model__num_layers": 1, "validation__max_samples": 2, **changes}
+        keys = {"model__num_layers": 1, "validation__max_samples": 2, **BY_SAMPLES, **changes}
         return resolve_config(build_config(make_tree(tmp_path / name, corpus_prefix, **keys)))
 
     torch_gpt2.train.train(config("torch"))
@@ -39,7 +39,7 @@ def test_a_run_equals_torchs(tmp_path: Path, corpus_prefix: Path) -> None:
 @pytest.mark.campaign
 def test_parts_of_a_run_equal_the_whole(tmp_path: Path, corpus_prefix: Path) -> None:
     """Bit for bit, with dropout."""
-    keys: dict[str, Any] = {"model__dropout": 0.1}
+    keys: dict[str, Any] = {"optimizer__decay_steps": 8, "model__dropout": 0.1}
     for name, steps in (("whole", 8), ("parts", 4), ("parts", 8)):
         tree = make_tree(
             tmp_path / name, corpus_prefix, backend="mindspore", train__max_steps=steps, **keys

@@ -32,6 +32,13 @@ SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
 """By hand: 8 samples for each of three increments, and the full batch beyond 24."""
 
 
+BY_SAMPLES = {
+    "optimizer__warmup_steps": None,
+    "optimizer__warmup_samples": 16,
+    "optimizer__decay_samples": 64,
+}
+
+
 def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "output_dir": str(folder),
@@ -54,8 +61,7 @@ def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
             "name": "sgd",
             "learning_rate": 0.05,
             "momentum": 0.9,
-            "warmup_samples": 16,
-            "decay_samples": 64,
+            "warmup_steps": 4,
             "clip_grad": 0.0,
         },
         "data": {"train": str(corpus), "split": "90,10,0"},
@@ -81,7 +87,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_run_equals_a_plain_loop(start: Any, corpus_prefix: Path, tmp_path: Path) -> None:
     """float32 sums of micro batches in another order: 1e-6."""
-    rows = rows_of(start("run", logging__style="megatron"))
+    rows = rows_of(start("run", logging__style="megatron", **BY_SAMPLES))
     assert [row["global_batch_size"] for row in rows] == SIZES
     assert [row["consumed_samples"] for row in rows] == np.cumsum(SIZES).tolist()
     before = np.cumsum([0, *SIZES[:-1]])  # 0 4 8 12 20 28 40 52: the schedule counts samples

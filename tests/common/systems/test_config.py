@@ -17,7 +17,8 @@ import yaml
 from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten, load_config
 from common.errors import ConfigError
-from common.resolve.derive import resolve_config
+from common.parallel.learning_rate import learning_rate
+from common.resolve.derive import resolve_config, resolve_length
 from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.dialect import To
@@ -359,6 +360,40 @@ def test_megatrons_growing_batch_is_ours() -> None:
     train = open_flags("megatron", [*words, "--train-samples", "75"]).config.train
     assert (train.rampup_batch_size, train.global_batch_size) == ([4, 4, 24], 12)
     assert train.max_steps == 8  # 3 x 4, 2 x 8, 3 x 12 = 64 samples, and 76 would be too many
+
+
+@pytest.mark.parametrize(
+    ("given", "warmup", "decay"),
+    [
+        ("", 0, 10_000),
+        ("--lr-warmup-fraction 0.1", 1000, 10_000),
+        ("--lr-warmup-samples 320 --lr-decay-samples 8000", 320, 8000),
+        ("--lr-warmup-fraction 0.1 --lr-decay-samples 8000", 800, 8000),
+    ],
+)
+def test_megatrons_schedule_counts_samples(given: str, warmup: int, decay: int) -> None:
+    """As in get_optimizer_param_scheduler of its training.py: the end is that of the samples to
+    train on, and a fraction is of the end.
+    """
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3"
+    batch = "--micro-batch-size 8 --global-batch-size 32 --rampup-batch-size 8 8 1000"
+    words = [*f"{model} {batch} --train-samples 10000 {given}".split()]
+    config = resolve_length(resolve_config(open_flags("megatron", words).config), 100)
+    assert config.optimizer.schedule_unit == "samples"
+    assert (config.optimizer.warmup, config.optimizer.decay) == (warmup, decay)
+    if "fraction 0.1" in given and decay == 10_000:
+        rates = [
+            learning_rate(config.optimizer, config.batch_sizes.samples_after(updates))
+            for updates in (10, 36, 100)
+        ]  # of megatron-core 0.16.1's OptimizerParamScheduler after as many updates
+        assert rates == pytest.approx([8e-5, 2.88e-4, 9.17e-4], rel=1e-3)
+
+
+def test_fleetx_schedule_begins_where_paddle_has_stepped_it() -> None:
+    path = ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"
+    for name, start in (("CosineAnnealingWithWarmupDecay", 1), ("LinearDecayWithWarmup", 0)):
+        config = open_config(path, [f"Optimizer.lr.name={name}"]).config
+        assert config.optimizer.schedule_start == start
 
 
 def test_oneflows_flags_are_the_preset() -> None:

@@ -207,8 +207,8 @@ def test_text() -> None:
             {"decay_steps": 300},
             "tiny.yaml:29",
             "optimizer.decay_steps=300 (tiny.yaml:29) is before the end of the run (3,000 steps):"
-            " the last 2,700 train at 1% of the peak rate; set optimizer.decay_steps=3000, or null"
-            " for the end of the run",
+            " the last 2,700 steps train at 1% of the peak rate; set optimizer.decay_steps=3000, or"
+            " null for the end of the run",
         ),
         (
             60,
@@ -218,7 +218,12 @@ def test_text() -> None:
             " update has 96% of the peak rate; set optimizer.decay_steps=60, or null for the end of"
             " the run",
         ),
-        (30, {"decay_samples": 300}, "own.yaml:1", "the last 180 train at 1% of the peak rate"),
+        (
+            30,
+            {"decay_samples": 300},
+            "own.yaml:1",
+            "the last 180 samples train at 1% of",
+        ),
         (30, {"warmup_samples": 480}, None, "the rate reaches 97% of its peak"),
         (300, {"decay_steps": 300, "warmup_steps": 299}, "tiny.yaml:29", None),
         (330, {"decay_steps": 300}, "tiny.yaml:29", None),
