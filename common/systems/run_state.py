@@ -27,7 +27,7 @@ _RAMP = Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=
 _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
-        "skipped_in_a_row": _COUNT,
+        "skipped_in_a_row": _COUNT, "updated_samples?": _COUNT,
         "losses?": list[float], "grad_norms?": list[float], "is_outlier?": bool,
         "left_out?": list[list[_COUNT]], "rewinds?": _COUNT,
         "rate_factor?": Annotated[float, Field(gt=0, le=1)],
@@ -42,6 +42,8 @@ _TYPES: dict[str, Any] = {
             "name": RuleName, "learning_rate?": float,
             "min_learning_rate?": float | None, "schedule?": str,
             "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float,
+            "warmup_samples?": _COUNT | None, "decay_samples?": _COUNT | None,
+            "warmup_fraction?": float | None,
             "beta1?": float, "beta2?": float,
             "epsilon?": float, "momentum?": float,
         },
@@ -81,10 +83,16 @@ def new_run(
     consumed_samples: int = 0,
 ) -> dict[str, Any]:
     """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss
-    scale.
+    scale. Steps beyond ``updates`` were skipped.
     """
+    state = TrainState(
+        step=step,
+        consumed_samples=consumed_samples,
+        updated_samples=consumed_samples * min(updates, step) // max(step, 1),
+        skipped_steps=max(step - updates, 0),
+    )
     return {
-        "state": TrainState(step=step, consumed_samples=consumed_samples).to_dict(),
+        "state": state.to_dict(),
         "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),
         "config": {"optimizer": {"name": optimizer}},
     }
