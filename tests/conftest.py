@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             not set(quick).isdisjoint(item.path.parts),
         )
     )
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were skipped, by reason. A file that is skipped as a whole counts once."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        terminalreporter.section(f"skipped: {reasons.total()}, by reason")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {reason}")
 
 
 @pytest.hookimpl(optionalhook=True)
