@@ -46,12 +46,19 @@ how_to_fix() {
         "or set PYTHON to its interpreter"
 }
 
-# use_environment EXTRAS: sets PYTHON to an environment that holds the project with these extras (comma separated).
+# use_environment EXTRAS [OPTIONAL]: sets PYTHON to an environment that holds the project with these extras (comma separated).
+# An optional one that has no package for this Python or processor is left out with a line.
 # An environment of the user's own ($PYTHON, or an active one) is used as it is; only .venv is made and filled here.
 use_environment() {
-    local extras=$1
+    local extras=$1 optional=${2:-} extra why
     find_python || make_environment
-    install_project "$extras" || { echo "error: installation failed; pip's message is above" >&2; exit 1; }
+    if [ -z "$optional" ] || ! install_project "$extras,$optional" 2>/dev/null; then
+        install_project "$extras" || { echo "error: installation failed; pip's message is above" >&2; exit 1; }
+        for extra in ${optional//,/ }; do
+            why=$(install_project "$extras,$extra" 2>&1 >&3) ||
+                echo "left out: the extra $extra, on Python $("$PYTHON" -c 'import platform as p; print(p.python_version(), p.machine())'): $(grep -im1 '^error' <<<"$why")" >&2
+        done 3>&1
+    fi
     check_python
     export PYTHON
 }

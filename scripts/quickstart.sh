@@ -26,12 +26,9 @@ esac; done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-use_environment torch,fast
 EXTRAS=${QUICKSTART_EXTRAS:-}
 if [ "$EXTRAS" = all ]; then EXTRAS=dev,deepspeed,mindspore; fi
-for extra in ${EXTRAS//,/ }; do
-    install_project "torch,fast,$extra" || echo "left out: the extra $extra cannot be installed here" >&2
-done
+use_environment torch,fast "$EXTRAS"
 
 CONFIG=configs/gpt2/run_gpt2_tiny.yaml
 RUN=output/quickstart

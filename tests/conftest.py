@@ -1,12 +1,15 @@
-"""Place of real data for the tests: the folder GPT2_TEST_DATA, or ../shared/data beside the
-repository.
-"""
+"""The choice and order of tests, the summary of skipped ones, and data that many share."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import json
 import os
 import signal
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +18,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cluster_tables import write_samples
+from tests.run_scripts import OF_LAUNCHERS
+
+ROOT = Path(__file__).resolve().parents[1]
+CHINESE = ROOT / "tests" / "chinese_novel.json"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="also run the tests marked long: the whole suite"
     )
+
+
+def pytest_configure() -> None:
+    """Forget what a launcher, a cluster or a user's shell has set: the tests are not a rank of a job.
+
+    ASCEND: where the driver's libraries lie.
+    """
+    kept = ("ASCEND", "OMP_NUM_THREADS", "GPT2_PEERS", "GPT2_TEST_DATA")
+    for name in list(os.environ):
+        if OF_LAUNCHERS.search(name) and not name.startswith(kept):
+            del os.environ[name]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,6 +65,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             not set(quick).isdisjoint(item.path.parts),
         )
     )
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were skipped, by reason. A file that is skipped as a whole counts once."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        terminalreporter.section(f"skipped: {reasons.total()}, by reason")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {reason}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -116,23 +149,55 @@ def mindspore() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of corpora, vocabularies and rank tables; skips the test when it is absent."""
-    default = Path(__file__).resolve().parents[1].parent / "shared" / "data"
-    folder = Path(os.environ.get("GPT2_TEST_DATA", default))
-    if not folder.is_dir():
-        pytest.skip(f"no test data: {folder} is not a folder; set GPT2_TEST_DATA")
+def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vocab.json, merges.txt and corpus.txt, fetched once for all processes of the tests; skips the
+    test where they cannot be had.
+    """
+    temporary = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        temporary = temporary.parent
+    folder = temporary / "quickstart_data"
+    fetch = [sys.executable, str(ROOT / "tools" / "fetch_quickstart_data.py"), "--output"]
+    with (temporary / "quickstart_data.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run([*fetch, str(folder)], capture_output=True, text=True)
+    if done.returncode and "cannot be downloaded" in done.stderr:
+        pytest.skip("the GPT-2 vocabulary cannot be downloaded")
+    assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture(scope="session")
-def gpt2_vocab_files(shared_data: Path) -> tuple[Path, Path]:
-    """OpenAI's encoder.json and vocab.bpe."""
-    files = (shared_data / "vocab" / "encoder.json", shared_data / "vocab" / "vocab.bpe")
-    for file in files:
-        if not file.is_file():
-            pytest.skip(f"no test data: {file} is absent; set GPT2_TEST_DATA")
-    return files
+def gpt2_vocab_files(quickstart_data: Path) -> tuple[Path, Path]:
+    """OpenAI's vocabulary and merges."""
+    return quickstart_data / "vocab.json", quickstart_data / "merges.txt"
+
+
+@pytest.fixture(scope="session")
+def english(quickstart_data: Path) -> str:
+    """Shakespeare's plays; CPython's manual where these cannot be had."""
+    return (quickstart_data / "corpus.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def chinese() -> list[str]:
+    """The starts of seven chapters of a novel, 红楼梦 (public domain)."""
+    texts: list[str] = json.loads(CHINESE.read_text(encoding="utf-8"))
+    return texts
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of rank tables and files hccn.conf of each form."""
+    folder = tmp_path_factory.mktemp("samples")
+    write_samples(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """A folder of large corpora and other systems' vocabularies, GPT2_TEST_DATA: for campaigns."""
+    return Path(os.environ.get("GPT2_TEST_DATA") or pytest.skip("GPT2_TEST_DATA is not set"))
 
 
 @pytest.fixture(scope="session")

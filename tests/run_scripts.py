@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_OF_LAUNCHERS = re.compile(
+OF_LAUNCHERS = re.compile(
     r"RANK|WORLD|MASTER|DEVICE_ID|MS_|HCCL|OMP|GLOO|NCCL|GPT2|SLURM|DRY_RUN|DETACH|ASCEND|MA_|VC_"
+    r"|HOROVOD|ONEFLOW|^DEVICES$|^VARIANT$"
 )
 
 TINY = (
@@ -40,7 +41,7 @@ TINY = (
 
 def clean_environment(**variables: str) -> dict[str, str]:
     """The tests' own, without what launchers set, one thread a process."""
-    kept = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.search(name)}
+    kept = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.search(name)}
     return {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
 
 

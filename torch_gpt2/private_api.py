@@ -153,9 +153,8 @@ class PackedIntegers:
 
         x: whole float32 numbers (rows, in) from -128 to 127.
         """
-        middle = 128  # the kernel takes numbers from 0, and what is 0 among them
         y: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-            (x + middle).to(torch.uint8), 1.0, middle, self._packed, self._ones, self._zeros,
+            x.to(torch.int8), 1.0, 0, self._packed, self._ones, self._zeros,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return y
@@ -167,11 +166,13 @@ _FEW = 16
 
 @cache
 def packs_integers() -> bool:
-    """Return whether products of ``PackedIntegers`` exist on this CPU and are exact."""
+    """Return whether products of ``PackedIntegers`` exist on this CPU and are exact, also for sums
+    of many rows that float32 does not hold.
+    """
     if not multiplies_integers():
         return False
-    numbers = torch.arange(3 * 4096).reshape(3, 4096) % 255 - 127
-    large = torch.cat([numbers, torch.full_like(numbers[:1], 127)]).to(torch.int8)
+    numbers = torch.randint(128, (32, 4096), generator=torch.Generator().manual_seed(0))
+    large = torch.cat([numbers, -numbers, torch.full_like(numbers, 127)]).to(torch.int8)
     try:
         found = PackedIntegers(large).product(large.float())
     except RuntimeError:

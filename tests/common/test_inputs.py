@@ -113,6 +113,7 @@ def test_the_front_door_says_it_before_it_imports_a_framework(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("common.config.load.ROOT", tmp_path)  # or a quick start's data are found
     monkeypatch.setitem(sys.modules, "torch", None)  # an import would fail, with another message
     preset = Path(__file__).resolve().parents[2] / "configs" / "gpt2" / "run_gpt2_tiny.yaml"
     for mode, words, message in (

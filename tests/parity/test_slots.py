@@ -12,6 +12,9 @@ from common.generation.prompts import Prompt
 from common.generation.stop_strings import GrowingText
 from common.serving.engine import Engine
 from common.serving.job import CompletionJob, Limits, Piece
+
+pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
+
 from tests.parity.test_predict import POSITIONS, VOCABULARY, decoders
 
 __all__ = ["decoders"]

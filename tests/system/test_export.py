@@ -5,6 +5,7 @@ import json
 import resource
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -64,8 +65,7 @@ def record_of(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_onnx_is_one_file_whichever_backend_asks(run: Path, tmp_path: Path) -> None:
-    """And it computes what transformers does with the weights in its own format."""
+def test_onnx_is_what_transformers_computes(run: Path, tmp_path: Path) -> None:
     folder = run.parent / "run"
     assert export(run, "export.format=onnx") == 0
     record = record_of(folder / "onnx")
@@ -73,15 +73,20 @@ def test_onnx_is_one_file_whichever_backend_asks(run: Path, tmp_path: Path) -> N
         "all tokens at once", "padding on the left", "token by token",
     }  # fmt: skip
     assert max(record["largest_difference"].values()) < 1e-5 and record["step"] == 1
-    assert export(run, "export.format=onnx", "backend=mindspore") == 0
-    other = record_of(folder / "onnx")
-    assert other["files"] == record["files"]
     assert convert(["--to", "hf", "--input", str(folder), "--output", str(tmp_path / "hf")]) == 0
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
     with torch.no_grad():
         expected = GPT2LMHeadModel.from_pretrained(tmp_path / "hf")(torch.from_numpy(ids)).logits
     found = logits(folder / "onnx", None, ids)
     assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+def test_mindspore_writes_the_same_onnx(run: Path, mindspore: ModuleType) -> None:
+    files = []
+    for backend in ("torch", "mindspore"):
+        assert export(run, "export.format=onnx", f"backend={backend}") == 0
+        files.append(record_of(run.parent / "run" / "onnx")["files"])
+    assert files[0] == files[1]
 
 
 def test_small_weights_gguf_and_no_cache(run: Path) -> None:
@@ -208,7 +213,9 @@ def test_bad_input(
     assert message in capsys.readouterr().err
 
 
-def test_weights_of_8_bits_are_evaluated_on_integers(run: Path, tmp_path: Path) -> None:
+def test_weights_of_8_bits_are_evaluated_on_integers(
+    run: Path, tmp_path: Path, mindspore: ModuleType
+) -> None:
     """The loss is the float model's but for rounding; MindSpore rounds only the weights."""
     losses = []
     assert export(run, "export.format=safetensors", "export.weights=int8") == 0

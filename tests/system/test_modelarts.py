@@ -106,21 +106,17 @@ def losses(folder: Path) -> list[int]:
     ]
 
 
-def test_one_process_per_card(
-    start: Start, bucket: Path, tmp_path: Path, shared_data: Path
-) -> None:
+def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, samples: Path) -> None:
     """The platform fills its version 0 table while the processes start; then a failure, after which
     the output is copied all the same.
     """
-    table = json.loads(
-        (shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text()
-    )
+    table = json.loads((samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text())
     group = table["group_list"][0]
     group["instance_list"] = group["instance_list"][1:]
     group["instance_list"][0]["devices"] = group["instance_list"][0]["devices"][:2]
     group |= {"device_count": "2", "instance_count": "1"}
     file = tmp_path / "jobstart_hccl.json"
-    shutil.copy(shared_data / "ranktables" / "status_initializing.json", file)
+    shutil.copy(samples / "status_initializing.json", file)
 
     def ranks(*words: str) -> list["subprocess.Popen[str]"]:
         port = str(free_port())

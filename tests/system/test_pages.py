@@ -72,12 +72,8 @@ def given_runs(page: str) -> list[str]:
     ]
 
 
-def give_chinese(folder: Path, data: Path) -> None:
+def give_chinese(folder: Path, novel: list[str]) -> None:
     """Chapters of a novel as texts to train on and to measure, and titles."""
-    file = data / "corpora" / "zh" / "train.json"
-    if not file.is_file():
-        pytest.skip(f"no test data: {file} is absent; set GPT2_TEST_DATA")
-    novel = json.loads(file.read_text(encoding="utf-8"))[:7]
     for name, texts in (("train", novel[:6]), ("eval", novel[6:])):
         target = folder / "data" / f"{name}.json"
         target.write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
@@ -91,7 +87,7 @@ def project(page: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
     fixture = "trained" if given_runs(page) else "prepared"
     copy = copy_project(request.getfixturevalue(fixture), tmp_path / "home")
     if page == "docs/chinese.md":
-        give_chinese(copy.folder, request.getfixturevalue("shared_data"))
+        give_chinese(copy.folder, request.getfixturevalue("chinese"))
     yield copy
     copy.close()
 

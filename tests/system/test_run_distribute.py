@@ -224,11 +224,9 @@ def test_plan_of_a_cluster(tmp_path: Path, preset: str, servers: int) -> None:
     assert shown_ranks(direct.stdout) == shown_ranks(done.stdout)
 
 
-def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, shared_data: Path) -> None:
+def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, samples: Path) -> None:
     """In a dry run only announced; the platform's file itself is not an input of MindSpore."""
-    source = shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    if not source.is_file():
-        pytest.skip(f"no test data: {source} is absent; set GPT2_TEST_DATA")
+    source = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
     words = (
         str(source),
         "../configs/gpt2/run_gpt2_124m.yaml",

@@ -18,14 +18,6 @@ from tools.hccl_tools import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
-def samples(shared_data: Path) -> Path:
-    folder = shared_data / "ranktables"
-    if not folder.is_dir():
-        pytest.skip(f"no test data: {folder} is absent; set GPT2_TEST_DATA")
-    return folder
-
-
 @pytest.fixture
 def conf(tmp_path: Path) -> Path:
     path = tmp_path / "hccn.conf"

@@ -318,12 +318,10 @@ def test_a_dry_run_does_not_wait(
     assert "'initializing'" in capsys.readouterr().err and jobs == []
 
 
-def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], shared_data: Path) -> None:
+def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], samples: Path) -> None:
     from common.cluster.rank_table_files import read_table
 
-    source = shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    if not source.is_file():
-        pytest.skip(f"no test data: {source} is absent; set GPT2_TEST_DATA")
+    source = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
     words = [
         "--log_dir",
         "logs",

@@ -38,11 +38,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_documented_table_is_the_merge_of_its_halves(shared_data: Path, tmp_path: Path) -> None:
-    sample = shared_data / "ranktables" / "v1.0_merge_hccl_2x8.json"
-    if not sample.is_file():
-        pytest.skip(f"no test data: {sample} is absent; set GPT2_TEST_DATA")
-    data = json.loads(sample.read_text())
+def test_the_documented_table_is_the_merge_of_its_halves(samples: Path, tmp_path: Path) -> None:
+    data = json.loads((samples / "v1.0_merge_hccl_2x8.json").read_text())
     for name, server in zip("xy", data["server_list"], strict=True):
         chips = [
             {**device, "rank_id": str(int(device["rank_id"]) % 8)} for device in server["device"]
@@ -175,10 +172,8 @@ def test_its_own_output_is_not_an_input(folder: Path, capsys: pytest.CaptureFixt
     assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "hccl_2s_4p.json"]
 
 
-def test_version_2_is_not_an_input(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = shared_data / "ranktables" / "v2.0_rank_list_950_2x2_ipv4.json"
-    if not path.is_file():
-        pytest.skip(f"no test data: {path} is absent; set GPT2_TEST_DATA")
+def test_version_2_is_not_an_input(samples: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = samples / "v2.0_rank_list_950_2x2_ipv4.json"
     assert main([str(path)]) == 2
     assert capsys.readouterr().err.startswith(
         f"error: {path}: a rank table of version 2.0 names no servers"

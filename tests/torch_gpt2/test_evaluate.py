@@ -193,7 +193,7 @@ def evaluate(config: Path, *words: str) -> int:
 
 
 def test_the_three_tasks_as_commands(
-    trained: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, english: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = resolve_config(load_config(trained))
     settings, run = config.data.tokenizer, Path(config.output_dir)
@@ -203,7 +203,7 @@ def test_the_three_tasks_as_commands(
     assert checkpoint is not None
     reference = hugging_face_model(config.model, load_file(checkpoint / "model.safetensors"))
 
-    text = (shared_data / "corpora/en/tinyshakespeare.txt").read_text()[:2000]
+    text = english[:2000]
     (tmp_path / "part.txt").write_text(text)
     words = [
         f"evaluation.file={tmp_path / 'part.txt'}",
@@ -218,7 +218,9 @@ def test_the_three_tasks_as_commands(
     assert found["scored_tokens"] == len(ids) - 1 and found["checkpoint"] == str(checkpoint)
     assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-4)
-    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / 2000, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(
+        nats / math.log(2) / len(text.encode()), rel=1e-5
+    )
     out = capsys.readouterr().out
     assert (
         " validation results on part.txt | avg loss: " in out
@@ -226,7 +228,9 @@ def test_the_three_tasks_as_commands(
         and " | token ratio: " in out
     )
 
-    passages = shared_data / "eval/lambada_test.jsonl"
+    passages = tmp_path / "passages.jsonl"
+    starts = (english[at : at + 300].rpartition(" ")[0] for at in range(5000, 17000, 1000))
+    passages.write_text("".join(json.dumps({"text": start}) + "\n" for start in starts))
     assert (
         evaluate(
             trained,

@@ -110,11 +110,11 @@ def test_the_server_that_a_pod_is(tmp_path: Path, name: str, value: str) -> None
         find_places(range(4), table=table, pod=server)
 
 
-def test_the_only_server_and_pod_names_of_version_0(tmp_path: Path, shared_data: Path) -> None:
+def test_the_only_server_and_pod_names_of_version_0(tmp_path: Path, samples: Path) -> None:
     one = read_table(write_table(tmp_path / "hccl.json", ("10.0.0.1", None, [4, 5, 6, 7])))
     places = find_places(range(4), table=one, pod=server_of_pod(one, POD))
     assert [place.device_id for place in places.own] == [0, 1, 2, 3]
-    table = read_table(shared_data / "ranktables" / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
+    table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
     server = server_of_pod(table, {**POD, "HOSTNAME": "fake-job-pod-1"})
     assert server is not None and server.server_id == "10.19.1.79"
     assert [place.rank for place in find_places(range(8), table=table, pod=server).own] == list(

@@ -307,22 +307,19 @@ def run(
     )
 
 
+@pytest.mark.campaign
 def test_tinyshakespeare_is_one_document_of_338025_tokens(
-    tmp_path, shared_data, gpt2_vocab_files
+    tmp_path, real_data, gpt2_vocab_files
 ) -> None:
-    corpus = shared_data / "corpora" / "en" / "tinyshakespeare.txt"
+    corpus = real_data / "corpora" / "en" / "tinyshakespeare.txt"
     run(tmp_path, corpus, gpt2_vocab_files, "x", documents=DocumentRule.FILE, append_eod=False)
     assert IndexedDataset(tmp_path / "x_text_document").sizes.tolist() == [338025]
 
 
 @pytest.mark.parametrize("sentences", [False, True])
-def test_two_workers_write_the_same_bytes(
-    tmp_path, shared_data, gpt2_vocab_files, sentences
-) -> None:
+def test_two_workers_write_the_same_bytes(tmp_path, english, gpt2_vocab_files, sentences) -> None:
     corpus = tmp_path / "poems.txt"
-    corpus.write_bytes(
-        (shared_data / "corpora" / "en" / "tinyshakespeare.txt").read_bytes()[:200_000]
-    )
+    corpus.write_text(english[:200_000], encoding="utf-8")
     one = run(tmp_path, corpus, gpt2_vocab_files, "one", workers=1, split_sentences=sentences)
     two = run(
         tmp_path,
@@ -343,16 +340,13 @@ def test_an_error_in_a_worker_is_the_same_error(tmp_path, gpt2_vocab_files) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_chinese_array_gives_its_chapters(tmp_path, shared_data, gpt2_vocab_files) -> None:
-    chapters = json.loads(
-        (shared_data / "corpora" / "zh" / "train.json").read_text(encoding="utf-8")
-    )[:6]
-    (tmp_path / "train.json").write_text(json.dumps(chapters, ensure_ascii=False), encoding="utf-8")
+def test_a_chinese_array_gives_its_chapters(tmp_path, chinese, gpt2_vocab_files) -> None:
+    (tmp_path / "train.json").write_text(json.dumps(chinese, ensure_ascii=False), encoding="utf-8")
     run(tmp_path, tmp_path / "train.json", gpt2_vocab_files, "x")
     data = IndexedDataset(tmp_path / "x_text_document")
     tokenizer = load_tokenizer("GPT2BPETokenizer", *gpt2_vocab_files)
-    assert data.document_count == 6
-    for n, chapter in enumerate(chapters):
+    assert data.document_count == len(chinese) == 7
+    for n, chapter in enumerate(chinese):
         ids = data[n].astype(np.int32)
         assert ids[-1] == 50256
         assert tokenizer.decode(ids[:-1]) == chapter

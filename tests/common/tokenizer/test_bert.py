@@ -40,9 +40,20 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(shared_data: Path) -> Path:
-    """GPT2-Chinese's vocab_small.txt."""
-    return shared_data / "vocab" / "gpt2-chinese" / "vocab_small.txt"
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Characters of several scripts, every third Chinese one, and pieces of words, as in
+    GPT2-Chinese's vocabularies.
+    """
+    letters = [chr(point) for point in (*range(0x21, 0x600), *range(0x3041, 0x3100))]
+    letters = [letter for letter in letters if letter.isprintable() and not letter.isspace()]
+    pieces = ["##" + letter for letter in letters] + ["##ing", "##un", "the", "world", "ab"]
+    ideographs = [chr(point) for point in range(0x4E00, 0x9FA6, 3)]
+    path = tmp_path_factory.mktemp("large") / "vocab.txt"
+    path.write_text(
+        "\n".join([*SPECIAL, *letters, *pieces, *ideographs, *"，。！？“”：；、《》"]),
+        encoding="utf-8",
+    )
+    return path
 
 
 def slow(file: Path, lower_case: bool) -> Callable[[str], list[int]]:
@@ -96,14 +107,14 @@ def test_ids_of_odd_texts(vocabulary: Path, lower_case: bool) -> None:
     ],
 )
 def test_ids_of_every_code_point(
-    small: Path, lower_case: bool, forms: list[str], step: int
+    large: Path, lower_case: bool, forms: list[str], step: int
 ) -> None:
     """Alone, and between a letter, a Chinese character and a space. step: among
     those that are not a
     character, or one of the two large blocks whose characters are alike.
     """
-    tokenizer = load_tokenizer(_kind(lower_case), small)
-    theirs = fast(small, lower_case)
+    tokenizer = load_tokenizer(_kind(lower_case), large)
+    theirs = fast(large, lower_case)
     points = [
         chr(point)
         for point in range(0x110000)
@@ -125,16 +136,24 @@ def test_ids_of_every_code_point(
         assert not wrong, [hex(ord(char)) for char in wrong[0]][:80]
 
 
-@pytest.mark.parametrize(
-    "name", ["vocab.txt", "vocab_all.txt", "vocab_guwen.txt", "vocab_small.txt"]
-)
-def test_ids_of_a_novel(shared_data: Path, name: str) -> None:
-    chapters = json.loads((shared_data / "corpora/zh/train.json").read_text("utf-8"))[::12]
-    file = shared_data / "vocab" / "gpt2-chinese" / name
+def check_novel(file: Path, chapters: list[str]) -> None:
     tokenizer = load_tokenizer("BertTokenizer", file)
     rows = [row.tolist() for row in tokenizer.encode_batch(chapters)]
     assert rows == ids_of(fast(file, True), chapters)
     assert rows[0] == slow(file, True)(chapters[0])
+
+
+def test_ids_of_a_novel(large: Path, chinese: list[str]) -> None:
+    check_novel(large, chinese)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "name", ["vocab.txt", "vocab_all.txt", "vocab_guwen.txt", "vocab_small.txt"]
+)
+def test_ids_of_a_novel_by_gpt2_chineses_vocabularies(real_data: Path, name: str) -> None:
+    chapters = json.loads((real_data / "corpora/zh/train.json").read_text("utf-8"))[::12]
+    check_novel(real_data / "vocab" / "gpt2-chinese" / name, chapters)
 
 
 def _is_alike(point: int) -> bool:

@@ -108,14 +108,10 @@ def test_pickles_into_an_equal_one(tokenizer: GPT2BPETokenizer) -> None:
     assert copy.encode("Hello world").tolist() == [15496, 995]
 
 
-def test_threads_share_one(tokenizer: GPT2BPETokenizer, shared_data: Path) -> None:
+def test_threads_share_one(tokenizer: GPT2BPETokenizer, english: str) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    documents = (
-        (shared_data / "corpora/en/tinyshakespeare.txt")
-        .read_text(encoding="utf-8")[:100_000]
-        .split("\n\n")
-    )
+    documents = english[:100_000].split("\n\n")
     expected = tokenizer.encode_packed(documents).ids.tolist()
     with ThreadPoolExecutor(4) as pool:
         assert all(
@@ -129,7 +125,7 @@ def test_threads_share_one(tokenizer: GPT2BPETokenizer, shared_data: Path) -> No
 
 
 def test_both_namings_are_one_vocabulary(
-    shared_data: Path, gpt2_vocab_files: tuple[Path, Path], tmp_path: Path
+    gpt2_vocab_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     openai, huggingface = tmp_path / "openai", tmp_path / "hf"
     for folder, names in (

@@ -20,6 +20,8 @@ from common.tokenizer.unicode_drift import DISPUTED, is_disputed
 Encode = Callable[[str], list[int]]
 BACKENDS = ("gigatoken", "tiktoken", "tokenizers")
 MEGABYTE = 1_000_000
+ROOT = Path(__file__).resolve().parents[3]
+TEXTS = ("plays", "novel", "pages")
 CORPORA = (
     "corpora/en/eltec_eng.txt",
     "corpora/en/state_union.txt",
@@ -49,14 +51,6 @@ def same(found: np.ndarray, expected: list[int]) -> bool:
     return np.array_equal(found, np.array(expected, dtype=np.int64))
 
 
-def read_start(path: Path, size: int | None = None) -> str:
-    """The first ``size`` bytes as text, without a cut character at the end."""
-    if not path.is_file():
-        pytest.skip(f"no test data: {path} is absent")
-    with path.open("rb") as file:
-        return file.read(-1 if size is None else size).decode(errors="ignore" if size else "strict")
-
-
 def test_reference_ids(tokenizer: GPT2BPETokenizer) -> None:
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
     assert tokenizer.encode(" gazed").tolist() == [50255]  # the last merge of the file
@@ -76,16 +70,23 @@ def test_odd_texts(
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("name", CORPORA)
-def test_start_of_corpora(
+@pytest.mark.parametrize("name", TEXTS)
+def test_start_of_texts(
     tokenizer: GPT2BPETokenizer,
     tiktoken_ids: Encode,
     huggingface_ids: Encode,
-    shared_data: Path,
+    english: str,
+    chinese: list[str],
     name: str,
 ) -> None:
+    """pages: README and docs in both languages, with their code, tables and links."""
     slow = tokenizer.backend == "tokenizers"
-    text = read_start(shared_data / name, MEGABYTE // 8 if slow else MEGABYTE // 4)
+    texts = {"plays": english, "novel": "".join(chinese)}
+    text = texts.get(name) or "".join(
+        path.read_text(encoding="utf-8")
+        for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    )
+    text = text[: MEGABYTE // 8 if slow else MEGABYTE // 4]
     expected = tiktoken_ids(text)
     if slow:
         assert expected == huggingface_ids(text)  # the oracles need comparing once
@@ -99,9 +100,9 @@ def test_start_of_corpora(
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", CORPORA)
 def test_whole_corpora(
-    tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, shared_data: Path, name: str
+    tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, real_data: Path, name: str
 ) -> None:
-    text = read_start(shared_data / name)
+    text = (real_data / name).read_text(encoding="utf-8")
     documents = text.split("<|endoftext|>")
     for document, ids in zip(documents, tokenizer.encode_batch(documents), strict=True):
         assert same(ids, tiktoken_ids(document))
