@@ -131,7 +131,7 @@ def _is_theirs(dialect: FileDialect, word: str) -> bool:
     return dotted not in schema_keys() and section in _sections(dialect)
 
 
-def _sections(dialect: ModuleType) -> set[str]:
+def _sections(dialect: FileDialect) -> set[str]:
     """Return the keys at the top of a dialect's files."""
     keys = (*dialect.TABLE, *getattr(dialect, "BY_HAND", ()))
     return {*dialect.MARKS, *(key.partition(".")[0] for key in keys)}

@@ -81,14 +81,18 @@ def new_run(
     updates: int,
     scale: Mapping[str, Any],
     consumed_samples: int = 0,
+    updated_samples: int | None = None,
 ) -> dict[str, Any]:
     """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss
-    scale. Steps beyond ``updates`` were skipped.
+    scale. updated_samples: those of the updates, estimated if None. Steps beyond ``updates`` were
+    skipped.
     """
+    if updated_samples is None:
+        updated_samples = consumed_samples * min(updates, step) // max(step, 1)
     state = TrainState(
         step=step,
         consumed_samples=consumed_samples,
-        updated_samples=consumed_samples * min(updates, step) // max(step, 1),
+        updated_samples=updated_samples,
         skipped_steps=max(step - updates, 0),
     )
     return {

@@ -354,7 +354,7 @@ def _log_changes(manifest: dict[str, Any], config: ResolvedRun, data: TrainingDa
     if "updated_samples" not in manifest.get("state", {}):
         LOG.info(
             "the checkpoint is of an older version, whose schedule was one step ahead and counted"
-            " skipped steps; the run goes on by the updates that were made"
+            " skipped steps; from here it counts the updates that were made"
         )
     if manifest.get("data") != data.fingerprint:
         LOG.warning(

@@ -469,8 +469,8 @@ def test_load_and_finetune_of_megatron(text: str) -> None:
     ],
 )
 def test_megatrons_schedule_counts_samples(given: str, warmup: int, decay: int) -> None:
-    """As in get_optimizer_param_scheduler of its training.py: the end is that of the samples to
-    train on, and a fraction is of the end.
+    """The end is that of the samples to train on, and a fraction is of the end, as in
+    get_optimizer_param_scheduler of its training.py.
     """
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3"
     batch = "--micro-batch-size 8 --global-batch-size 32 --rampup-batch-size 8 8 1000"

@@ -167,7 +167,7 @@ def test_ends_and_another_start() -> None:
     assert ours(make_run(warmup_steps=10, schedule_start=1))[:-1] == ours(first)[1:]
 
 
-def test_a_resumed_run_goes_on() -> None:
+def test_a_resumed_run_continues() -> None:
     state = TrainState(step=12, skipped_steps=5, updated_samples=60, rate_factor=0.5)
     run = make_run({"rampup_batch_size": RAMP}, **BY_SAMPLES)
     assert Schedule(run.optimizer, state).rate() == 0.5 * learning_rate(run.optimizer, 60)

@@ -45,4 +45,4 @@ def test_a_resume_names_the_schedule_of_an_older_version(
         caplog.clear()
         with caplog.at_level(logging.INFO):
             _log_changes({"state": state, "data": "f", "config": config.model_dump()}, config, data)
-        assert ("the run goes on by the updates that were made" in caplog.text) is said
+        assert ("from here it counts the updates that were made" in caplog.text) is said
