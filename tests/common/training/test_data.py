@@ -278,7 +278,7 @@ def blend_config(sets: list[str | float], **changes: Any) -> RunConfig:
 def test_a_validation_reads_every_window_of_every_part_once(
     sets: list[str | float], changes: dict[str, Any], windows: dict[str, int]
 ) -> None:
-    """The same ones for any number of ranks and any micro batch."""
+    """Ranks and micro batch do not change which windows these are."""
     if "data__validation" in changes:
         changes = {"data__validation": sets}
     found = []
