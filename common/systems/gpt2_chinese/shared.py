@@ -32,6 +32,7 @@ TOKENS = "tokenized_train"
 """Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from
 them.
 """
+_RATES = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 RAW = ("raw", "raw_data_path", "num_pieces", "min_length")
 """Flags of the data."""
 _ELSE = "it does not change what GPT-2 computes"
@@ -105,6 +106,11 @@ def take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
         ours.set("model.seq_length", min(positions, MODEL_DEFAULTS["n_ctx"]))
     apply(MODEL, theirs, ours)
     require_all_taken(theirs, MODEL)
+    rates = {name: ours.tree["model"][name] for name in _RATES}
+    if len(set(rates.values())) == 1:  # one key, which model.dropout=0 of a user then replaces
+        for name in _RATES:
+            del ours.tree["model"][name]
+        ours.set("model.dropout", rates[_RATES[0]], theirs.where("embd_pdrop"), "embd_pdrop")
     if ours.get("model.vocab_size") is None:
         raise ConfigError(f"{path}: vocab_size missing; give the number of lines of the vocabulary")
 
