@@ -31,6 +31,7 @@ from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
 from common.systems.opened import Opened
+from common.whole_numbers import whole_number
 
 DIALECTS: list[FileDialect] = [mindformers, fleetx, gpt2_chinese]
 """Systems with YAML or JSON files."""
@@ -243,8 +244,9 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     *sections, name = dotted.split(".")
     at: Any = tree
     for section in sections:
-        if isinstance(at, list) and section.isdigit() and int(section) < len(at):
-            at = at[int(section)]
+        place = whole_number(section)
+        if isinstance(at, list) and place is not None and place < len(at):
+            at = at[place]
         elif isinstance(at, dict):
             at = at.setdefault(section, {})
             at = at if at is not None else {}
@@ -257,9 +259,10 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
         f"command line: {dotted}",
     )
     if isinstance(at, list):
-        if not name.isdigit() or int(name) >= len(at):
+        place = whole_number(name)
+        if place is None or place >= len(at):
             raise ConfigError(f"command line: {word}: the list has places 0 to {len(at) - 1}")
-        at[int(name)] = value
+        at[place] = value
     elif isinstance(at, dict):
         at[name] = value
     else:

@@ -733,6 +733,7 @@ def test_merge_keys_and_sections_with_only_anchors(system: str, tmp_path: Path) 
         (["Global"], "expected section.key=value"),
         (["Global.seed.x=1"], "Global.seed is not a section|seed is not a section"),
         (["Data.Train.dataset.split.9=1"], "the list has places 0 to 2"),
+        (["Data.Train.dataset.split.²=1"], "the list has places 0 to 2"),
         (
             ["Model.hiden_size=1"],
             r"command line: Model\.hiden_size: Model\.hiden_size: unknown key; did you mean"
