@@ -17,6 +17,7 @@ from common.systems.oneflow.names import MOMENTS as OF_ONEFLOW
 from common.tokenizer import TOKENIZERS
 from common.training.report import STYLES
 from common.training.tracker_process import STORES
+from tools.convert_config import _parser
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,12 @@ def test_a_dialect_has_every_member(module: Any, protocol: type) -> None:
     """mypy says which module is at fault, and this test what it lacks."""
     members = {*vars(DialectModule), *vars(protocol)}
     assert {name for name in members if name[0] != "_" and not hasattr(module, name)} == set()
+
+
+def test_the_converter_knows_every_dialect() -> None:
+    (option,) = (each for each in _parser()._actions if each.dest == "system")
+    of_files = {module.__name__.split(".")[2] for module in DIALECTS}
+    assert set(option.choices or ()) == of_files | COMMAND_LINES.keys()
 
 
 @pytest.mark.parametrize("names", [OF_MINDFORMERS, OF_ONEFLOW])
