@@ -5,6 +5,7 @@ A missing path is thus reported within a second.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.conversion.foreign import explained
@@ -87,7 +88,7 @@ def _check_evaluation(config: ResolvedRun) -> None:
         find_evaluation_file(config.evaluation)
 
 
-def _check_data(entries: list[str | float]) -> None:
+def _check_data(entries: Sequence[str | float]) -> None:
     for _, prefix in parse_blend([str(entry) for entry in entries]):
         require_data(prefix)
 
