@@ -92,7 +92,7 @@ class YamlLoader(yaml.SafeLoader):
             raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *place)
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            self._used.add(event.anchor)
+            self._used.add(str(event.anchor))
         elif event.anchor is not None:
             self._anchors[event.start_mark.index] = event.anchor
         node = super().compose_node(parent, index)

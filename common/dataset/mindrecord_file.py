@@ -191,7 +191,7 @@ class MindRecordFile:
                 if count + 4 + (count + 3) // 4 == length and not numbers.all():
                     raise DataError(
                         f"{self.path}: row {row} is padded: its {mask} has a 0, and the loss would"
-                        " count the padding; write full rows, or, where the padding is the end-of-text"
+                        " count the padding; write full rows, or, if the padding is the end-of-text"
                         " token, set data.eod_mask_loss=targets"
                     )
 

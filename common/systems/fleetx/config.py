@@ -397,12 +397,13 @@ def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None
         return
     if given[2] != train[2]:
         theirs.refuse(length_key, given[2], f"windows are those of Data.Train; set {train[2]}")
-    if _shares(given[1]) == _shares(train[1]) and given[0] == train[0]:
+    other = Path(str(given[0])) != Path(str(train[0]))
+    if _shares(given[1]) == _shares(train[1]) and not other:
         return
     if _shares(train[1])[0] != 1.0 or _shares(given[1])[1] != 1.0:
         theirs.refuse(
-            folder_key if given[0] != train[0] else split_key,
-            given[0] if given[0] != train[0] else given[1],
+            folder_key if other else split_key,
+            given[0] if other else given[1],
             f"Data.Train has {train[0]!r} with {train[1]}; give both one input_dir and one split,"
             " or the splits [1, 0, 0] and [0, 1, 0]",
         )
@@ -531,6 +532,4 @@ def settle(ours: Translation) -> None:
     name = ours.get("optimizer.name")
     if name != "sgd":
         ours.drop("optimizer.momentum", "it is for Momentum")
-    size = ours.get("model.vocab_size")
-    if isinstance(size, int) and size > END_OF_TEXT:
-        ours.set_left_out("data.eod_id", END_OF_TEXT)
+    ours.settle_end_of_text(END_OF_TEXT)
