@@ -7,6 +7,11 @@ import importlib.util
 from common.errors import ConfigError
 
 
+def install(extra: str) -> str:
+    """Return the command, in the folder of the project, that installs one of its extras."""
+    return f"pip install -c constraints.txt -e '.[{extra}]'"
+
+
 def require_package(name: str, *, extra: str, purpose: str) -> None:
     """Raise ConfigError unless the package is installed.
 
@@ -14,6 +19,4 @@ def require_package(name: str, *, extra: str, purpose: str) -> None:
     ONNX".
     """
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(
-            f"the package {name}, {purpose}, is not installed; pip install '.[{extra}]'"
-        )
+        raise ConfigError(f"the package {name}, {purpose}, is not installed; {install(extra)}")

@@ -19,6 +19,15 @@ find_python() {
     fi
 }
 
+# help_without_python WORDS: where a word asks for help and use_python finds nothing that can give it, shows the comment at the head of
+# the script, and ends.
+help_without_python() {
+    local word
+    for word in "$@"; do case "$word" in --help | -h)
+        (use_python) >/dev/null 2>&1 || { sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit 0; } ;;
+    esac; done
+}
+
 # use_python: sets PYTHON to an interpreter that holds the project, or ends with one message. Where there is no environment, the
 # python of the PATH may do.
 use_python() {
@@ -56,7 +65,7 @@ use_environment() {
         install_project "$extras" || { echo "error: installation failed; pip's message is above" >&2; exit 1; }
         for extra in ${optional//,/ }; do
             why=$(install_project "$extras,$extra" 2>&1 >&3) ||
-                echo "left out: the extra $extra, on Python $("$PYTHON" -c 'import platform as p; print(p.python_version(), p.machine())'): $(grep -im1 '^error' <<<"$why")" >&2
+                echo "left out: the extra $extra, on Python $("$PYTHON" -c 'import platform as p; print(p.python_version(), p.machine())'): $(grep -im1 '^error' <<<"$why" | cut -d' ' -f2-)" >&2
         done 3>&1
     fi
     check_python

@@ -10,5 +10,6 @@
 # Exit code 0: all ranks ended well; 2: bad arguments; else that of the first rank that failed. All options: --help.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+help_without_python "$@"
 use_python
 exec "$PYTHON" "$ROOT/tools/launch.py" distribute "$@"

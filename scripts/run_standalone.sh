@@ -6,5 +6,6 @@
 # Options, DRY_RUN=1, DETACH=1 and exit codes as those of run_distribute.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+help_without_python "$@"
 use_python
 exec "$PYTHON" "$ROOT/tools/launch.py" standalone "$@"

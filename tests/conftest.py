@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Forget what a launcher, a cluster or a user's shell has set: the tests are not a rank of a job.
+    """Forget what launchers, clusters and a user's shell have set: tests are not ranks of a job.
 
     ASCEND: where the driver's libraries lie.
     """

@@ -5,7 +5,7 @@
         --metadata '{"lambada": "data/lambada_test.jsonl"}'
 
 path is any folder that holds a model: a run, a checkpoint, an export, a Hugging Face folder.
-docs/lm_eval.md has the tasks that need no network. Needs pip install '.[eval]'. The harness shows
+docs/lm_eval.md has the tasks that need no network. It needs the extra eval. The harness shows
 its options with `run --help`.
 
 Exit codes: 0 success, 2 bad input, else the harness's own.

@@ -100,7 +100,8 @@ def _read_conf(conf: Path, tried: str) -> dict[int, str]:
         lines = read_text(conf, limit=_CONF_BYTES, error=DataError).splitlines()
     except DataError as error:
         raise DataError(
-            f"{tried}{error}; name a file with lines such as address_0=192.168.1.10 by --hccn_conf"
+            f"{tried}{error}; name a file with lines such as address_0=192.168.1.10 by --hccn_conf,"
+            " or try it without an Ascend: --hccn_conf docs/examples/hccn_140.conf"
         ) from None
     found: dict[tuple[bool, int], str] = {}
     for number, line in enumerate(lines, 1):

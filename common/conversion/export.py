@@ -27,6 +27,7 @@ from common.files import atomic_write, reading
 from common.generation.exported import ExportedModel
 from common.generation.transformers_config import generation_config
 from common.log import LOG, progress_bar
+from common.packages import require_package
 from common.parallel.resolved_run import ResolvedRun
 from common.systems.gguf.write import write_gguf
 from common.systems.hugging_face.config import CONFIG, write_config
@@ -54,6 +55,8 @@ class ProgramFormat:
     """Function that opens the export for the check; None if nothing here can run it."""
     hugging_face_config: bool = True
     """Whether transformers' config.json belongs to the export."""
+    packages: tuple[str, ...] = ()
+    """Packages of the extra export that writing and checking need."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages needed to read the files, for the record."""
 
@@ -64,10 +67,12 @@ PROGRAMS = {
             folder, weights, config.export.weights, cache=config.export.cache
         ),
         open=lambda folder, _: OnnxModel(folder / GRAPH_FILE),
+        packages=("onnx", "onnxruntime"),
     ),
     "gguf": ProgramFormat(
         write=lambda folder, weights, config: write_gguf(folder, weights, config.export.weights),
         hugging_face_config=False,
+        packages=("gguf",),
     ),
 }
 """Formats that need no backend, by export.format."""
@@ -83,6 +88,8 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
     format = config.export.format
     assert format is not None
     program = program or PROGRAMS[format]
+    for package in program.packages:
+        require_package(package, extra="export", purpose=f"which export.format={format} needs")
     folder = Path(config.output_dir) / format
     refuse_to_replace(folder, config)
     generation = generation_config(config)

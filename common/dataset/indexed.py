@@ -22,6 +22,7 @@ Source: Megatron-LM v2.0, megatron/data/indexed_dataset.py.
 from __future__ import annotations
 
 import difflib
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()
 OLD_MAGIC = b"TNTIDX\x00\x00"
 OLD_HEADER = struct.Struct("<8sQQQQQ")
 _SUFFIXES = ("_document", "_sentence")
+_ENDING = re.compile(r"(_text)?(_document|_sentence)s?$")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -301,10 +303,13 @@ def _missing(prefix: Path, path: Path) -> str:
     for suffix in _SUFFIXES:
         base = base.removesuffix(suffix)
     related = [name for name in names if name.startswith(base) and name.endswith(_SUFFIXES)]
-    choices = related or difflib.get_close_matches(prefix.name, names, n=3) or names[:5]
+    # without what all names end with, which makes any two of them alike
+    asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
+    near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
+    choices = related or [name for name in names if _ENDING.sub("", name) in near]
     if choices:
         return f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?"
     return (
-        f"{text}, and {prefix.parent} holds no .bin/.idx pair; write one with"
-        " tools/preprocess_data.py"
+        f"{text}, and {prefix.parent} holds {', '.join(names[:5]) or 'no .bin/.idx pair'}; write"
+        " one with tools/preprocess_data.py, or give data.train"
     )

@@ -19,6 +19,7 @@ from common.dataset.samples import GPTDataset
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, StorageError
 from common.files import temporary_folder
+from common.packages import install
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,6 @@ def _writer() -> ModuleType:
             raise
         raise ConfigError(
             "--format mindrecord is written by MindSpore, which is not installed; install it with:"
-            " pip install '.[mindspore]', or leave the option out: both backends train from"
+            f" {install('mindspore')}, or leave the option out: both backends train from"
             " .bin/.idx pairs too"
         ) from None

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from common.doctor.report import Check, error, ok, warning
+from common.packages import install
 from common.processes.programs import last_line, run_program
 from common.structured_files import parse_json
 
@@ -75,7 +76,7 @@ def check_versions(
             missing = name == backend or (
                 backend is None and name == "torch" and not versions.get("mindspore")
             )
-            advice = f"pip install '.[{backend or 'torch'}]'"
+            advice = install(backend or "torch")
             checks.append(
                 error(name, "not installed", advice) if missing else ok(name, "not installed")
             )

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.inference.language_model import LanguageModel
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, open_tokenizer
+from common.packages import install
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_mode
 from common.systems.direct import accept_foreign_weights
@@ -101,8 +102,8 @@ def choose_backend(source: Source, wish: str) -> Backend:
     here = [name for name in names if name in PACKAGES and importlib.util.find_spec(name)]
     if not here:
         raise ConfigError(
-            "neither torch nor mindspore is installed; pip install '.[torch]', or export"
-            " the model as ONNX and pip install '.[export]'"
+            f"neither torch nor mindspore is installed; {install('torch')}, or export the model"
+            f" as ONNX and {install('export')}"
         )
     return here[0]  # type: ignore[return-value]
 
@@ -153,7 +154,7 @@ def import_backend(backend: str) -> None:
         importlib.import_module(backend)
     except ImportError as error:
         raise ConfigError(
-            f"backend={backend}: it cannot be imported ({error}); pip install '.[{backend}]'"
+            f"backend={backend}: it cannot be imported ({error}); {install(backend)}"
         ) from None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import TokenizerError
+from common.packages import install
 from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.checks import checked_ids
@@ -93,6 +94,6 @@ def import_sentencepiece(purpose: str) -> Any:
     except ImportError as error:
         raise TokenizerError(
             f"{purpose} needs sentencepiece, which is not installed ({error}); install it with:"
-            " pip install sentencepiece (the extra 'chinese' of this project)"
+            f" {install('chinese')}"
         ) from None
     return sentencepiece

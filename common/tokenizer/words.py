@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TokenizerError
+from common.packages import install
 from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bert_files import BertVocabulary
 
@@ -94,8 +95,8 @@ class Segmenter:
         except ImportError as error:
             raise TokenizerError(
                 f"BertWordLevel cuts Chinese into words with rjieba, which is not installed"
-                f" ({error}); install it with: pip install rjieba (the extra 'chinese' of this"
-                " project), or take the type BertWordPieceLowerCase"
+                f" ({error}); install it with: {install('chinese')}, or take the type"
+                " BertWordPieceLowerCase"
             ) from None
         from tokenizers.normalizers import BertNormalizer
 

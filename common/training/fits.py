@@ -60,7 +60,10 @@ def require_same_model(
         for key, value in differ.items()
     )
     words = " ".join(f"model.{key}={value}" for key, value in _overrides(differ, model).items())
-    say = f"{checkpoint}: holds another model than the config: {found}. To use it, add: {words}"
+    say = (
+        f"{checkpoint}: holds another model than the config: {found}. To use it, add:"
+        f" model=from_checkpoint, or {words}"
+    )
     if may_move:
         say += (
             ". To train the model of the config instead, begin in another folder:"

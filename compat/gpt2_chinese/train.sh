@@ -10,6 +10,7 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(cd "$here/../.." && pwd)"
 . "$ROOT/scripts/environment.sh"
+help_without_python "$@"
 use_python
 devices="${DEVICES:-4}"
 start=("$PYTHON" -m torch.distributed.run --nproc_per_node="$devices")

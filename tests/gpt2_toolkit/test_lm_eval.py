@@ -45,7 +45,7 @@ def test_without_the_package_one_message_says_what_to_install() -> None:
         "runpy.run_path('tools/lm_eval.py', run_name='__main__')"
     )
     for line, code, said in (
-        (program, 2, "pip install '.[eval]'"),
+        (program, 2, "pip install -c constraints.txt -e '.[eval]'"),
         (program.replace("'ls', 'tasks'", "'--help'"), 0, "usage: lm_eval.py"),
     ):
         words = [sys.executable, "-c", line]

@@ -115,7 +115,7 @@ def test_without_mindspore_the_front_door_says_how_to_install_it(
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert (
         "backend=mindspore: it cannot be imported" in done.stderr
-        and "pip install '.[mindspore]'" in done.stderr
+        and "pip install -c constraints.txt -e '.[mindspore]'" in done.stderr
     )
 
 

@@ -312,7 +312,7 @@ def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_fol
     with pytest.raises(
         CheckpointError,
         match=r"vocab_size is 101 there and 90 in the config\. To use it, add:"
-        r" model\.vocab_size=101$",
+        r" model=from_checkpoint, or model\.vocab_size=101$",
     ):
         mindformers_gpt2.export.export(
             make_config(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90)

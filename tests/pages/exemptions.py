@@ -17,6 +17,7 @@ ELSEWHERE = {
     "python -m pip": "changes the environment, or needs a network",
     "python -m venv": "makes an environment, minutes and a network",
     "git": "needs a network",
+    "hf": "needs a network",
     "docker": "needs a container engine",
     "kubectl": "needs a cluster of Kubernetes",
     "ssh": "needs another host",
@@ -33,6 +34,13 @@ ELSEWHERE = {
 
 SCRIPTS_ELSEWHERE = {"lm_eval": "fetches its tasks from the network"}
 """Packages whose blocks of Python are only compiled."""
+
+OWN = {
+    "docs/ascend.md": {
+        "data/corpus_text_document", "data/vocab", "/data/wikitext-2.mindrecord", "/data/gpt2",
+    },
+}  # fmt: skip
+"""Data that a page takes as the reader's own, by page."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tests.pages.blocks import (
     read,
     twin,
 )
+from tests.pages.inputs import inputs_of, made_by
 from tests.pages.project import Project, Unavailable, copy_project, make_project, rename_run
 from tests.pages.reader import Reader
 
@@ -36,6 +37,7 @@ PAGES = pages()
 KINDS = {"bash", "python", "yaml", "json", SHOWN, OUTPUT, ""}
 BOTH = ("docs/config_reference.md", "configs/gpt2/README.md")
 """Pages that serve both languages."""
+QUICKSTART = "data/quickstart"
 FIRST = (
     "python run_gpt2.py --config configs/gpt2/run_gpt2_tiny.yaml --run_mode train"
     f" output_dir=output/first train.max_steps=10 {exemptions.VALIDATION}"
@@ -267,6 +269,28 @@ def test_paths_presets_and_keys_of_a_page_exist(page: str) -> None:
     sections = {key.partition(".")[0] for key in known}
     for key in re.findall(r"(?<![\w.])([a-z_]+\.[a-z_.]+)=", text):
         assert key.partition(".")[0] not in sections or key in known, key
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_inputs_of_shown_commands_are_there_or_made(page: str, tmp_path: Path) -> None:
+    """A reader who types a command that does not run here finds its data: after the quick start,
+    after a command of the page, or as files of the reader's own.
+    """
+    files: dict[str, Path] = {}
+    known = {QUICKSTART, f"{QUICKSTART}/corpus_text_document", *given_runs(page)}
+    known |= exemptions.OWN.get(page, set())
+    for number, block in enumerate(blocks(read(page))):
+        if block.path:
+            files[block.path] = tmp_path / f"{number}" / Path(block.path).name
+            files[block.path].parent.mkdir()
+            bases = r"(?m)^(base: )(\S+)$"
+            text = re.sub(bases, rf"\1{(ROOT / block.path).parent}/\2", block.text)
+            files[block.path].write_text(text, encoding="utf-8")
+        for command in commands(block) if block.kind in ("bash", SHOWN) else ():
+            if block.kind == SHOWN:
+                absent = set(inputs_of(command, files)) - known
+                assert not absent, f"{page}:{block.line}: {command}: nothing makes {absent}"
+            known |= set(made_by(command))
 
 
 def test_small_models_sample() -> None:

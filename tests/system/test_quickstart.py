@@ -1,7 +1,10 @@
-"""The commands that the quickstart ends with."""
+"""The commands that the quickstart ends with, and the environment that it makes."""
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,48 @@ def test_the_commands_that_the_quickstart_ends_with(
         assert config.data.train in (data.train, ["data/own_text_document"])
         if arguments.run_mode == "predict":
             assert config.predict.strategy == "sampling" and config.predict.top_k
+
+
+PIP = f"""#!/bin/bash
+case "$*" in
+*"pip install"*BAD*) echo "ERROR: No matching distribution found for BAD<3" >&2; exit 1 ;;
+*"pip install"*) echo "${{@: -1}}" >>pip.log ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("bad", ["mindspore", "torch"])
+def test_an_extra_without_a_package_is_left_out_and_a_required_one_is_an_error(
+    tmp_path: Path, bad: str
+) -> None:
+    for name in ("scripts/environment.sh", "pyproject.toml", "requirements.txt", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("pip", "python"):
+        (programs / name).write_text(PIP.replace("BAD", bad))
+        (programs / name).chmod(0o755)
+    script = "source scripts/environment.sh; use_environment torch fast,mindspore; echo ready"
+
+    def start() -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True,
+            env={"PATH": "/usr/bin:/bin"},
+        )  # fmt: skip
+
+    done = start()
+    if bad == "torch":
+        assert done.returncode == 1 and done.stderr.endswith("pip's message is above\n")
+        assert "No matching distribution found for torch<3" in done.stderr
+        return
+    for each in (done, start()):  # the second one tries only what is missing
+        assert each.returncode == 0 and each.stdout.endswith("ready\n"), each.stderr
+        assert re.fullmatch(
+            r"left out: the extra mindspore, on Python 3\.\d+\.\S+ \S+:"
+            r" No matching distribution found for mindspore<3\n",
+            each.stderr,
+        ), each.stderr
+    asked = (tmp_path / "pip.log").read_text().split()
+    assert asked == [f"{tmp_path}[torch]", f"{tmp_path}[torch,fast]"]

@@ -32,6 +32,28 @@ def test_a_script_that_needs_nothing_to_say_what_it_does(script: str, words: lis
     assert "Done." not in done.stdout
 
 
+SHORT = sorted(
+    path
+    for folder in ("scripts", "compat")
+    for path in (ROOT / folder).rglob("*.sh")
+    if "\nhelp_without_python" in path.read_text() and path.name != "environment.sh"
+)
+
+
+@pytest.mark.parametrize("script", SHORT, ids=lambda path: path.name)
+def test_a_launcher_says_what_it_does_before_there_is_an_environment(script: Path) -> None:
+    """The comment at its head; with an environment, the program's own help."""
+    done = subprocess.run(
+        ["/bin/bash", str(script), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(rf"^  .*bash \S*{script.name} ?", done.stdout, flags=re.M)
+
+
 @pytest.mark.parametrize(
     ("tool", "words", "said"),
     [

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from common.cluster.environment import ALONE, Process, torch_variables
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError
+from common.packages import install
 from common.parallel.resolved_run import TrainingRun
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
@@ -283,8 +284,8 @@ def open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -
     """Import the package, and tell it the device and the processes."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "engine=deepspeed: the package is not installed; pip install 'gpt2-toolkit[deepspeed]',"
-            " or set engine=native"
+            f"engine=deepspeed: the package is not installed; {install('deepspeed')}, or set"
+            " engine=native"
         )
     os.environ["DS_ACCELERATOR"] = device.kind
     deepspeed = importlib.import_module("deepspeed")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from common.packages import install
 from common.parallel.resolved_run import ResolvedRun
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
@@ -90,7 +91,7 @@ class Horovod:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError(
                 "parallel.strategy=horovod: the package is not installed; HOROVOD_WITH_PYTORCH=1"
-                " pip install 'gpt2-toolkit[horovod]' builds it (for torch 2.13, with"
+                f" {install('horovod')} builds it (for torch 2.13, with"
                 " CMAKE_CXX_STANDARD 17 in its two CMakeLists.txt), or set strategy=ddp"
             )
         self._horovod: Any = importlib.import_module("horovod.torch")

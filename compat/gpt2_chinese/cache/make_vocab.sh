@@ -7,5 +7,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(cd "$here/../../.." && pwd)"
 . "$ROOT/scripts/environment.sh"
+help_without_python "$@"
 use_python
 exec "$PYTHON" "$here/make_vocab.py" --raw_data_path ../data/train.json --vocab_file vocab_user.txt --vocab_size 26674 "$@"

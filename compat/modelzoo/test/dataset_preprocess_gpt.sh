@@ -7,7 +7,10 @@
 # gpt2-vocab.json, gpt2-merges.txt and my-gpt_text_sentence.{bin,idx}, which train_full_8p.sh takes as --data_path=DIR.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
-if (($# < 3)); then
+if [[ " $* " == *" --help "* ]]; then
+    sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"
+    exit
+elif (($# < 3)); then
     sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0" >&2
     exit 2
 fi

@@ -18,6 +18,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.weights.names import count_parameters
+from tests.config_overrides import sizes_of
 from tools.config_schema import config_schema
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -228,7 +229,8 @@ OWN: dict[str, dict[str, Any]] = {
 @cache
 def resolved(name: str, *overrides: str) -> RunConfig:
     return resolve_config(
-        load_config(FOLDER / f"{name}.yaml", overrides), world_size=EXPECTED[name].devices
+        load_config(FOLDER / f"{name}.yaml", (*sizes_of(name), *overrides)),
+        world_size=EXPECTED[name].devices,
     )
 
 
@@ -349,7 +351,7 @@ def test_batch_and_layout_are_those_of_the_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_parallel_preset_refuses_another_number_of_devices(name: str) -> None:
-    config = load_config(FOLDER / f"{name}.yaml")
+    config = load_config(FOLDER / f"{name}.yaml", sizes_of(name))
     if config.parallel.data_parallel is None:
         assert resolve_config(config).parallel.data_parallel == 1
         return
@@ -380,7 +382,7 @@ def test_hyper_parameters_are_those_of_the_source(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_work_on_either_backend_unless_their_source_is_mindspore(name: str) -> None:
     assert resolved(name, "backend=mindspore").backend == "mindspore"
-    if load_config(FOLDER / f"{name}.yaml").backend == "torch":
+    if load_config(FOLDER / f"{name}.yaml", sizes_of(name)).backend == "torch":
         assert resolved(name, "backend=torch").backend == "torch"
 
 

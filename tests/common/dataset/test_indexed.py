@@ -160,6 +160,9 @@ def test_missing_names_the_alternatives(write_pair, tmp_path) -> None:
             IndexedDataset(tmp_path / asked)
     with pytest.raises(DataError, match=r"my_text_document or .*my_text_sentence"):
         IndexedDataset(tmp_path / "my_text")
+    for other in ("corpus_text_document", "my2_text_sentences_of_another"):  # not a slip of the pen
+        with pytest.raises(DataError, match=r"holds my_text_document, my_text_sentence; write one"):
+            IndexedDataset(tmp_path / other)
     with pytest.raises(DataError, match="does not exist"):
         IndexedDataset(tmp_path / "absent" / "my_text_document")
     (tmp_path / "my_text_document.bin").unlink()

@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.planner.plan import Plan, describe_plan, make_plan, time_of
 from common.resolve.derive import resolve_config, written_ranks
 from common.weights.names import count_parameters, parameter_shapes
+from tests.config_overrides import sizes_of
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -33,7 +34,7 @@ FIGURES = {
 
 
 def preset(name: str, *overrides: str) -> RunConfig:
-    config = load_config(FOLDER / f"{name}.yaml", overrides)
+    config = load_config(FOLDER / f"{name}.yaml", (*sizes_of(name), *overrides))
     return resolve_config(config, world_size=written_ranks(config))
 
 

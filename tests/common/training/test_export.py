@@ -229,7 +229,7 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError,
             match=rf"num_layers is 2 there and {layers} in the config\. To use it, add:"
-            rf" model\.num_layers=2$",
+            r" model=from_checkpoint, or model\.num_layers=2$",
         ):
             export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
         manifest["config"]["model"]["num_layers"] = layers

@@ -342,5 +342,5 @@ def test_refused_where_the_package_is_absent(
     tmp_path: Path, corpus_prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'gpt2-toolkit\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -c constraints.txt -e '.\[deepspeed\]'"):
         train_here(tree(tmp_path / "run", corpus_prefix, engine="deepspeed"))
