@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError, StorageError, UserError
 from common.log import LOG
 
 LOCK = ".lock"
+CHECKPOINTS = "checkpoints"
 ATTEMPTS = "attempts.jsonl"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """Variable of a rank with the number of its attempt, from 0, as torchrun sets it."""
@@ -35,11 +36,14 @@ class LostFolderError(StorageError):
 def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
     """Create the run folder and lock it against a second run, for all ranks.
 
-    The lock ends with the process, however it ends.
+    The lock ends with the process, however it ends. A refusal (UserError) before anything is
+    written leaves no folder.
     """
     if not active:
         yield
         return
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    old = _names(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
@@ -64,7 +68,25 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         )  # other ranks compare it to see whether their folder is the same one
         lock.flush()
         os.fsync(lock.fileno())
-        yield
+        try:
+            yield
+        except UserError:
+            with suppress(OSError):  # which a folder with a file is
+                new = _names(folder) - old
+                if CHECKPOINTS in new:
+                    (folder / CHECKPOINTS).rmdir()
+                if new == new & {LOCK, CHECKPOINTS} and LOCK in new:
+                    (folder / LOCK).unlink()
+                for path in absent:
+                    path.rmdir()
+            raise
+
+
+def _names(folder: Path) -> set[str]:
+    try:
+        return {path.name for path in folder.iterdir()}
+    except OSError:
+        return set()
 
 
 def holder(folder: Path) -> str:

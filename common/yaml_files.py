@@ -1,7 +1,7 @@
 """Reader of YAML from outside, within limits.
 
 It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data
-without shared parts.
+without shared parts. Merge keys (``<<: *anchor``) are those of yaml.org/type/merge.
 
 Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40), values
 (100,000, with aliases followed).
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,15 @@ def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> di
 
 
 def read_yaml_lines(
-    path: Path, *, error: type[UserError] = ConfigError
+    path: Path, *, error: type[UserError] = ConfigError, carriers: set[str] | None = None
 ) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return the content of a YAML file with keys at its top, and the line of each key.
 
-    Raises ``error``.
+    carriers: filled as by ``parse_yaml``. Raises ``error``.
     """
     lines: dict[KeyPath, int] = {}
     try:
-        found = parse_yaml(read_text(path, limit=MAX_YAML_BYTES, error=error), lines)
+        found = parse_yaml(read_text(path, limit=MAX_YAML_BYTES, error=error), lines, carriers)
     except MalformedError as reason:
         raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
     return require_mapping({} if found is None else found, str(path), error=error), lines
@@ -68,6 +68,15 @@ class YamlLoader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._nodes = self._depth = 0
+        self._anchors: dict[int, str] = {}
+        self._used: set[str] = set()
+
+    def carries(self, node: yaml.Node) -> bool:
+        """Tell whether an alias anywhere in the text stands for a part of this node."""
+        return any(
+            node.start_mark.index <= place <= node.end_mark.index and name in self._used
+            for place, name in self._anchors.items()
+        )
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Count the nodes, to reject a text with too many early: PyYAML takes 15 s for a MiB of
@@ -81,6 +90,11 @@ class YamlLoader(yaml.SafeLoader):
         if self._depth > MAX_DEPTH + 2:  # the value inside the deepest one
             place = _line(self.peek_event())  # type: ignore[no-untyped-call]
             raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *place)
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            self._used.add(str(event.anchor))
+        elif event.anchor is not None:
+            self._anchors[event.start_mark.index] = event.anchor
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -116,10 +130,13 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
-def parse_yaml(text: str, lines: dict[KeyPath, int] | None = None) -> Any:
+def parse_yaml(
+    text: str, lines: dict[KeyPath, int] | None = None, carriers: set[str] | None = None
+) -> Any:
     """Return the value of a YAML text of one document; None if it is empty. Raises MalformedError.
 
-    Keys become text. A repeated key is rejected. lines: filled with the line of each key.
+    Keys become text. A repeated key is rejected. lines: filled with the line of each key. carriers:
+    filled with the keys at the top whose value has an anchor that an alias uses.
     """
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
@@ -127,6 +144,8 @@ def parse_yaml(text: str, lines: dict[KeyPath, int] | None = None) -> Any:
     try:
         loader = YamlLoader(text)
         root = loader.get_single_node()
+        if carriers is not None and isinstance(root, yaml.MappingNode):
+            carriers |= {key.value for key, child in root.value if loader.carries(child)}
         return None if root is None else _Plain(lines).value(root, ())
     except yaml.MarkedYAMLError as error:
         problem = (
@@ -183,6 +202,12 @@ class _Plain:
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
         first: dict[str, int] = {}
+        own = {key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
+        for key, child in self._merged(node, 0):
+            if key.value not in own:
+                if self._lines is not None:
+                    self._lines[(*path, key.value)] = key.start_mark.line + 1
+                found[key.value] = self.value(child, (*path, key.value))
         for key, child in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
@@ -190,17 +215,48 @@ class _Plain:
                 here = (*path, require_text(key.value))
             except MalformedError as error:
                 raise MalformedError(error.problem, *_line(key)) from None
-            if key.value in found:
+            if key.value in first:
                 dotted = shown(".".join(map(str, here)))
                 raise MalformedError(
                     f"the key {dotted} is given twice (first in line {first[key.value]}); keep one",
                     *_line(key),
                 )
             first[key.value] = key.start_mark.line + 1
+            if _is_merge(key):
+                continue
             if self._lines is not None:
                 self._lines[here] = first[key.value]
             found[key.value] = self.value(child, here)
         return found
+
+    def _merged(
+        self, node: yaml.MappingNode, depth: int
+    ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+        """Yield the pairs that the merge key of a mapping brings in, of which a later one wins."""
+        if depth > MAX_DEPTH:
+            raise MalformedError(f"merge keys nested deeper than {MAX_DEPTH} levels", *_line(node))
+        for merge, child in node.value:
+            if not _is_merge(merge):
+                continue
+            is_list = isinstance(child, yaml.SequenceNode)
+            for part in reversed(child.value) if is_list else [child]:
+                if not isinstance(part, yaml.MappingNode):
+                    raise MalformedError("<<: expected a mapping, or a list of them", *_line(merge))
+                yield from self._merged(part, depth + 1)
+                for key, value in part.value:
+                    self._seen += 1
+                    if self._seen > MAX_YAML_NODES:
+                        raise MalformedError(
+                            f"more than {MAX_YAML_NODES:,} values once aliases are followed",
+                            *_line(merge),
+                        )
+                    if isinstance(key, yaml.ScalarNode) and not _is_merge(key):
+                        yield key, value
+
+
+def _is_merge(key: yaml.Node) -> bool:
+    """Tell whether a key is ``<<`` without quotation marks."""
+    return isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
 
 
 def _yaml_float(text: str) -> float:

@@ -28,6 +28,7 @@ ENGINES: dict[bool, type[BaseEngine]] = {False: Engine, True: SemiAutoEngine}
 
 def train(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
+    trace = make_trace(config, device)
     check_memory(config, process, device, training=True)
     at = config.topology.coordinates(process.rank)
     compiled = compiled_mode(config, device.kind)
@@ -54,4 +55,4 @@ def train(config: ResolvedRun, process: Process = ALONE) -> None:
                 "parallel.parallel_mode: steps that MindSpore's compiler splits cannot be recorded;"
                 " set parallel.parallel_mode=0"
             )
-        session.train(engine, device, make_trace(config, device))
+        session.train(engine, device, trace)

@@ -36,6 +36,7 @@ def train(
 ) -> None:
     """Train. engines: constructors like BaseEngine's, by the engine's name in the config."""
     device = open_device(config, process)
+    trace = make_trace(config, device)
     check_memory(config, process, device, training=True)
     at = config.topology.coordinates(process.rank)
     open_part = partial(open_data, rank=at.data)
@@ -58,4 +59,4 @@ def train(
                 f"engine={config.engine}: its steps cannot be recorded; set engine=native, which"
                 " has the model and the layouts of both"
             )
-        session.train(engine, device, make_trace(config, device))
+        session.train(engine, device, trace)

@@ -207,12 +207,6 @@ ALIASES = {
         meaning="Gradients are averaged over the global batch. false is accepted in"
         " parallel.parallel_mode 1 and 2, where it changes nothing.",
     ),
-    "train.num_samples": Alias(
-        ours="train.max_tokens",
-        merge=_steps,
-        meaning="Windows of an epoch, as MindFormers' --num_samples. With max_epochs it sets the"
-        " length of the run.",
-    ),
     "context.device_target": Alias(ours="device", merge=_target, values=tuple(TARGETS)),
 }
 """Keys that are accepted in files and on the command line but are not in the schema."""
@@ -223,7 +217,6 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
 
     Raises ConfigError where an alias contradicts our key.
     """
-    _length_of_epochs(tree, sources)
     for name, alias in ALIASES.items():
         path, ours = tuple(name.split(".")), tuple(alias.ours.split("."))
         section = _section(tree, path[:-1])
@@ -256,29 +249,6 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
             target[ours[-1]] = merged
             if path in sources:
                 sources[ours] = sources[path]
-
-
-def _length_of_epochs(tree: dict[str, Any], sources: Sources) -> None:
-    """Turn ``train.num_samples`` with ``max_epochs`` (1 when left out) into the tokens of a run."""
-    train, model = _section(tree, ("train",)), _section(tree, ("model",)) or {}
-    samples = train.pop("num_samples", None) if train is not None else None
-    if train is None or samples is None:
-        return
-    path: Path_ = ("train", "num_samples")
-    named = f"{_places(sources, path)}train.num_samples={samples!r}"
-    other = next((key for key in ("max_steps", "max_tokens") if train.get(key) is not None), None)
-    epochs, length = train.get("max_epochs") or 1, model.get("seq_length")
-    if type(samples) is not int or samples < 1:
-        raise ConfigError(f"{named}: expected a whole number above 0")
-    if other is not None:
-        raise ConfigError(
-            f"{named} is the length of an epoch, but the run has train.{other}={train[other]};"
-            " give train.max_epochs instead"
-        )
-    if type(epochs) is int and type(length) is int:  # the schema finds the fault
-        train["max_tokens"], train["max_epochs"] = epochs * samples * length, None
-        if path in sources:
-            sources["train", "max_tokens"] = sources[path]
 
 
 def _places(sources: Sources, *paths: Path_) -> str:

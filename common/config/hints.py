@@ -26,8 +26,6 @@ def explain(fault: Any, sources: Sources) -> str:
     dotted = ".".join(map(str, path))
     where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
     prefix = f"{where}: {dotted}" if where else dotted
-    if path and path[-1] == "<<":
-        return f"{prefix}: YAML merge keys are not supported; list the other file under base:"
     if fault["type"] == "extra_forbidden":
         return f"{prefix}: unknown key{hint(dotted)}"
     if fault["type"] == "missing":

@@ -248,14 +248,14 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
     return known[real]
 
 
-def read_yaml(path: Path) -> _Read:
+def read_yaml(path: Path, carriers: set[str] | None = None) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key.
 
-    Raises ConfigError, also for a key given twice.
+    carriers: filled as by ``parse_yaml``. Raises ConfigError, also for a key given twice.
     """
     if "\0" not in str(path) and not os.path.lexists(path):
         raise ConfigError(_absent(path))
-    tree, lines = read_yaml_lines(path)
+    tree, lines = read_yaml_lines(path, carriers=carriers)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 

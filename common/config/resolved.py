@@ -44,6 +44,8 @@ class TimedTrain(ResolvedTrain):
     """Training section with the length in steps, known once the data is open."""
 
     max_steps: Count
+    num_samples: Count | None = Field(default=None, exclude=True)
+    """It counts in the log; the length is in steps now."""
 
 
 class TimedOptimizer(OptimizerConfig):

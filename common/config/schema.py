@@ -184,6 +184,10 @@ class TrainConfig(Section):
     """Length of the run in passes over the training samples."""
     max_tokens: Count | None = None
     """Length of the run in training tokens."""
+    num_samples: Count | None = None
+    """Windows that count as an epoch, in max_epochs (1 when left out) and in the log. All of them
+    when left out.
+    """
     exit_interval: Count | None = None
     """Save and end with exit code 0 after a step that is a multiple of this. The same command
     resumes the run.
@@ -272,6 +276,16 @@ class TrainConfig(Section):
     """Factor of the learning rate after each rewind."""
     max_rewinds: Count = 3
     """Rewinds of a run; the next outlier ends it."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for name in ("max_steps", "max_tokens"):
+            if self.num_samples is not None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"num_samples={self.num_samples} is the length of an epoch, but the run has"
+                    f" {name}={getattr(self, name)}; give max_epochs instead"
+                )
+        return self
 
 
 class LossScaleConfig(Section):

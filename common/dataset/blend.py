@@ -254,12 +254,13 @@ def open_samples(
     stride: int | None = None,
     split_weights: Sequence[float] = (949, 50, 1),
     shuffle: bool = True,
+    padded: bool = False,
     cache_folder: Path | None = None,
 ) -> Samples:
     """Return one data set, or the blend that ``data`` describes (see ``parse_blend``).
 
-    Each data set is a .bin/.idx pair, a MindRecord or a set of FleetX's token files. Raises
-    DataError.
+    Each data set is a .bin/.idx pair, a MindRecord or a set of FleetX's token files. padded: accept
+    rows of a MindRecord whose mask has a 0. Raises DataError.
     """
     pairs = parse_blend(data)
 
@@ -278,6 +279,7 @@ def open_samples(
                 seed=seed,
                 split_weights=split_weights,
                 shuffle=shuffle,
+                padded=padded,
             )
         return GPTDataset(
             prefix if find_fleetx(prefix) is None else FleetXDataset(prefix),

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataset.metadata import METADATA_EXTENSION
-from common.dataset.token_files import TokenFiles, content_key, with_extension
+from common.dataset.token_files import TokenFiles, content_key, map_file, with_extension
 from common.errors import DataError
 from common.files import atomic_write, open_input, reading
 from common.paths import looked_in
@@ -318,11 +318,7 @@ def _map(path: Path, file: IO[bytes], start: int, end: int) -> npt.NDArray[Any]:
             f"its header says {count} numbers of {dtype.itemsize} bytes, and"
             f" {max(0, min(end, size) - at)} bytes are there"
         )
-    return (
-        np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(count,)))
-        if count
-        else np.zeros(0, dtype)
-    )
+    return map_file(path)[at:end].view(dtype)
 
 
 def _read_header(file: Any) -> tuple[np.dtype[Any], int]:

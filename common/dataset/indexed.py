@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.token_files import CHUNK, TokenFiles, content_key, with_extension
+from common.dataset.token_files import CHUNK, TokenFiles, content_key, map_file, with_extension
 from common.errors import DataError
 from common.files import open_input, reading
 from common.paths import looked_in
@@ -94,11 +94,7 @@ class IndexedDataset(TokenFiles):
         self.idx_path = with_extension(self.prefix, ".idx")
         with reading(self.prefix, DataError):
             require_pair(self.prefix)
-            raw = (
-                np.memmap(self.idx_path, dtype=np.uint8, mode="r")
-                if self.idx_path.stat().st_size
-                else np.zeros(0, np.uint8)
-            )
+        raw = map_file(self.idx_path)
         index = _read_index(self.idx_path, raw)
         self.dtype, self.sizes, self._pointers, self.document_index = (
             index.dtype,
@@ -106,9 +102,9 @@ class IndexedDataset(TokenFiles):
             index.pointers,
             index.document_index,
         )
-        count = self._check_sequences()
+        self._check_sequences()
         self._check_documents()
-        self.tokens = self._map_tokens(count)
+        self.tokens = map_file(self.bin_path).view(self.dtype)
         self.content_key = content_key(raw, self.tokens)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
@@ -142,17 +138,8 @@ class IndexedDataset(TokenFiles):
             )
         return offsets
 
-    def _map_tokens(self, count: int) -> npt.NDArray[Any]:
-        """Return a plain ndarray view.
-
-        The memmap subclass makes every slice and gather several times slower.
-        """
-        if count == 0:
-            return np.zeros(0, dtype=self.dtype)  # an empty file cannot be mapped
-        return np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r", shape=(count,)))
-
-    def _check_sequences(self) -> int:
-        """Check that sizes, pointers and the length of the .bin agree; return the token count."""
+    def _check_sequences(self) -> None:
+        """Check that sizes, pointers and the length of the .bin agree."""
         total = 0
         for start in range(0, len(self.sizes), CHUNK):
             sizes = self.sizes[start : start + CHUNK].astype(np.int64)
@@ -181,7 +168,6 @@ class IndexedDataset(TokenFiles):
                 f" {wanted} expected ({total} tokens of {self.dtype.name}); the two files do not"
                 " belong together, copy or preprocess both again"
             )
-        return total
 
     def _check_documents(self) -> None:
         index, n = self.document_index, len(self.sizes)

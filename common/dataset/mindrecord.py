@@ -46,6 +46,7 @@ class MindRecordSamples:
     source: a file (with its shards), a folder that is searched, or a list of files in reading
     order.
     split_weights: of train, valid and test, over rows. shuffle=False: file order in every epoch.
+    padded: accept rows whose mask has a 0.
     Orders are not cached on disk: shuffling ten million rows takes about 1 s.
     Raises DataError if a file is missing or damaged, rows are not seq_length + 1 long, or the split
     is empty.
@@ -60,6 +61,7 @@ class MindRecordSamples:
         seed: int,
         split_weights: Sequence[float] = (949, 50, 1),
         shuffle: bool = True,
+        padded: bool = False,
     ) -> None:
         if split not in SPLITS:
             raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
@@ -70,7 +72,7 @@ class MindRecordSamples:
             if isinstance(source, str | Path)
             else [Path(path) for path in source]
         )
-        self.files = [MindRecordFile(path) for path in paths]
+        self.files = [MindRecordFile(path, padded=padded) for path in paths]
         self.split = split
         self.seq_length = seq_length
         self.seed = seed

@@ -25,18 +25,23 @@ import sqlite3
 import struct
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.token_files import with_extension
+from common.dataset.token_files import map_file, with_extension
 from common.errors import DataError
 from common.files import open_input, reading
 from common.structured_files import MAX_JSON_BYTES, parse_json
 
 COLUMN = "input_ids"
+MASKS = ("attention_mask", "input_mask")
+"""Columns that MindFormers reads beside it: 0 where a row is padded."""
+_LOOKED_AT = 1024
+"""Rows whose masks are looked at when a file is opened."""
 INDEX_EXTENSION = ".db"
 VERSION = "3.0"
 _LENGTH = struct.Struct("<Q")
@@ -58,13 +63,14 @@ Ids = npt.NDArray[np.int64]
 class Header:
     """Header of a MindRecord file.
 
-    fields: the arrays of a row, in order. type: of ``input_ids``. end: bytes that the pages need.
-    shards: all files of the set.
+    fields: the arrays of a row, in order. masks: those that are masks. type: of ``input_ids``. end:
+    bytes that the pages need. shards: all files of the set.
     """
 
     header_size: int
     page_size: int
     fields: tuple[str, ...]
+    masks: tuple[str, ...]
     type: str
     rows: int
     end: int
@@ -74,12 +80,13 @@ class Header:
 class MindRecordFile:
     """Rows of ``input_ids``. Memory: 16 bytes a row.
 
-    Raises DataError if the file or its index is missing or damaged, if the index belongs to another
-    file, or if there is no such column of integers.
+    padded: accept rows whose mask has a 0. Raises DataError if the file or its index is missing or
+    damaged, if the index belongs to another file, if there is no such column of integers, or for a
+    padded row.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, padded: bool = False) -> None:
+        self.path, self._padded = Path(path), padded
         index = with_extension(self.path, INDEX_EXTENSION)
         with reading(self.path, DataError):
             self._open(index)
@@ -88,6 +95,8 @@ class MindRecordFile:
         if len(self):
             self.width = int(self._counts(*self._rows(np.array([0])))[0])
             self.read(np.array([0, len(self) - 1]))
+            places = np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT))
+            self._require_whole(np.unique(places.astype(np.int64)))
         self.content_key = self._content_key()
 
     def _open(self, index: Path) -> None:
@@ -104,9 +113,7 @@ class MindRecordFile:
                 )
             open_input(here, DataError).close()
         self.header = read_header(self.path)
-        self._bytes: npt.NDArray[np.uint8] = np.asarray(
-            np.memmap(self.path, dtype=np.uint8, mode="r")
-        )
+        self._bytes = map_file(self.path)
         if len(self._bytes) < self.header.end:
             raise DataError(
                 f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at"
@@ -119,8 +126,8 @@ class MindRecordFile:
             )
         self._begin, self._end = self._read_index(index)
 
-    def __reduce__(self) -> tuple[type[MindRecordFile], tuple[str]]:
-        return MindRecordFile, (str(self.path),)
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return partial(MindRecordFile, padded=self._padded), (str(self.path),)
 
     def __len__(self) -> int:
         return len(self._begin)
@@ -130,6 +137,7 @@ class MindRecordFile:
         of another width.
         """
         out = np.empty((len(rows), self.width), dtype=np.int32)
+        self._require_whole(rows)
         step = max(1, _ROUND // max(1, self.width))
         for start in range(0, len(rows), step):
             out[start : start + step] = self._decode(rows[start : start + step])
@@ -173,11 +181,25 @@ class MindRecordFile:
         )
         return tokens
 
-    def _rows(self, rows: Ids) -> tuple[npt.NDArray[np.uint8], Ids, Ids, Ids]:
-        """Return the bytes of rows and where their ``input_ids`` lie.
+    def _require_whole(self, rows: Ids) -> None:
+        """Raise DataError for a row with a 0 in a mask, unless padded rows are accepted."""
+        for mask in () if self._padded else self.header.masks:
+            data, at, size, _ = self._rows(rows, mask)
+            for row, first, length in zip(rows.tolist(), at.tolist(), size.tolist(), strict=True):
+                count = int.from_bytes(data[first : first + 4].tobytes(), "big")
+                numbers = data[first + length - count : first + length]  # a byte each
+                if count + 4 + (count + 3) // 4 == length and not numbers.all():
+                    raise DataError(
+                        f"{self.path}: row {row} is padded: its {mask} has a 0, and the loss would"
+                        " count the padding; write full rows, or, if the padding is the end-of-text"
+                        " token, set data.eod_mask_loss=targets"
+                    )
 
-        Four arrays: the bytes of all rows in sequence, the start (n,) of ``input_ids`` in them,
-        their size (n,) in bytes, and ``rows``.
+    def _rows(self, rows: Ids, column: str = COLUMN) -> tuple[npt.NDArray[np.uint8], Ids, Ids, Ids]:
+        """Return the bytes of rows and where an array of theirs lies.
+
+        Four arrays: the bytes of all rows in sequence, the start (n,) of the array in them, its
+        size (n,) in bytes, and ``rows``.
         """
         begin, end = self._begin[rows], self._end[rows]
         parts = [
@@ -201,7 +223,7 @@ class MindRecordFile:
                 inside = (size >= 0) & (size <= stop - at - 8)
                 self._require(inside, rows, lambda n: "has an array that does not end within it")
                 at = at + 8
-                if field == COLUMN:
+                if field == column:
                     break
                 at = np.minimum(at + size, stop - 8)
         return data, at, size, rows
@@ -381,6 +403,11 @@ def read_header(path: Path) -> Header:
             header_size=header_size,
             page_size=page_size,
             fields=fields,
+            masks=tuple(
+                name
+                for name in MASKS
+                if name in fields and columns[name].get("type") in ("int32", "int64")
+            ),
             type=str(columns.get(COLUMN, {}).get("type")),
             rows=max(
                 (

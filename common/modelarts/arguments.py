@@ -173,7 +173,7 @@ def describe_flags() -> str:
         ): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
         "--predict_data": "predict.prompt, or predict.prompt_file where it is a file",
         "--use_parallel": "False: one process, if no launcher has started ranks",
-        "--profile": "True: profile.start=1 profile.stop=10",
+        "--profile": "True: profile.start=1 profile.stop=10; False: no trace",
         "--sink_mode": "False: train.sink_size=1",
         "--enable_modelarts": "found in the environment; accepted and ignored",
         "--num_samples": "train.num_samples, the windows of an epoch; in eval"
@@ -238,8 +238,9 @@ def _yes_or_no(job: ModelArtsJob, name: str, value: str) -> None:
     if value.lower() not in ("true", "false", "1", "0"):
         raise ConfigError(f"--{name}={value}: expected True or False")
     wanted = value.lower() in ("true", "1")
-    if name == "profile" and wanted:
-        job.argv += ["profile.start=1", "profile.stop=10"]  # defaults of r0.3
+    if name == "profile":  # steps of r0.3's defaults
+        off = ["profile.start=null", "profile.stop=null", "profile.memory=false"]
+        job.argv += ["profile.start=1", "profile.stop=10"] if wanted else off
     elif name == "sink_mode" and not wanted:
         job.argv.append("train.sink_size=1")
     elif name == "use_parallel":

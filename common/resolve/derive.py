@@ -382,11 +382,12 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
     sizes = config.batch_sizes
     if train.max_steps is not None:
         steps = train.max_steps
-    elif train.max_epochs is not None:
-        steps = max(1, sizes.steps_within(int(train.max_epochs * samples_per_epoch)))
+    elif train.max_epochs is not None or train.num_samples is not None:
+        epochs, samples = train.max_epochs or 1, train.num_samples or samples_per_epoch
+        steps = max(1, sizes.steps_within(int(epochs * samples)))
         if steps > MOST:
             raise ConfigError(
-                f"train.max_epochs={train.max_epochs} of {samples_per_epoch} samples are {steps}"
+                f"train.max_epochs={epochs} of {samples} samples are {steps}"
                 f" steps; lower it to at most {MOST} steps"
             )
     elif train.max_tokens is not None:
@@ -600,7 +601,7 @@ def _check_validation(config: RunConfig) -> None:
 def require_length(config: RunConfig) -> None:
     """Check that training has a length; evaluation and generation need none."""
     train = config.train
-    if train.max_steps is None and train.max_epochs is None and train.max_tokens is None:
+    if (train.max_steps, train.max_epochs, train.max_tokens, train.num_samples) == (None,) * 4:
         raise _without_length()
 
 

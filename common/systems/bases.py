@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,16 +14,25 @@ from common.structured_files import MAX_DEPTH
 
 Sources: TypeAlias = dict[tuple[str | int, ...], str]
 """Place of each key: the file and the line."""
+_LIKE = 0.75
+"""Least likeness (difflib's ratio) of a key at the top to a misspelled section."""
 
 
 def read_with_bases(
-    path: Path, base: str, parents: tuple[str, ...] = ()
+    path: Path, base: str, sections: Collection[str] = (), parents: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], Sources]:
     """Return a file merged over the files that its key ``base`` names. Its own values win, section
     by section. Raises ConfigError.
+
+    sections: keys at the top that the system has. Another one is left out if aliases use its
+    anchors.
     """
     chain = (*parents, os.path.realpath(path))
-    own, sources = read_yaml(path)
+    carriers: set[str] = set()
+    own, sources = read_yaml(path, carriers)
+    for name in carriers if sections else ():
+        if not difflib.get_close_matches(name, sections, n=1, cutoff=_LIKE):
+            del own[name]
     names = own.pop(base, None) or []
     names = [names] if isinstance(names, str) else names
     where = sources.pop((base,), str(path))
@@ -47,7 +57,7 @@ def read_with_bases(
                 f"{where}: {base}: {path.parent / name}: files include each other:"
                 f" {' -> '.join(chain)}; take one of them out"
             )
-        base_tree, base_sources = read_with_bases(path.parent / name, base, chain)
+        base_tree, base_sources = read_with_bases(path.parent / name, base, sections, chain)
         merge(tree, base_tree)
         merged |= base_sources
     merge(tree, own)

@@ -77,7 +77,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     dialect = find_dialect(path)
     if dialect is None:
         return _open_own(path, overrides)
-    tree, sources = read_with_bases(path, dialect.BASE)
+    tree, sources = read_with_bases(path, dialect.BASE, _sections(dialect))
     own = []
     for word in overrides:
         if _is_theirs(dialect, word):
@@ -132,9 +132,13 @@ def _is_theirs(dialect: ModuleType, word: str) -> bool:
     """
     dotted = word.partition("=")[0]
     section = dotted.partition(".")[0]
-    return dotted not in schema_keys() and (
-        section in dialect.MARKS or section in {key.partition(".")[0] for key in dialect.TABLE}
-    )
+    return dotted not in schema_keys() and section in _sections(dialect)
+
+
+def _sections(dialect: ModuleType) -> set[str]:
+    """Return the keys at the top of a dialect's files."""
+    keys = (*dialect.TABLE, *getattr(dialect, "BY_HAND", ()))
+    return {*dialect.MARKS, *(key.partition(".")[0] for key in keys)}
 
 
 def find_command_line(flags: Sequence[str], program: str = "") -> str:
@@ -201,6 +205,7 @@ def find_dialect(path: Path) -> ModuleType | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
     several systems.
     """
+    fleetx.require_checkout(path)
     tree, sources = read_yaml(path)
     found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
     found = [(dialect, marks) for dialect, marks in found if marks]

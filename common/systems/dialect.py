@@ -157,6 +157,21 @@ class Translation:
             at = at[name]
         return at
 
+    def settle_end_of_text(self, token: int) -> None:
+        """Name the token of data.eod_mask_loss, which is theirs. A smaller vocabulary does not have
+        it, unless data.tokenizer says which one it has.
+        """
+        size = self.get("model.vocab_size")
+        if not self.get("data.eod_mask_loss") or not isinstance(size, int):
+            return
+        if size > token:
+            self.set_left_out("data.eod_id", token)
+        elif self.get("data.eod_id") is None and self.get("data.tokenizer") is None:
+            self.drop(
+                "data.eod_mask_loss",
+                f"the vocabulary has {size} tokens, and its end of text is {token}",
+            )
+
     def drop(self, key: str, why: str) -> None:
         """Remove a key or a section that has no effect. Values of the command line stay."""
         *sections, name = key.split(".")

@@ -251,6 +251,7 @@ def _open(
         seed=config.seed,
         stride=stride,
         shuffle=shuffle,
+        padded=config.data.eod_mask_loss == "targets",
         cache_folder=Path(config.data.index_cache) if config.data.index_cache else None,
     )
 

@@ -399,7 +399,10 @@ def part_lines(row: Row) -> list[str]:
 
 
 def make_report(config: TrainingRun, samples_per_epoch: int = 0) -> Report:
-    return STYLES[config.logging.style](config, samples_per_epoch)
+    """Return the report of a style. train.num_samples says how long its epochs are, else the
+    data.
+    """
+    return STYLES[config.logging.style](config, config.train.num_samples or samples_per_epoch)
 
 
 def use_style(config: ResolvedRun) -> None:

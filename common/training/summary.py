@@ -82,14 +82,13 @@ def _describe_blend(config: TrainingRun, data: TrainingData) -> str | None:
     if not isinstance(blend, Blend):
         return None
     samples = config.batch_sizes.samples_after(config.train.max_steps)
-    return listed(
-        [
-            f"{name} {weight:.4g} -> {samples * weight / part.samples_per_epoch:.3g} epochs"
-            for name, weight, part in zip(
-                named_parts(config.data.train), blend.weights, blend.datasets, strict=True
-            )
-        ]
-    )
+    parts = []
+    for name, weight, part in zip(
+        named_parts(config.data.train), blend.weights, blend.datasets, strict=True
+    ):
+        epochs = float(f"{samples * weight / part.samples_per_epoch:.3g}")
+        parts.append(f"{name} {weight:.4g} -> {epochs:g} epochs")
+    return listed(parts)
 
 
 def finish(

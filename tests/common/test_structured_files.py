@@ -69,6 +69,18 @@ def test_malformed_lines_are_one_exception(line: str | bytes) -> None:
         (BOMB, "aliases"),
         (f"a: &a [{'x, ' * 3000}]\nb: &b [{'*a, ' * 3000}]\nc: [{'*b, ' * 3000}]", "aliases"),
         ("a: &a [*a]", "nested deeper"),
+        ("a: &a {<<: *a}", "merge keys nested deeper"),
+        (
+            "a: &a {x: 1}\n"
+            + "".join(
+                f"{name}: &{name} {{<<: [{', '.join([f'*{below}'] * 20)}]}}\n"
+                for below, name in zip("abcdef", "bcdefg", strict=True)
+            ),
+            "aliases",
+        ),
+        ("a: &a [1]\nb: {<<: *a}", r"<<: expected a mapping, or a list of them \(line 2"),
+        ("a: {<<: 3}", "<<: expected a mapping"),
+        ("a: {<<: {}, <<: {}}", "the key 'a.<<' is given twice"),
         ("[" * 66 + "]" * 66, "nested deeper"),
         ("[" * 50_000, "nested deeper"),
         ("seed: !!timestamp x", "!!timestamp is not supported"),
@@ -137,6 +149,32 @@ def test_an_alias_is_a_copy() -> None:
     value = parse_yaml("a: &x {k: 1}\nb: *x")
     value["a"]["k"] = 2
     assert value == {"a": {"k": 2}, "b": {"k": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{<<: *a, x: 3, y: {w: 4}}", {"x": 3, "y": {"w": 4}}),
+        ("{y: 5, <<: *a}", {"x": 1, "y": 5}),
+        ("{<<: [*a, *b], v: 0}", {"x": 1, "y": {"z": 2}, "u": 7, "v": 0}),
+        ("{<<: [*b, *a]}", {"x": 6, "y": {"z": 2}, "u": 7}),
+        ("{<<: {<<: *b, x: 9}}", {"x": 9, "u": 7}),
+        ("{'<<': 5, k: *b}", {"<<": 5, "k": {"x": 6, "u": 7}}),
+    ],
+)
+def test_merge_keys_are_those_of_yaml_org(text: str, expected: dict[str, object]) -> None:
+    """An own key wins, and of a list the first mapping that has it."""
+    found = parse_yaml(f"a: &a {{x: 1, y: {{z: 2}}}}\nb: &b {{x: 6, u: 7}}\nc: {text}")
+    assert found["c"] == expected
+    assert parse_yaml("x: &x {a: 1}\n<<: *x\nb: 2") == {"x": {"a": 1}, "a": 1, "b": 2}
+
+
+def test_merged_keys_have_the_line_where_they_are_written() -> None:
+    lines: dict[tuple[str | int, ...], int] = {}
+    carriers: set[str] = set()
+    parse_yaml("a: &a\n  x: 1\n  y: 2\nb:\n  <<: *a\n  y: 3\nc: &c 1", lines, carriers)
+    assert (lines["b", "x"], lines["b", "y"]) == (2, 6)
+    assert carriers == {"a"}
 
 
 def test_keys_are_text_and_each_is_given_once() -> None:

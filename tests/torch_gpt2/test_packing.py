@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.resolve.derive import resolve_config
+from common.systems.config import open_config
 from common.training.metrics import read_metrics
 from tests.config_overrides import changed
 from tests.packed_corpus import EOD, FLAGS, write_packed_corpus
@@ -160,6 +161,51 @@ def test_losses_and_gradients_are_those_of_single_documents(
         expected = theirs[name].grad
         error = (gradient - expected).abs().max()
         assert error <= 1e-5 * expected.abs().max().clamp(min=1.0), name
+
+
+SMALL = ["device=cpu", "backend=torch", f"data.eod_id={EOD}", "precision=float32"]
+FOREIGN = {
+    "FleetX": (
+        "Global: {local_batch_size: 4, micro_batch_size: 4}\n"
+        "Model: {vocab_size: 101, hidden_size: 32, num_layers: 2, num_attention_heads: 2,"
+        " max_position_embeddings: 24, hidden_dropout_prob: 0.0,"
+        " attention_probs_dropout_prob: 0.0}\n"
+        "Data: {Train: {dataset: {max_seq_len: 24}}}\nOptimizer: {lr: {max_lr: 1.0e-4}}\n",
+        lambda inputs, targets: inputs != EOD,  # GPTDataset
+    ),
+    "MindFormers": (
+        "runner_config: {epochs: 1, batch_size: 4}\nlr_schedule: {learning_rate: 1.0e-4}\n"
+        "train_dataset: {input_columns: [input_ids]}\n"
+        "model: {model_config: {vocab_size: 101, hidden_size: 32, num_layers: 2, num_heads: 2,"
+        " seq_length: 24, hidden_dropout_rate: 0.0, attention_dropout_rate: 0.0,"
+        " embedding_dropout_prob: 0.0}}\n",
+        lambda inputs, targets: targets != EOD,  # GPT2LMHeadModel
+    ),
+}
+"""A file of each system, and which of its losses count."""
+
+
+@pytest.mark.parametrize("system", FOREIGN)
+def test_the_losses_of_other_systems_files_are_a_closed_form(system: str, tmp_path: Path) -> None:
+    """Minus the mean of the log-probabilities that count, over a whole batch."""
+    text, counts = FOREIGN[system]
+    (tmp_path / "own.yaml").write_text(text)
+    config = resolve_config(open_config(tmp_path / "own.yaml", SMALL).config)
+    model = make_model(config)
+    reference = hugging_face_model(model.config, dict(model.named_parameters()))
+    tokens = windows()
+    with torch.no_grad():
+        logits = reference(tokens[:, :-1]).logits.double().numpy()
+        ids, targets = split(tokens, config.packing)
+        found = float(model.loss_sum(ids, targets)) / config.packing.counted(tokens.int().numpy())
+    inputs, wanted = tokens[:, :-1].numpy(), tokens[:, 1:].numpy()
+    logits -= logits.max(-1, keepdims=True)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = -np.take_along_axis(logs, wanted[..., None], -1)[..., 0]
+    counted = counts(inputs, wanted)
+    assert 0 < counted.sum() < counted.size
+    assert found == pytest.approx(losses[counted].mean(), rel=1e-6)
+    assert found != pytest.approx(losses.mean(), rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -7,9 +7,12 @@ Keys and defaults: PaddleFleetX release/2.4, ppfleetx/configs/nlp/gpt and ppflee
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from common.config.schema import MOST
+from common.errors import ConfigError
+from common.paths import ROOT, looked_in
 from common.systems.dialect import (
     Defaults,
     Only,
@@ -43,7 +46,7 @@ END_OF_TEXT = 50256
 
 
 def _clip(norm: float | None) -> float:
-    """Change a limit of the gradient norm; None is no limit."""
+    """Change a limit of the gradient norm; None is off."""
     if norm is not None and not number(norm) > 0:
         raise ValueError("expected a number above 0; for no clip leave the section grad_clip out")
     return norm or 0.0
@@ -220,6 +223,15 @@ DEFAULTS: Defaults = {
     "Generation.diversity_rate": 0.0,
 }  # fmt: skip
 """Values of keys that a file leaves out, from release 2.4 and PaddlePaddle 2.4."""
+_CHECKOUT = "ppfleetx"
+"""Folder of FleetX's files in its repository."""
+_PRESETS = {
+    "pretrain_gpt_345M_single_card.yaml": "run_gpt2_345m_fleetx.yaml",
+    "pretrain_gpt_345M_mp8_qat.yaml": "run_gpt2_345m_fleetx_qat.yaml",
+    "pretrain_gpt_1.3B_dp8.yaml": "run_gpt2_1.3b_fleetx.yaml",
+    "pretrain_gpt_6.7B_sharding16.yaml": "run_gpt2_6.7b.yaml",
+    "pretrain_gpt_175B_mp8_pp16.yaml": "run_gpt2_175b.yaml",
+}
 _OPTIONAL = ("Generation", "Offline_Eval", "Profiler")
 """Sections of one command. Their defaults count where a file has the section."""
 _WITHOUT_DECAY = ("Adam", "Momentum")
@@ -255,6 +267,20 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     apply(TABLE, theirs, ours)
     require_all_taken(theirs, (*TABLE, *BY_HAND, *quantization.NAMES))
     return ours
+
+
+def require_checkout(path: Path) -> None:
+    """Raise ConfigError for a file of FleetX's repository that is not there, with the way that
+    works.
+    """
+    if _CHECKOUT not in path.parts or path.exists():
+        return
+    preset = _PRESETS.get(path.name)
+    raise ConfigError(
+        f"{path}: no such file{looked_in(path)}; it is part of PaddleFleetX: work in your checkout"
+        f" with PYTHONPATH={ROOT / 'compat' / 'fleetx'}, or give the path to it"
+        + (f"; the preset of this run is {ROOT / 'configs' / 'gpt2' / preset}" if preset else "")
+    )
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
@@ -365,12 +391,13 @@ def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None
         return
     if given[2] != train[2]:
         theirs.refuse(length_key, given[2], f"windows are those of Data.Train; set {train[2]}")
-    if _shares(given[1]) == _shares(train[1]) and given[0] == train[0]:
+    other = Path(str(given[0])) != Path(str(train[0]))
+    if _shares(given[1]) == _shares(train[1]) and not other:
         return
     if _shares(train[1])[0] != 1.0 or _shares(given[1])[1] != 1.0:
         theirs.refuse(
-            folder_key if given[0] != train[0] else split_key,
-            given[0] if given[0] != train[0] else given[1],
+            folder_key if other else split_key,
+            given[0] if other else given[1],
             f"Data.Train has {train[0]!r} with {train[1]}; give both one input_dir and one split,"
             " or the splits [1, 0, 0] and [0, 1, 0]",
         )
@@ -378,7 +405,7 @@ def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None
 
 
 def _shares(split: Any) -> list[float]:
-    """Return the shares of the three parts; zeros for what is no split."""
+    """Return the shares of the three parts; zeros for anything else."""
     weights = split if isinstance(split, list) else str(split).split(",")
     try:
         numbers = [*map(float, weights), 0.0, 0.0, 0.0][:3]
@@ -499,6 +526,4 @@ def settle(ours: Translation) -> None:
     name = ours.get("optimizer.name")
     if name != "sgd":
         ours.drop("optimizer.momentum", "it is for Momentum")
-    size = ours.get("model.vocab_size")
-    if isinstance(size, int) and size > END_OF_TEXT:
-        ours.set_left_out("data.eod_id", END_OF_TEXT)
+    ours.settle_end_of_text(END_OF_TEXT)

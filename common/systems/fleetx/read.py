@@ -93,10 +93,6 @@ def _section(path: Path) -> dict[str, Any] | None:
         section = read_yaml_mapping(path).get("Model")
     except ConfigError as error:
         raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
-    if isinstance(section, dict) and "<<" in section:
-        raise ConfigError(
-            f"{path}: Model: YAML merge keys (<<) are not supported; write the keys out"
-        )
     return section if isinstance(section, dict) else None
 
 

@@ -85,7 +85,7 @@ _CALLBACKS = {
     **{name: {} for name in ("SummaryMonitor", "ObsMonitor", "EvalCallBack", "ProfileMonitor")},
 }  # fmt: skip
 _MASKS = {"attention_mask", "input_mask"}
-"""Columns that say which tokens of a row are no padding."""
+"""Columns with a 0 for the padding of a row."""
 END_OF_TEXT = 50256
 """Id of the end of text of GPT2Config."""
 _MOST_SUNK = 100
@@ -423,9 +423,8 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
         whys["profile.memory"] = "MindSpore records allocations on accelerators only"
     for key, why in whys.items():
         ours.drop(key, why)
-    size = ours.get("model.vocab_size")
-    if ours.get("data.eod_mask_loss") and isinstance(size, int) and size > END_OF_TEXT and whole:
-        ours.set_left_out("data.eod_id", END_OF_TEXT)
+    if whole:
+        ours.settle_end_of_text(END_OF_TEXT)
 
 
 def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:

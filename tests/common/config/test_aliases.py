@@ -14,6 +14,7 @@ from common.config.hints import schema_keys
 from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.resolve.derive import resolve_config, resolve_length
 
 TREE: dict[str, Any] = {
     "output_dir": "out",
@@ -137,33 +138,32 @@ def test_contradictions_are_refused(sections: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("train", "words", "length"),
+    ("train", "words", "steps"),
     [
-        ({"num_samples": 30}, [], (None, None, 30 * 16)),
-        ({"num_samples": 30, "max_epochs": 3}, [], (None, None, 90 * 16)),
-        ({"max_epochs": 3}, ["train.num_samples=5"], (None, None, 15 * 16)),
-        ({"max_steps": 9}, ["train.max_epochs=2", "train.num_samples=5"], (None, None, 10 * 16)),
-        ({"num_samples": 30}, ["train.max_epochs=2"], (None, None, 60 * 16)),
-        ({"num_samples": 30, "max_epochs": 3}, ["train.max_steps=7"], (7, None, None)),
+        ({"num_samples": 30}, [], 15),
+        ({"num_samples": 30, "max_epochs": 3}, [], 45),
+        ({"max_epochs": 3}, ["train.num_samples=5"], 7),
+        ({"max_steps": 9}, ["train.max_epochs=2", "train.num_samples=5"], 5),
+        ({"num_samples": 30}, ["train.max_epochs=0.5"], 7),
+        ({"num_samples": 30, "max_epochs": 3}, ["train.max_steps=7"], 7),
     ],
 )
-def test_samples_of_an_epoch_are_a_length(train, words, length, tmp_path: Path) -> None:
+def test_samples_of_an_epoch_are_a_length(train, words, steps, tmp_path: Path) -> None:
+    """In batches of 2, of data with 1,000 windows."""
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(TREE | {"train": train}))
-    found = load_config(path, words).train
-    assert (found.max_steps, found.max_epochs, found.max_tokens) == length
+    path.write_text(yaml.safe_dump(TREE | {"train": {"micro_batch_size": 2, **train}}))
+    run = resolve_length(resolve_config(load_config(path, words)), 1000)
+    assert run.train.max_steps == steps
 
 
 def test_samples_of_an_epoch_and_another_length_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(TREE | {"train": {"max_steps": 9}}))
     with pytest.raises(
-        ConfigError,
-        match=r"command line: train.num_samples=5 is the length of an epoch, but the run has"
-        r" train.max_steps=9",
+        ConfigError, match=r"num_samples=5 is the length of an epoch, but the run has max_steps=9"
     ):
         load_config(path, ["train.num_samples=5"])
-    with pytest.raises(ConfigError, match=r"num_samples='x': expected a whole number above 0"):
+    with pytest.raises(ConfigError, match=r"num_samples: input should be a valid integer"):
         build(train={"num_samples": "x"})
 
 

@@ -61,6 +61,7 @@ def write(
     *,
     shards: int = 1,
     page: int = 32,
+    masks: np.ndarray | None = None,
 ) -> Path:
     """With FileWriter; page: KiB. Other columns than input_ids get values of varying length."""
     writer = mindrecord.FileWriter(str(path), shards, True)
@@ -73,7 +74,7 @@ def write(
         "blob": lambda n: b"x" * (n % 5),
         "a_score": lambda n: np.ones(n % 3 + 1, np.float32),
         "z_mask": lambda n: np.ones((2, 2), np.int64),
-        "attention_mask": lambda n: np.ones(n % 4 + 1, np.int32),
+        "attention_mask": lambda n: np.ones(n % 4 + 1, np.int32) if masks is None else masks[n],
     }
     dtype = schema["input_ids"]["type"] if "input_ids" in schema else None
     for start in range(0, len(rows), 100):
@@ -102,6 +103,27 @@ def mindspore_reads(source: Path | list[Path]) -> np.ndarray:
     return np.stack(
         [row["input_ids"] for row in data.create_dict_iterator(num_epochs=1, output_numpy=True)]
     )
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_padded_rows_are_refused_unless_their_padding_is_left_out(
+    kind: str, tmp_path: Path
+) -> None:
+    """A thousand rows are looked at when the file is opened, the others when they are read."""
+    rows, masks = tokens_of(3000, 9), np.ones((3000, 9), dtype=kind)
+    schema = MASKED | {"attention_mask": {"type": kind, "shape": [-1]}}
+    masks[1, 6:] = 0  # which is not among those that are looked at
+    path = write(tmp_path / "late.mindrecord", rows, schema, masks=masks)
+    file = MindRecordFile(path)
+    assert (file.read(np.array([0, 2])) == rows[[0, 2]]).all()
+    with pytest.raises(DataError, match=r"row 1 is padded: its attention_mask has a 0.*=targets"):
+        file.read(np.array([0, 1]))
+    assert (MindRecordFile(path, padded=True).read(np.array([1])) == rows[1]).all()
+    masks[-1, 8] = 0
+    path = write(tmp_path / "early.mindrecord", rows, schema, masks=masks)
+    with pytest.raises(DataError, match="row 2999 is padded"):
+        open_samples([str(path)], seq_length=8, **WHOLE)
+    assert open_samples([str(path)], seq_length=8, padded=True, **WHOLE).samples_per_epoch == 3000
 
 
 def all_rows(samples: Any) -> np.ndarray:

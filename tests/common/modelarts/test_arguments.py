@@ -68,7 +68,7 @@ INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
         ),
         (
             ["--profile=False", "--sink_mode=True", "--use_parallel=True", "--enable_modelarts=1"],
-            [],
+            ["profile.start=null", "profile.stop=null", "profile.memory=false"],
         ),
         (
             ["--options", "logging.plot=True", "checkpoint.asynchronous=False", "--seed=1"],

@@ -14,15 +14,15 @@ from common.config.schema import RunConfig
 from common.systems.dialect import To
 
 ROWS = Path(__file__).parent / "rows"
-"""One file a system. It has DIALECT, the module of the translation; MINIMAL, the keys of its
-smallest run; BESIDE, the keys with which a key acts; WITHOUT_DEFAULT, a reason for each key that
-has no default in the dialect's DEFAULTS; and SENTINELS.
+"""One file a system. DIALECT is the module of the translation, and MINIMAL has the keys of its
+smallest run. BESIDE has the keys with which a key acts. WITHOUT_DEFAULT has a reason for each key
+without a default in DIALECT.DEFAULTS. SENTINELS are checked by test_sentinels.py.
 """
 
 
 @dataclass(frozen=True)
 class Sentinel:
-    """A value of theirs that is no plain quantity.
+    """A value of theirs that is not a plain quantity.
 
     meaning: what it does there, with the source. expected: values of our keys, or a part of the
     message of a refusal. beside: further keys of theirs.

@@ -91,7 +91,7 @@ def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> 
         "parallel.strategy_ckpt_config.save_file",
     }  # fmt: skip
     found = differences(opened.config, name, devices)
-    # its data have the column input_ids alone, and the compiler's graphs have one mask
+    # its data have only the column input_ids, and the compiler's graphs have one mask
     masks = {"data.eod_mask_loss": ("targets", False), "data.eod_id": (50256, None)}
     assert {key: found.pop(key, None) for key in masks} == (
         masks if devices == 8 else dict.fromkeys(masks)
@@ -618,6 +618,78 @@ def test_bad_files_are_refused_with_file_and_line(fault, tmp_path) -> None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         open_config(tmp_path / "a.yaml")
+
+
+def test_a_file_of_fleetx_that_is_not_there_names_the_way_that_works() -> None:
+    name = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
+    with pytest.raises(ConfigError) as caught:
+        open_config(name)
+    said = str(caught.value)
+    assert "work in your checkout with PYTHONPATH=" in said
+    folder = re.findall(r"PYTHONPATH=(\S+),", said)[0]
+    assert (Path(folder) / "paddle" / "distributed" / "launch.py").is_file()
+    assert load_config(re.findall(r"the preset of this run is (\S+)", said)[0])
+
+
+OTHER_MODELS = {
+    "Model: {module: GPTFinetuneModule}\nEngine: {eval_iters: -1}": "classes \\(GLUE\\) is not in",
+    "Model: {module: GPTModuleAuto, name: GPT}": "Paddle's automatic parallel",
+    "Model: {name: GPT-cn}": "its Chinese tokenizer, gpt-cpm-large-cn, is not here",
+    "Model: {module: ErnieModule}": "expected GPTModule, GPTGenerationModule, GPTEvalModule",
+    "Compress: {Prune: {enable: True, ratio: 0.1}}": "Prune is not in this version",
+    "model: {model_config: {pet_config: {pet_type: lora, lora_rank: 8}}}": "LoRA.*train all",
+    "model: {model_config: {type: GPT2Config}, arch: {type: GPT2WithLora}}": "GPT2WithLora.*LoRA",
+    "model: {arch: {type: GPT2ForSequenceClassification}, model_config: {}}": "of classes",
+    "model: {model_config: {type: LlamaConfig}}": "LlamaConfig.*models here are GPT-2",
+    "trainer: {type: TextClassificationTrainer}": "TextClassificationTrainer.*next token",
+    "train_dataset_task: {type: KeyWordGenDataset}": "KeyWordGenDataset.*next token",
+}
+
+
+@pytest.mark.parametrize("text", OTHER_MODELS)
+def test_other_models_are_refused_first_by_their_names(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=OTHER_MODELS[text]) as caught:
+        open_config(tmp_path / "a.yaml")
+    assert "\n" not in str(caught.value)
+
+
+MERGED = {
+    "FleetX": (
+        "x-sizes: &sizes {hidden_size: 64, num_layers: 2, num_attention_heads: 4}\n"
+        "common: {window: &window 32}\n"
+        "Model: {<<: *sizes, num_layers: 3, vocab_size: 50304}\n"
+        "Data: {Train: {dataset: {input_dir: a, max_seq_len: *window}}}\n"
+        "Global: {local_batch_size: 1, micro_batch_size: 1}\n"
+        "Optimizer: {lr: {max_lr: 1.0e-4}}\n"
+    ),
+    "MindFormers": (
+        "x-sizes: &sizes {hidden_size: 64, num_layers: 2, num_heads: 4}\n"
+        "common: {window: &window 32}\n"
+        "model: {model_config: {<<: *sizes, num_layers: 3, seq_length: *window}}\n"
+        "runner_config: {epochs: 1, batch_size: 1}\n"
+        "lr_schedule: {type: constant, learning_rate: 1.0e-4}\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", MERGED)
+def test_merge_keys_and_sections_with_only_anchors(system: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(MERGED[system])
+    model = open_config(path).config.model
+    assert (model.hidden_size, model.num_layers, model.num_heads, model.seq_length) == (
+        64,
+        3,
+        4,
+        32,
+    )
+    path.write_text(MERGED[system].replace("x-sizes: &sizes {", "x-sizes: &sizes {hiden_size: 1, "))
+    with pytest.raises(ConfigError, match=r"own.yaml:1: .*hiden_size: unknown key; did you mean"):
+        open_config(path)
+    path.write_text(MERGED[system] + "x-more: 3\n")
+    with pytest.raises(ConfigError, match=r"own.yaml:7?6?: x-more: unknown key"):
+        open_config(path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What another system takes for a key that a file leaves out is what this project takes for it.
+"""The default of another system for a key that a file leaves out is taken here too.
 
 A system's rows are in ``rows``; ``len(DIALECT.DEFAULTS)`` counts its defaults.
 """

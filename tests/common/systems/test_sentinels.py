@@ -1,6 +1,6 @@
 """Values that mean off, all, never or unlimited in another system mean the same here.
 
-A key of ours whose 0 is no quantity says so in its description. Each key of theirs that becomes
+A key of ours whose 0 is not a quantity says so in its description. Each key of theirs that becomes
 such a key has a row for 0.
 """
 
@@ -56,7 +56,7 @@ def test_each_key_of_theirs_onto_such_a_key_has_a_row_for_zero(rows: ModuleType)
 
 
 @pytest.mark.parametrize(("rows", "row"), CASES, ids=[f"{row.key}={row.value}" for _, row in CASES])
-def test_what_a_value_means_there_it_means_here(rows: ModuleType, row: Sentinel) -> None:
+def test_a_value_means_the_same_here(rows: ModuleType, row: Sentinel) -> None:
     leaves = {**rows.MINIMAL, **row.beside, row.key: row.value}
     assert row.meaning
     if isinstance(row.expected, str):

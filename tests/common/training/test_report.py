@@ -208,6 +208,16 @@ def test_mindformers(lines: Any) -> None:
     ]
 
 
+def test_num_samples_is_the_epoch_of_the_log(lines: Any) -> None:
+    """--num_samples 40 of 1,177 rows in batches of 8: 5 steps, and no 147."""
+    length = {"max_steps": None, "max_epochs": 2, "num_samples": 40}
+    config = make_config("mindformers", **{f"train__{key}": value for key, value in length.items()})
+    found = lines(config, [make_row(5), make_row(6)], samples_per_epoch=1177)
+    assert [line[:35] for line in found] == [
+        "Epoch:[  1/  2], step:[    5/    5]", "Epoch:[  2/  2], step:[    1/    5]",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("style", ["fleetx", "mindformers"])
 def test_epochs_of_a_growing_batch_are_counted_in_samples(lines: Any, style: str) -> None:
     """Batches of 2, 2, 2, 4, 4, 6, 8, 8 and on: sums say which epoch of 13 samples a step is in."""

@@ -91,6 +91,24 @@ def falling(step: int) -> float:
     return 3.0 / (step + 1)
 
 
+@pytest.mark.parametrize("kept", [None, "notes.txt", "checkpoints/step_1"])
+def test_a_refusal_leaves_nothing_in_the_run_folder(kept: str | None, tmp_path: Path) -> None:
+    """But for what was there, or what the run has written."""
+    folder = tmp_path / "a" / "run"
+    if kept == "notes.txt":
+        folder.mkdir(parents=True)
+        (folder / kept).touch()
+    with pytest.raises(ConfigError), run_folder.owned_folder(folder):
+        (folder / "checkpoints").mkdir()
+        if kept == "checkpoints/step_1":
+            (folder / kept).touch()
+        raise ConfigError("refused")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    left = {kept, ".lock"} if kept == "checkpoints/step_1" else {kept}
+    assert found == left - {None}
+    assert (tmp_path / "a").exists() == (kept is not None)
+
+
 def start(
     folder: Path,
     *,

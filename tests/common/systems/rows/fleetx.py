@@ -102,7 +102,7 @@ SENTINELS = [
              "decay_steps counts samples with it"),
     Sentinel("Model.hidden_dropout_prob", 0.0, "attention keeps its 0.1 (GPTModel)",
              {"model.dropout": 0.0, "model.attention_dropout": 0.1}),
-    Sentinel("Data.Eval.dataset.input_dir", "./data", "the same documents, by the split",
+    Sentinel("Data.Eval.dataset.input_dir", "data/", "the same documents, by the split",
              {"data.validation": None, "data.split": "949,50,1"}, _SPLIT),
     Sentinel("Data.Eval.dataset.input_dir", "./eval", "5 % of another folder (GPTDataset)",
              "or the splits [1, 0, 0] and [0, 1, 0]", _SPLIT),
