@@ -212,12 +212,17 @@ def _help(program: str, module: ModuleType) -> str:
         "",
         "flags:",
     ]
+    later = getattr(module, "SINCE_2021", {})
     defaults = {**module.DEFAULTS, **getattr(module, "OF_SAMPLES", {})}
     defaults |= getattr(module, "OF_TITLES", {})
-    for flag in sorted({*module.TABLE, *_MEANINGS} & {*module.FLAGS}):
+    for flag in sorted(module.FLAGS):
         rule = module.TABLE.get(flag)
         becomes = f"; sets {rule.key}" if isinstance(rule, To) else ""
-        meaning = _MEANINGS.get(flag) or f"no effect here: {rule.why}"
+        meaning = _MEANINGS.get(flag) or (
+            f"refused: of the train.py since April 2021; write {later[flag]}"
+            if flag in later
+            else f"no effect here: {rule.why}"
+        )
         default = f" (default: {defaults[flag]})" if defaults.get(flag, "") != "" else ""
         lines.append(f"  --{flag:<22}{meaning}{becomes}{default}")
     lines += ["", "Exit codes: those of run_gpt2.py.", ""]

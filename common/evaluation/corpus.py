@@ -33,7 +33,7 @@ class EvaluationFile:
 
 
 def find_evaluation_file(config: EvaluationConfig) -> Path:
-    """Return evaluation.file. Raises ConfigError if it is not given, DataError if it is no file."""
+    """Return evaluation.file. Raises ConfigError without it, and DataError for a bad path."""
     if config.file is None:
         raise ConfigError(f"evaluation.task={config.task} needs a file; set evaluation.file=PATH")
     path = Path(config.file)

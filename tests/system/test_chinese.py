@@ -251,3 +251,21 @@ def test_the_study_s_train_sh_in_each_of_its_folders(
     theirs = flags.removesuffix(" seed=7").partition(" parallel.")[0]
     opened = open_flags("gpt2_chinese", shlex.split(theirs))
     assert opened.config.model.seq_length == 512 and opened.config.data.stride == 512
+
+
+def test_train_sh_says_what_is_wrong_once_before_there_are_ranks(tmp_path: Path) -> None:
+    """A flag of the user wins over the script's, and a wrong one is one line."""
+    script = Path(__file__).resolve().parents[2] / "compat" / "gpt2_chinese" / "train.sh"
+    environment = clean_environment(PYTHON=sys.executable, DEVICES="2")
+    for word, code, found in (
+        ("--show_config", 0, "  max_epochs: 1.0  # epochs"),
+        ("--epoch=9", 2, "error: command line: --epoch: epoch: unknown key; did you mean epochs?"),
+    ):
+        done = subprocess.run(
+            ["bash", str(script), "--epochs", "1", word], cwd=tmp_path, capture_output=True,
+            text=True, timeout=60, env=environment,
+        )  # fmt: skip
+        assert done.returncode == code
+        lines = (done.stdout + done.stderr).splitlines()
+        assert lines.count(found) == 1 and (code == 0 or len(lines) == 1)
+    assert not [*tmp_path.iterdir()]

@@ -475,7 +475,7 @@ def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_p
         (["train", "data.train=nowhere"], "nowhere.idx: not found"),
     ],
 )
-def test_what_rank_0_would_refuse_is_said_once_before_there_are_ranks(
+def test_a_refusal_of_rank_0_is_said_once_before_there_are_ranks(
     tiny: Path, tmp_path: Path, words: list[str], message: str
 ) -> None:
     mode, *overrides = words

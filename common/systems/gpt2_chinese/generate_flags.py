@@ -72,7 +72,7 @@ OF_SAMPLES: dict[str, Any] = {
 OF_TITLES: dict[str, Any] = {
     "save_path": "generated/", "articles_per_title": 5, "titles": "萧炎", "titles_file": "",
 }  # fmt: skip
-SINCE_2021: dict[str, Any] = {
+OF_LATER: dict[str, Any] = {
     "length": 512, "n_ctx": 1024, "prefix": "我", "model_config": "config/model_config.json",
     "tokenizer_path": "vocab/vocab.txt", "model_path": "model/epoch=0-step=99.ckpt",
 }  # fmt: skip
@@ -89,7 +89,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """
     by_titles = bool(OF_TITLES.keys() & tree.keys())
     later = "n_ctx" in tree or str(tree.get("model_path", "")).endswith(LIGHTNING)
-    defaults = DEFAULTS | (OF_TITLES if by_titles else OF_SAMPLES) | (SINCE_2021 if later else {})
+    defaults = DEFAULTS | (OF_TITLES if by_titles else OF_SAMPLES) | (OF_LATER if later else {})
     theirs, ours = flags_of(tree, sources, defaults), Translation()
     for key, value in (
         ("seed", 1234), ("optimizer.learning_rate", 1.5e-4), ("logging.style", "gpt2-chinese"),

@@ -32,6 +32,7 @@ TOKENS = "tokenized_train"
 """Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from
 them.
 """
+_RATES = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 RAW = ("raw", "raw_data_path", "num_pieces", "min_length")
 """Flags of the data."""
 _ELSE = "it does not change what GPT-2 computes"
@@ -97,12 +98,19 @@ def take_model(path: Path, where: str, ours: Translation) -> None:
 
 def take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
     """Take the model from the fields of a model_config.json or config.json."""
-    theirs = Theirs(SYSTEM, fields, {(name,): f"{path}: {name}" for name in fields}, MODEL_DEFAULTS)
+    theirs = Theirs(
+        SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), MODEL_DEFAULTS
+    )
     positions = theirs.peek("n_positions")
     if theirs.is_left_out("n_ctx") and isinstance(positions, int):
         ours.set("model.seq_length", min(positions, MODEL_DEFAULTS["n_ctx"]))
     apply(MODEL, theirs, ours)
     require_all_taken(theirs, MODEL)
+    rates = {name: ours.tree["model"][name] for name in _RATES}
+    if len(set(rates.values())) == 1:  # one key, which model.dropout=0 of a user then replaces
+        for name in _RATES:
+            del ours.tree["model"][name]
+        ours.set("model.dropout", rates[_RATES[0]], theirs.where("embd_pdrop"), "embd_pdrop")
     if ours.get("model.vocab_size") is None:
         raise ConfigError(f"{path}: vocab_size missing; give the number of lines of the vocabulary")
 
@@ -117,7 +125,8 @@ def take_tokenizer(theirs: Theirs, ours: Translation) -> None:
         ours.set("data.tokenizer.type", kind, theirs.where("bpe_token"), "bpe_token")
         files = {"vocab_file": ("encoder_json", encoder)}
         files |= {} if is_model else {"merge_file": ("vocab_bpe", merges)}
-        note_given(theirs, "tokenizer_path", "--bpe_token takes --encoder_json", ours)
+        for flag in ("tokenizer_path", "segment"):
+            note_given(theirs, flag, "--bpe_token takes --encoder_json", ours)
     else:
         kind = "BertWordLevel" if segment else "BertWordPieceLowerCase"
         ours.set("data.tokenizer.type", kind, theirs.where("segment"), "segment" * bool(segment))

@@ -65,7 +65,6 @@ def test_the_study_s_train_sh_is_its_preset(tmp_path: Path) -> None:
         "output_dir", "data.train", "data.stride",
         "checkpoint.epoch_models", "checkpoint.interval", "logging.interval", "predict.strategy",
         "predict.top_k", "validation.max_samples", "loss_scale.window",
-        "model.dropout",  # unused: its three parts are given
     }  # fmt: skip
     assert (found["data.stride"], found["model.seq_length"]) == (512, 512)
     assert found["logging.interval"] == 200 and found["checkpoint.epoch_models"]
@@ -232,15 +231,20 @@ def test_fields_that_change_no_function(tmp_path: Path) -> None:
     fields |= {"activation_function": "gelu_fast", "pruned_heads": {}, "use_cache": True}
     (tmp_path / "model.json").write_text(json.dumps(fields))
     opened = open_flags("gpt2_chinese", ["--model_config", str(tmp_path / "model.json")])
+    off = open_flags(
+        "gpt2_chinese", ["--model_config", str(tmp_path / "model.json")], ["model.dropout=0"]
+    )
+    assert resolve_config(off.config).model.attention_dropout == 0
     model = opened.config.model
     assert (model.hidden_size, model.num_layers, model.num_heads) == (768, 12, 12)
-    assert (model.seq_length, model.max_positions, model.attention_dropout) == (64, 64, 0.1)
+    assert (model.seq_length, model.max_positions, model.attention_dropout) == (64, 64, None)
+    assert model.dropout == 0.1
     assert "#   use_cache: it does not change what GPT-2 computes" in opened.yaml
     assert opened.without_effect == 1, "flags that were not given are not listed"
 
 
 def test_the_last_of_two_equal_flags_counts(tmp_path: Path) -> None:
-    """As in argparse, on the command line and in a file; a line of the YAML says so."""
+    """Argparse does so too. The YAML has a line about it."""
     words = ["--epochs", "800", "--lr", "1", "--epochs", "1", "--lr", "1"]
     (tmp_path / "train.sh").write_text(f"python3 train.py {' '.join(words)}\n")
     for opened, place in (

@@ -72,7 +72,7 @@ def test_a_folder_of_gpt2_chinese_is_read(tmp_path: Path, as_zip: bool, mask: to
 
 
 def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the later train.py leaves it: the callbacks' classes are keys, and nothing of them runs.
+    """The later train.py leaves it. The callbacks' classes are keys, and nothing of them runs.
     config.json may stand beside it, or the model is given.
     """
     module = ModuleType("pytorch_lightning")
