@@ -1,5 +1,6 @@
 """Variations of a configuration, written section__key=value."""
 
+from pathlib import Path
 from typing import Any
 
 
@@ -14,3 +15,8 @@ def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         else:
             tree[section] = value
     return tree
+
+
+def blended(corpus: Path) -> list[str | float]:
+    """data.train of a blend of the session's corpus and the one beside it."""
+    return [0.7, str(corpus), 0.3, str(corpus.with_name("other"))]

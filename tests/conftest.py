@@ -138,7 +138,7 @@ def gpt2_vocab_files(shared_data: Path) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A .bin/.idx pair of 60 documents with 300 to 800 random tokens below 101, without a
-    .meta.json.
+    .meta.json. Beside it is the pair ``other`` of 20 documents with 800, for blends.
     """
     from common.dataset import IndexedWriter
 
@@ -153,6 +153,8 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 tokens[np.maximum.accumulate(np.where(fresh, np.arange(length), 0))],
                 np.array([length]),
             )
+    with IndexedWriter(prefix.with_name("other"), np.uint16) as writer:
+        writer.append(np.repeat(generator.integers(0, 101, size=8000), 2), np.full(20, 800))
     return prefix
 
 

@@ -181,7 +181,9 @@ class TrainConfig(Section):
     max_steps: Count | None = None
     """Optimizer steps of the whole run. Give this, max_epochs or max_tokens."""
     max_epochs: Annotated[float, Field(gt=0.0, le=MOST)] | None = None
-    """Length of the run in passes over the training samples."""
+    """Length of the run in passes over the training samples. Of a blend a pass is as many samples
+    as all its parts have windows, drawn by weight.
+    """
     max_tokens: Count | None = None
     """Length of the run in training tokens."""
     num_samples: Count | None = None
@@ -394,8 +396,8 @@ class DataConfig(Section):
     Without weights an epoch reads each window of all once.
     """
     validation: DataPrefixes | None = None
-    """Validation data, all of it used: a prefix, MindRecord or blend. All of data.train is then for
-    training, and data.split has no effect.
+    """Validation data, all of it used: a prefix, MindRecord or blend, whose weights have no effect.
+    All of data.train is then for training, and data.split has no effect.
     """
     split: Annotated[
         str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])
@@ -443,7 +445,9 @@ class ValidationConfig(Section):
     """Steps between validations; 0 validates only at the end. With never a run does
     not validate."""
     max_samples: NonNegative = 0
-    """Windows per validation, always the first ones; 0 uses all."""
+    """Windows per validation, always the first ones; 0 uses all. The parts of a blend give them in
+    proportion to their windows, and at least one each.
+    """
     max_batches: Count | None = None
     """Windows per validation in global batches, instead of max_samples."""
     micro_batch_size: Count | None = None

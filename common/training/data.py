@@ -262,14 +262,14 @@ def named_parts(entries: Sequence[str | float] | None) -> dict[str, str]:
     return dict(zip(part_names(prefixes), prefixes, strict=True))
 
 
-def require_entries(entries: Sequence[str | float] | None) -> Sequence[str | float]:
+def require_entries(entries: Sequence[str | float] | None) -> list[str | float]:
     """Return the entries of data.train. Raises ConfigError if there are none."""
     if not entries:
         raise ConfigError(
             "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord,"
             " as tools/preprocess_data.py writes them"
         )
-    return entries
+    return list(entries)
 
 
 def _metadata(config: ResolvedRun) -> list[tuple[Path, Metadata]]:

@@ -2,6 +2,7 @@
 order.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ os.environ.setdefault("GLOG_v", "3")
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 pytest.importorskip("torch")
 
+import mindformers_gpt2.evaluate
 import mindformers_gpt2.train
+import torch_gpt2.evaluate
 import torch_gpt2.train
 from common.config.load import build_config
 from common.config.schema import RunConfig
@@ -78,3 +81,34 @@ def test_in_file_order_a_mindrecord_trains_as_its_pair(tmp_path: Path, corpus_pr
     assert [row["loss"] for row in rows_of(tmp_path / "record")] == [
         row["loss"] for row in rows_of(tmp_path / "pair")
     ]
+
+
+@pytest.mark.parametrize("backend", ["torch", "mindspore"])
+def test_a_blend_of_a_pair_and_a_mindrecord_is_validated_as_each_by_itself(
+    tmp_path: Path, corpus_prefix: Path, backend: str
+) -> None:
+    """The loss is the mean over all tokens of 5 and 2 windows, in batches of at most 2."""
+    train, evaluate, keys = {
+        "torch": (torch_gpt2.train.train, torch_gpt2.evaluate.evaluate, {}),
+        "mindspore": (  # graphs would take seconds each to compile
+            mindformers_gpt2.train.train,
+            mindformers_gpt2.evaluate.evaluate,
+            {"context__mode": "pynative"},
+        ),
+    }[backend]
+    keys |= {"backend": backend, "train__max_steps": 1}
+    other, run = tmp_path / "other.mindrecord", tmp_path / "run"
+    write_mindrecord(corpus_prefix.with_name("other"), other, 24)
+    blend = [3, str(corpus_prefix), 1, str(other)]
+    train(make_config(run, corpus_prefix, data__train=blend, validation__max_samples=7, **keys))
+    *_, row = read_metrics(run / "metrics.jsonl")
+    total = 0.0
+    for data, windows in ((corpus_prefix, 5), (other, 2)):
+        evaluate(make_config(run, data, validation__max_samples=windows, **keys))
+        found = json.loads((run / "evaluation.json").read_text())
+        assert row[f"validation_tokens/{data.name}"] == found["tokens"] == windows * 24
+        loss = found["validation_loss"]
+        assert row[f"validation_loss/{data.name}"] == pytest.approx(loss, rel=1e-6)
+        total += loss * windows / 7
+    assert row["validation_tokens"] == 7 * 24
+    assert row["validation_loss"] == pytest.approx(total, rel=1e-6)

@@ -50,7 +50,7 @@ COUNTS = st.one_of(
 @settings(max_examples=80, deadline=None)
 @given(counts=COUNTS, start=st.sampled_from([0, 2**20 + 7, 2**52]))
 def test_each_data_set_stays_near_its_share_from_any_sample_on(counts, start) -> None:
-    """Exact after each period; never two samples off; no sample of a data set left out or twice."""
+    """Exact after each period, never two samples off, no sample of a data set left out or twice."""
     blend, period = numbers_of(counts), sum(counts) // math.gcd(*counts)
     start -= start % period
     numbers, inner = blend.locate(np.arange(start, start + 2 * period))

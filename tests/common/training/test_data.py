@@ -14,6 +14,7 @@ import pytest
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
+from common.dataset import IndexedWriter
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata, write_metadata
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.token_files import with_extension
@@ -23,7 +24,9 @@ from common.parallel.packing import Packing
 from common.resolve.derive import resolve_config
 from common.training import data as module
 from common.training.data import open_data, open_tokenizer
+from common.training.start import Start
 from common.training.state import TrainState
+from common.training.summary import announce
 from tests.config_overrides import changed
 
 SIZE = 101
@@ -246,3 +249,80 @@ def test_a_run_without_validation_starts_and_says_why(
     else:
         with pytest.raises(DataError, match=r"nothing to evaluate on.*give data\.validation"):
             open_data(config, training=False)[0].require_validation()
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> list[str | float]:
+    """data.train of a blend of 10,000 and 40 documents of 300 tokens, half each."""
+    folder = tmp_path_factory.mktemp("sets")
+    for name, documents in (("big", 10_000), ("small", 40)):
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            tokens = np.arange(documents * 300) % 60_000
+            writer.append(tokens, np.full(documents, 300))
+    return [0.5, str(folder / "big"), 0.5, str(folder / "small")]
+
+
+def blend_config(sets: list[str | float], **changes: Any) -> RunConfig:
+    keys = {"model__seq_length": 128, "data__split": "949,50,1", "data__train": sets}
+    return make_config(Path(), None, 65_000, **{**keys, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, {"big": 1171, "small": 4}),
+        ({"data__validation": "the sets"}, {"big": 23437, "small": 93}),
+        ({"validation__max_samples": 100}, {"big": 99, "small": 1}),
+    ],
+)
+def test_a_validation_reads_every_window_of_every_part_once(
+    sets: list[str | float], changes: dict[str, Any], windows: dict[str, int]
+) -> None:
+    """Ranks and micro batch do not change which windows these are."""
+    if "data__validation" in changes:
+        changes = {"data__validation": sets}
+    found = []
+    for ranks, micro in ((1, 8), (3, 16)):
+        config = blend_config(sets, **changes, validation__micro_batch_size=micro)
+        passes = [
+            open_data(config, training=False, rank=rank, ranks=ranks)[0].require_validation()
+            for rank in range(ranks)
+        ]
+        assert all(list(each) == list(windows) for each in passes)
+        rows = {
+            name: np.concatenate([batch[:, 0] for each in passes for batch in each[name]()])
+            for name in windows
+        }
+        assert {name: len(row) for name, row in rows.items()} == windows
+        found.append({name: sorted(row.tolist()) for name, row in rows.items()})
+    assert found[0] == found[1]
+    first = 0 if "data__validation" in changes else 9490 * 300
+    starts = [(first + 128 * window) % 60_000 for window in range(windows["big"])]
+    assert found[0]["big"] == sorted(starts)
+
+
+def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(
+    sets: list[str | float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """22,242 + 89, half of them from each."""
+    config = blend_config(sets, train={"max_epochs": 1, "micro_batch_size": 1})
+    data, config = open_data(config)
+    assert data.samples_per_epoch == config.train.max_steps == 22242 + 89
+    start_log()
+    announce(config, data, "cpu", {}, Start(), TrainState())
+    LOG.handlers.clear()
+    said = capsys.readouterr().out
+    assert "length: 22331 steps = 1.00 epochs of 22,331 samples; " in said
+    assert "blend: big 0.5 -> 0.502 epochs, small 0.5 -> 125 epochs\n" in said
+
+
+def test_a_part_without_a_validation_document_leaves_the_others(
+    sets: list[str | float],
+) -> None:
+    few = blend_config(sets, data__split="9990,9,1")
+    data, _ = open_data(few)
+    assert list(data.validation) == ["big"] and data.no_validation is None
+    (remark,) = data.remarks
+    assert remark.startswith("no validation of small: ") and "holds 0 of 40 documents" in remark
+    neither, _ = open_data(blend_config(sets, data__split="1000000,1,1"))
+    assert not neither.validation and "holds 0 of 10000" in str(neither.no_validation)

@@ -20,6 +20,7 @@ from common.log import LOG, start_log
 from common.parallel.ramp import batch_sizes
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.epochs import epochs_done
+from common.training.loop import validation_figures
 from common.training.report import STYLES, make_report, use_style
 from tests.config_overrides import changed
 
@@ -447,3 +448,20 @@ def test_an_unknown_style_is_refused() -> None:
         ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx', 'mindformers'"
     ):
         make_config("nanogpt")
+
+
+@pytest.mark.parametrize("style", ["gpt2", "megatron"])
+def test_the_parts_of_a_blend_have_a_line_of_their_own(lines: Any, style: str) -> None:
+    """Scripts read words of the lines with "validation loss", so this line does not hold that."""
+    figures = validation_figures({"a": (6.0, 2), "b": (3.0, 1), "empty": (0.0, 0)})
+    assert figures["validation_loss"] == 3.0 and figures["validation_tokens"] == 3
+    *_, parts = lines(make_config(style), [{"step": 4, **figures}])
+    assert parts == (
+        "validation by data set: a loss 3.0000 over 2 tokens, b loss 3.0000 over 1 tokens,"
+        " empty loss nan over 0 tokens"
+    )
+    many = {f"part{number}": (1.0, 1) for number in range(300)}
+    *_, parts = lines(make_config(style), [{"step": 4, **validation_figures(many)}])
+    assert parts.endswith(", part15 loss 1.0000 over 1 tokens and 284 more")
+    alone = validation_figures({"a": (6.0, 2)})
+    assert list(alone) == ["validation_loss", "validation_perplexity", "validation_tokens"]

@@ -23,12 +23,12 @@ def events(folder: Path) -> list:
 def test_scalars_by_step(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as metrics:
         metrics.write({"step": 1, "loss": 2.5, "sample_hash": "abc"})
-        metrics.write({"step": 2, "loss": 2.0})
+        metrics.write({"step": 2, "validation_loss": 2.0, "validation_loss/a": 3.0})
     found = events(tmp_path / "tensorboard")
     assert found[0].file_version == "brain.Event:2"
     assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in found[1:]] == [
         (1, {"loss": 2.5}),
-        (2, {"loss": 2.0}),
+        (2, {"validation_loss": 2.0, "validation_loss/a": 3.0}),
     ]
 
 

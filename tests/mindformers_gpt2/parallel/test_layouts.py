@@ -29,7 +29,7 @@ from mindformers_gpt2.layers import dropout_keys
 from mindformers_gpt2.parallel.layout import own_dropout_keys
 from mindformers_gpt2.parallel.world import World
 from tests.closeness import rounding_scales, with_gradients_wrong_by
-from tests.config_overrides import changed
+from tests.config_overrides import blended, changed
 from tests.ranks import Job, run_ranks
 
 pytestmark = pytest.mark.long
@@ -117,7 +117,7 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> Job:
                 "schedule": "constant",
                 "clip_grad": 0.0,
             },
-            "data": {"train": str(corpus), "split": "90,10,0"},
+            "data": {"train": blended(corpus), "split": "90,10,0"},
             "validation": {"max_samples": 6, "interval": HALF},
             "checkpoint": {"interval": HALF},
             "logging": {"tensorboard": False, "plot": False},
@@ -209,9 +209,15 @@ def test_a_layout_trains_as_one_process(runs: Path, layout: str, variant: str) -
     assert len(one) == (STEPS if variant == "clip" else STEPS + 2), (
         "one of them validates, which is one graph more"
     )
-    for key in ("step", "sample_hash", "consumed_samples", "validation_tokens"):
+    for key in (
+        "step",
+        "sample_hash",
+        "consumed_samples",
+        "validation_tokens",
+        "validation_tokens/other",
+    ):
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
-    for key in ("loss", "grad_norm", "validation_loss"):
+    for key in ("loss", "grad_norm", "validation_loss", "validation_loss/other"):
         assert [row.get(key) for row in many] == [
             value and pytest.approx(value, rel=TOLERANCE) for value in (row.get(key) for row in one)
         ]

@@ -21,7 +21,7 @@ from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, STATE_NAMES
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
 from tests.closeness import rounding_scales
-from tests.config_overrides import changed
+from tests.config_overrides import blended, changed
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.long
@@ -134,7 +134,7 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
                 "momentum": 0.9,
                 "schedule": "constant",
             },
-            "data": {"train": str(corpus), "split": "90,10,0"},
+            "data": {"train": blended(corpus), "split": "90,10,0"},
             "validation": {"max_samples": 10, "interval": 5},
             "logging": {"tensorboard": False, "plot": False},
         },
@@ -250,6 +250,7 @@ def test_equal_to_one_process(runs: Path, layout: str, name: str) -> None:
         "loss_scale",
         "skipped",
         "validation_tokens",
+        "validation_tokens/other",
     ):
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
     first = next(number for number, row in enumerate(one) if not row["skipped"])
@@ -257,7 +258,7 @@ def test_equal_to_one_process(runs: Path, layout: str, name: str) -> None:
     for number, (row, wanted) in enumerate(zip(many, one, strict=True)):
         rounding = ROUNDING | (UPDATED if number > first else {})
         tolerance = TOLERANCE if number < exact else rounding[name]
-        for key in ("loss", "grad_norm", "validation_loss"):
+        for key in ("loss", "grad_norm", "validation_loss", "validation_loss/other"):
             # a norm that overflowed is null
             assert row.get(key) == (
                 wanted.get(key) and pytest.approx(wanted[key], rel=tolerance)

@@ -2,6 +2,7 @@
 same bits after a resume.
 """
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from common.config.load import load_config
+from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
 from common.training.metrics import read_metrics
-from tests.config_overrides import changed
+from tests.config_overrides import blended, changed
 from tests.ranks import end_ranks, run_ranks, start_ranks
+from torch_gpt2.evaluate import evaluate
 
 # float32 sums of the same terms in another order: 12 steps of SGD differed by 1e-7, bounds leave a
 # factor of ten
@@ -68,7 +72,7 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
                 "momentum": 0.9,
                 "schedule": "constant",
             },
-            "data": {"train": str(corpus), "split": "90,10,0"},
+            "data": {"train": blended(corpus), "split": "90,10,0"},
             "validation": {"max_samples": 10, "interval": 5},
             "logging": {"tensorboard": False, "plot": False},
         },
@@ -105,16 +109,44 @@ def test_ranks_equal_one_process(runs: Path, ranks: int, name: str) -> None:
         "skipped",
         "outlier",
         "validation_tokens",
+        "validation_tokens/other",
     ):
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
     first = next(row["step"] for row in one if "loss" in row and not row["skipped"])
     for row, other in zip(one, many, strict=True):
         bound = ROUNDED.get(name, TOLERANCE) if row["step"] > first else TOLERANCE
-        for key in ("loss", "grad_norm", "validation_loss"):  # a norm that overflowed is null
+        for key in (
+            "loss",
+            "grad_norm",
+            "validation_loss",
+            "validation_loss/other",
+        ):  # a norm that overflowed is null
             assert other.get(key) == (row.get(key) and pytest.approx(row[key], rel=bound)), (
                 row["step"],
                 key,
             )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_blend_is_validated_as_its_parts_are_by_themselves(
+    runs: Path, corpus_prefix: Path, ranks: int
+) -> None:
+    """10 windows of 251 and 99: 7 and 3. The loss is the mean over all tokens."""
+    run = runs / str(ranks) / "sgd"
+    *_, row = read_metrics(run / "metrics.jsonl")
+    total = 0.0
+    for name, windows in (("random_text_document", 7), ("other", 3)):
+        words = [f"data.train={corpus_prefix.with_name(name)}", f"validation.max_samples={windows}"]
+        words += ["parallel.data_parallel=null", "train.accumulation_steps=null"]
+        evaluate(resolve_config(load_config(run / "config.yaml", words)))
+        found = json.loads((run / "evaluation.json").read_text())
+        assert found["tokens"] == row[f"validation_tokens/{name}"] == windows * 16
+        loss, perplexity = found["validation_loss"], found["validation_perplexity"]
+        assert row[f"validation_loss/{name}"] == pytest.approx(loss, rel=TOLERANCE)
+        assert row[f"validation_perplexity/{name}"] == pytest.approx(perplexity, rel=2e-5)
+        total += loss * found["tokens"]
+    assert row["validation_tokens"] == 160
+    assert row["validation_loss"] == pytest.approx(total / 160, rel=TOLERANCE)
 
 
 def test_the_variants_do_what_their_names_say(runs: Path) -> None:

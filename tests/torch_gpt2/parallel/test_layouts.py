@@ -21,7 +21,7 @@ from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
 from tests.closeness import rounding_scales, with_gradients_wrong_by
-from tests.config_overrides import changed
+from tests.config_overrides import blended, changed
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.long
@@ -117,7 +117,7 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
                 "momentum": 0.9,
                 "schedule": "constant",
             },
-            "data": {"train": str(corpus), "split": "90,10,0"},
+            "data": {"train": blended(corpus), "split": "90,10,0"},
             "validation": {"max_samples": 10, "interval": 5},
             "logging": {"tensorboard": False, "plot": False},
         },
@@ -230,9 +230,15 @@ def test_a_layout_trains_as_one_process(
 ) -> None:
     one, many = (read_metrics(runs / name / variant / "metrics.jsonl") for name in ("one", layout))
     assert len(one) == STEPS + 2
-    for key in ("step", "sample_hash", "consumed_samples", "validation_tokens"):
+    for key in (
+        "step",
+        "sample_hash",
+        "consumed_samples",
+        "validation_tokens",
+        "validation_tokens/other",
+    ):
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
-    for key in ("loss", "grad_norm", "validation_loss"):
+    for key in ("loss", "grad_norm", "validation_loss", "validation_loss/other"):
         assert [row.get(key) for row in many] == [
             value and pytest.approx(value, rel=TOLERANCE) for value in (row.get(key) for row in one)
         ]
@@ -289,7 +295,7 @@ def test_half_precision(runs: Path, layout: str, precision: str) -> None:
     first = next(row["step"] for row in one if not row["skipped"])
     for row, other in zip(one, many, strict=True):
         bound = TOLERANCE if row["step"] <= first else 2.0**-9
-        for key in ("loss", "grad_norm", "validation_loss"):
+        for key in ("loss", "grad_norm", "validation_loss", "validation_loss/other"):
             assert other.get(key) == (row.get(key) and pytest.approx(row[key], rel=bound)), (
                 row["step"],
                 key,
