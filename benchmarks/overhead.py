@@ -187,7 +187,7 @@ def bare(config: Any, device: Any, world: Any, turns: Turns) -> None:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from common.training.schedule import learning_rate
+    from common.parallel.learning_rate import learning_rate
     from torch_gpt2.model import build_model, initialise
     from torch_gpt2.optimizer import build_optimizer
 
@@ -217,7 +217,7 @@ def bare(config: Any, device: Any, world: Any, turns: Turns) -> None:
             loss.item()
         torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step)
+            group["lr"] = learning_rate(config.optimizer, step - 1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

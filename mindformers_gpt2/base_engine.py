@@ -19,6 +19,7 @@ from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
+from common.training.schedule import Schedule
 from common.training.snapshot import EngineState, make_snapshot, true_slice
 from common.training.start import Start
 from common.training.state import TrainState
@@ -41,8 +42,8 @@ from mindformers_gpt2.optimizer import (
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import Quantization
 
-QueuedStep = tuple[float, Tensor, Tensor, Tensor, Tensor]
-"""Learning rate, loss, gradient norm, whether the step was applied, and loss scale.
+QueuedStep = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Loss, gradient norm, whether the step was applied, and loss scale.
 
 The tensors may still be in computation on the device.
 """
@@ -71,6 +72,7 @@ class BaseEngine(engine.Engine):
         self.world = world or World()
         self.manifest_extra = dict(manifest_extra or {})
         self.step = 0
+        self.schedule = Schedule(config.optimizer, TrainState())
         self.steps_per_run = config.train.sink_size
 
     @property
@@ -113,6 +115,7 @@ class BaseEngine(engine.Engine):
         self.world.meet()  # the next line communicates with ZeRO
         self.master.write_back()
         self.step = state.step
+        self.schedule = Schedule(self.config.optimizer, state)
         return state
 
     def kernels(self) -> dict[str, str]:
@@ -137,11 +140,39 @@ class BaseEngine(engine.Engine):
     def run(
         self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
     ) -> list[StepResult]:
-        """Start all steps before the result of the first is read."""
+        """Start ``steps_per_run`` steps before the result of the first is read.
+
+        The device has the rates of so many updates, and takes the next one after each that it
+        makes. By samples they suppose batches of one size, so results are read where it changes.
+        """
         self.world.meet()
         self._set_limits(Tensor((limits.loss, limits.grad_norm), ms.float32))
-        queued = [self._train_step(next(batches).tokens) for _ in range(steps)]
-        return [_wait(*step) for step in queued]
+        results: list[StepResult] = []
+        queued: list[QueuedStep] = []
+        samples = 0
+        for _ in range(steps):
+            batch = next(batches)
+            if len(queued) == self.steps_per_run or batch.samples != samples:
+                results += [self._wait(samples, *step) for step in queued]
+                queued, samples = [], batch.samples
+                self.optimizer.set_rates(self.schedule.rates(self.steps_per_run, samples))
+            queued.append(self._train_step(batch.tokens))
+        return results + [self._wait(samples, *step) for step in queued]
+
+    def _wait(
+        self, samples: int, loss: Tensor, norm: Tensor, applied: Tensor, scale: Tensor
+    ) -> StepResult:
+        """Wait for a queued step, and move the schedule as the device has done."""
+        result = StepResult(
+            loss=float(loss.asnumpy()),
+            grad_norm=float(norm.asnumpy()),
+            learning_rate=self.schedule.rate(),
+            loss_scale=float(scale.asnumpy()),
+            skipped=not bool(applied.asnumpy()),
+        )
+        if not result.skipped:
+            self.schedule.advance(samples)
+        return result
 
     def owned_pieces(self) -> dict[str, TensorSlice]:
         """Return the pieces of parameters that this rank writes, without padded vocabulary."""
@@ -187,14 +218,3 @@ class BaseEngine(engine.Engine):
             snapshot,
             also_write=partial(write_rank_file, config, place, rank, self.is_sharded),
         )
-
-
-def _wait(rate: float, loss: Tensor, norm: Tensor, applied: Tensor, scale: Tensor) -> StepResult:
-    """Wait for a queued step."""
-    return StepResult(
-        loss=float(loss.asnumpy()),
-        grad_norm=float(norm.asnumpy()),
-        learning_rate=rate,
-        loss_scale=float(scale.asnumpy()),
-        skipped=not bool(applied.asnumpy()),
-    )

@@ -14,7 +14,6 @@ from common.parallel.packing import Packing
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.quantization.scheme import frozen_parameters
-from common.training.schedule import learning_rate
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
@@ -66,6 +65,7 @@ class Engine(BaseEngine):
             self.loss_scale,
             self._gradient_sync,
             frozen=self._frozen,
+            rates=self.steps_per_run,
         )
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         self._has_met = False
@@ -122,7 +122,6 @@ class Engine(BaseEngine):
 
     def _train_step(self, tokens: Tokens) -> QueuedStep:
         self.step += 1
-        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
         if self.quantization is not None:
             self._begin_quantized_step(self.quantization, tokens)
         recorder = self.recorder if self.recorder and self.recorder.step == self.step else None
@@ -140,10 +139,10 @@ class Engine(BaseEngine):
         if recorder is not None:
             whole, summed = self._reduced(loss, gradients)
             recorder.end(whole, self.master.tensors, summed, self.owned_pieces())
-        result = self._update(Tensor(rate, ms.float32), self._limits, loss, *gradients)
+        result: QueuedStep = self._update(self._limits, loss, *gradients)
         if self.quantization is not None and bool(result[2].asnumpy()):
             self.quantization.end_step()
-        return (rate, *result)
+        return result
 
     def _reduced(
         self, loss: Tensor, gradients: Sequence[Tensor]

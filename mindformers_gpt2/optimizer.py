@@ -122,8 +122,9 @@ class Optimizer(nn.Cell):
     """One step of all parameters as one graph: norm, clip, update or skip, loss scale.
 
     The host is not asked. ``state[part][name]`` holds the moments. ``steps`` counts the updates,
-    without skipped ones. gradient_sync: where there are several ranks, takes this one's loss and
-    gradients, and returns the loss and the norm of all, and the gradients to update with.
+    without skipped ones. ``rates`` holds the learning rates of the next updates, and ``place`` the
+    one to take. gradient_sync: where there are several ranks, takes this one's loss and gradients,
+    and returns the loss and the norm of all, and the gradients to update with.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Optimizer(nn.Cell):
         loss_scale: DeviceLossScale,
         gradient_sync: nn.Cell | None = None,
         frozen: Collection[str] = (),
+        rates: int = 1,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.settings = config
@@ -142,6 +144,8 @@ class Optimizer(nn.Cell):
         self.scales = loss_scale.config.mode in ("dynamic", "static")
         tensors = master.tensors
         self.steps = _number("optimizer.steps", np.int32(0))
+        self.rates = _number("optimizer.rates", np.zeros(rates, np.float32))
+        self.place = _number("optimizer.place", np.int32(0))
         self.parameters = ms.ParameterTuple(tuple(tensors.values()))
         self.rounded = ms.ParameterTuple(tuple(master.model.values()))
         self.has_copy = tuple(tensor is not master.model[name] for name, tensor in tensors.items())
@@ -181,8 +185,13 @@ class Optimizer(nn.Cell):
             return ["Adam", "ApplyGradientDescent"] if decays and name == "adamw" else ["Adam"]
         return ["ApplyMomentum" if self.settings.momentum else "ApplyGradientDescent"]
 
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Set the learning rates of the next updates; skipped steps use up none."""
+        ops.assign(self.rates, Tensor(rates, ms.float32))
+        ops.assign(self.place, Tensor(0, ms.int32))
+
     def construct(
-        self, rate: Tensor, limits: Tensor, loss: Tensor, *gradients: Tensor
+        self, limits: Tensor, loss: Tensor, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Update with the gradients of the loss times the loss scale, unless one of them or the
         loss is not finite, or beyond a limit.
@@ -207,7 +216,9 @@ class Optimizer(nn.Cell):
                 factor = factor * ops.minimum(
                     self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32)
                 )
+            rate = ops.gather(self.rates, self.place, 0)
             self._update(rate, factor, gradients)
+            ops.assign(self.place, self.place + 1)
         self.loss_scale(finite)
         return loss, norm, applied, scale
 
@@ -295,8 +306,10 @@ def build_optimizer(
     loss_scale: DeviceLossScale,
     gradient_sync: nn.Cell | None = None,
     frozen: Collection[str] = (),
+    rates: int = 1,
 ) -> Optimizer:
-    return Optimizer(master, config, loss_scale, gradient_sync, frozen)
+    """rates: number of updates whose learning rates the graph holds."""
+    return Optimizer(master, config, loss_scale, gradient_sync, frozen, rates)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

@@ -64,7 +64,7 @@ Done. The run is in $RUN:
 
 Next:
   another prompt   $PYTHON run_gpt2.py --config $RUN/config.yaml --run_mode predict "predict.prompt=To be" predict.strategy=sampling predict.top_k=40
-  train on         $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=$RUN train.max_steps=600 optimizer.decay_steps=600
+  train on         $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=$RUN train.max_steps=600
   your own text    $PYTHON tools/preprocess_data.py --input FILE.txt --output-prefix data/own --vocab-file $DATA/vocab.json --merge-file $DATA/merges.txt
                    $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=output/own data.train=data/own_text_document
   GPT-2 124M       $PYTHON run_gpt2.py --config configs/gpt2/run_gpt2_124m.yaml --run_mode train data.train=$DATA/corpus_text_document data.tokenizer=$DATA train.max_steps=2 train.micro_batch_size=1 train.global_batch_size=4 validation.max_samples=4 precision=float32

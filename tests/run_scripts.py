@@ -28,6 +28,7 @@ TINY = (
     "train.global_batch_size=8",
     "optimizer.name=sgd",
     "optimizer.learning_rate=0.1",
+    "optimizer.warmup_steps=0",
     "optimizer.decay_steps=1000",
     "data.split=90,10,0",
     "data.tokenizer=null",

@@ -18,6 +18,7 @@ from common.training import engine
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.loss_scale import LossScale
+from common.training.schedule import Schedule
 from common.training.snapshot import EngineState, make_snapshot
 from common.training.start import Start
 from common.training.state import TrainState
@@ -47,6 +48,7 @@ class BaseEngine(engine.Engine):
         self.world = world or World()
         self.manifest_extra = dict(manifest_extra or {})
         self.step = 0
+        self.schedule = Schedule(config.optimizer, TrainState())
         self.loss_scale = LossScale(config.loss_scale)
         self.quantization: Quantization | None = None
 
@@ -66,6 +68,7 @@ class BaseEngine(engine.Engine):
         if reader is not None and self.quantization is not None:
             self.quantization.load(reader)
         self.device.seed(self.config.seed + seed_offset(self.config, self.world))
+        self.schedule = Schedule(self.config.optimizer, states[0] if states else TrainState())
         if reader is None or states is None:
             return TrainState()
         state, saved = states

@@ -5,7 +5,6 @@ gradients.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from common.training.checkpoint_writer import Part, Snapshot
 from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.schedule import learning_rate
 from common.training.snapshot import STATE_NAMES, true_slice
 from common.training.start import Start
 from common.training.state import TrainState
@@ -96,9 +94,8 @@ class Engine(BaseEngine):
         )
         self._device_scale = DeviceLossScale(config.loss_scale, device.torch_device)
         """The scale of the next step; ``loss_scale`` is that after the last result."""
-        self._under_way: deque[Callable[[], StepResult]] = deque()
-        """Functions that wait for the result of a step."""
-        self._most_under_way = int(device.runs_ahead)
+        self._under_way: Callable[[], StepResult] | None = None
+        """Function that waits for the result of the last step, if that is not known."""
         self._lent: Snapshot | None = None
         """Arrays that the checkpoint writer may still be reading."""
         self._loss_sum = (
@@ -123,13 +120,12 @@ class Engine(BaseEngine):
             part.train()
         results = []
         for _ in range(steps):
-            self._under_way.append(self._train_step(next(batches).tokens, limits))
-            if len(self._under_way) > self._most_under_way:
-                results.append(self._under_way.popleft()())
-        return results
+            results += self._train_step(next(batches), limits)
+        return results if self.device.runs_ahead else results + self.finish()
 
     def finish(self) -> list[StepResult]:
-        return [self._under_way.popleft()() for _ in range(len(self._under_way))]
+        result, self._under_way = self._under_way, None
+        return [] if result is None else [result()]
 
     def prepare_batch(self, batch: Batch) -> Batch:
         return pin_batch(batch, self.device)
@@ -244,9 +240,14 @@ class Engine(BaseEngine):
             steps_on_device=True,
         )
 
-    def _train_step(self, tokens: Tokens, limits: Limits) -> Callable[[], StepResult]:
-        """Start a step and return the function that waits for its result."""
+    def _train_step(self, batch: Batch, limits: Limits) -> list[StepResult]:
+        """Start a step, and return the result of the one before if that was not known.
+
+        The rate of an update follows from whether the update before was made. The host reads this
+        when the device has the gradients of this step to compute, so that neither waits long.
+        """
         self.step += 1
+        tokens = batch.tokens
         scale = self._device_scale.value
         self.optimizer.zero_grad(set_to_none=True)
         if self.quantization is not None:
@@ -268,12 +269,14 @@ class Engine(BaseEngine):
             norm = self._gradient_sync.norm(gradients) / scale
         finite = (norm < math.inf) & (loss.abs() < math.inf)
         applied = finite & (loss <= limits.loss) & (norm <= limits.grad_norm)
-        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
+        results = self.finish()
+        rate = self.schedule.rate()
         factor = clip_factor(norm, self.config.optimizer.clip_grad) / scale
         self._update(list(gradients.values()), applied, factor, rate)
         self._device_scale.update(finite)
         numbers = self.device.fetch(torch.stack([loss, norm, applied.double()]))
-        return lambda: self._result(numbers(), rate)
+        self._under_way = lambda: self._result(numbers(), rate, batch.samples)
+        return results
 
     def _update(
         self, gradients: list[Tensor], applied: Tensor, factor: Tensor, rate: float
@@ -295,9 +298,11 @@ class Engine(BaseEngine):
         if self.quantization is not None and applied:  # which waits
             self.quantization.end_step()
 
-    def _result(self, numbers: list[float], rate: float) -> StepResult:
-        """Return the result of a step, and move the loss scale as the device has done."""
+    def _result(self, numbers: list[float], rate: float, samples: int) -> StepResult:
+        """Return the result of a step, and move schedule and loss scale as the device has done."""
         loss, norm, applied = numbers
+        if applied:
+            self.schedule.advance(samples)
         scale = self.loss_scale.value
         self.loss_scale.update(math.isfinite(norm) and math.isfinite(loss))
         return StepResult(

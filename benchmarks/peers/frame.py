@@ -21,6 +21,7 @@ from common.config.load import load_config
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, GPT2Error
 from common.log import start_log
+from common.parallel.learning_rate import learning_rate
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.processes.heartbeat import start_heartbeat
 from common.resolve.derive import resolve_mode
@@ -29,7 +30,6 @@ from common.systems.weights import Weight, export_names
 from common.training import engine
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.schedule import learning_rate
 from common.training.start import Start
 from common.training.state import TrainState
 from common.weights.initial import initial_rows
@@ -98,8 +98,8 @@ class Peer(engine.Engine):
         return [self._train(next(batches).tokens) for _ in range(steps)]
 
     def _train(self, tokens: Tokens) -> StepResult:
-        self.step += 1
         rate = learning_rate(self.config.optimizer, self.step)
+        self.step += 1
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()

@@ -114,6 +114,8 @@ HERE: dict[str, str] = {
     "warmup": "optimizer.warmup_fraction or optimizer.warmup_steps",
     "lr_warmup_fraction": "optimizer.warmup_fraction",
     "lr_decay_iters": "optimizer.decay_steps",
+    "lr_decay_samples": "optimizer.decay_samples",
+    "lr_warmup_samples": "optimizer.warmup_samples",
     "lr_decay_steps": "optimizer.decay_steps",
     "total_steps": "optimizer.decay_steps",
     "lr_power": "optimizer.power",

@@ -162,10 +162,35 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
         for fill in model_readers:
             fill(whole, places)
     try:
-        return RunConfig.model_validate(whole)
+        config = RunConfig.model_validate(whole)
     except ValidationError as error:
         lines = [explain(fault, places) for fault in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+    config.optimizer.note_inherited_end(_inherited_end(config, places))
+    return config
+
+
+def _inherited_end(config: RunConfig, sources: Sources) -> str | None:
+    """Return the line of the schedule's end, if another file or the command line gives the length
+    of the run.
+    """
+    end, length = (
+        next(
+            (
+                sources[section, name]
+                for name in names
+                if (section, name) in sources and getattr(values, name) is not None
+            ),
+            None,
+        )
+        for section, values, names in (
+            ("optimizer", config.optimizer, ("decay_steps", "decay_samples")),
+            ("train", config.train, _LENGTHS["train"]),
+        )
+    )
+    if end is None or length is None or end == "command line":
+        return None
+    return end if re.split(r":\d+", end)[0] != re.split(r":\d+", length)[0] else None
 
 
 def dump_config(config: RunConfig) -> str:

@@ -11,7 +11,6 @@ from common.config.schema import (
     Fraction,
     LossScaleConfig,
     ModelConfig,
-    NonNegative,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -49,10 +48,24 @@ class TimedTrain(ResolvedTrain):
 
 
 class TimedOptimizer(OptimizerConfig):
-    """Optimizer section with the schedule in steps."""
+    """Optimizer section with the end of the schedule, in steps or samples."""
 
-    warmup_steps: NonNegative
-    decay_steps: Count
+    @property
+    def decay(self) -> int:
+        """Return where the schedule ends, in its unit."""
+        end = self.decay_samples if self.schedule_unit == "samples" else self.decay_steps
+        assert end is not None
+        return end
+
+    @property
+    def warmup(self) -> float:
+        """Return the length of the warm-up. A fraction need not give a whole number, as in
+        Megatron.
+        """
+        if self.warmup_fraction is not None:
+            return self.warmup_fraction * self.decay
+        given = self.warmup_samples if self.schedule_unit == "samples" else self.warmup_steps
+        return given or 0
 
 
 class ResolvedLossScale(LossScaleConfig):
@@ -89,7 +102,10 @@ _Run = TypeVar("_Run", bound=RunConfig)
 
 def as_section(kind: type[_Section], section: Section, values: dict[str, Any]) -> _Section:
     """Return the section as this kind, with new values, which are not validated."""
-    return kind.model_construct(**{**dict(section), **values})
+    made = kind.model_construct(**{**dict(section), **values})
+    if isinstance(made, OptimizerConfig) and isinstance(section, OptimizerConfig):
+        made.note_inherited_end(section.inherited_end)
+    return made
 
 
 def as_run(kind: type[_Run], config: RunConfig, **changes: Any) -> _Run:

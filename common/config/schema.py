@@ -7,10 +7,19 @@ A config is data: frozen and strict, and it rejects unknown keys. Values that fo
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
 
@@ -307,6 +316,13 @@ class LossScaleConfig(Section):
     """Lower limit of the scale."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Origin:
+    """Places of values. Sections that differ in them only are equal."""
+
+    inherited_end: str | None = dataclasses.field(default=None, compare=False)
+
+
 class OptimizerConfig(Section):
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """Update rule. adamw decays weights apart from the gradient; adam and sgd add the decay to the
@@ -321,11 +337,21 @@ class OptimizerConfig(Section):
     power: Positive32 = 1.0
     """Exponent of the polynomial schedule."""
     warmup_steps: NonNegative | None = None
-    """Steps of linear warm-up from 0; 0 when left out."""
+    """Steps of linear warm-up from 0; 0 when left out. Skipped steps do not count."""
+    warmup_samples: NonNegative | None = None
+    """Warm-up in samples, as Megatron's --lr-warmup-samples. The schedule then counts samples."""
     warmup_fraction: Fraction | None = None
-    """Warm-up as a fraction of decay_steps, instead of warmup_steps."""
+    """Warm-up as a fraction of decay_steps or decay_samples, instead of its length."""
     decay_steps: Count | None = None
     """Step at which the schedule reaches its end; the last step of the run when left out."""
+    decay_samples: Count | None = None
+    """Sample at which the schedule reaches its end, as Megatron's --lr-decay-samples. The schedule
+    then counts the samples of all updates, which differ from steps while the batch grows.
+    """
+    schedule_start: NonNegative = 0
+    """Position of the first update in the schedule. With 0, as in Megatron, transformers and
+    MindSpore, a warm-up begins with a rate of 0. PaddleFleetX begins at 1.
+    """
     beta1: Fraction = 0.9
     """Decay of the first moment of adam and adamw."""
     beta2: Fraction = 0.999
@@ -338,6 +364,21 @@ class OptimizerConfig(Section):
     """Weight decay of matrices and embeddings. Biases and layer norms have none."""
     clip_grad: NonNegative32 = 1.0
     """Largest global gradient norm; 0 is off."""
+    _origin: _Origin = PrivateAttr(default_factory=lambda: _Origin())
+
+    @property
+    def schedule_unit(self) -> Literal["steps", "samples"]:
+        """Unit of the schedule."""
+        in_samples = self.warmup_samples or self.decay_samples
+        return "samples" if in_samples else "steps"
+
+    @property
+    def inherited_end(self) -> str | None:
+        """Place that gives the end of the schedule, if the length of the run is from elsewhere."""
+        return self._origin.inherited_end
+
+    def note_inherited_end(self, place: str | None) -> None:
+        self._origin = _Origin(inherited_end=place)
 
 
 class TokenizerConfig(Section):

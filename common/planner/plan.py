@@ -12,6 +12,7 @@ from itertools import chain
 from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
 from common.parallel.batch import BatchPlan
+from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.ramp import describe_ramp
 from common.parallel.resolved_run import ResolvedRun
@@ -19,6 +20,7 @@ from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
 from common.planner.memory import Memory, memory_of, shard_ranks, units_of
 from common.planner.timing import StepTime, step_time
+from common.resolve.derive import resolve_length
 from common.weights.names import count_parameters
 
 _LISTED = 64
@@ -108,6 +110,7 @@ def describe_plan(
         f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
         *_ramp_lines(config),
         *_window_lines(config),
+        *_schedule_lines(config),
         f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
         f" {config.vocab_rows}",
     ]
@@ -139,6 +142,17 @@ def _window_lines(config: ResolvedRun) -> Iterable[str]:
             f"windows: {window} tokens, one every {stride}: an epoch takes {window / stride:.2f}"
             " times the steps that it takes without overlap"
         )
+
+
+def _schedule_lines(config: ResolvedRun) -> Iterable[str]:
+    """Describe the schedule. Its warnings need the length in steps, which epochs have with data."""
+    train = config.train
+    if train.max_steps is None and train.max_tokens is None:
+        yield f"schedule: {describe_schedule(config.optimizer)}"
+        return
+    run = resolve_length(config, 1)
+    yield f"schedule: {describe_schedule(run.optimizer)}"
+    yield from (f"warning: {warning}" for warning in schedule_warnings(run))
 
 
 def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:

@@ -394,21 +394,22 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
         steps = max(1, sizes.steps_within(train.max_tokens // config.model.seq_length))
     else:
         raise _without_length()
-    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
-    if warmup is None:
-        warmup = int((optimizer.warmup_fraction or 0.0) * (decay or steps))
+    unit = optimizer.schedule_unit
+    warmup = optimizer.warmup_samples if unit == "samples" else optimizer.warmup_steps
+    decay = optimizer.decay_samples if unit == "samples" else optimizer.decay_steps
     if decay is None:
-        decay = max(steps, warmup)  # a run shorter than its warm-up is a trial run, not a mistake
-    elif warmup > decay:
+        # a run shorter than its warm-up is a trial run, which is warned about
+        decay = max(sizes.samples_after(steps) if unit == "samples" else steps, warmup or 0)
+    elif (warmup or 0) > decay:
         raise ConfigError(
-            f"optimizer.warmup_steps={warmup} is beyond the schedule's end at step {decay}; lower"
-            " it or raise optimizer.decay_steps"
+            f"optimizer.warmup_{unit}={warmup} is beyond the schedule's end at {unit[:-1]} {decay};"
+            f" lower it or raise optimizer.decay_{unit}"
         )
     return as_run(
         TrainingRun,
         config,
         train={"max_steps": steps, "max_epochs": None, "max_tokens": None},
-        optimizer={"decay_steps": decay, "warmup_steps": warmup, "warmup_fraction": None},
+        optimizer={f"decay_{unit}": decay},
     )
 
 
@@ -476,10 +477,24 @@ def _check_data(config: RunConfig) -> None:
 
 def _check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
-    if optimizer.warmup_steps is not None and optimizer.warmup_fraction is not None:
+    lengths = {
+        f"optimizer.{name}": getattr(optimizer, name)
+        for name in ("warmup_steps", "warmup_samples", "decay_steps", "decay_samples")
+        if getattr(optimizer, name) is not None
+    }
+    for key, value in lengths.items():
+        if "warmup" in key and optimizer.warmup_fraction is not None:
+            raise ConfigError(
+                f"{key}={value} and optimizer.warmup_fraction={optimizer.warmup_fraction} both set"
+                " the warm-up; keep one"
+            )
+    in_samples = [key for key, value in lengths.items() if value and key.endswith("samples")]
+    in_steps = [key for key, value in lengths.items() if value and key.endswith("steps")]
+    if in_samples and in_steps:
+        found = " and ".join(f"{key}={lengths[key]}" for key in (in_steps[0], in_samples[0]))
         raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} and"
-            f" optimizer.warmup_fraction={optimizer.warmup_fraction} both set the warm-up; keep one"
+            f"{found} count in two units; give warm-up and end of the schedule both in steps or"
+            f" both in samples, and set the other to null"
         )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise ConfigError(

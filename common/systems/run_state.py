@@ -22,11 +22,14 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 
 
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
-_RAMP = Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=3, max_length=3)]
+_RAMP = (
+    Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=3, max_length=3)]
+    | list[Annotated[list[_COUNT], Field(min_length=2, max_length=2)]]
+)
 _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
-        "skipped_in_a_row": _COUNT,
+        "skipped_in_a_row": _COUNT, "updated_samples?": _COUNT,
         "losses?": list[float], "grad_norms?": list[float], "is_outlier?": bool,
         "left_out?": list[list[_COUNT]], "rewinds?": _COUNT,
         "rate_factor?": Annotated[float, Field(gt=0, le=1)],
@@ -41,6 +44,8 @@ _TYPES: dict[str, Any] = {
             "name": Literal["adamw", "adam", "sgd"], "learning_rate?": float,
             "min_learning_rate?": float | None, "schedule?": str,
             "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float,
+            "warmup_samples?": _COUNT | None, "decay_samples?": _COUNT | None,
+            "warmup_fraction?": float | None,
             "beta1?": float, "beta2?": float,
             "epsilon?": float, "momentum?": float,
         },
@@ -72,13 +77,28 @@ _RUN = _checker("run", _TYPES)
 
 
 def new_run(
-    optimizer: str, *, step: int, updates: int, scale: Mapping[str, Any], consumed_samples: int = 0
+    optimizer: str,
+    *,
+    step: int,
+    updates: int,
+    scale: Mapping[str, Any],
+    consumed_samples: int = 0,
+    updated_samples: int | None = None,
 ) -> dict[str, Any]:
     """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss
-    scale.
+    scale. updated_samples: those of the updates, estimated if None. Steps beyond ``updates`` were
+    skipped.
     """
+    if updated_samples is None:
+        updated_samples = consumed_samples * min(updates, step) // max(step, 1)
+    state = TrainState(
+        step=step,
+        consumed_samples=consumed_samples,
+        updated_samples=updated_samples,
+        skipped_steps=max(step - updates, 0),
+    )
     return {
-        "state": TrainState(step=step, consumed_samples=consumed_samples).to_dict(),
+        "state": state.to_dict(),
         "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),
         "config": {"optimizer": {"name": optimizer}},
     }

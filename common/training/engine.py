@@ -10,6 +10,7 @@ from typing import Any
 from common.dataset import Batch, Tokens
 from common.training.checkpoint_writer import Snapshot
 from common.training.outliers import NO_LIMITS, Limits
+from common.training.schedule import Schedule
 from common.training.start import Start
 from common.training.state import TrainState
 
@@ -23,6 +24,7 @@ class StepResult:
     grad_norm: float
     """Global gradient norm before clipping, without the loss scale."""
     learning_rate: float
+    """Rate of this update, or of the one that was skipped."""
     loss_scale: float
     skipped: bool
     """Whether the weights did not change, because the gradient was not finite or beyond the limits.
@@ -34,8 +36,8 @@ class Engine(ABC):
 
     steps_per_run: int
     """Preferred number of steps in a call of ``run``: 1, or the sink size of a graph that loops."""
-    rate_factor: float = 1.0
-    """Factor of the learning rate, lowered by rewinds."""
+    schedule: Schedule
+    """Learning rate of the next update, set by ``begin``."""
 
     @abstractmethod
     def begin(self, start: Start) -> TrainState:

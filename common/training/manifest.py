@@ -74,6 +74,7 @@ class _Checked(BaseModel):
 class _State(_Checked):
     step: Count = 0
     consumed_samples: Count = 0
+    updated_samples: Count = 0
     sample_hash: str = ""
     skipped_steps: Count = 0
     skipped_in_a_row: Count = 0

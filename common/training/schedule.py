@@ -1,31 +1,39 @@
-"""Learning rate as a pure function of the step, the same for both backends."""
+"""Place of a run in its learning-rate schedule, and the rate of the next update."""
 
 from __future__ import annotations
 
-import math
-
 from common.config.resolved import TimedOptimizer
+from common.parallel.learning_rate import learning_rate
+from common.training.state import TrainState
 
 
-def learning_rate(optimizer: TimedOptimizer, step: int) -> float:
-    """Return the learning rate of an optimizer step; the first step is 1.
+class Schedule:
+    """Schedule that moves with the updates that are made, and not with steps that are skipped."""
 
-    Linear warm-up reaches the peak at ``warmup_steps``. The decay reaches ``min_learning_rate`` at
-    ``decay_steps`` and stays there.
-    """
-    peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
-    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
-    if step <= warmup:
-        return peak * step / warmup
-    if optimizer.schedule == "constant":
-        return peak
-    if step >= decay:
-        return floor
-    progress = (step - warmup) / (decay - warmup)
-    if optimizer.schedule == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        shape = math.pow(
-            1.0 - progress, optimizer.power if optimizer.schedule == "polynomial" else 1.0
+    def __init__(self, optimizer: TimedOptimizer, state: TrainState) -> None:
+        self._optimizer = optimizer
+        self.factor = state.rate_factor
+        """Factor of the learning rate, lowered by rewinds."""
+        self._position = optimizer.schedule_start + (
+            state.updated_samples if self._by_samples else state.step - state.skipped_steps
         )
-    return floor + (peak - floor) * shape
+
+    @property
+    def _by_samples(self) -> bool:
+        return self._optimizer.schedule_unit == "samples"
+
+    def rate(self) -> float:
+        """Return the learning rate of the next update."""
+        return self.rates(1)[0]
+
+    def rates(self, count: int, samples: int = 0) -> list[float]:
+        """Return the rates of the next ``count`` updates, each with so many samples."""
+        step = samples if self._by_samples else 1
+        return [
+            self.factor * learning_rate(self._optimizer, self._position + number * step)
+            for number in range(count)
+        ]
+
+    def advance(self, samples: int) -> None:
+        """Move on after an update with so many samples."""
+        self._position += samples if self._by_samples else 1

@@ -55,7 +55,6 @@ class Session:
         config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
         state = engine.begin(self.start)
         state.sample_hash = state.sample_hash or self.data.fingerprint
-        engine.rate_factor = state.rate_factor
         self._require_equal_ranks(engine, state)
         announce(config, self.data, device.name, engine.kernels(), self.start, state)
         while True:
@@ -67,7 +66,7 @@ class Session:
                 self.start = self._start_before(needed.state)
                 state = engine.begin(self.start)
                 go_back(config, state, needed.state)
-                engine.rate_factor = state.rate_factor
+                engine.schedule.factor = state.rate_factor
         record_memory(
             folder,
             self.world,

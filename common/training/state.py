@@ -18,6 +18,8 @@ class TrainState:
     """Position in the order of samples, those left out included."""
     sample_hash: str = ""
     """Running hash of the samples read, equal under every layout and on both frameworks."""
+    updated_samples: int = 0
+    """Samples of the steps that were not skipped."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     losses: list[float] = field(default_factory=list)
@@ -42,7 +44,7 @@ class TrainState:
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
         """Create a state. Raises KeyError, TypeError or ValueError for an invalid state.
 
-        Fields missing from older checkpoints are empty.
+        Fields missing from older checkpoints are empty, and samples of updates are estimated.
         """
         state = cls(
             **{
@@ -59,7 +61,18 @@ class TrainState:
             raise ValueError(
                 f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms"
             )
+        if "updated_samples" not in values and state.step:
+            made = state.step - state.skipped_steps
+            state.updated_samples = state.consumed_samples * made // state.step
         return state
 
 
-_LATER = ("losses", "grad_norms", "is_outlier", "left_out", "rewinds", "rate_factor")
+_LATER = (
+    "updated_samples",
+    "losses",
+    "grad_norms",
+    "is_outlier",
+    "left_out",
+    "rewinds",
+    "rate_factor",
+)

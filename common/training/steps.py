@@ -135,6 +135,7 @@ class Steps:
             state.step += 1
             state.consumed_samples = batch.consumed_samples
             state.sample_hash = batch.sample_hash
+            state.updated_samples += 0 if result.skipped else batch.samples
             state.skipped_steps += result.skipped
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped else 0
             outlier = record_outlier(

@@ -10,6 +10,7 @@ from typing import Any
 from common.dataset import Blend
 from common.errors import CheckpointError
 from common.log import LOG, listed
+from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.ramp import describe_ramp
 from common.parallel.resolved_run import TrainingRun
 from common.training.checkpoint import find_checkpoint
@@ -31,7 +32,7 @@ def announce(
 ) -> None:
     """Log the arithmetic of the run before its first step, in the style of its log."""
     use_style(config)
-    model, train, optimizer = config.model, config.train, config.optimizer
+    model, train = config.model, config.train
     rows = config.vocab_rows
     padding = f", padded to {rows}" if rows != model.vocab_size else ""
     LOG.info(
@@ -51,12 +52,14 @@ def announce(
     epochs = config.batch_sizes.samples_after(train.max_steps) / data.samples_per_epoch
     LOG.info(
         f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
-        f" samples{overlap}; {optimizer.schedule} schedule to step {optimizer.decay_steps}, warm-up"
-        f" {optimizer.warmup_steps}"
+        f" samples{overlap}"
     )
     blend = _describe_blend(config, data)
     if blend is not None:
         LOG.info(f"blend: {blend}")
+    LOG.info(f"schedule: {describe_schedule(config.optimizer)}")
+    for warning in schedule_warnings(config):
+        LOG.warning(warning)
     LOG.info(
         f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
     )

@@ -20,7 +20,6 @@ from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
-from common.training.schedule import learning_rate
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
@@ -108,10 +107,9 @@ class SemiAutoEngine(BaseEngine):
 
     def _train_step(self, tokens: Tokens) -> QueuedStep:
         self.step += 1
-        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
-        ops.assign(self._step.rate, Tensor(rate, ms.float32))
         self._step.set_train()
-        return (rate, *self._step(*inputs_and_targets(tokens)))
+        result: QueuedStep = self._step(*inputs_and_targets(tokens))
+        return result
 
     def _share_embedding(self) -> None:
         """Give the first stage's table to the last: a training graph sends it along, one without a

@@ -333,10 +333,13 @@ class TrainingStep(nn.Cell):
         )
         self.master = SplitMaster(own)
         self.optimizer: Optimizer = build_optimizer(
-            self.master, config.optimizer, loss_scale, GradientNorm(list(own), config, rank)
+            self.master,
+            config.optimizer,
+            loss_scale,
+            GradientNorm(list(own), config, rank),
+            rates=config.train.sink_size,
         )
         self.loss_scale, self.scale = loss_scale, loss_scale.value
-        self.rate = Parameter(Tensor(0.0, ms.float32), name="rate", requires_grad=False)
         self.limits = Parameter(Tensor((0.0, 0.0), ms.float32), name="limits", requires_grad=False)
         self.network = _in_micro_batches(network, config)
         # parameters of all stages, from which each rank's compiler takes its own
@@ -349,7 +352,7 @@ class TrainingStep(nn.Cell):
         )
 
     def construct(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rate, limits = self.rate * 1.0, self.limits * 1.0
+        limits = self.limits * 1.0
         loss = self.network(ids, targets)
         slope = ops.ones_like(loss) * ops.cast(self.scale, loss.dtype)
         gradients = self.grad(self.network, self.weights)(ids, targets, slope)
@@ -366,7 +369,7 @@ class TrainingStep(nn.Cell):
                 if self.accumulates
                 else gradient,
             )
-        result: tuple[Tensor, Tensor, Tensor, Tensor] = self.optimizer(rate, limits, loss, *found)
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = self.optimizer(limits, loss, *found)
         return result
 
 

@@ -226,7 +226,7 @@ def judge_stand(
 
 KNOWN = (
     ("state", "step"), ("state", "consumed_samples"), ("state", "sample_hash"),
-    ("state", "skipped_steps"), ("state", "skipped_in_a_row"),
+    ("state", "skipped_steps"), ("state", "skipped_in_a_row"), ("state", "updated_samples"),
     ("state", "losses"),
     ("state", "grad_norms"), ("engine", "optimizer_steps"), ("engine", "loss_scale"),
     ("engine", "loss_scale", "value"), ("engine",
@@ -324,7 +324,9 @@ def _as_written(
     for key, value in stand.state.items():
         if key in words["state"] and not same(words["state"][key], value):
             return f"state.{key} was written as {words['state'][key]!r} and read as {value!r}"
-    for key in ("step", "consumed_samples", "skipped_steps", "skipped_in_a_row"):
+    for key in (
+        "step", "consumed_samples", "updated_samples", "skipped_steps", "skipped_in_a_row",
+    ):  # fmt: skip
         if type(stand.state[key]) is not int or stand.state[key] < 0:
             return f"state.{key} is {stand.state[key]!r}"
     if type(stand.engine["optimizer_steps"]) is not int or not stand.engine["optimizer_steps"] >= 0:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 os.environ.setdefault("GLOG_v", "3")
@@ -136,6 +137,46 @@ def test_steps_in_flight_and_pynative_change_nothing() -> None:
     finally:
         ms.set_context(mode=ms.GRAPH_MODE)
     np.testing.assert_allclose([row[:2] for row in eager], [row[:2] for row in one[:3]], rtol=1e-5)
+
+
+def test_rates_follow_updates_that_the_host_does_not_know() -> None:
+    """The device skips steps and takes the rates of a linear warm-up and decay: weights are those
+    of torch's plain SGD with these rates.
+    """
+    config = make_config(
+        loss_scale={"mode": "dynamic", "initial": 2.0**66, "factor": 2.0**8, "window": 3},
+        optimizer={
+            "name": "sgd",
+            "learning_rate": 0.3,
+            "warmup_steps": 2,
+            "schedule": "linear",
+            "clip_grad": 0.0,
+        },
+        train__sink_size=8,
+    )
+    engine, reference = make_engine(config), make_torch_engine(config)
+    found = engine.run(iter(batches(8)), 8)
+    skipped = [result.skipped for result in found]
+    assert skipped[:1] == [True] and 1 < sum(skipped) < 5
+    made = [result.learning_rate for result in found if not result.skipped]
+    shares = [0.0, 0.5, *(1 - number / 6 for number in range(6))]
+    assert made == pytest.approx([0.3 * share for share in shares[: len(made)]])
+    assert int(engine.optimizer.place.asnumpy()) == len(made)
+    plain = [tensor.requires_grad_() for tensor in reference.master.tensors.values()]
+    optimizer = torch.optim.SGD(plain)
+    for result, batch in zip(found, batches(8), strict=True):
+        if result.skipped:
+            continue
+        optimizer.param_groups[0]["lr"] = 0.3 * shares.pop(0)
+        optimizer.zero_grad()
+        ids = torch.from_numpy(batch.tokens.astype(np.int64))
+        (reference.model.loss_sum(ids[:, :-1], ids[:, 1:]) / 64).backward()
+        optimizer.step()
+    for name, tensor in reference.master.tensors.items():
+        wanted = tensor.detach().numpy()
+        np.testing.assert_allclose(
+            engine.master.tensors[name].asnumpy(), wanted, rtol=0, atol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch_gpt2.train
 from common.config.load import build_config
 from common.resolve.derive import resolve_config
 from tests.ranks import run_ranks
-from tests.torch_gpt2.test_ramp import SIZES, STEPS, make_tree, require_equal, rows_of
+from tests.torch_gpt2.test_ramp import BY_SAMPLES, SIZES, STEPS, make_tree, require_equal, rows_of
 from tests.torch_gpt2.test_train import assert_same_run
 
 
@@ -26,11 +26,13 @@ def test_a_run_equals_torchs(tmp_path: Path, corpus_prefix: Path) -> None:
     """float32 on other kernels: 1e-5, as tests/parity/test_one_device.py."""
 
     def config(name: str, **changes: Any) -> Any:
-        keys = {"model__num_layers": 1, "validation__max_samples": 2, **changes}
+        keys = {"model__num_layers": 1, "validation__max_samples": 2, **BY_SAMPLES, **changes}
         return resolve_config(build_config(make_tree(tmp_path / name, corpus_prefix, **keys)))
 
     torch_gpt2.train.train(config("torch"))
-    mindformers_gpt2.train.train(config("run", backend="mindspore", train__rampup_batch_size=STEPS))
+    # three steps in flight, in which the size changes
+    changes = {"train__rampup_batch_size": STEPS, "train__sink_size": 3}
+    mindformers_gpt2.train.train(config("run", backend="mindspore", **changes))
     require_equal(tmp_path / "run", tmp_path / "torch", 1e-5)
     assert [row["global_batch_size"] for row in rows_of(tmp_path / "run")] == SIZES
 

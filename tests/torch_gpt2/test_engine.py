@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import Batch
+from common.parallel.learning_rate import learning_rate
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.engine import StepResult
 from common.training.outliers import Limits
-from common.training.schedule import learning_rate
 from common.training.start import Start
 from common.training.state import TrainState
 from common.weights.names import decays
@@ -129,7 +129,7 @@ def plain_loop(
         limit = optimizer_config.clip_grad or float("inf")
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(optimizer_config, step)
+            group["lr"] = learning_rate(optimizer_config, step - 1)
         optimizer.step()
         losses.append(loss.item())
     return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}

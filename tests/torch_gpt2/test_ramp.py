@@ -34,6 +34,13 @@ STEPS = [[0, 4], [12, 8], [25, 12]]
 """Sizes of RAMP by their first samples."""
 
 
+BY_SAMPLES = {
+    "optimizer__warmup_steps": None,
+    "optimizer__warmup_samples": 16,
+    "optimizer__decay_samples": 64,
+}
+
+
 def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "output_dir": str(folder),
@@ -85,9 +92,14 @@ def test_a_run_equals_a_plain_loop(
     ramp: Any, start: Any, corpus_prefix: Path, tmp_path: Path
 ) -> None:
     """float32 sums of micro batches in another order: 1e-6."""
-    rows = rows_of(start("run", logging__style="megatron", train__rampup_batch_size=ramp))
+    changes = {"train__rampup_batch_size": ramp, **BY_SAMPLES}
+    rows = rows_of(start("run", logging__style="megatron", **changes))
     assert [row["global_batch_size"] for row in rows] == SIZES
     assert [row["consumed_samples"] for row in rows] == np.cumsum(SIZES).tolist()
+    before = np.cumsum([0, *SIZES[:-1]])  # 0 4 8 12 20 28 40 52: the schedule counts samples
+    down = 0.5 + 0.5 * np.cos(np.pi * (before - 16) / 48)
+    expected = 0.05 * np.where(before <= 16, before / 16, down)
+    assert [row["learning_rate"] for row in rows] == pytest.approx(expected.tolist())
 
     config = resolve_length(
         resolve_config(build_config(make_tree(tmp_path / "loop", corpus_prefix))), 1000
@@ -137,11 +149,11 @@ def test_the_order_of_samples_is_that_of_a_constant_batch(corpus_prefix: Path) -
     np.testing.assert_array_equal(np.concatenate([batch.tokens for batch in found]), wanted)
 
 
-@pytest.mark.parametrize("stop", [1, 4])
-def test_a_resume_within_the_ramp_equals_no_interruption(start: Any, stop: int) -> None:
+@pytest.mark.parametrize(("stop", "unit"), [(1, "steps"), (4, "samples")])
+def test_a_resume_within_the_ramp_equals_no_interruption(start: Any, stop: int, unit: str) -> None:
     """Bit for bit, with dropout and Adam."""
     keys: dict[str, Any] = {
-        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 8},
+        "optimizer": {"learning_rate": 0.01, f"warmup_{unit}": 2, f"decay_{unit}": 8},
         "model__dropout": 0.1,
     }
     whole, parts = start("whole", **keys), start("parts", train__max_steps=stop, **keys)

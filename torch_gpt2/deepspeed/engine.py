@@ -34,7 +34,6 @@ from common.training.checkpoint_reader import CheckpointReader
 from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.schedule import learning_rate
 from common.training.state import TrainState
 from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
@@ -98,7 +97,7 @@ class DeepSpeedEngine(BaseEngine):
         """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too
         late.
         """
-        return [self._train_step(next(batches).tokens) for _ in range(steps)]
+        return [self._train_step(next(batches)) for _ in range(steps)]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
@@ -196,14 +195,15 @@ class DeepSpeedEngine(BaseEngine):
             self._state.fill_moments(itertools.chain([first], moments), optimizer_steps)
             self.updates = max(optimizer_steps, 1)
 
-    def _train_step(self, tokens: Tokens) -> StepResult:
+    def _train_step(self, batch: Batch) -> StepResult:
         self.step += 1
-        scale = self.loss_scale.value
-        rate = self.rate_factor * learning_rate(self.config.optimizer, self.step)
-        loss, norm = self._update(tokens, rate, scale)
+        scale, rate = self.loss_scale.value, self.schedule.rate()
+        loss, norm = self._update(batch.tokens, rate, scale)
         # -1 is how some of DeepSpeed's optimizers say that it is not
         finite = math.isfinite(norm) and norm >= 0
-        self.updates += finite
+        if finite:
+            self.updates += 1
+            self.schedule.advance(batch.samples)
         self.loss_scale.update(finite)
         return StepResult(
             loss=loss,

@@ -40,6 +40,10 @@ MARKS = frozenset({
 
 _ORDER = "documents and windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
+_COSINE = "CosineAnnealingWithWarmupDecay"
+"""Schedule that begins at last_epoch=0, and that Paddle's LRScheduler steps once as it is made
+(ppfleetx/optims/lr_scheduler.py). The others begin at -1.
+"""
 _NOT_HERE = "is not in this version; leave the section out"
 END_OF_TEXT = 50256
 """Id of the end of text in the tokenizer that FleetX has for GPT."""
@@ -259,6 +263,8 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     theirs, ours = Theirs(SYSTEM, tree, sources, _defaults(tree)), Translation()
     ours.set("logging.style", "fleetx")
     ours.set("data.eod_mask_loss", True)  # GPTDataset: no loss where the input is the end of text
+    if theirs.peek("Optimizer.lr.name", _COSINE) == _COSINE:
+        ours.set("optimizer.schedule_start", 1)
     for section in (
         _checkpoint, _layout, _validation, _batch, _precision, _model, _evaluation, _profile,
         quantization.translate,

@@ -23,7 +23,7 @@ _KERNELS = "the fastest kernels and collectives that the device has are taken"
 _LOGGED = "metrics.jsonl and TensorBoard have the figures of every step"
 _LAUNCHED = "the launcher says it"
 _OTHER = "it is for another model or another task"
-_IN_STEPS = "give it in steps"
+_IN_SAMPLES = "give it in iterations or samples"
 _ONE_EXPERT = "there is one expert"
 _NOT_HERE = "is not in this version; leave the flag out"
 HELD = "a checkpoint holds all that a run resumes from; leave the flag out"
@@ -136,6 +136,8 @@ TABLE: Table = {
     one_of(cosine="cosine", linear="linear", constant="constant")),
     "lr_decay_iters": To("optimizer.decay_steps"),
     "lr_warmup_iters": To("optimizer.warmup_steps"),
+    "lr_decay_samples": To("optimizer.decay_samples"),
+    "lr_warmup_samples": To("optimizer.warmup_samples"),
     "lr_warmup_fraction": To("optimizer.warmup_fraction", number),
     "warmup": Only((), "give --lr-warmup-fraction"),
     "weight_decay": To("optimizer.weight_decay", number),
@@ -144,8 +146,7 @@ TABLE: Table = {
     "adam_eps": To("optimizer.epsilon", number),
     "sgd_momentum": To("optimizer.momentum", number),
     "clip_grad": To("optimizer.clip_grad", lambda norm: max(0.0, number(norm))),
-    **{name: Only((), _IN_STEPS) for name in ("lr_decay_samples", "lr_decay_tokens",
-    "lr_warmup_samples", "lr_warmup_tokens")},
+    **{name: Only((), _IN_SAMPLES) for name in ("lr_decay_tokens", "lr_warmup_tokens")},
     **{name: Without("a resumed run takes the schedule of its configuration") for name in (
         "override_lr_scheduler", "override_opt_param_scheduler")},
     "lr_warmup_init": Only((0, 0.0), "the warm-up begins at 0; leave the flag out"),

@@ -146,6 +146,11 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
     if samples is not None and length is not None:
         where = theirs.where("train_samples")
         ours.set("train.max_tokens", samples * length, where, "train_samples")
+        # the schedule counts samples too, unless flags of older scripts say iterations
+        if not any(
+            theirs.peek(f"lr_{name}") for name in ("decay_samples", "decay_iters", "warmup_iters")
+        ):
+            ours.set("optimizer.decay_samples", samples, where, "train_samples")
 
 
 def _validation(theirs: Theirs, ours: Translation) -> None:

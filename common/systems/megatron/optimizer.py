@@ -129,10 +129,13 @@ def _counted(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
                 0, hysteresis - int(saved.scaler.get("hysteresis_tracker", hysteresis))
             ),
         }
+    scheduler = shards.first.tree.get("opt_param_scheduler")  # it counts samples of updates
+    counted = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
     return new_run(
         "sgd" if "momentum_buffer" in saved.moments else "adamw",
         step=step,
         updates=step if saved.steps is None else int(saved.steps),
         scale=scale,
         consumed_samples=int(getattr(args, "consumed_train_samples", None) or 0),
+        updated_samples=None if counted is None else int(counted),
     )

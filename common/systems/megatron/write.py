@@ -286,17 +286,27 @@ def _scheduler(run: Any) -> dict[str, Any]:
     """
     config, train = run["config"]["optimizer"], run["config"].get("train", {})
     batch = train.get("global_batch_size")
-    needed = ("decay_steps", "learning_rate", "min_learning_rate", "schedule", "weight_decay")
+    needed = ("learning_rate", "min_learning_rate", "schedule", "weight_decay")
     if batch is None or any(config.get(name) is None for name in needed):
         return {}
-    decay, sizes = config["weight_decay"], batch_sizes(batch, train.get("rampup_batch_size"))
+    sizes = batch_sizes(batch, train.get("rampup_batch_size"))
+
+    def samples(name: str) -> int | None:
+        steps = config.get(f"{name}_steps")
+        return config.get(f"{name}_samples") or (steps and sizes.samples_after(steps))
+
+    end, decay = samples("decay"), config["weight_decay"]
+    if end is None:
+        return {}
+    warmup = samples("warmup") or (config.get("warmup_fraction") or 0) * end
+    state = run["state"]
     return {
         "opt_param_scheduler": {
             "max_lr": config["learning_rate"], "min_lr": config["min_learning_rate"],
             "lr_decay_style": config["schedule"],
-            "lr_warmup_steps": sizes.samples_after(config.get("warmup_steps") or 0),
-            "lr_decay_steps": sizes.samples_after(config["decay_steps"]),
-            "num_steps": run["state"]["consumed_samples"], "start_wd": decay, "end_wd": decay,
+            "lr_warmup_steps": warmup, "lr_decay_steps": end,
+            "num_steps": state.get("updated_samples", state["consumed_samples"]),
+            "start_wd": decay, "end_wd": decay,
             "wd_incr_style": "constant",
             "wd_incr_steps": 0,
         }

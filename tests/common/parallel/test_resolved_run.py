@@ -47,11 +47,7 @@ def test_a_copy_computes_again() -> None:
 def test_the_length_makes_it_a_training_run() -> None:
     run = resolve_length(resolve_config(written(), world_size=4), samples_per_epoch=40)
     assert isinstance(run, TrainingRun)
-    assert (run.train.max_steps, run.optimizer.warmup_steps, run.optimizer.decay_steps) == (
-        10,
-        5,
-        10,
-    )
+    assert (run.train.max_steps, run.optimizer.warmup, run.optimizer.decay) == (10, 5, 10)
 
 
 def test_it_is_written_and_read_as_a_config() -> None:

@@ -400,6 +400,20 @@ def text(plan: Plan, config: RunConfig, **options: Any) -> list[str]:
     return describe_plan(plan, config, **options).splitlines()
 
 
+def test_a_plan_warns_of_a_schedule_that_the_run_does_not_reach() -> None:
+    """The warm-up of FleetX's preset is 3,600 steps, and its end step 360,000."""
+    for steps, warning in (
+        (1000, "(1,000): the rate reaches 28% of its peak; set optimizer.warmup_fraction"),
+        (10_000, "is far beyond the run (10,000 steps): its last update has 100% of the peak rate"),
+        (500_000, "before the end of the run (500,000 steps): the last 140,000 steps train at 20%"),
+    ):
+        config = preset("run_gpt2_345m_fleetx", f"train.max_steps={steps}")
+        found = [line for line in text(make_plan(config), config) if "warning: " in line]
+        assert len(found) == 1 and warning in found[0], found
+    config = preset("run_gpt2_345m_fleetx")
+    assert not [line for line in text(make_plan(config), config) if "warning: " in line]
+
+
 def test_text_of_mindformers_13b() -> None:
     config = preset("run_gpt2_13b")
     lines = text(make_plan(config), config)
@@ -409,6 +423,10 @@ def test_text_of_mindformers_13b() -> None:
         " 196,608 tokens a step" in lines
     )
     assert "model: 12,848,143,360 parameters; vocabulary 50257, padded to 50432" in lines
+    assert (
+        "schedule: polynomial to the last step, warm-up 2,000 steps, learning rate 5e-05, at the"
+        " end 1e-06" in lines
+    )
     assert "pipeline: 1f1b; each stage waits 11% of a step for the others" in lines  # 3 of 27
     assert " ".join(lines[-32].split()) == "0 0 0 0 0-1 0 2 4 6 0 8 16 24 0 24"
     assert " ".join(lines[-20].split()) == "12 1 2 0 12-13 8 10 12 14 4 12 20 28 -"

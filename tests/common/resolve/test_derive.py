@@ -77,6 +77,14 @@ def test_derived_values_are_filled_in() -> None:
             "optimizer.min_learning_rate=0.5 is above optimizer.learning_rate=0.1",
         ),
         (
+            {"optimizer__warmup_samples": 0, "optimizer__warmup_fraction": 0.1},
+            "optimizer.warmup_samples=0 and optimizer.warmup_fraction=0.1 both set the warm-up",
+        ),
+        (
+            {"optimizer__warmup_steps": 5, "optimizer__decay_samples": 90},
+            "optimizer.warmup_steps=5 and optimizer.decay_samples=90 count in two units; give",
+        ),
+        (
             {"optimizer__warmup_steps": 1, "optimizer__warmup_fraction": 0.1},
             "both set the warm-up",
         ),
@@ -119,8 +127,8 @@ def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -
         resolve_config(config(optimizer__warmup_fraction=0.1, **changes)), samples_per_epoch=100
     )
     assert resolved.train.max_steps == steps
-    assert resolved.optimizer.decay_steps == steps
-    assert resolved.optimizer.warmup_steps == int(0.1 * steps)
+    assert resolved.optimizer.decay == resolved.optimizer.decay_steps == steps
+    assert resolved.optimizer.warmup == 0.1 * steps  # a fraction of a step too, as Megatron
 
 
 def test_a_length_that_nobody_can_count_is_refused() -> None:
@@ -199,6 +207,13 @@ def test_warm_up_beyond_the_end() -> None:
         ).optimizer.decay_steps
         == 11
     )
+
+
+def test_a_schedule_in_samples_ends_with_the_samples_of_the_run() -> None:
+    changes = {"optimizer__warmup_steps": 0, "optimizer__warmup_samples": 3}
+    found = resolve_length(resolve_config(config(**changes)), samples_per_epoch=100)
+    assert (found.optimizer.decay_samples, found.optimizer.decay_steps) == (20, None)
+    assert (found.optimizer.warmup, found.train.max_steps) == (3, 10)
 
 
 def test_vocabulary_against_the_tokenizer() -> None:

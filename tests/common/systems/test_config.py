@@ -18,6 +18,7 @@ import run_gpt2
 from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten, load_config
 from common.errors import ConfigError
+from common.parallel.learning_rate import learning_rate
 from common.resolve.derive import resolve_config, resolve_length, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
@@ -456,6 +457,40 @@ def test_load_and_finetune_of_megatron(text: str) -> None:
         return
     found = megatron_of(f"--train-iters 5 {text}").config.checkpoint
     assert {key: getattr(found, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "warmup", "decay"),
+    [
+        ("", 0, 10_000),
+        ("--lr-warmup-fraction 0.1", 1000, 10_000),
+        ("--lr-warmup-samples 320 --lr-decay-samples 8000", 320, 8000),
+        ("--lr-warmup-fraction 0.1 --lr-decay-samples 8000", 800, 8000),
+    ],
+)
+def test_megatrons_schedule_counts_samples(given: str, warmup: int, decay: int) -> None:
+    """The end is that of the samples to train on, and a fraction is of the end, as in
+    get_optimizer_param_scheduler of its training.py.
+    """
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3"
+    batch = "--micro-batch-size 8 --global-batch-size 32 --rampup-batch-size 8 8 1000"
+    words = [*f"{model} {batch} --train-samples 10000 {given}".split()]
+    config = resolve_length(resolve_config(open_flags("megatron", words).config), 100)
+    assert config.optimizer.schedule_unit == "samples"
+    assert (config.optimizer.warmup, config.optimizer.decay) == (warmup, decay)
+    if "fraction 0.1" in given and decay == 10_000:
+        rates = [
+            learning_rate(config.optimizer, config.batch_sizes.samples_after(updates))
+            for updates in (10, 36, 100)
+        ]  # of megatron-core 0.16.1's OptimizerParamScheduler after as many updates
+        assert rates == pytest.approx([8e-5, 2.88e-4, 9.17e-4], rel=1e-3)
+
+
+def test_fleetx_schedule_begins_where_paddle_has_stepped_it() -> None:
+    path = ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"
+    for name, start in (("CosineAnnealingWithWarmupDecay", 1), ("LinearDecayWithWarmup", 0)):
+        config = open_config(path, [f"Optimizer.lr.name={name}"]).config
+        assert config.optimizer.schedule_start == start
 
 
 def test_oneflows_flags_are_the_preset() -> None:

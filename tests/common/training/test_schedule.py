@@ -1,118 +1,243 @@
-"""Schedules against transformers' lambdas and closed forms; the loss scale against torch's
-and Megatron's.
+"""Rates of 30 updates beside Megatron's scheduler, transformers' and MindSpore's optimizer; text
+and warnings.
 """
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from common.config.schema import LossScaleConfig, OptimizerConfig
-from common.training.loss_scale import LossScale
-from common.training.schedule import learning_rate
+from common.config.load import build_config
+from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
+from common.parallel.resolved_run import TrainingRun
+from common.resolve.derive import resolve_config, resolve_length
+from common.training.schedule import Schedule
+from common.training.state import TrainState
+
+UPDATES = 30
+SKIPPED = (0, 1, 2, 7, 20, 33)
+"""Attempts that float16 skips: the first ones, and some on the way."""
+RAMP = [4, 4, 60]
+"""From 4 to 16 samples within the first 60."""
 
 
-def config(**changes: object) -> OptimizerConfig:
-    return OptimizerConfig.model_validate(
-        {"learning_rate": 0.5, "warmup_steps": 10, "decay_steps": 110, **changes}
+def make_run(train: dict[str, Any] | None = None, **optimizer: Any) -> TrainingRun:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8}
+    tree = {
+        "output_dir": "output",
+        "model": {**sizes, "vocab_size": 11},
+        "train": {"max_steps": UPDATES, "global_batch_size": 16, "micro_batch_size": 1}
+        | (train or {}),
+        "optimizer": {"learning_rate": 0.1, "min_learning_rate": 0.001, **optimizer},
+        "data": {"train": "corpus"},
+    }
+    return resolve_length(resolve_config(build_config(tree)), 100)
+
+
+def attempts(run: TrainingRun, skipped: tuple[int, ...] = ()) -> Iterator[tuple[int, bool]]:
+    """Yield the samples of each step, and whether its update is made, up to the last update."""
+    consumed = updates = number = 0
+    while updates < UPDATES:
+        samples, made = run.batch_sizes.at(consumed), number not in skipped
+        yield samples, made
+        consumed, updates, number = consumed + samples, updates + made, number + 1
+
+
+def ours(run: TrainingRun, skipped: tuple[int, ...] = ()) -> list[float]:
+    """Return the rates of the updates."""
+    schedule, rates = Schedule(run.optimizer, TrainState()), []
+    for samples, made in attempts(run, skipped):
+        if made:
+            rates.append(schedule.rate())
+            schedule.advance(samples)
+    return rates
+
+
+BY_STEPS: dict[str, Any] = {"warmup_steps": 4, "decay_steps": 20}
+BY_SAMPLES: dict[str, Any] = {"warmup_samples": 50, "decay_samples": 300}
+
+
+@pytest.mark.parametrize("skipped", [(), SKIPPED], ids=["all made", "some skipped"])
+@pytest.mark.parametrize("style", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(
+    ("given", "ramp"),
+    [
+        (BY_STEPS, None),
+        (BY_STEPS | {"warmup_steps": 0}, None),
+        ({"warmup_fraction": 0.13, "decay_steps": 20}, None),  # 2.6 steps
+        (BY_SAMPLES, None),
+        (BY_SAMPLES, RAMP),
+        ({"warmup_fraction": 0.13, "decay_samples": 300}, RAMP),
+    ],
+    ids=["steps", "no warm-up", "fraction", "samples", "samples and ramp", "fraction and ramp"],
+)
+def test_rates_are_megatrons(
+    given: dict[str, Any], ramp: list[int] | None, style: str, skipped: tuple[int, ...]
+) -> None:
+    """Megatron's train_step: the optimizer, then the schedule by the samples of the step if that
+    was successful. Lengths in iterations are multiplied by the batch, as in get_optimizer_param_
+    scheduler of megatron/training/training.py.
+    """
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    torch = pytest.importorskip("torch")
+    run = make_run({"rampup_batch_size": ramp}, schedule=style, **given)
+    unit = 16 if "decay_steps" in given else 1
+    decay = unit * given.get("decay_steps", given.get("decay_samples"))
+    warmup = given.get("warmup_fraction", 0) * decay or unit * given.get(
+        "warmup_steps", given.get("warmup_samples", 0)
     )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    theirs = module.OptimizerParamScheduler(
+        optimizer, 0.0, 0.1, 0.001, warmup, decay, style, 0.0, 0.0, decay, "constant"
+    )
+    expected = []
+    for samples, made in attempts(run, skipped):
+        if made:
+            expected.append(optimizer.param_groups[0]["lr"])
+            theirs.step(samples)
+    assert ours(run, skipped) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert len(set(expected)) > (1 if style == "constant" else 8) or not warmup
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "constant"])
-def test_equal_to_transformers(schedule: str) -> None:
+@pytest.mark.parametrize("style", ["cosine", "linear", "polynomial", "constant"])
+def test_rates_are_transformers(style: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    make = {
-        "cosine": lambda: transformers.get_cosine_schedule_with_warmup(optimizer, 10, 110),
-        "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, 10, 110),
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = {
+        "cosine": lambda: transformers.get_cosine_schedule_with_warmup(optimizer, 4, UPDATES),
+        "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, 4, UPDATES),
         "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(
-            optimizer, 10, 110, lr_end=0.05, power=2.0
+            optimizer, 4, UPDATES, lr_end=0.05, power=2.0
         ),
-        "constant": lambda: transformers.get_constant_schedule_with_warmup(optimizer, 10),
-    }[schedule]
-    extra = {"min_learning_rate": 0.05, "power": 2.0} if schedule == "polynomial" else {}
-    scheduler = make()
-    for step in range(1, 111):  # beyond the end transformers' cosine rises again, ours stays
+        "constant": lambda: transformers.get_constant_schedule_with_warmup(optimizer, 4),
+    }[style]()
+    expected = []
+    for _ in range(UPDATES):
+        expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-        expected = scheduler.get_last_lr()[0]
-        assert learning_rate(config(schedule=schedule, **extra), step) == pytest.approx(
-            expected, rel=1e-12, abs=1e-15
-        ), step
+    lowest = {"min_learning_rate": 0.05, "power": 2.0} if style == "polynomial" else {}
+    run = make_run(
+        schedule=style, warmup_steps=4, **({"min_learning_rate": 0.0} | lowest)
+    )  # to the last step
+    assert ours(run) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-def test_ends() -> None:
-    ours = config(min_learning_rate=0.1)
-    assert learning_rate(ours, 1) == pytest.approx(0.05)
-    assert learning_rate(ours, 10) == 0.5
-    assert learning_rate(ours, 60) == pytest.approx(0.3)
-    assert learning_rate(ours, 110) == learning_rate(ours, 999) == 0.1
-    assert learning_rate(config(warmup_steps=0, schedule="constant"), 1) == 0.5
-
-
-def test_dynamic_loss_scale_equals_torch_grad_scaler() -> None:
-    torch = pytest.importorskip("torch")
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**10, growth_factor=2.0, backoff_factor=0.5, growth_interval=3
+@pytest.mark.parametrize("style", ["cosine", "polynomial", "constant"])
+def test_rates_are_those_of_an_optimizer_of_mindspore(style: str) -> None:
+    """Weights of SGD with a gradient of 1 move by the rate: global_step counts from 0. float32."""
+    ms = pytest.importorskip("mindspore")
+    nn = ms.nn
+    schedule = {
+        "cosine": lambda: nn.CosineDecayLR(0.001, 0.1, 20),
+        "polynomial": lambda: nn.PolynomialDecayLR(0.1, 0.001, 20, 2.0),
+        "constant": lambda: nn.WarmUpLR(0.1, 4),
+    }[style]()
+    weight = ms.Parameter(ms.Tensor([0.0], ms.float32), name="weight")
+    optimizer = nn.SGD([weight], learning_rate=schedule)
+    moved = [0.0]
+    for _ in range(UPDATES):
+        optimizer((ms.Tensor([-1.0], ms.float32),))
+        moved.append(float(weight.asnumpy()[0]))
+    run = make_run(
+        schedule=style, power=2.0, decay_steps=20, warmup_steps=4 * (style == "constant")
     )
-    ours = LossScale(LossScaleConfig(mode="dynamic", initial=2.0**10, window=3, minimum=1e-9))
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for finite in [
-        True,
-        True,
-        True,
-        False,
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-        True,
-        True,
-        True,
-        True,
-        False,
-    ]:
-        assert ours.value == scaler.get_scale()
-        scaler.scale(parameter.sum()).backward()
-        parameter.grad.fill_(1.0 if finite else float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
-        ours.update(finite)
+    assert np.cumsum(ours(run)) == pytest.approx(moved[1:], rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 4])
-def test_hysteresis_is_megatrons(hysteresis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 random verdicts beside Megatron-Core's scaler, which would make its tensors on CUDA."""
-    theirs_of = pytest.importorskip("megatron.core.optimizer.grad_scaler").DynamicGradScaler
-    torch = pytest.importorskip("torch")
-    make = torch.tensor
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "tensor", lambda values, dtype, device: make(values, dtype=dtype))
-        theirs = theirs_of(2.0**8, 0.25, 2.0, 0.5, 4, hysteresis)
-    ours = LossScale(
-        LossScaleConfig(
-            mode="dynamic", initial=2.0**8, window=4, minimum=0.25, hysteresis=hysteresis
-        )
+def test_ends_and_another_start() -> None:
+    def rates(*positions: int, **optimizer: Any) -> list[float]:
+        run = make_run(min_learning_rate=0.02, **optimizer)
+        return [learning_rate(run.optimizer, position) for position in positions]
+
+    assert rates(0, 5, 10, 20, 30, 999, warmup_steps=10) == [
+        0.0, 0.05, 0.1, pytest.approx(0.06), 0.02, 0.02,
+    ]  # fmt: skip
+    assert rates(0, 99, schedule="constant") == [0.1, 0.1]
+    assert rates(0, 9, 10, 11, warmup_steps=10, decay_steps=10) == [
+        0,
+        pytest.approx(0.09),
+        0.1,
+        0.02,
+    ]
+    first = make_run(warmup_steps=10)
+    # FleetX's LRScheduler is stepped once when it is made: the n-th update takes f(n)
+    assert ours(make_run(warmup_steps=10, schedule_start=1))[:-1] == ours(first)[1:]
+
+
+def test_a_resumed_run_continues() -> None:
+    state = TrainState(step=12, skipped_steps=5, updated_samples=60, rate_factor=0.5)
+    run = make_run({"rampup_batch_size": RAMP}, **BY_SAMPLES)
+    assert Schedule(run.optimizer, state).rate() == 0.5 * learning_rate(run.optimizer, 60)
+    run = make_run(**BY_STEPS)
+    assert Schedule(run.optimizer, state).rate() == 0.5 * learning_rate(run.optimizer, 7)
+    old = {"step": 12, "skipped_steps": 3, "consumed_samples": 80, "sample_hash": ""}
+    old |= {"skipped_in_a_row": 0}
+    assert TrainState.from_dict(old).updated_samples == 60  # 9 of 12 steps
+
+
+def test_text() -> None:
+    def text(**optimizer: Any) -> str:
+        return describe_schedule(make_run(**optimizer).optimizer)
+
+    assert text(**BY_STEPS) == (
+        "cosine to step 20, warm-up 4 steps, learning rate 0.1, at the end 0.001"
     )
-    seen = set()
-    for finite in np.random.default_rng(hysteresis).random(300) < 0.75:
-        ours.update(bool(finite))
-        theirs.update(not finite)
-        assert ours.value == theirs.scale.item()
-        seen.add(ours.value)
-    assert len(seen) > 5
+    assert text(warmup_fraction=0.13, decay_samples=3000, schedule_start=1) == (
+        "cosine to sample 3,000, warm-up 390 samples, learning rate 0.1, at the end 0.001, the"
+        " first update at 1"
+    )
+    assert text(schedule="constant") == "constant, warm-up 0 steps, learning rate 0.1"
 
 
-def test_hysteresis_minimum_and_static() -> None:
-    scale = LossScale(LossScaleConfig(mode="dynamic", initial=4.0, hysteresis=2, minimum=2.0))
-    values = []
-    for _ in range(5):
-        scale.update(False)
-        values.append(scale.value)
-    assert values == [4.0, 2.0, 2.0, 2.0, 2.0]
-    static = LossScale(LossScaleConfig(mode="static", initial=128.0))
-    static.update(False)
-    assert static.value == 128.0
-    assert LossScale(LossScaleConfig(mode="none")).value == 1.0
+@pytest.mark.parametrize(
+    ("steps", "optimizer", "place", "expected"),
+    [
+        (
+            40,
+            {"warmup_steps": 2000},
+            None,
+            "the warm-up (2,000 steps) is not shorter than the run (40): the rate reaches 2% of its"
+            " peak; set optimizer.warmup_steps",
+        ),
+        (
+            3000,
+            {"decay_steps": 300},
+            "tiny.yaml:29",
+            "optimizer.decay_steps=300 (tiny.yaml:29) is before the end of the run (3,000 steps):"
+            " the last 2,700 steps train at 1% of the peak rate; set optimizer.decay_steps=3000, or"
+            " null for the end of the run",
+        ),
+        (
+            60,
+            {"decay_steps": 480},
+            "tiny.yaml:29",
+            "optimizer.decay_steps=480 (tiny.yaml:29) is far beyond the run (60 steps): its last"
+            " update has 96% of the peak rate; set optimizer.decay_steps=60, or null for the end of"
+            " the run",
+        ),
+        (
+            30,
+            {"decay_samples": 300},
+            "own.yaml:1",
+            "the last 180 samples train at 1% of",
+        ),
+        (30, {"warmup_samples": 480}, None, "the rate reaches 97% of its peak"),
+        (300, {"decay_steps": 300, "warmup_steps": 299}, "tiny.yaml:29", None),
+        (330, {"decay_steps": 300}, "tiny.yaml:29", None),
+        (200, {"decay_steps": 300}, "tiny.yaml:29", None),
+        (3000, {"decay_steps": 300}, None, None),
+        (3000, {"decay_steps": 300, "schedule": "constant"}, "tiny.yaml:29", None),
+    ],
+)
+def test_warnings(
+    steps: int, optimizer: dict[str, Any], place: str | None, expected: str | None
+) -> None:
+    run = make_run({"max_steps": steps}, **optimizer)
+    run.optimizer.note_inherited_end(place)
+    assert [expected in found for found in schedule_warnings(run) if expected] == [True] * bool(
+        expected
+    )
+    assert bool(schedule_warnings(run)) == bool(expected)

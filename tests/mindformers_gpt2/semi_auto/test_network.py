@@ -18,9 +18,9 @@ from mindspore import ops  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
+from common.parallel.learning_rate import learning_rate  # noqa: E402
 from common.parallel.operator_plan import operator_strategies, splits_vocabulary  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
-from common.training.schedule import learning_rate  # noqa: E402
 from common.training.start import Start  # noqa: E402
 from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
 from mindformers_gpt2.device import MindSporeDevice, open_device  # noqa: E402
@@ -122,12 +122,12 @@ class Alone(ms.nn.Cell):
 
 
 def test_a_step_is_that_of_the_engine_of_one_device() -> None:
-    """Loss, gradient norm before clipping, clip, momentum, static loss scale, rate: six steps of
-    SGD, of which the clip acts on some.
+    """Loss, gradient norm before clipping, clip, momentum, loss scale, rate: six steps of SGD, of
+    which the clip acts on some. The first two overflow, and the graph takes the rates by itself.
     """
     changes: dict[str, Any] = {
         "parallel": {},
-        "train": {"max_steps": 6, "micro_batch_size": 2},
+        "train": {"max_steps": 6, "micro_batch_size": 2, "sink_size": 6},
         "optimizer": {
             "name": "sgd",
             "learning_rate": 0.3,
@@ -136,7 +136,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
             "clip_grad": 2.0,
             "warmup_steps": 2,
         },
-        "loss_scale": {"mode": "static", "initial": 8.0},
+        "loss_scale": {"mode": "dynamic", "initial": 2.0**123, "factor": 2.0**60},
         "precision": {"parameters": "float32", "compute": "float32"},
     }
     one = resolve_length(make_config(world_size=1, device="cpu", **changes), 100)
@@ -154,13 +154,16 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     step.optimizer.gradient_sync.all_reduce = Alone()
     initialise(step.master.tensors, one)
     ms.ops.assign(step.limits, ms.Tensor((np.inf, np.inf), ms.float32))
-    for number, (rows, wanted) in enumerate(zip(tokens, expected, strict=True), 1):
-        ms.ops.assign(step.rate, ms.Tensor(learning_rate(one.optimizer, number), ms.float32))
+    step.optimizer.set_rates([learning_rate(one.optimizer, number) for number in range(6)])
+    for rows, wanted in zip(tokens, expected, strict=True):
         loss, norm, applied, scale = step(*inputs_and_targets(rows))
-        assert bool(applied.asnumpy()) and float(scale.asnumpy()) == 8.0
+        assert bool(applied.asnumpy()) is not wanted.skipped
+        assert float(scale.asnumpy()) == wanted.loss_scale
         np.testing.assert_allclose(loss.asnumpy(), wanted.loss, rtol=1e-6)
         np.testing.assert_allclose(norm.asnumpy(), wanted.grad_norm, rtol=1e-5)
-    norms = [result.grad_norm for result in expected]
+    assert [result.skipped for result in expected] == [True] * 2 + [False] * 4
+    assert [result.learning_rate for result in expected[2:5]] == pytest.approx([0.0, 0.15, 0.3])
+    norms = [result.grad_norm for result in expected[2:]]
     assert min(norms) < 2.0 < max(norms)
 
 

@@ -46,6 +46,8 @@ NUMERICS: dict[str, dict[str, Any]] = {
     "fp16 that overflows": {
         "precision": "fp16",
         "loss_scale": {"initial": 2.0**20, "window": 3},
+        "optimizer__schedule": "linear",
+        "optimizer__warmup_steps": 3,
         **PLAIN,
     },
     "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}, **PLAIN},
@@ -289,6 +291,18 @@ def test_the_cases_do_what_their_names_say(runs: Path) -> None:
     skipped = [row["skipped"] for row in steps_of(runs / "native" / "fp16 that overflows")]
     assert any(norms) and not all(norms)
     assert any(skipped) and not all(skipped)
+
+
+@pytest.mark.parametrize("folder", ["native", "zero 3"])
+def test_a_warm_up_counts_updates(runs: Path, folder: str) -> None:
+    """Ten steps, of which float16 skips the first: a warm-up of three from 0, then down to step
+    ten.
+    """
+    rows = steps_of(runs / folder / "fp16 that overflows")
+    made = [row["learning_rate"] for row in rows if not row["skipped"]]
+    up, down = [0.0, 1 / 3, 2 / 3], [1 - number / 7 for number in range(7)]
+    assert made == pytest.approx([0.1 * share for share in (up + down)[: len(made)]])
+    assert rows[0]["skipped"] and len(made) > 4
 
 
 @pytest.mark.parametrize("layout", RESUMED)

@@ -1,0 +1,100 @@
+"""Learning rate by the updates that were made, the same for both backends; its text and warnings.
+
+The position in the schedule counts updates, or their samples. The n-th update takes place n - 1, as
+in megatron-core 0.16 (``OptimizerParamScheduler`` is stepped after the update), transformers and
+MindSpore (``global_step`` begins at 0).
+"""
+
+from __future__ import annotations
+
+import math
+
+from common.config.resolved import TimedOptimizer
+from common.config.schema import OptimizerConfig
+from common.parallel.resolved_run import TrainingRun
+
+
+def learning_rate(optimizer: TimedOptimizer, position: int) -> float:
+    """Return the learning rate at a position in the schedule, in its unit.
+
+    Linear warm-up begins at 0 and reaches the peak at ``warmup``. The decay reaches
+    ``min_learning_rate`` at ``decay`` and stays there.
+    """
+    peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
+    warmup, decay = optimizer.warmup, optimizer.decay
+    if warmup > 0 and position <= warmup:
+        return peak * position / warmup
+    if optimizer.schedule == "constant":
+        return peak
+    if position >= decay:
+        return floor
+    progress = (position - warmup) / (decay - warmup)
+    if optimizer.schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        shape = math.pow(
+            1.0 - progress, optimizer.power if optimizer.schedule == "polynomial" else 1.0
+        )
+    return floor + (peak - floor) * shape
+
+
+def describe_schedule(optimizer: OptimizerConfig) -> str:
+    """Return the schedule as text. Without a known length it ends with the run."""
+    unit = optimizer.schedule_unit
+    parts = [optimizer.schedule]
+    if optimizer.schedule != "constant":
+        end = optimizer.decay_samples if unit == "samples" else optimizer.decay_steps
+        parts[0] += f" to {'the last step' if end is None else f'{unit[:-1]} {end:,}'}"
+    if isinstance(optimizer, TimedOptimizer):
+        parts.append(f"warm-up {optimizer.warmup:,.6g} {unit}")
+    elif optimizer.warmup_fraction is not None:
+        parts.append(f"warm-up {optimizer.warmup_fraction:.4g} of that")
+    else:
+        given = optimizer.warmup_samples if unit == "samples" else optimizer.warmup_steps
+        parts.append(f"warm-up {given or 0:,} {unit}")
+    parts.append(f"learning rate {optimizer.learning_rate:.4g}")
+    if optimizer.schedule != "constant":
+        parts.append(f"at the end {optimizer.min_learning_rate:.4g}")
+    if optimizer.schedule_start:
+        parts.append(f"the first update at {optimizer.schedule_start:,}")
+    return ", ".join(parts)
+
+
+def schedule_warnings(config: TrainingRun) -> list[str]:
+    """Return what the schedule does not reach in this run, or leaves too early.
+
+    An end far from the last step is named only where another file than that of the length gave it.
+    """
+    optimizer, unit, steps = (
+        config.optimizer,
+        config.optimizer.schedule_unit,
+        config.train.max_steps,
+    )
+    length, before_last = (
+        (config.batch_sizes.samples_after(count) if unit == "samples" else count)
+        for count in (steps, steps - 1)
+    )
+    reached = learning_rate(optimizer, optimizer.schedule_start + before_last)
+    part = reached / optimizer.learning_rate
+    share = f"{part:.{0 if part >= 0.01 else 2}%}"
+    if optimizer.warmup >= length:
+        key = "warmup_fraction" if optimizer.warmup_fraction else f"warmup_{unit}"
+        return [
+            f"the warm-up ({optimizer.warmup:,.6g} {unit}) is not shorter than the run"
+            f" ({length:,}): the rate reaches {share} of its peak; set optimizer.{key}"
+        ]
+    if optimizer.inherited_end is None or optimizer.schedule == "constant":
+        return []
+    where = f"optimizer.decay_{unit}={optimizer.decay} ({optimizer.inherited_end})"
+    fix = f"set optimizer.decay_{unit}={length}, or null for the end of the run"
+    if optimizer.decay > 1.5 * length:
+        return [
+            f"{where} is far beyond the run ({length:,} {unit}): its last update has {share} of the"
+            f" peak rate; {fix}"
+        ]
+    if optimizer.decay < 0.9 * length:
+        return [
+            f"{where} is before the end of the run ({length:,} {unit}): the last"
+            f" {length - optimizer.decay:,} {unit} train at {share} of the peak rate; {fix}"
+        ]
+    return []

@@ -1,0 +1,76 @@
+"""The loss scale against torch's and Megatron's."""
+
+import numpy as np
+import pytest
+
+from common.config.schema import LossScaleConfig
+from common.training.loss_scale import LossScale
+
+
+def test_dynamic_loss_scale_equals_torch_grad_scaler() -> None:
+    torch = pytest.importorskip("torch")
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10, growth_factor=2.0, backoff_factor=0.5, growth_interval=3
+    )
+    ours = LossScale(LossScaleConfig(mode="dynamic", initial=2.0**10, window=3, minimum=1e-9))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for finite in [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]:
+        assert ours.value == scaler.get_scale()
+        scaler.scale(parameter.sum()).backward()
+        parameter.grad.fill_(1.0 if finite else float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        ours.update(finite)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 4])
+def test_hysteresis_is_megatrons(hysteresis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 random verdicts beside Megatron-Core's scaler, which would make its tensors on CUDA."""
+    theirs_of = pytest.importorskip("megatron.core.optimizer.grad_scaler").DynamicGradScaler
+    torch = pytest.importorskip("torch")
+    make = torch.tensor
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda values, dtype, device: make(values, dtype=dtype))
+        theirs = theirs_of(2.0**8, 0.25, 2.0, 0.5, 4, hysteresis)
+    ours = LossScale(
+        LossScaleConfig(
+            mode="dynamic", initial=2.0**8, window=4, minimum=0.25, hysteresis=hysteresis
+        )
+    )
+    seen = set()
+    for finite in np.random.default_rng(hysteresis).random(300) < 0.75:
+        ours.update(bool(finite))
+        theirs.update(not finite)
+        assert ours.value == theirs.scale.item()
+        seen.add(ours.value)
+    assert len(seen) > 5
+
+
+def test_hysteresis_minimum_and_static() -> None:
+    scale = LossScale(LossScaleConfig(mode="dynamic", initial=4.0, hysteresis=2, minimum=2.0))
+    values = []
+    for _ in range(5):
+        scale.update(False)
+        values.append(scale.value)
+    assert values == [4.0, 2.0, 2.0, 2.0, 2.0]
+    static = LossScale(LossScaleConfig(mode="static", initial=128.0))
+    static.update(False)
+    assert static.value == 128.0
+    assert LossScale(LossScaleConfig(mode="none")).value == 1.0
