@@ -185,7 +185,7 @@ def _inherited_end(config: RunConfig, sources: Sources) -> str | None:
         )
         for section, values, names in (
             ("optimizer", config.optimizer, ("decay_steps", "decay_samples")),
-            ("train", config.train, _LENGTHS),
+            ("train", config.train, _LENGTHS["train"]),
         )
     )
     if end is None or length is None or end == "command line":

@@ -39,12 +39,15 @@ WITHOUT_DEFAULT: dict[str, str] = {
         "another name or unit of a flag above",
     ),
     **dict.fromkeys(
-        ("ffn_hidden_size", "global_batch_size", "lr_decay_iters"),
+        ("ffn_hidden_size", "global_batch_size", "lr_decay_iters", "lr_decay_samples"),
         "it follows from other flags, there and here",
     ),
     "max_position_embeddings": "required there; the least that it may be is seq_length, as here",
     "vocab_size": "the tokenizer's; GPT-2's 50257 where it is not given",
-    "lr_warmup_iters": "0 as here; --lr-warmup-fraction takes its place, and beside a 0 it may not",
+    **dict.fromkeys(
+        ("lr_warmup_iters", "lr_warmup_samples"),
+        "0 as here; --lr-warmup-fraction takes its place, and beside a 0 it may not",
+    ),
     "zero_stage": "1.0, which ds_config.json overrules; without DeepSpeed nothing is split",
     **dict.fromkeys(
         ("lr_warmup_fraction", "exit_interval", "exit_duration_in_mins", "save_interval",
@@ -91,6 +94,10 @@ SENTINELS = [
         {"loss_scale.mode": "auto", "loss_scale.initial": 2.0**32}, {"fp16": True},
     ),
     Sentinel("lr_warmup_iters", 0, "no warm-up", {"optimizer.warmup_steps": 0}),
+    Sentinel(
+        "lr_warmup_samples", 0, "no warm-up", {"optimizer.warmup_samples": 0},
+        {"train_iters": "", "train_samples": 8},
+    ),
     Sentinel("hidden_dropout", 0, "none", {"model.dropout": 0.0, "model.attention_dropout": 0.1}),
     Sentinel("attention_dropout", 0, "none", {"model.dropout": 0.1, "model.attention_dropout": 0}),
     Sentinel("num_experts", 0, "no experts: if args.num_experts == 0", {"model.num_layers": 2}),
