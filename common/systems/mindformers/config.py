@@ -142,7 +142,7 @@ def _kind(theirs: Theirs, ours: Translation) -> None:
     if arch == "GPT2ForSequenceClassification":
         theirs.refuse(key, arch, CLASSES)
     if arch not in (None, "GPT2LMHeadModel"):
-        theirs.refuse(key, arch, "the models here are language models; use GPT2LMHeadModel")
+        theirs.refuse(key, arch, "the models here are GPT-2; use GPT2LMHeadModel")
     key = "model.model_config.pet_config"
     if theirs.peek(f"{key}.pet_type") or list(theirs.under(f"{key}.")):
         kind = theirs.peek(f"{key}.pet_type")

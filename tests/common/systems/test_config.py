@@ -676,6 +676,7 @@ OTHER_MODELS = {
     "model: {model_config: {type: GPT2Config}, arch: {type: GPT2WithLora}}": "GPT2WithLora.*LoRA",
     "model: {arch: {type: GPT2ForSequenceClassification}, model_config: {}}": "of classes",
     "model: {model_config: {type: LlamaConfig}}": "LlamaConfig.*models here are GPT-2",
+    "model: {arch: {type: LlamaForCausalLM}, model_config: {multiple_of: 256}}": "are GPT-2; use",
     "trainer: {type: TextClassificationTrainer}": "TextClassificationTrainer.*next token",
     "train_dataset_task: {type: KeyWordGenDataset}": "KeyWordGenDataset.*next token",
 }
