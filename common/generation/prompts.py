@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from common.dataset.encodings import require_no_nul
 from common.errors import ConfigError, DataError
 from common.generation.logit_rules import sequence_biases
 from common.parallel.resolved_run import ResolvedRun
@@ -91,7 +92,9 @@ def read_prompts(path: Path) -> list[tuple[str, Given]]:
     Raises DataError.
     """
     try:
-        content = read_bytes(path, limit=MAX_JSON_BYTES, error=DataError).decode("utf-8-sig")
+        raw = read_bytes(path, limit=MAX_JSON_BYTES, error=DataError)
+        require_no_nul(raw, f"{path}:")
+        content = raw.decode("utf-8-sig")
     except DataError as error:
         raise DataError(
             f"predict.prompt_file: {error}; expected a text or .jsonl file of prompts"

@@ -186,6 +186,15 @@ def test_a_pointer_of_git_lfs_says_what_it_is(tmp_path: Path, name: str) -> None
     assert f"{tmp_path / name}: is a Git LFS pointer; run git lfs pull" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["hole.txt", "le.txt", "be.txt"])
+def test_prompts_with_nul_bytes(tmp_path: Path, name: str) -> None:
+    content, message = CORPORA[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_prompts(tmp_path / name)
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in ARCHIVES if kind != "a.zip"])
 @pytest.mark.parametrize("name", READERS)
 def test_an_archive_says_what_it_is(tmp_path: Path, name: str, kind: str) -> None:
