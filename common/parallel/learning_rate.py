@@ -41,7 +41,7 @@ def learning_rate(optimizer: TimedOptimizer, position: int) -> float:
 def describe_schedule(optimizer: OptimizerConfig) -> str:
     """Return the schedule as text. Without a known length it ends with the run."""
     unit = optimizer.schedule_unit
-    parts = [optimizer.schedule]
+    parts: list[str] = [optimizer.schedule]
     if optimizer.schedule != "constant":
         end = optimizer.decay_samples if unit == "samples" else optimizer.decay_steps
         parts[0] += f" to {'the last step' if end is None else f'{unit[:-1]} {end:,}'}"
