@@ -67,7 +67,7 @@ def show_config(arguments: argparse.Namespace) -> None:
 
 
 def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Print what the run would be, on rank 0, and start nothing."""
+    """Print what the run would be, and start nothing. Of a dry run of several ranks rank 0 does."""
     from common.cluster.environment import find_process
     from common.inference.from_checkpoint import accept_models_of_checkpoints
     from common.planner.show import plan_text
@@ -78,7 +78,7 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     accept_models_of_checkpoints()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
     text = plan_text(Path(arguments.config), arguments.overrides, environ, **options)
-    if find_process(environ).rank == 0:
+    if arguments.run_mode == "plan" or find_process(environ).rank == 0:
         sys.stdout.write(text)
 
 
