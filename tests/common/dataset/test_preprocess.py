@@ -14,9 +14,8 @@ import pytest
 
 from common.dataset import IndexedDataset, json_array
 from common.dataset.blocks import DocumentRule
-from common.dataset.fleetx import FleetXDataset
 from common.dataset.limits import check_words
-from common.dataset.preprocess import PreprocessOptions, PreprocessResult, preprocess
+from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
 from common.errors import ConfigError, DataError
 from common.tokenizer import load_tokenizer
@@ -63,69 +62,6 @@ def test_several_keys_give_several_outputs(tmp_path, byte_tokenizer, block_bytes
     assert body.tokens.tolist() == [97, 97, 256]
     assert (result.progress.documents, result.progress.empty) == (4, 1)
     assert body.metadata().empty_documents == 1
-
-
-ROWS = [
-    *(" ".join(map(str, range(1, count))) for count in range(2, 40)),
-    *(line + "\n" for line in Path(__file__).read_text(encoding="utf-8").split("\n")[:60]),
-    *("", "\n", "  ", "\t\r\n", "\u3000", "", "last"),
-]
-"""Rows as those of Megatron's own test, and more of white space and of nothing."""
-
-
-def megatron_bytes(tmp_path: Path, rows: list[str]) -> tuple[bytes, bytes]:
-    """The pair that megatron-core's builder writes of bytes as tokens, driven as
-    tools/preprocess_data.py of Megatron-LM drives it: a text without a token is a document without
-    a sequence, and has no end-of-document token.
-    """
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
-    for row in rows:
-        ids = [*row.encode(), 256] if row else []
-        builder.add_document(ids, [len(ids)] if ids else [])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    return (tmp_path / "theirs.bin").read_bytes(), (tmp_path / "theirs.idx").read_bytes()
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json", "a.parquet", "a.arrow"])
-def test_every_row_is_a_document_as_in_megatron(tmp_path, byte_tokenizer, name) -> None:
-    path = tmp_path / name
-    if name.startswith("a."):
-        lines = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
-    else:
-        lines = "\n".join(map(json.dumps, ROWS))
-    if path.suffix in (".parquet", ".arrow"):
-        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-        table = pa.table({"text": ROWS})
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            parquet.write_table(table, path)
-        else:
-            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
-    else:
-        path.write_text(json.dumps(ROWS) if name == "array.json" else lines)
-
-    def run(format: str, block_bytes: int) -> PreprocessResult:
-        return preprocess(
-            PreprocessOptions(
-                inputs=(path,), output_prefix=tmp_path / format, tokenizer=byte_tokenizer,
-                format=format, block_bytes=block_bytes,
-            )
-        )  # fmt: skip
-
-    expected = megatron_bytes(tmp_path, ROWS)
-    for block_bytes in (50, 1 << 20):
-        result = run("indexed", block_bytes)
-        (prefix,) = result.prefixes
-        found = [prefix.with_name(f"{prefix.name}{end}").read_bytes() for end in (".bin", ".idx")]
-        assert tuple(found) == expected
-        assert (result.progress.documents, result.progress.empty) == (len(ROWS), 2)
-    of_fleetx = FleetXDataset(run("fleetx", 50).prefixes[0])
-    pair = IndexedDataset(prefix)
-    assert of_fleetx.tokens.tolist() == pair.tokens.tolist()
-    assert of_fleetx.document_offsets().tolist() == pair.document_offsets().tolist()
 
 
 def test_text_left_out_for_its_length_is_told(tmp_path, byte_tokenizer, caplog) -> None:
