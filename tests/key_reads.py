@@ -113,6 +113,8 @@ class Source:
         for name, annotation in made.fields.items():
             kinds = self.kinds_in(made.module, annotation)
             sections = [kind for kind in kinds if self.classes[kind].module is made.module]
+            if name.startswith("_"):  # a private attribute
+                continue
             for kind in sections:
                 yield from self.keys(kind, f"{path}{name}.")
             if not sections:

@@ -37,6 +37,11 @@ RULES: dict[RuleName, UpdateRule] = {
 STATE_PARTS = tuple(dict.fromkeys(part for rule in RULES.values() for part in rule.parts))
 
 
+def takes_momentum(name: object) -> bool:
+    """Tell whether a name, which may be unknown, is of a rule on which optimizer.momentum acts."""
+    return any(rule.takes_momentum for known, rule in RULES.items() if known == name)
+
+
 def rule_keeping(parts: Collection[str]) -> RuleName:
     """Return the first rule that keeps these parts. It is adamw where none does."""
     return next((name for name, rule in RULES.items() if set(rule.parts) == set(parts)), "adamw")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from common.config.update_rules import RULES
+from common.config.update_rules import takes_momentum
 from common.parallel.batch import pad_vocabulary
 from common.systems.dialect import (
     Only,
@@ -299,5 +299,5 @@ def settle(ours: Translation) -> None:
     """Remove keys without effect with the engine that is chosen in the end."""
     if ours.get("engine", "native") == "native":
         ours.drop("deepspeed.config_file", "the engine is native")
-    if ours.get("optimizer.name") not in [name for name in RULES if RULES[name].takes_momentum]:
+    if not takes_momentum(ours.get("optimizer.name")):
         ours.drop("optimizer.momentum", "it is for sgd")
