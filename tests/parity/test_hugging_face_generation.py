@@ -104,7 +104,11 @@ def test_from_hugging_face_to_training_and_back(
     if name == "262 tokens":
         vocabulary, size = write_vocabulary(tmp_path / "vocabulary", MERGES), 262
     else:
-        vocabulary, size = request.getfixturevalue("gpt2_vocab_files")[0].parent, 50257
+        vocabulary, size = tmp_path / "vocabulary", 50257
+        vocabulary.mkdir()
+        names = ("encoder.json", "vocab.bpe")  # as OpenAI published them
+        for file, own in zip(request.getfixturevalue("gpt2_vocab_files"), names, strict=True):
+            shutil.copy(file, vocabulary / own)
     source = save_model(tmp_path / "hf", vocabulary, size)
     weights = converted(source, tmp_path / "ours", "torch_gpt2")
     before = ours(weights, tmp_path, size, vocabulary)
