@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import MOST
+from common.config.update_rules import takes_momentum
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.systems.dialect import (
@@ -529,7 +530,6 @@ def settle(ours: Translation) -> None:
         ours.drop("train.recompute", "nothing is recomputed")
     if ours.get("evaluation.task") == "lambada":
         ours.drop("evaluation.stride", "a cloze test scores passages, each by itself")
-    name = ours.get("optimizer.name")
-    if name != "sgd":
+    if not takes_momentum(ours.get("optimizer.name")):
         ours.drop("optimizer.momentum", "it is for Momentum")
     ours.settle_end_of_text(END_OF_TEXT)

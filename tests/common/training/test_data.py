@@ -312,7 +312,7 @@ def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(
     announce(config, data, "cpu", {}, Start(), TrainState())
     LOG.handlers.clear()
     said = capsys.readouterr().out
-    assert "length: 22331 steps = 1.00 epochs of 22,331 samples; " in said
+    assert "length: 22331 steps = 1.00 epochs of 22,331 samples\n" in said
     assert "blend: big 0.5 -> 0.502 epochs, small 0.5 -> 125 epochs\n" in said
 
 

@@ -126,10 +126,9 @@ def test_rates_are_transformers(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["cosine", "polynomial", "constant"])
-def test_rates_are_those_of_an_optimizer_of_mindspore(style: str) -> None:
+def test_rates_are_those_of_an_optimizer_of_mindspore(style: str, mindspore: Any) -> None:
     """Weights of SGD with a gradient of 1 move by the rate: global_step counts from 0. float32."""
-    ms = pytest.importorskip("mindspore")
-    nn = ms.nn
+    ms, nn = mindspore, mindspore.nn
     schedule = {
         "cosine": lambda: nn.CosineDecayLR(0.001, 0.1, 20),
         "polynomial": lambda: nn.PolynomialDecayLR(0.1, 0.001, 20, 2.0),
