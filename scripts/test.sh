@@ -7,7 +7,9 @@ for word in "$@"; do case "$word" in --help | -h)
 usage: bash scripts/test.sh [--all] [pytest's arguments ...]
 
 Makes the environment .venv with every extra (torch, MindSpore, DeepSpeed, development tools) and runs the tests, a process more than
-there are cores, up to four. Without --all, tests that take minutes are left out, and a smaller one stands for each kind of them.
+there are cores, up to four. An extra without a package for this Python or processor is left out with a line, and the tests that need it
+are skipped; the end says how many, by reason. Without --all, tests that take minutes are left out, and a smaller one stands for each kind
+of them.
 
   bash scripts/test.sh                               the short suite: at most ten minutes on two cores
   bash scripts/test.sh --all                         the whole suite: about twenty minutes on two cores

@@ -253,7 +253,10 @@ def test_an_export_of_another_model_or_tokenizer_is_refused(
     record = {"kind": "GPT2BPETokenizer", "vocab_size": 262, "sha256": "0" * 64}
     _change(tokenizer=record)(export)
     for words, message in (
-        ([f"checkpoint.load={folders['onnx']}", "model.num_heads=2"], "add: model.num_heads=4"),
+        (
+            [f"checkpoint.load={folders['onnx']}", "model.num_heads=2"],
+            "add: model=from_checkpoint, or model.num_heads=4",
+        ),
         ([f"checkpoint.load={export}", f"data.tokenizer={other}"], "give the files it was trained"),
     ):
         assert main([*command, *words]) == 2

@@ -99,7 +99,8 @@ def parser_of(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argument
     def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         raise Found(parser)
 
-    for name in ("parse_args", "parse_known_args", "parse_intermixed_args"):
+    names = ("parse_args", "parse_known_args", "parse_intermixed_args")
+    for name in (*names, "parse_known_intermixed_args"):
         monkeypatch.setattr(argparse.ArgumentParser, name, stop)
     monkeypatch.setattr("sys.argv", [f"{module}.py"])
     with pytest.raises(Found) as found:
