@@ -32,6 +32,7 @@ from common.dataset import (
 )
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import metadata_paths
+from common.dataset.token_files import allow_many_files
 from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
@@ -133,6 +134,7 @@ def open_data(
     out. They divide validation windows too, but not with ``whole_validation``. Raises DataError and
     ConfigError.
     """
+    allow_many_files()  # a blend may have thousands
     records = _metadata(config)
     made_with = _tokenizer_record(records)
     given, remarks = (

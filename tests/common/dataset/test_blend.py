@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from common.dataset import (
     Blend,
     GPTDataset,
-    IndexedDataset,
     open_samples,
     parse_blend,
     part_names,
@@ -175,24 +174,6 @@ def test_names_of_parts_are_short_and_differ() -> None:
     assert part_names(["/x/de/text", "/x/en/text"]) == ["x_de_text", "x_en_text"]
     assert part_names(["a/b", "a+b"]) == ["b", "a_b"]
     assert part_names(["a/b", "a+b", "c/b"]) == ["a_b-1", "a_b-2", "c_b-3"]
-
-
-def test_a_data_set_keeps_no_file_open_and_no_memory_after_it(write_pair) -> None:
-    """A process may have 1,024 open files, and a blend has thousands."""
-
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count(str(prefix))
-
-    prefix, folder = write_pair([90]), Path("/proc/self/fd")
-    before = len(list(folder.iterdir()))
-    data = IndexedDataset(prefix)
-    assert len(list(folder.iterdir())) == before and mapped() == 2
-    part = data.tokens[10:20]
-    assert not part.flags.writeable and part.tolist() == list(range(10, 20))
-    del data
-    assert mapped() == 1 and part.tolist() == list(range(10, 20))
-    del part
-    assert mapped() == 0
 
 
 def test_the_fingerprint_follows_the_weights(write_pair) -> None:

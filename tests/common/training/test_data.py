@@ -2,6 +2,8 @@
 step.
 """
 
+import os
+import resource
 import shutil
 import threading
 from dataclasses import replace
@@ -326,3 +328,19 @@ def test_a_part_without_a_validation_document_leaves_the_others(
     assert remark.startswith("no validation of small: ") and "holds 0 of 40 documents" in remark
     neither, _ = open_data(blend_config(sets, data__split="1000000,1,1"))
     assert not neither.validation and "holds 0 of 10000" in str(neither.no_validation)
+
+
+def test_a_blend_has_more_parts_than_a_process_has_files_by_default(tmp_path: Path) -> None:
+    entries: list[str | float] = []
+    for number in range(30):
+        with IndexedWriter(tmp_path / f"part{number}", np.uint16) as writer:
+            writer.append(np.arange(300), np.full(1, 300))
+        entries += [1, str(tmp_path / f"part{number}")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        changes = {"data__split": "1,0,0", "train": {"max_epochs": 1, "micro_batch_size": 1}}
+        data, _ = open_data(blend_config(entries, **changes))
+        assert data.samples_per_epoch == 60
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
