@@ -18,6 +18,33 @@ _SAME_SECTION, _OTHER_SECTION = 0.75, 0.9
 """Least similarity of two names (difflib's ratio) for a hint, in the same section and in others."""
 
 
+def explain_all(faults: Sequence[Any], sources: Sources) -> list[str]:
+    """Return one line for each key with a fault. A key of several types has a fault for each."""
+    by_key: dict[Path_, list[Any]] = {}
+    for fault in faults:
+        by_key.setdefault(_key_of(fault), []).append(fault)
+    lines = []
+    for path, found in by_key.items():
+        messages = dict.fromkeys(str(fault["msg"]) for fault in found)
+        start = "Input should be "
+        whole = " or ".join(
+            [*messages][:1] + [text.removeprefix(start) for text in [*messages][1:]]
+        )
+        lines.append(explain({**found[0], "loc": path, "msg": whole}, sources))
+    return list(dict.fromkeys(lines))
+
+
+def _key_of(fault: Any) -> Path_:
+    """Return the path of a fault without the types of its key, which pydantic appends."""
+    path: Path_ = tuple(fault["loc"])
+    if fault["type"] in ("extra_forbidden", "missing"):
+        return path
+    keys = schema_keys()
+    known = (n for n in range(len(path), 0, -1) if ".".join(map(str, path[:n])) in keys)
+    length = next(known, len(path))
+    return (*path[:length], *(part for part in path[length:] if isinstance(part, int)))
+
+
 def explain(fault: Any, sources: Sources) -> str:
     """Return one line for a fault found by pydantic: where, which key, what was expected, what was
     found.

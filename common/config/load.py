@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
-from common.config.hints import explain
+from common.config.hints import explain_all
 from common.config.schema import RunConfig, expand_model, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write, reading
@@ -164,8 +164,7 @@ def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> Run
     try:
         config = RunConfig.model_validate(whole)
     except ValidationError as error:
-        lines = [explain(fault, places) for fault in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        raise ConfigError("\n".join(explain_all(error.errors(), places))) from None
     config.optimizer.note_inherited_end(_inherited_end(config, places))
     return config
 

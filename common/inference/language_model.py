@@ -11,7 +11,7 @@ from typing import Any, cast, overload
 import numpy as np
 from pydantic import ValidationError
 
-from common.config.hints import explain
+from common.config.hints import explain_all
 from common.config.resolved import as_run
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
@@ -223,7 +223,7 @@ def checked_settings(settings: Mapping[str, Any]) -> PredictConfig:
         return PredictConfig.model_validate(dict(settings))
     except ValidationError as error:
         faults = [{**fault, "loc": ("predict", *fault["loc"])} for fault in error.errors()]
-        raise ConfigError("\n".join(explain(fault, {}) for fault in faults)) from None
+        raise ConfigError("\n".join(explain_all(faults, {}))) from None
 
 
 def _joined(parts: Sequence[Score]) -> Score:

@@ -114,6 +114,10 @@ def test_an_end_of_the_schedule_is_inherited(
             "command line: model.num_layers: input should be a valid integer, found 'two'",
         ),
         ("model.num_layers=0", "greater than 0, found 0"),
+        (
+            "train.micro_batch_size=-3",
+            "train.micro_batch_size: input should be greater than 0 or 'auto', found -3",
+        ),
         ("precision=fp7", "'fp7' is not a preset; choose float32, bf16, fp16 or fp8"),
         ("precision.compute=int8", "precision.compute"),
         ("optimizer.name=lamb", "'adamw', 'adam'"),
@@ -125,7 +129,8 @@ def test_an_end_of_the_schedule_is_inherited(
     ],
 )
 def test_one_clear_message(config_file: Path, word: str, message: str) -> None:
-    assert message in error_of(config_file, word)
+    error = error_of(config_file, word)
+    assert message in error and "\n" not in error
 
 
 def test_a_path_holds_no_null_byte(config_file: Path) -> None:
