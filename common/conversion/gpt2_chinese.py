@@ -29,7 +29,7 @@ from common.errors import ConfigError, DataError, GPT2Error
 from common.files import atomic_write
 from common.log import LOG, start_log
 from common.paths import looked_in
-from common.structured_files import read_json_mapping, shown
+from common.structured_files import read_json_mapping
 from common.systems.config import open_flags
 from common.systems.dialect import To
 from common.systems.flags import read_flags
@@ -265,8 +265,8 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
     require_files(options.tokenizer.vocab_file, options.tokenizer.merge_file)
     raw = Path(str(flags["raw_data_path"])) if flags.get("raw") else None
     if raw is not None:
-        min_length = _count(flags, "min_length", least=0) if framed else 0
-        pieces = _count(flags, "num_pieces", least=1)
+        min_length = int(flags.get("min_length", 0)) if framed else 0
+        pieces = int(flags["num_pieces"])
         made_of = {"framed": framed, "min_length": min_length, "pieces": pieces}
         of_raw = replace(
             options,
@@ -282,16 +282,6 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
             _once(folder / ".pieces.json", made_of, of_raw, (raw,))
         if (folder / f"{TOKENS}_0.txt").is_file():
             _once(folder / ".pair.json", {}, options, numbered_files(folder))
-
-
-def _count(flags: Mapping[str, Any], name: str, *, least: int) -> int:
-    """Return a flag as a whole number. Raises ConfigError."""
-    value = flags.get(name, 0)
-    if type(value) is not int or value < least:
-        raise ConfigError(
-            f"command line: --{name}={shown(value)}: expected a whole number of {least} or more"
-        )
-    return value
 
 
 def _json_format(raw: Path) -> CorpusFormat:

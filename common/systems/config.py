@@ -192,6 +192,7 @@ def _finish(
     overrides: Sequence[str],
 ) -> Opened:
     ours = dialect.translate(tree, sources)
+    ours.join_dropout()
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
     ours.drop_own_defaults()

@@ -157,6 +157,14 @@ class Translation:
             at = at[name]
         return at
 
+    def join_dropout(self) -> None:
+        """Leave out their default rate of attention where it is that of the other parts:
+        model.dropout=0 of a command line is then for all.
+        """
+        rate, key = self.get("model.attention_dropout"), "model.attention_dropout"
+        if rate == self.get("model.dropout") and not self.origins.get(key):
+            self.tree.get("model", {}).pop("attention_dropout", None)
+
     def settle_end_of_text(self, token: int) -> None:
         """Name the token of data.eod_mask_loss, which is theirs. A smaller vocabulary does not have
         it, unless data.tokenizer says which one it has.

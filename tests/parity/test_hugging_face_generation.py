@@ -37,7 +37,7 @@ def tree(folder: Path, size: int, vocabulary: Path, **sections: Any) -> dict[str
         "logging": {"tensorboard": False, "plot": False},
         "train": {"micro_batch_size": 2},
     }
-    optimizer = {"learning_rate": 0.003, "clip_grad": 1.0}
+    optimizer = {"learning_rate": 0.001, "clip_grad": 1.0}
     return {
         "output_dir": str(folder),
         "device": "cpu",

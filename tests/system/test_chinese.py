@@ -189,8 +189,16 @@ RAW = ["--raw", "--raw_data_path", "train.json"]
         ("train.py", ["--tokenized_data_path", "none/"], "none: no tokenized_train_0.txt"),
         ("train.py", ["--raw", "--raw_data_path", "no.json"], "no.json"),
         ("train.py", ["--raw", "--raw_data_path", "vocab.txt"], "vocab.txt: is text, expected a"),
-        ("train.py", [*RAW, "--num_pieces", "3.5"], "--num_pieces=3.5: expected a whole number"),
-        ("train.py", [*RAW, "--min_length", "-1"], "--min_length=-1: expected a whole number of 0"),
+        (
+            "train.py",
+            [*RAW, "--num_pieces", "3.5"],
+            "num_pieces=3.5: expected a whole number",
+        ),
+        (
+            "train.py",
+            [*RAW, "--min_length", "-1"],
+            "min_length=-1: expected a number that is not",
+        ),
         ("train.py", ["--tokenizer_path", "no.txt", "--raw"], "no.txt: does not exist"),
         ("eval.py", [], "--pretrained_model is not given"),
         ("generate.py", ["--model_path", "nowhere"], "nowhere"),

@@ -465,8 +465,10 @@ def test_a_step_that_the_device_takes_or_skips(
         one, other = ([getattr(row, key) for row in each] for each in (found, rows))
         assert one == pytest.approx(other, rel=1e-6)
     for key, tensor in expected.master.tensors.items():
-        # Adam makes steps of what rounding leaves of the gradients of key biases, which are 0
-        torch.testing.assert_close(engine.master.tensors[key], tensor, rtol=1e-5, atol=2e-5)
+        # Adam makes steps of what rounding leaves of the gradients of key biases, which are 0: 3e-5
+        # was found, of the 0.01 that a step can make
+        atol = 1e-4 if key.endswith("k_proj.bias") else 1e-6
+        torch.testing.assert_close(engine.master.tensors[key], tensor, rtol=1e-5, atol=atol)
 
     def everything() -> list[torch.Tensor]:
         state = [value for part in engine.optimizer.state.values() for value in part.values()]

@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
     def job(name: str, **changes: Any) -> dict[str, Any]:
         small = {"train__max_steps": 3, "validation__interval": 0, "optimizer__clip_grad": 0.0}
-        return tree(folder / name, corpus, **FLAGS, **small, **changes)
+        return tree(folder / name, corpus, data__train=str(corpus), **FLAGS, **small, **changes)
 
     run_ranks(1, [job("one")])
     chosen = [name for name in ALL if campaign or name in IN_SUITE]
