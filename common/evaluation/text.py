@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -96,7 +97,9 @@ class TextTask:
         nats, scored = float(scores.nats.sum()), sum(row.scored for row in self.rows)
         loss, window = nats / scored, self.config.model.seq_length
         texts = self.file.texts
-        words = sum(len(text.split()) for text in texts)
+        # lm-eval's tasks/wikitext counts the empty words at both ends of a page too
+        count = re.compile(r"\s+").split if self.file.is_json else str.split
+        words = sum(len(count(text)) for text in texts)
         size = sum(len(text.encode()) for text in texts)
         # Megatron's count of words: newlines between spaces are words too, as in WikiText's own
         # count. The first word of a plain text does not count.

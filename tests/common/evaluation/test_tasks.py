@@ -100,6 +100,8 @@ def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None
     assert sum(row.scored for row in task.rows) == task.tokens == 13
     record = task.result(scores([1.0, 1.0, 1.0], [0, 0, 0])).record
     assert record["documents"] == 2 and record["first_context"] == "end-of-text token"
+    page = open_text(tmp_path, "b.jsonl", '{"text": " a \\n b "}')  # lm-eval: "", a, b, ""
+    assert page.result(scores([1.0], [0])).record["words"] == 4
     assert (
         record["word_perplexity"] == pytest.approx(math.exp(3 / 2)) == record["adjusted_perplexity"]
     )
