@@ -25,6 +25,8 @@ from common.structured_files import (
 
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
@@ -50,13 +52,19 @@ class Folder:
         settings = self._mapping(CONFIG)
         if "added_tokens_decoder" in settings:
             return settings
-        return settings | self._mapping("special_tokens_map.json")
+        return settings | self._mapping(MAP)
 
     @cached_property
     def json(self) -> dict[str, Any]:
         """Content of tokenizer.json; empty without one."""
         file = self.path / self._json
         return read_tokenizer_json(file) if file.is_file() else {}
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether transformers wrote a file here that may name tokens."""
+        names = (CONFIG, MAP, ADDED, self._json)
+        return any((self.path / name).is_file() for name in names)
 
     @property
     def is_gpt2(self) -> bool:
@@ -83,10 +91,10 @@ class Folder:
         """The fields of ``Mark`` of each added token."""
         found: dict[str, dict[str, Any]] = {}
         decoder = self.settings.get("added_tokens_decoder") or {}
-        beside = {} if decoder else self._mapping("added_tokens.json")
+        beside = {} if decoder else self._mapping(ADDED)
         for where, number, fields in (
             *((self._json, None, entry) for entry in self.json.get("added_tokens") or ()),
-            *(("added_tokens.json", number, {"content": text}) for text, number in beside.items()),
+            *((ADDED, number, {"content": text}) for text, number in beside.items()),
             *((CONFIG, number, fields) for number, fields in decoder.items()),
         ):
             fields = require_mapping(fields, str(self.path / where), error=TokenizerError)
