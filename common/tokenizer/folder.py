@@ -30,6 +30,16 @@ ADDED = "added_tokens.json"
 NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+VOCABULARIES = (
+    "vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "gpt2-vocab.json", "gpt2-merges.txt",
+    "vocab.txt", "tokenizer.model", "spiece.model", TOKENIZER_JSON,
+)  # fmt: skip
+"""Names of files that hold a vocabulary, or a part of one."""
+GENERATION = "generation_config.json"
+BESIDE = (CONFIG, MAP, ADDED, GENERATION, "chat_template.jinja")
+"""Names of the files that say more about a vocabulary."""
+MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Names of ids in config.json and generation_config.json."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word")
 
@@ -122,7 +132,7 @@ class Folder:
         """Return the ids below ``size`` that the model's files have under a name such as
         eos_token_id. generation_config.json comes before config.json, as in ``generate``.
         """
-        for file in ("generation_config.json", "config.json"):
+        for file in (GENERATION, "config.json"):
             value = self._mapping(file).get(name)
             ids = value if isinstance(value, list) else [value]
             if found := [each for each in ids if type(each) is int and 0 <= each < size]:

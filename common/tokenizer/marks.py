@@ -124,6 +124,8 @@ def read_marks(
     taken = {number: text for text, number in ids.items()}
     marks: dict[str, Mark] = {}
     for fields in added:
+        if folder.rows is not None and fields["id"] >= folder.rows:
+            continue  # added to the tokenizer alone: the model has no row for it
         text, number = fields["text"], ids.get(fields["text"], fields["id"])
         if taken.setdefault(number, text) != text:
             raise TokenizerError(
