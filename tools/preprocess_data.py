@@ -50,6 +50,7 @@ from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError, GPT2Error, StopRequested
+from common.hub import located
 from common.log import progress_bar
 from common.tokenizer import TOKENIZERS
 
@@ -409,7 +410,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         output_prefix=args.output_prefix,
         tokenizer=TokenizerChoice(
             kind=args.tokenizer_type,
-            vocab_file=args.vocab_file,
+            vocab_file=located(args.vocab_file, weights=False),
             merge_file=args.merge_file,
             backend=args.tokenizer_backend,
         ),
