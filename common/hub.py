@@ -51,7 +51,7 @@ class _Name:
     repository: str
     revision: str
     said: str
-    """How a message names it."""
+    """Beginning of a message about it."""
 
 
 def is_name(path: Path) -> bool:

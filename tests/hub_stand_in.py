@@ -1,8 +1,8 @@
 """A Hugging Face hub on loopback, with the addresses and headers that huggingface_hub uses.
 
-As huggingface.co answers: files of weights by a redirect to another host, with X-Linked-Etag; a
-missing or private repository as 401 without a token and 404 with one (X-Error-Code RepoNotFound); a
-repository that asks for consent as 403 GatedRepo for its files only; a wrong token as 401.
+Files of weights redirect to another host, with X-Linked-Etag. A missing or private repository is
+401 without a token and 404 with one, a wrong token 401. A gated one refuses only its files.
+Source: hf_raise_for_status and hf_hub_download of huggingface_hub 2.4.0.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ GOOD_TOKEN = "hf_good"
 @dataclass
 class Repository:
     files: dict[str, bytes]
-    """Of the newest commit."""
+    """Files of the newest commit."""
     access: str = "public"
     """public, private or gated."""
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)

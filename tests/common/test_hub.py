@@ -34,7 +34,7 @@ READ = OF_TOKENIZER | {
 LARGE = np.random.default_rng(0).bytes(5000)
 NOT_READ = dict.fromkeys(
     (
-        "README.md", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "64.tflite",
+        "README.md", "tf_model.h5", "flax_model.msgpack", "rust_model.rs", "64.tflite",
         "onnx/config.json", "onnx/model.onnx", "model.fp16.safetensors", "training_args.bin",
         "optimizer.pt", ".gitattributes",
     ),
@@ -120,7 +120,7 @@ def test_revisions_and_ranks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (located(folder) / "model.safetensors").is_file(), "a run's folder is fetched again"
 
 
-def test_an_interrupted_download_goes_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_continues(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
     hub.cuts = 1
