@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.log import LOG
@@ -46,56 +46,44 @@ inherit it, so that they read the same commit without asking again.
 """
 
 
-@dataclass(frozen=True)
-class _Name:
-    repository: str
-    revision: str
-    said: str
-    """Beginning of a message about it."""
-
-
-def is_name(path: Path) -> bool:
-    """Tell whether a path names a model on the hub: as hf://..., as a folder in huggingface_hub's
-    cache that is no longer there, or as OWNER/NAME where neither this path nor OWNER exists.
-
-    Raises ConfigError for hf:// with anything else behind it.
-    """
-    return _parse(path) is not None
-
-
 def located(path: Path, *, weights: bool = True) -> Path:
     """Return the folder of a model that ``path`` names on the hub, after fetching what is missing
     there, and any other path as it is.
 
-    weights: fetch these, else only the tokenizer's files, and only for hf://. Processes of one host
-    that fetch the same file wait for each other. Raises ConfigError for a malformed name or without
-    huggingface_hub, and CheckpointError for a model that cannot be fetched.
+    A name is hf://..., or a folder in huggingface_hub's cache that is no longer there, or with
+    ``weights`` OWNER/NAME where neither this path nor OWNER exists. weights: fetch these too, else
+    only the tokenizer's files, and return a lost folder that cannot be fetched again as it is.
+    Processes of one host that fetch the same file wait for each other. Raises ConfigError for a
+    malformed name, and CheckpointError for a model that cannot be fetched.
     """
-    name = _parse(path) if weights or path.as_posix().startswith("hf:") else None
+    name = _parse(path, weights)
     if name is None:
         return path
-    try:
-        require_package("huggingface_hub", extra="hub", purpose="which fetches models by name")
-    except ConfigError as error:
-        raise ConfigError(f"{name.said}: {error}") from None
-    key = f"{name.repository}@{name.revision}"
+    repository, revision, said = name
+    key = f"{repository}@{revision}"
     known = dict(word.split("=") for word in os.environ.get(COMMITS, "").split())
     try:
-        folder = _fetch(name.repository, known.get(key, name.revision), weights, key in known)
+        require_package("huggingface_hub", extra="hub", purpose="which fetches models by name")
+        folder = _fetch(repository, known.get(key, revision), weights, key in known)
     except Exception as error:  # of the network, of the disk, of the library
-        raise CheckpointError(f"{name.said}: {_reason(error, name)}") from None
+        if not (weights or path.as_posix().startswith("hf:")):
+            return path
+        raise CheckpointError(f"{said}: {_reason(error, repository, revision)}") from None
     if weights and not _has_weights(folder):
         raise CheckpointError(
-            f"{name.said}: no weights there that are read by name: expected model.safetensors or"
+            f"{said}: no weights there that are read by name: expected model.safetensors or"
             f" pytorch_model.bin at the top of the repository (looked in {folder})"
         )
     if key not in known:
-        LOG.info(f"hf://{name.repository} at commit {folder.name} is in {folder}")
+        LOG.info(f"hf://{repository} at commit {folder.name} is in {folder}")
         os.environ[COMMITS] = f"{os.environ.get(COMMITS, '')} {key}={folder.name}"
     return folder
 
 
-def _parse(path: Path) -> _Name | None:
+def _parse(path: Path, bare: bool) -> tuple[str, str, str] | None:
+    """Return repository, revision and the beginning of an error, None for a path. bare: take
+    OWNER/NAME too.
+    """
     text = path.as_posix()
     if text.startswith("hf:"):
         found = _EXPLICIT.fullmatch(text)
@@ -104,25 +92,15 @@ def _parse(path: Path) -> _Name | None:
                 f"{text}: expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION, such as"
                 " hf://openai-community/gpt2"
             )
-        repository, revision = found[1], found[2] or "main"
-        return _Name(
-            repository, revision, f"hf://{repository}" + (f"@{found[2]}" if found[2] else "")
-        )
+        return found[1], found[2] or "main", f"hf://{text[3:].lstrip('/')}"
     if found := _SNAPSHOT.fullmatch(text):
         repository, revision = found[1].replace("--", "/", 1), found[2]
-        said = f"hf://{repository}@{revision}"
-    elif (found := _BARE.fullmatch(text)) and found[1] not in _FOLDERS_HERE:
-        repository, revision, said = text, "main", f"hf://{text}"
-        path = path.parent
+    elif bare and (found := _BARE.fullmatch(text)) and found[1] not in _FOLDERS_HERE:
+        repository, revision, path = text, "main", path.parent
     else:
         return None
-    if path.exists():
-        return None
-    return _Name(
-        repository,
-        revision,
-        f"{text}: there is no such file or folder{looked_in(text)}; as {said}",
-    )
+    absent = f"{text}: there is no such file or folder{looked_in(text)}"
+    return None if path.exists() else (repository, revision, f"{absent}; as hf://{repository}")
 
 
 def _fetch(repository: str, revision: str, weights: bool, is_here: bool) -> Path:
@@ -144,7 +122,8 @@ def _fetch(repository: str, revision: str, weights: bool, is_here: bool) -> Path
             except LocalEntryNotFoundError:
                 is_here = False
         if not is_here:
-            with nullcontext() if sys.stderr.isatty() else disable_progress_bars():
+            _fetch_files(repository, get)
+            with disable_progress_bars():
                 folder = Path(get())
         revision = folder.name
         if _has_weights(folder):
@@ -152,42 +131,53 @@ def _fetch(repository: str, revision: str, weights: bool, is_here: bool) -> Path
     return folder
 
 
+def _fetch_files(repository: str, get: Callable[..., Any]) -> None:
+    """Fetch missing files one by one in this thread, which Ctrl-C stops, with a progress bar each.
+
+    snapshot_download (``get``) would wait for its threads. It says why, where nothing can be read.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import DryRunError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    missing: list[Any] = []
+    with disable_progress_bars(), suppress(DryRunError):
+        missing = [file for file in get(dry_run=True) if file.will_download]
+    for file in missing:
+        hf_hub_download(repository, file.filename, revision=file.commit_hash)
+
+
 def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for files in _WEIGHTS for name in files[:2])
 
 
-def _reason(error: Exception, name: _Name) -> str:
+def _reason(error: Exception, repository: str, revision: str) -> str:
     """Return why a model could not be fetched, and what to do."""
+    if isinstance(error, ConfigError):
+        return str(error)
     from huggingface_hub import constants, errors, get_token
 
-    page, cache = f"{constants.ENDPOINT}/{name.repository}", constants.HF_HUB_CACHE
-    give = "a token that may read it (HF_TOKEN, or hf auth login)"
-    cause = error.__cause__
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    give = "give a token that may read it (HF_TOKEN, or hf auth login)"
     if isinstance(error, errors.LocalEntryNotFoundError):
+        lacks = f"{cache} does not hold all of its files"
+        copy = "copy that folder from a host that has fetched the model"
         if constants.HF_HUB_OFFLINE:
-            return (
-                f"HF_HUB_OFFLINE is set, and {cache} does not hold all of its files; unset it, or"
-                " copy that folder from a host that has fetched the model"
-            )
+            return f"HF_HUB_OFFLINE is set, and {lacks}; unset it, or {copy}"
+        cause = error.__cause__
         if not isinstance(cause, errors.HfHubHTTPError):
-            return (
-                f"{constants.ENDPOINT} does not answer ({_first_line(cause or error)}), and"
-                f" {cache} does not hold all of its files; check the network and HTTPS_PROXY, or"
-                " copy that folder from a host that has fetched the model"
-            )
+            why = _first_line(cause or error)
+            return f"{hub} does not answer ({why}), and {lacks}; check the network, or {copy}"
         error = cause
     if isinstance(error, errors.GatedRepoError):
-        return f"its owner lets only some accounts read it; ask at {page}, and give {give}"
+        return f"only some accounts may read it; ask at {hub}/{repository}, and {give}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        what = "that the token may read it" if get_token() else f"or give {give}"
-        return f"{page} does not exist, or is private; check the name, {what}"
+        what = "that the token may read it" if get_token() else f"or {give}"
+        return f"{hub}/{repository} does not exist, or is private; check the name, {what}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return (
-            f"it has no revision {name.revision}; give a branch, a tag or a commit, as"
-            f" {page}/commits/main lists them"
-        )
+        return f"no revision {revision} there; give one of {hub}/{repository}/commits/main"
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        return f"{constants.ENDPOINT} refuses the token ({error.response.status_code}); give {give}"
+        return f"{hub} refuses the token ({error.response.status_code}); {give}"
     return f"it could not be fetched into {cache}: {_first_line(error)}"
 
 

@@ -15,7 +15,7 @@ from common.errors import CheckpointError, ConfigError
 from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
 from common.generation.prompts import encode_prompts, given_prompts
-from common.hub import is_name, located
+from common.hub import located
 from common.inference.run_modes import program_to_use
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import require_length
@@ -43,12 +43,12 @@ def with_models_here(config: ResolvedRun) -> ResolvedRun:
     checkpoint.init_from stays a name where output_dir holds a run. Raises ConfigError and
     CheckpointError.
     """
-    given, wish = config.checkpoint, config.data.tokenizer
-    named = {key: Path(getattr(given, key) or "") for key in ("load", "resume", "init_from")}
-    named = {key: path for key, path in named.items() if is_name(path)}
-    if "init_from" in named and find_checkpoint(Path(config.output_dir)) is not None:
-        del named["init_from"]
-    checkpoint = {key: str(located(path)) for key, path in named.items()}
+    settings, wish = config.checkpoint, config.data.tokenizer
+    paths = {key: Path(getattr(settings, key) or "") for key in ("load", "resume", "init_from")}
+    if settings.init_from and find_checkpoint(Path(config.output_dir)) is not None:
+        del paths["init_from"]
+    here = {key: located(path) for key, path in paths.items()}
+    checkpoint = {key: str(path) for key, path in here.items() if path != paths[key]}
     if wish is not None and wish.folder is not None:
         folder = str(located(Path(wish.folder), weights=False))
         wish = wish.model_copy(update={"folder": folder})

@@ -66,7 +66,9 @@ _SEPARATORS = {
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    for name in ("common", "gpt2"):  # not all libraries, which log each request
+        logging.getLogger(name).setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _stop)
     display = _Display(arguments.log_interval)
     try:

@@ -199,9 +199,9 @@ def tokenizer_files(source: Source) -> dict[str, str | None] | None:
 
 def _still_there(path: Path, folder: Path) -> Path:
     """Return the path of a run's file. A relative path is looked up in the working directory, then
-    in the folders above the run.
+    in the folders above the run. A model's folder that came from the hub is fetched again.
     """
     if path.is_absolute() or path.exists():
-        return path
+        return located(path, weights=False)
     places = (above / path for above in folder.resolve().parents)
     return next((place for place in places if place.exists()), path)

@@ -1,9 +1,11 @@
 """Models by name, through huggingface_hub itself, from a hub on loopback."""
 
 import re
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from huggingface_hub import constants, file_download
 
 from common.config.load import load_config
 from common.errors import UserError
-from common.hub import COMMITS, SMALL, is_name, located
+from common.hub import COMMITS, SMALL, located
 from common.systems.hugging_face.tokenizer import TOKENIZER_FILES
+from common.training.foreign import fingerprint
 from common.training.manifest import read_manifest
 from gpt2_toolkit import load_model
 from run_gpt2 import main as run_gpt2
@@ -85,13 +88,17 @@ def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     ],
 )
 def test_only_files_that_are_read(
-    hub: Hub, there: dict[str, bytes], wanted: dict[str, bytes]
+    hub: Hub,
+    there: dict[str, bytes],
+    wanted: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hub.repositories["me/small"] = repository = Repository({**READ, **NOT_READ, **there})
     folder = located(Path("hf://me/small"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == READ | wanted
     assert folder.name == repository.revisions["main"]
     assert sorted(hub.fetched) == sorted({**READ, **wanted}), "each once, and nothing else"
+    assert capsys.readouterr().err == "", "bars are for terminals"
 
 
 def test_the_names_of_tokenizer_files_are_among_them(hub: Hub) -> None:
@@ -100,6 +107,8 @@ def test_the_names_of_tokenizer_files_are_among_them(hub: Hub) -> None:
     ] == []
     located(Path("hf://me/small"), weights=False)
     assert located(Path("me/small"), weights=False) == Path("me/small")
+    gone = Path("/x/models--me--none/snapshots/" + 40 * "0")
+    assert located(gone, weights=False) == gone, "training does not need it"
     assert sorted(hub.fetched) == sorted(READ)
 
 
@@ -115,6 +124,9 @@ def test_revisions_and_ranks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     for revision in ("v1", "refs/pr/2", old):
         folder = located(Path(f"hf://me/small@{revision}"))
         assert folder.name == old and (folder / "model.safetensors").is_file()
+    before = fingerprint(folder)
+    (folder / "README.md").write_text("of another program, on one of the hosts")
+    assert fingerprint(folder) == before
     for path in (folder / "model.safetensors", folder):
         path.unlink() if path.is_symlink() else path.rename(path.with_name("elsewhere"))
     assert (located(folder) / "model.safetensors").is_file(), "a run's folder is fetched again"
@@ -124,9 +136,17 @@ def test_an_interrupted_download_continues(hub: Hub, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
     hub.cuts = 1
+    get, threads = file_download.http_get, set()
+
+    def in_thread(*words: object, **options: object) -> None:
+        threads.add(threading.current_thread())
+        get(*words, **options)
+
+    monkeypatch.setattr(file_download, "http_get", in_thread)
     assert (located(Path("hf://me/small")) / "model.safetensors").read_bytes() == LARGE
     ranges = [line.rpartition(" ")[2] for line in hub.asked if "bytes=" in line]
     assert len(ranges) == 1 and 0 < int(ranges[0][6:-1]) <= 2500
+    assert threads == {threading.main_thread()}, "which Ctrl-C stops; others would be waited for"
 
 
 def test_processes_of_a_host_fetch_once(hub: Hub) -> None:
@@ -161,10 +181,10 @@ def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         ("hf://me/none", GOOD_TOKEN, "or is private; check the name, that the token may read it"),
         ("me/none", None, r"^me/none: there is no such file or folder \(looked in .*work\); as"
          " hf://me/none: .* does not exist, or is private"),
-        ("hf://me/small@v9", None, "^hf://me/small@v9: it has no revision v9; give a branch"),
+        ("hf://me/small@v9", None, "^hf://me/small@v9: no revision v9 there; give one of {url}"),
         ("hf://me/private", None, "me/private does not exist, or is private"),
         ("hf://me/private", "hf_bad", r"refuses the token \(401\)"),
-        ("hf://me/gated", GOOD_TOKEN, "only some accounts read it; ask at {url}/me/gated"),
+        ("hf://me/gated", GOOD_TOKEN, "only some accounts may read it; ask at {url}/me/gated"),
         ("hf://me/empty", None, "no weights there that are read by name"),
         ("hf://me/small/file.bin", None, "expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION"),
         ("hf://me/../small", None, "expected hf://OWNER/NAME"),
@@ -197,7 +217,7 @@ def test_no_network_and_no_package(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(COMMITS, "")
     assert located(Path("hf://me/small")) == folder, "the cache is enough"
     with pytest.raises(
-        UserError, match=r"127.0.0.1:9 does not answer \(ConnectError: .*HTTPS_PROXY"
+        UserError, match=r"127.0.0.1:9 does not answer \(ConnectError: .*; check the network"
     ):
         located(Path("hf://me/other"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -218,8 +238,10 @@ def test_no_network_and_no_package(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
 )  # fmt: skip
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_one: bool) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("common.hub._fetch", lambda *words: (_ for _ in ()).throw(OSError("asked")))
     Path("there").mkdir()
-    assert is_name(Path(text)) == is_one
+    with pytest.raises(UserError, match="asked") if is_one else nullcontext():
+        assert located(Path(text)) == Path(text)
 
 
 def test_commands_take_names_as_they_take_folders(
@@ -264,3 +286,6 @@ def test_commands_take_names_as_they_take_folders(
     assert inference(["--model_dir", "me/none", "--prompt", "hello"]) == 2
     assert re.match(r"error: me/none: there is no .* private; .*\n$", capsys.readouterr().err)
     assert max(Counter(hub.fetched).values()) == 1
+    shutil.rmtree(constants.HF_HUB_CACHE)  # as on another machine
+    load_model("by_name", device="cpu")
+    assert hub.fetched.count("vocab.json") == 2 and hub.fetched.count("model.safetensors") == 1
