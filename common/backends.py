@@ -12,7 +12,7 @@ from common.conversion.export import PROGRAMS, export_program
 from common.errors import RunError
 from common.inference.load import PACKAGES, import_backend, quieten_frameworks
 from common.inference.run_modes import program_to_use, run_program
-from common.inputs import check_inputs
+from common.inputs import check_inputs, with_models_here
 from common.interrupts import ending_at_interrupts
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
@@ -44,6 +44,7 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
             f" {process.rank} has nothing to do"
         )
         return
+    config = with_models_here(config)
     if run_mode == "export" and export_format(config) == "safetensors":
         check_inputs(run_mode, config)
         export(config)

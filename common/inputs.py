@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.config.resolved import as_run
 from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
 from common.errors import CheckpointError, ConfigError
 from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
 from common.generation.prompts import encode_prompts, given_prompts
+from common.hub import located
 from common.inference.run_modes import program_to_use
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import require_length
@@ -35,8 +37,29 @@ def check_inputs(run_mode: str, config: ResolvedRun) -> None:
         raise explained(error) from None
 
 
+def with_models_here(config: ResolvedRun) -> ResolvedRun:
+    """Return the config with folders in place of the models that it names on the hub.
+
+    checkpoint.init_from stays a name where output_dir holds a run. Raises ConfigError and
+    CheckpointError.
+    """
+    settings, wish = config.checkpoint, config.data.tokenizer
+    paths = {key: Path(getattr(settings, key) or "") for key in ("load", "resume", "init_from")}
+    if settings.init_from and find_checkpoint(Path(config.output_dir)) is not None:
+        del paths["init_from"]
+    here = {key: located(path) for key, path in paths.items()}
+    checkpoint = {key: str(path) for key, path in here.items() if path != paths[key]}
+    if wish is not None and wish.folder is not None:
+        folder = str(located(Path(wish.folder), weights=False))
+        wish = wish.model_copy(update={"folder": folder})
+    return as_run(ResolvedRun, config, checkpoint=checkpoint, data={"tokenizer": wish})
+
+
 def check_before_ranks(run_mode: str, config: ResolvedRun) -> None:
-    """Check in the process that starts the ranks what rank 0 would. Raises as ``check_inputs``."""
+    """Check in the process that starts the ranks what rank 0 would, and fetch the models that the
+    config names. Raises as ``check_inputs``.
+    """
+    config = with_models_here(config)
     takes_program = run_mode in ("eval", "predict", "serve")
     if not takes_program or program_to_use(config) is None:
         check_inputs(run_mode, config)

@@ -32,10 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Forget what launchers, clusters and a user's shell have set: tests are not ranks of a job.
+    """Forget what launchers, clusters and a user's shell have set: tests are not ranks of a job,
+    and ask no hub but one of their own.
 
     ASCEND: where the driver's libraries lie.
     """
+    os.environ["HF_HUB_OFFLINE"] = "1"
     kept = ("ASCEND", "OMP_NUM_THREADS", "GPT2_PEERS", "GPT2_TEST_DATA")
     for name in list(os.environ):
         if OF_LAUNCHERS.search(name) and not name.startswith(kept):

@@ -19,7 +19,7 @@ BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 LAYERS = (
     ("errors", "file_kinds", "paths", "interrupts", "log"),
     ("accelerators", "files", "packages", "whole_numbers", "run_folder"),
-    ("structured_files",),
+    ("structured_files", "hub"),
     ("yaml_files", "processes"),
     ("config", "tensor_files", "failures"),
     ("cluster", "command_line", "tokenizer", "weights"),

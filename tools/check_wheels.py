@@ -2,9 +2,9 @@
 
     python tools/check_wheels.py
 
-Checks requirements.txt and the extras `chinese`, `peers`, `serve` and `parquet` with everything
-that they need in turn, for the Python that runs this. The extra `fast` may lack wheels, and that is
-said. Nothing is installed; pip reads what the package index tells.
+Checks requirements.txt and the extras `chinese`, `peers`, `serve`, `parquet` and `hub` with
+everything that they need in turn, for the Python that runs this. The extra `fast` may lack wheels,
+and that is said. Nothing is installed; pip reads what the package index tells.
 
 Exit codes: 0 all there, or the package index does not answer; 1 a wheel is missing.
 """
@@ -85,13 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
-    wanted = {
-        "requirements.txt": [f"--requirement={ROOT}/requirements.txt"],
-        "extra chinese": extras["chinese"],
-        "extra peers": extras["peers"],
-        "extra serve": extras["serve"],
-        "extra parquet": extras["parquet"],
-        "extra fast": extras["fast"],
+    wanted = {"requirements.txt": [f"--requirement={ROOT}/requirements.txt"]} | {
+        f"extra {name}": extras[name]
+        for name in ("chinese", "peers", "serve", "parquet", "hub", "fast")
     }
     asked = [(name, machine) for name in wanted for machine in MACHINES]
     failed = False

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             source, target = arguments.input, arguments.output
             result = convert(
-                source,
+                Path(source),
                 target,
                 source_format=arguments.source_format,
                 target_format=arguments.target_format,
@@ -93,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--input",
-        type=Path,
         metavar="PATH",
-        help="folder of the weights, or a file of weights beside its config",
+        help="folder of the weights, a file of weights beside its config, or a model of the Hugging"
+        " Face hub as hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
     )
     add(
         "--output",
@@ -177,7 +177,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bo
     return True
 
 
-def _say(result: ConversionResult, source: Path, target: Path) -> None:
+def _say(result: ConversionResult, source: Path | str, target: Path) -> None:
     how = ", read back and equal bit for bit" if result.read_back else ""
     run = (
         ""

@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="DIR",
-        help="folder of the model, or a file in it",
+        help="folder of the model, a file in it, or a model of the Hugging Face hub as"
+        " hf://OWNER/NAME",
     )
     add("--prompt", metavar="TEXT", help="text to continue")
     add("--prompt_file", metavar="FILE", help="file of prompts: one a line, or .jsonl")

@@ -50,6 +50,7 @@ from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError, GPT2Error, StopRequested
+from common.hub import located
 from common.log import progress_bar
 from common.tokenizer import TOKENIZERS
 
@@ -65,7 +66,9 @@ _SEPARATORS = {
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    for name in ("common", "gpt2"):  # not all libraries, which log each request
+        logging.getLogger(name).setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _stop)
     display = _Display(arguments.log_interval)
     try:
@@ -416,7 +419,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         output_prefix=args.output_prefix,
         tokenizer=TokenizerChoice(
             kind=args.tokenizer_type,
-            vocab_file=args.vocab_file,
+            vocab_file=located(args.vocab_file, weights=False),
             merge_file=args.merge_file,
             backend=args.tokenizer_backend,
         ),

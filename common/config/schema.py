@@ -404,7 +404,8 @@ class TokenizerConfig(Section):
     """
     folder: Text | None = None
     """Folder of the tokenizer's files, instead of naming them: vocab.json and merges.txt,
-    vocab.txt, a SentencePiece .model, or tokenizer.json.
+    vocab.txt, a SentencePiece .model, or tokenizer.json. hf://OWNER/NAME takes them from the
+    Hugging Face hub.
     """
     vocab_file: Text | None = None
     """Vocabulary: vocab.json, encoder.json, vocab.txt, a SentencePiece .model or tokenizer.json."""
@@ -676,7 +677,7 @@ class CheckpointConfig(Section):
     """
     init_from: Text | None = None
     """Weights to start from (finetune): the folder of a checkpoint or of a run, or anything that
-    tools/convert_weight.py takes as --input.
+    tools/convert_weight.py takes as --input, such as hf://OWNER/NAME on the Hugging Face hub.
     """
     load: Text | None = None
     """Weights to evaluate or generate with; when left out, the newest checkpoint of output_dir,

@@ -27,6 +27,7 @@ from common.files import (
     refuse_to_overwrite,
     whole_folder,
 )
+from common.hub import located
 from common.log import progress_bar
 from common.systems.hugging_face.config import CONFIG, write_config
 from common.systems.hugging_face.read import open_without_config
@@ -53,7 +54,7 @@ def _require_source(path: Path) -> None:
     hint = (
         f"did you mean {' or '.join(str(path.with_name(name)) for name in near)}?"
         if near
-        else "give a path; nothing is downloaded"
+        else "give a path, or hf://OWNER/NAME for a model of the Hugging Face hub"
     )
     raise ConfigError(f"{path}: does not exist in {parent}; {hint}")
 
@@ -91,10 +92,11 @@ def convert(
 ) -> ConversionResult:
     """Convert the weights of ``source`` into ``target`` and return a report.
 
-    dtype: type of the weights; the optimizer's state keeps its own. weights_only: leave out the
-    optimizer's state and the position of the run. verify: read the target back, compare it bit for
-    bit, and compare the logits of both by ``runners`` (one for each format). model_parallel,
-    pipeline_stage: numbers of ranks, for a target that has a file for each rank.
+    source: a path, or a model by name as ``common.hub`` takes it. dtype: type of the weights; the
+    optimizer's state keeps its own. weights_only: leave out the optimizer's state and the position
+    of the run. verify: read the target back, compare it bit for bit, and compare the logits of both
+    by ``runners`` (one for each format). model_parallel, pipeline_stage: numbers of ranks, for a
+    target that has a file for each rank.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
@@ -108,6 +110,7 @@ def convert(
         raise ConfigError(
             f"{target}: exists and is not empty; choose another --output, or move it away"
         )
+    source = located(source)
     _require_source(source)
     write = _writer(target_format, model_parallel, pipeline_stage)
     if dtype is not None and dtype not in FORMATS[target_format].dtypes:

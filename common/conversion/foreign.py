@@ -60,20 +60,12 @@ def explain(where: Path, why: str) -> str:
 
 def _absent(where: Path, why: str) -> str:
     say = f"there is no such file or folder{looked_in(where)}"
-    if _key(why) is None or not _is_name(where):
+    if _key(why) is None or where.is_absolute() or where.suffix or len(where.parts) != 1:
         return say
     return (
-        f"{say}. Nothing is downloaded by name: get the model's folder (config.json,"
-        " model.safetensors) from Hugging Face, then convert"
-        f" it:\n{_convert(Path(where.name), _free_folder(where), why, 'hf')}"
+        f"{say}; a model of the Hugging Face hub is named as hf://OWNER/NAME, such as"
+        " hf://openai-community/gpt2"
     )
-
-
-def _is_name(where: Path) -> bool:
-    """Whether this is a name on Hugging Face, such as gpt2 or openai-community/gpt2."""
-    if where.is_absolute() or where.suffix:
-        return False
-    return len(where.parts) == 1 or (len(where.parts) == 2 and not where.parent.exists())
 
 
 def _key(why: str) -> str | None:

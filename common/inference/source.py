@@ -12,6 +12,7 @@ from common.conversion.export import RECORD
 from common.conversion.foreign import explain
 from common.errors import CheckpointError, ConfigError, TokenizerError
 from common.files import reading
+from common.hub import located
 from common.inference.export_record import read_export
 from common.systems.hugging_face.config import CONFIG, read_config
 from common.systems.table import FORMATS, detect
@@ -51,11 +52,12 @@ class Source:
 
 
 def find_source(path: Path, *, verify: bool = False) -> Source:
-    """Look at a run folder, a checkpoint, an export, or weights of another system.
+    """Look at a run folder, a checkpoint, an export, weights of another system, or a model by name.
 
     verify: compare the SHA-256 of the files of an export. Raises CheckpointError and ConfigError
     if none of these is there, or if it is broken.
     """
+    path = located(path)
     folder = path.parent
     if path.is_file() and (
         any((folder / name).is_file() for name in (RECORD, MANIFEST))
@@ -161,7 +163,7 @@ def require_same_tokenizer(source: Source, record: Mapping[str, Any]) -> None:
 
 def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
     if isinstance(given, str | Path):
-        return load_tokenizer(None, given)
+        return load_tokenizer(None, located(Path(given), weights=False))
     if given is not None:
         return given
     files = tokenizer_files(source)
@@ -197,9 +199,9 @@ def tokenizer_files(source: Source) -> dict[str, str | None] | None:
 
 def _still_there(path: Path, folder: Path) -> Path:
     """Return the path of a run's file. A relative path is looked up in the working directory, then
-    in the folders above the run.
+    in the folders above the run. A model's folder that came from the hub is fetched again.
     """
     if path.is_absolute() or path.exists():
-        return path
+        return located(path, weights=False)
     places = (above / path for above in folder.resolve().parents)
     return next((place for place in places if place.exists()), path)

@@ -79,6 +79,8 @@ def manifest_of(path: Path, model: ResolvedModel, *, checksums: bool = True) -> 
 
 def fingerprint(path: Path) -> str:
     """Return names and sizes of the files, to compare them between hosts. Raises OSError."""
+    if path.parent.name == "snapshots":  # of huggingface_hub, where the name tells the content
+        return path.resolve(strict=True).name
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in files if file.is_file()}
     return f"{path} {sizes}"

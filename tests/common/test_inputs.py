@@ -61,7 +61,7 @@ ABSENT = "there is no such file or folder (looked in {cwd})"
         (
             "finetune",
             {"data__train": "here", "checkpoint__init_from": "gpt2"},
-            f"(checkpoint.init_from): {ABSENT}. Nothing is downloaded by name",
+            f"(checkpoint.init_from): {ABSENT}; a model of the Hugging Face hub is named as hf://OWNER/NAME",
         ),
         ("predict", {}, "predict.prompt is not given"),
         ("predict", {"predict__prompt": "a"}, "data/nowhere: does not exist (looked in {cwd})"),

@@ -350,14 +350,14 @@ def test_bad_input_is_one_error_and_leaves_nothing(
         )
         fails(
             ConfigError,
-            rf"^gpt2: does not exist in {tmp_path}; give a path; nothing is downloaded$",
+            rf"^gpt2: does not exist in {tmp_path}; give a path, or hf://OWNER/NAME for a model of",
             Path("gpt2"),
             **more,
         )
         fails(
             ConfigError,
-            rf"^a/b: does not exist, nor does the folder {tmp_path}/a;",
-            Path("a/b"),
+            rf"^a/b.bin: does not exist, nor does the folder {tmp_path}/a;",
+            Path("a/b.bin"),
             **more,
         )
     with pytest.raises(ConfigError, match=r"goood: does not exist in .*; did you mean good\?"):

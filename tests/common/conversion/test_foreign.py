@@ -141,7 +141,7 @@ def test_the_key_that_named_it(ours: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "is_model"),
-    [("gpt2", True), ("openai-community/gpt2", True), ("there/gpt2", False), ("a.bin", False)],
+    [("gpt2", True), ("there/gpt2", False), ("a.bin", False)],
 )
 def test_a_name_that_is_not_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_model: bool
@@ -150,12 +150,8 @@ def test_a_name_that_is_not_a_path(
     Path("there").mkdir()
     message = fault_of(name)
     assert f"there is no such file or folder (looked in {tmp_path})" in message
-    assert ("Nothing is downloaded by name" in message) == is_model
-    assert (
-        "--input gpt2 --output output/gpt2_converted\nthen give"
-        " checkpoint.init_from=output/gpt2_converted" in message
-    ) == is_model
-    assert "downloaded" not in fault_of(name, "the run in output_dir, or checkpoint.load")
+    assert ("; a model of the Hugging Face hub is named as hf://OWNER/NAME" in message) == is_model
+    assert "hf:" not in fault_of(name, "the run in output_dir, or checkpoint.load")
 
 
 def test_a_folder_of_anything_else(tmp_path: Path) -> None:

@@ -1,0 +1,291 @@
+"""Models by name, through huggingface_hub itself, from a hub on loopback."""
+
+import re
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("huggingface_hub", reason="pip install '.[hub]'")
+
+from huggingface_hub import constants, file_download
+
+from common.config.load import load_config
+from common.errors import UserError
+from common.hub import COMMITS, SMALL, located
+from common.systems.hugging_face.tokenizer import TOKENIZER_FILES
+from common.training.foreign import fingerprint
+from common.training.manifest import read_manifest
+from gpt2_toolkit import load_model
+from run_gpt2 import main as run_gpt2
+from tests.hub_stand_in import GOOD_TOKEN, Hub, Repository, files_of, hub_running
+from tools.convert_weight import main as convert
+from tools.inference import main as inference
+from tools.preprocess_data import main as preprocess
+
+SIZES = ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size")
+OF_TOKENIZER = {name: name.encode() for name in ("vocab.json", "merges.txt", "tokenizer.json")}
+READ = OF_TOKENIZER | {
+    name: name.encode() for name in ("config.json", "generation_config.json", "chat_template.jinja")
+}
+LARGE = np.random.default_rng(0).bytes(5000)
+NOT_READ = dict.fromkeys(
+    (
+        "README.md", "tf_model.h5", "flax_model.msgpack", "rust_model.rs", "64.tflite",
+        "onnx/config.json", "onnx/model.onnx", "model.fp16.safetensors", "training_args.bin",
+        "optimizer.pt", ".gitattributes",
+    ),
+    b"unwanted",
+)  # fmt: skip
+SAFETENSORS, PICKLE = {"model.safetensors": LARGE}, {"pytorch_model.bin": LARGE}
+SHARDS = {
+    f"model{name}": LARGE[number:]
+    for number, name in enumerate(
+        (".safetensors.index.json", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with hub_running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A hub with one repository, an empty cache, and a folder to work in."""
+    for name, value in {
+        "ENDPOINT": server.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": False,
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv(COMMITS, "")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    server.repositories = {"me/small": Repository({**READ, **SAFETENSORS, **NOT_READ})}
+    server.asked.clear()
+    server.fetched.clear()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [
+        (SAFETENSORS | PICKLE, SAFETENSORS),
+        (SHARDS | PICKLE, SHARDS),
+        (PICKLE, PICKLE),
+    ],
+)
+def test_only_files_that_are_read(
+    hub: Hub,
+    there: dict[str, bytes],
+    wanted: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub.repositories["me/small"] = repository = Repository({**READ, **NOT_READ, **there})
+    folder = located(Path("hf://me/small"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == READ | wanted
+    assert folder.name == repository.revisions["main"]
+    assert sorted(hub.fetched) == sorted({**READ, **wanted}), "each once, and nothing else"
+    assert capsys.readouterr().err == "", "bars are for terminals"
+
+
+def test_the_names_of_tokenizer_files_are_among_them(hub: Hub) -> None:
+    assert [
+        name for name in TOKENIZER_FILES if not any(fnmatch(name, like) for like in SMALL)
+    ] == []
+    located(Path("hf://me/small"), weights=False)
+    assert located(Path("me/small"), weights=False) == Path("me/small")
+    gone = Path("/x/models--me--none/snapshots/" + 40 * "0")
+    assert located(gone, weights=False) == gone, "training does not need it"
+    assert sorted(hub.fetched) == sorted(READ)
+
+
+def test_revisions_and_ranks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = hub.repositories["me/small"].commit({**READ, **SAFETENSORS}, "v1", "refs/pr/2")
+    assert located(Path("me/small")).name == old
+    new = hub.repositories["me/small"].commit({**READ, **PICKLE})
+    hub.asked.clear()
+    assert located(Path("me/small")).name == old, "a process and its children keep to one commit"
+    assert hub.asked == [], "ranks ask nothing again"
+    monkeypatch.setenv(COMMITS, "")  # another process
+    assert located(Path("me/small")).name == new
+    for revision in ("v1", "refs/pr/2", old):
+        folder = located(Path(f"hf://me/small@{revision}"))
+        assert folder.name == old and (folder / "model.safetensors").is_file()
+    before = fingerprint(folder)
+    (folder / "README.md").write_text("of another program, on one of the hosts")
+    assert fingerprint(folder) == before
+    for path in (folder / "model.safetensors", folder):
+        path.unlink() if path.is_symlink() else path.rename(path.with_name("elsewhere"))
+    assert (located(folder) / "model.safetensors").is_file(), "a run's folder is fetched again"
+
+
+def test_an_interrupted_download_continues(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
+    hub.cuts = 1
+    get, threads = file_download.http_get, set()
+
+    def in_thread(*words: object, **options: object) -> None:
+        threads.add(threading.current_thread())
+        get(*words, **options)
+
+    monkeypatch.setattr(file_download, "http_get", in_thread)
+    assert (located(Path("hf://me/small")) / "model.safetensors").read_bytes() == LARGE
+    ranges = [line.rpartition(" ")[2] for line in hub.asked if "bytes=" in line]
+    assert len(ranges) == 1 and 0 < int(ranges[0][6:-1]) <= 2500
+    assert threads == {threading.main_thread()}, "which Ctrl-C stops; others would be waited for"
+
+
+def test_processes_of_a_host_fetch_once(hub: Hub) -> None:
+    threads = [threading.Thread(target=located, args=(Path("hf://me/small"),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(hub.fetched) == sorted({**READ, **SAFETENSORS})
+
+
+def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = located(Path("hf://me/small"))
+    monkeypatch.setenv(COMMITS, "")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.asked.clear()
+    assert located(Path("me/small")) == folder
+    monkeypatch.setenv(COMMITS, "")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"^hf://me/small: HF_HUB_OFFLINE is set, and .*cache does not"
+    ):
+        located(Path("hf://me/small"))
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "message"),
+    [
+        ("hf://me/none", None, "^hf://me/none: {url}/me/none does not exist, or is private; check"
+         " the name, or give a token"),
+        ("hf://me/none", GOOD_TOKEN, "or is private; check the name, that the token may read it"),
+        ("me/none", None, r"^me/none: there is no such file or folder \(looked in .*work\); as"
+         " hf://me/none: .* does not exist, or is private"),
+        ("hf://me/small@v9", None, "^hf://me/small@v9: no revision v9 there; give one of {url}"),
+        ("hf://me/private", None, "me/private does not exist, or is private"),
+        ("hf://me/private", "hf_bad", r"refuses the token \(401\)"),
+        ("hf://me/gated", GOOD_TOKEN, "only some accounts may read it; ask at {url}/me/gated"),
+        ("hf://me/empty", None, "no weights there that are read by name"),
+        ("hf://me/small/file.bin", None, "expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION"),
+        ("hf://me/../small", None, "expected hf://OWNER/NAME"),
+    ],
+)  # fmt: skip
+def test_one_message_for_each_fault(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str, token: str | None, message: str
+) -> None:
+    for access in ("private", "gated"):
+        hub.repositories[f"me/{access}"] = Repository({**READ, **SAFETENSORS}, access)
+    hub.repositories["me/empty"] = Repository({**READ, **NOT_READ})
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UserError, match=message.replace("{url}", hub.url)) as caught:
+        located(Path(name))
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_a_token_opens_a_private_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repositories["me/private"] = Repository({**READ, **SAFETENSORS}, "private")
+    monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
+    assert (located(Path("hf://me/private")) / "model.safetensors").is_file()
+
+
+def test_no_network_and_no_package(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = located(Path("hf://me/small"))
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+        value = getattr(constants, name).replace(hub.url, "http://127.0.0.1:9")
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv(COMMITS, "")
+    assert located(Path("hf://me/small")) == folder, "the cache is enough"
+    with pytest.raises(
+        UserError, match=r"127.0.0.1:9 does not answer \(ConnectError: .*; check the network"
+    ):
+        located(Path("hf://me/other"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"^me/small: there is no .*; as hf://me/small: the package"
+    ):
+        located(Path("me/small"))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("hf://gpt2", True), ("openai-community/gpt2", True), ("me/gpt2-v1.5", True),
+        ("gpt2", False), ("there/gpt2", False), ("output/quickstart", False),
+        ("me/model.safetensors", False), ("/me/small", False), ("me/small/weights", False),
+        ("../me/small", False), ("~/small", False), ("x" * 300 + "/y", False),
+    ],
+)  # fmt: skip
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_one: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("common.hub._fetch", lambda *words: (_ for _ in ()).throw(OSError("asked")))
+    Path("there").mkdir()
+    with pytest.raises(UserError, match="asked") if is_one else nullcontext():
+        assert located(Path(text)) == Path(text)
+
+
+def test_commands_take_names_as_they_take_folders(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first command that needs weights fetches them; a run records the commit."""
+    pytest.importorskip("transformers")
+    from tests.reference import MERGES, save_model, write_vocabulary
+
+    folder = save_model(tmp_path / "hf", write_vocabulary(tmp_path / "v", MERGES), size=262)
+    hub.repositories["me/small"] = Repository(files_of(folder))
+    commit = hub.repositories["me/small"].revisions["main"]
+    Path("text.txt").write_text("hello, the hell there\n" * 60)
+    Path("run.yaml").write_text(
+        "{device: cpu, optimizer: {learning_rate: 0.001}, data: {train: own_text_document},"
+        " train: {max_steps: 1, micro_batch_size: 2}, logging: {tensorboard: false, plot: false}}"
+    )
+    words = ["--input", "text.txt", "--output-prefix", "own", "--vocab-file", "hf://me/small"]
+    assert preprocess(words) == 0 and "model.safetensors" not in hub.fetched
+    runs = {"hf://me/small": Path("by_name"), str(folder): Path("by_path")}
+    command = ["--config", "run.yaml", "--run_mode"]
+    for source, output in runs.items():
+        changes = [f"checkpoint.init_from={source}", f"output_dir={output}", "model.seq_length=16"]
+        assert run_gpt2([*command, "finetune", *changes]) == 0
+    manifests = [read_manifest(run / "checkpoints" / "step_00000001") for run in runs.values()]
+    assert manifests[0]["files"] == manifests[1]["files"], "checksums of the trained weights"
+    assert Path(manifests[0]["config"]["checkpoint"]["init_from"]).name == commit
+    recorded = load_config(Path("by_name/config.yaml"))
+    assert recorded.data.tokenizer is not None
+    assert recorded.checkpoint.init_from == recorded.data.tokenizer.folder
+    model = load_model("hf://me/small", tokenizer="hf://me/small", device="cpu")
+    for source, output in (("me/small", "named"), (str(folder), "given")):
+        capsys.readouterr()
+        assert convert(["--to", "torch_gpt2", "--input", source, "--output", output]) == 0
+        assert f"parameters of {source} (hf)" in capsys.readouterr().out
+        words = ["predict.prompt=hello", "predict.max_new_tokens=8", f"checkpoint.load={source}"]
+        sizes = [f"model.{key}={value}" for key, value in model.source.model if key in SIZES]
+        wish = f"data.tokenizer={source}".replace("=me", "=hf://me")
+        assert run_gpt2([*command, "predict", "output_dir=new", *words, *sizes, wish]) == 0
+        assert str(model.generate("hello", max_new_tokens=8)[0]) in capsys.readouterr().out
+    assert read_manifest(Path("named"))["files"] == read_manifest(Path("given"))["files"]
+    assert inference(["--model_dir", "me/none", "--prompt", "hello"]) == 2
+    assert re.match(r"error: me/none: there is no .* private; .*\n$", capsys.readouterr().err)
+    assert max(Counter(hub.fetched).values()) == 1
+    shutil.rmtree(constants.HF_HUB_CACHE)  # as on another machine
+    load_model("by_name", device="cpu")
+    assert hub.fetched.count("vocab.json") == 2 and hub.fetched.count("model.safetensors") == 1
