@@ -82,9 +82,9 @@ class Arrival:
             found = why or "another process answers there"
             if not in_pod(os.environ):
                 raise ConfigError(
-                    f"{self}: {self._names[0]}={self._address} is no address of this host, and port"
-                    f" {self._port} there does not lead to it ({found}); the others would look for"
-                    f" rank 0 there: set {self._names[0]} to an address of this host"
+                    f"{self}: {self._names[0]}={self._address} is not an address of this host, and"
+                    f" port {self._port} there does not lead to it ({found}); the others would look"
+                    f" for rank 0 there: set {self._names[0]} to an address of this host"
                 )
             self.pause(lambda found=found: f"its own address, which does not lead here ({found})")
 
@@ -96,7 +96,7 @@ class Arrival:
             why = getattr(error, "strerror", None) or str(error)
             if not in_pod(os.environ):  # names of pods appear as these start
                 raise ConfigError(
-                    f"{self}: {self._names[0]}={self._address} is no address, and as a name it"
+                    f"{self}: {self._names[0]}={self._address} is not an address, and as a name it"
                     f" cannot be resolved here ({why}); set {self._names[0]} to the address or the"
                     f" name of the host of rank 0, without a port; {self._names[1]} has the port"
                 ) from None

@@ -186,7 +186,7 @@ def _ask_all(
     arrival: Arrival,
     question: str,
 ) -> None:
-    """Answer a question, and return when all ranks have. Rank 0 alone looks at all the answers."""
+    """Answer a question, and return when all ranks have. Only rank 0 looks at all the answers."""
     keys = [f"rank {rank} {question}" for rank in range(process.world_size)]
 
     def missing() -> str:

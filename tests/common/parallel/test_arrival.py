@@ -64,7 +64,7 @@ def test_a_name_that_does_not_resolve_is_refused_at_once(
 ) -> None:
     for rank in (0, 1):
         waits = arrival(rank, address, 29500)
-        with pytest.raises(ConfigError, match=f"MASTER_ADDR={address} is no address"):
+        with pytest.raises(ConfigError, match=f"MASTER_ADDR={address} is not an address"):
             waits.reach("rank 0") if rank else waits.require_here(lambda: True)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")  # its name comes with the pod
     with pytest.raises(RunError, match="rank 0, which does not answer"):
@@ -73,8 +73,10 @@ def test_a_name_that_does_not_resolve_is_refused_at_once(
 
 def test_rank_0_refuses_the_address_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     arrival(0, "localhost", 1).require_here(lambda: False)  # this host's, whatever answers there
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=192.0.2.1 is no address of this host, and"):
-        arrival(0, "192.0.2.1", 29500).require_here(lambda: True)
+    with pytest.raises(
+        ConfigError, match=r"MASTER_ADDR=192.0.2.1 is not an address of this host, and"
+    ):
+        arrival(0, "192.0.2.1", 29500).require_here(lambda: False)
     # an address that is not this host's, whose port ends at a listener
     monkeypatch.setattr(module, "is_here", lambda address: False)
     with listen("127.0.0.1", 0) as listener:
