@@ -228,11 +228,14 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     if is_last:
         peaks.append((0, activations.while_in_loss(config)))
     working = max((more - free for free, more in peaks), default=0)
-    gradients = (
-        whole * (BYTES[config.precision.reduction] if sharded else 4)
-        if keeps_whole_gradients(config)
-        else cut * 4
-    )
+    reduction = BYTES[config.precision.reduction]
+    low_zero = config.engine == "deepspeed" and zero > 0 and held < 4
+    if keeps_whole_gradients(config):
+        gradients = whole * (reduction if sharded or low_zero else 4)
+    else:
+        gradients = cut * (reduction if low_zero else 4)
+    if low_zero and reduction < 4:  # the update joins and widens them, after all activations
+        working = max(working, cut * (reduction + 4) - saved - in_loss)
     memory = Memory(
         weights=weights,
         gathered=gathered,
@@ -369,6 +372,8 @@ def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[U
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if is_fully_sharded(config):
         return received + largest * (held + held + reduced)
+    if config.engine == "deepspeed" and config.parallel.zero_stage == 1 and held < 4:
+        return received + _DEEPSPEED_BUCKET * reduced
     if config.engine == "deepspeed" and config.parallel.zero_stage in (1, 2):
         return received + _DEEPSPEED_BUCKET * held
     is_ddp = shard_ranks(config) == topology.pipeline == 1 < topology.data
