@@ -183,6 +183,14 @@ def keeps_whole_gradients(config: ResolvedRun) -> bool:
     return several and (parallel.zero_stage == 1 or parallel.pipeline_stage > 1)
 
 
+def has_low_gradients(config: ResolvedRun) -> bool:
+    """Tell whether DeepSpeed's ZeRO adds up gradients of weights below float32, in
+    precision.reduction.
+    """
+    is_zero = config.engine == "deepspeed" and config.parallel.zero_stage > 0
+    return is_zero and BYTES[config.precision.parameters] < 4
+
+
 def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     """Return the memory of the pipeline rank at this place."""
     units = units_of(config, topology, place)
@@ -229,12 +237,12 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
         peaks.append((0, activations.while_in_loss(config)))
     working = max((more - free for free, more in peaks), default=0)
     reduction = BYTES[config.precision.reduction]
-    low_zero = config.engine == "deepspeed" and zero > 0 and held < 4
+    low = has_low_gradients(config)
     if keeps_whole_gradients(config):
-        gradients = whole * (reduction if sharded or low_zero else 4)
+        gradients = whole * (reduction if sharded or low else 4)
     else:
-        gradients = cut * (reduction if low_zero else 4)
-    if low_zero and reduction < 4:  # the update joins and widens them, after all activations
+        gradients = cut * (reduction if low else 4)
+    if low and reduction < 4:  # the update joins and widens them, after all activations
         working = max(working, cut * (reduction + 4) - saved - in_loss)
     memory = Memory(
         weights=weights,
@@ -372,10 +380,9 @@ def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[U
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if is_fully_sharded(config):
         return received + largest * (held + held + reduced)
-    if config.engine == "deepspeed" and config.parallel.zero_stage == 1 and held < 4:
-        return received + _DEEPSPEED_BUCKET * reduced
     if config.engine == "deepspeed" and config.parallel.zero_stage in (1, 2):
-        return received + _DEEPSPEED_BUCKET * held
+        in_type = config.parallel.zero_stage == 1 and has_low_gradients(config)
+        return received + _DEEPSPEED_BUCKET * (reduced if in_type else held)
     is_ddp = shard_ranks(config) == topology.pipeline == 1 < topology.data
     if is_ddp and reduced < held:
         return received + _BUCKET // 4 * reduced
