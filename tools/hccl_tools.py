@@ -114,7 +114,9 @@ def check(path: Path) -> None:
     table = read_table(path)
     print("rank device_id device_ip server")
     for server, device in table.places():
-        print(device.rank_id, device.device_id, device.device_ip or "-", server.server_id)
+        name, address = server.server_id, server.address
+        shown = name if address == name else f"{name} ({address})"
+        print(device.rank_id, device.device_id, device.device_ip or "-", shown)
     print(f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}  {path}")
     for remark in table_warnings(table):
         print(f"warning: {path}: {remark}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Private interfaces of torch's kernels that this backend uses.
+"""Private interfaces of torch's kernels and process groups that this backend uses.
 
 Those of pipelining are in ``torch_gpt2/parallel/private_api.py``, since importing that package
 takes half a second. They were read in torch 2.13.0. The package accepts 2.11 to 2.13, and a test
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from datetime import timedelta
 from functools import cache
 
 import torch
@@ -60,10 +61,20 @@ PRIVATE = {
     ),
     "torch._fused_adamw_": "a step of AdamW in a kernel per tensor, over state that other steps"
     " share; publicly torch.optim.AdamW, which keeps a count of updates per tensor",
+    "torch.distributed.distributed_c10d.default_pg_timeout": "the limit of groups that are made"
+    " without one, such as DeepSpeed's; publicly only new_group(timeout=...)",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "whether a device has this kernel, or would"
     " copy to the host and back; publicly nothing",
 }
 """Purpose of each name, and its public replacement."""
+
+
+def limit_new_groups(limit: timedelta) -> None:
+    """Let groups have this limit that are made without one.
+
+    They do not have that of the group of all ranks: torch gives them 30 minutes.
+    """
+    dist.distributed_c10d.default_pg_timeout = limit
 
 
 def has_kernel(dtype: torch.dtype) -> bool:

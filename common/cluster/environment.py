@@ -143,17 +143,36 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
     ours = "GPT2_LAUNCHER_PID" in environ or (same_in_both and "TORCHELASTIC_RUN_ID" not in environ)
     # DeepSpeed's launcher sets the second
     sizes = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environ.get(name)]
+    here = _size(environ, sizes[0]) if sizes else 1
     return Process(
         rank=rank[0],
         world_size=rank[1],
         local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_world_size=_size(environ, sizes[0]) if sizes else 1,
+        local_world_size=here,
         # another launcher's DEVICE_ID may be the container's, equal for all its ranks
         device_id=_optional(environ, "DEVICE_ID") if ours else None,
         master=_master(environ),
         port=_port(environ),
         launcher="launch" if ours else "torchrun",
+        remarks=() if ours else _check_step(environ, here, rank[1]),
     )
+
+
+def _check_step(environ: Mapping[str, str], here: int, world: int) -> tuple[str, ...]:
+    """Return a remark if each of several tasks on a node has started all processes of the node.
+
+    Runs of one node each may be meant. Raises ConfigError for a run of several nodes.
+    """
+    tasks = _tasks_here(environ)
+    if "TORCHELASTIC_RUN_ID" not in environ or tasks * here <= max(world, here):
+        return ()
+    text = (
+        f"srun has started {tasks} tasks on this node, and each of them a torchrun with {here}"
+        f" processes, {tasks * here} for a run of {world}; give srun --ntasks-per-node=1"
+    )
+    if world > here:
+        raise ConfigError(f"environment: {text}")
+    return (f"{text}, unless these are separate runs on devices of their own",)
 
 
 def _horovod(environ: Mapping[str, str]) -> Process | None:
@@ -263,7 +282,7 @@ def _ascend(environ: Mapping[str, str]) -> Process | None:
         device_id=device.device_id if assigned is None else assigned,
         master=_master(environ)
         or _first_worker(environ)
-        or (table.place(0)[0].server_id if len(table.servers) > 1 else LOOPBACK),
+        or (table.place(0)[0].address if len(table.servers) > 1 else LOOPBACK),
         port=_port(environ) or DEFAULT_PORT,
         launcher="rank table",
     )
@@ -379,7 +398,9 @@ _RESERVED_STEPS = 0xFFFFFFF0
 def task_of_step(environ: Mapping[str, str]) -> Process | None:
     """Find the rank in Slurm's variables, only inside a step that srun started.
 
-    A batch script also has SLURM_PROCID=0, but no step. Source: srun(1), sbatch(1).
+    A batch script also has SLURM_PROCID=0, but no step. The list of nodes is sorted, and so does
+    not begin with the node of rank 0 under a host file. Source: srun(1), sbatch(1). Raises
+    ConfigError then.
     """
     if (
         not environ.get("SLURM_STEP_NODELIST")
@@ -390,14 +411,22 @@ def task_of_step(environ: Mapping[str, str]) -> Process | None:
     pair = _rank_and_size(environ, "SLURM_PROCID", size)
     if pair is None:
         return None
-    counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node, local = _number(environ, "SLURM_NODEID", 0), _number(environ, "SLURM_LOCALID", 0)
+    several = pair[1] > 1 and environ.get("SLURM_STEP_NUM_NODES") != "1"
+    by_file = environ.get("SLURM_DISTRIBUTION") == "arbitrary" or pair[0] == 0 < node
+    if several and by_file and not _master(environ):
+        raise ConfigError(
+            "environment: srun has placed the tasks by a host file (SLURM_DISTRIBUTION,"
+            f" SLURM_NODEID), and SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']} is sorted,"
+            " so it does not tell where rank 0 is; set MASTER_ADDR to the node of rank 0, the"
+            " first line of the host file"
+        )
     job = _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
     return Process(
         rank=pair[0],
         world_size=pair[1],
         local_rank=local,
-        local_world_size=counts[node] if node < len(counts) else local + 1,
+        local_world_size=_tasks_here(environ) or local + 1,
         master=_master(environ) or first_node(environ["SLURM_STEP_NODELIST"]),
         # steps of one job that run at the same time have different numbers
         port=_port(environ) or _own_port(job),
@@ -417,6 +446,13 @@ def first_node(nodes: str) -> str:
             " set MASTER_ADDR"
         )
     return name
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that srun has started on this node; 0 if it does not tell."""
+    counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else 0
 
 
 def _tasks_per_node(text: str) -> list[int]:

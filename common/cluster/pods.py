@@ -6,12 +6,13 @@ kubeflow/training-operator, envvar.go (1.9, and 1.3 without PET_*).
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.cluster.rank_table import RankTable, Server
 from common.errors import ConfigError
-from common.processes.addresses import DEFAULT_PORT
+from common.processes.addresses import DEFAULT_PORT, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 _NAMES = ("POD_NAME", "HOSTNAME", "POD_IP", "XDL_IP", "POD_UID")
@@ -81,10 +82,13 @@ def place_of_pod(environ: Mapping[str, str]) -> PodPlace | None:
             f"environment: {count}={nodes}, but neither MASTER_ADDR nor PET_MASTER_ADDR is set;"
             " give the PyTorchJob a Master, or the command --master IP:PORT"
         )
+    node_rank = _number(environ, own, 0, nodes - 1)
+    if node_rank == 0 and is_loopback(address):  # pytorch-operator's pod.go, before 1.3
+        address = socket.gethostname()
     port = next((name for name in ("MASTER_PORT", "PET_MASTER_PORT") if environ.get(name)), None)
     return PodPlace(
         nodes=nodes,
-        node_rank=_number(environ, own, 0, nodes - 1),
+        node_rank=node_rank,
         address=address,
         port=DEFAULT_PORT if port is None else _number(environ, port, 1, 65534),
     )

@@ -18,6 +18,7 @@ from common.processes.addresses import (
     free_port,
     interface_of,
     is_ip,
+    may_be_host,
     own_address,
 )
 from common.whole_numbers import shortened, whole_number
@@ -222,7 +223,7 @@ def parse_master(text: str | None) -> tuple[str | None, int | None]:
         return None, None
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host:
+    if not colon or not may_be_host(host):
         raise ConfigError(f"--master {text!r}: expected IP:PORT, such as 10.0.0.1:29500")
     return host, parse_port(port, "--master")
 

@@ -45,9 +45,14 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Address for the ranks of other servers: that of the pod, if the table tells one."""
-        pod = self.extra.get("container_ip")
-        return pod if isinstance(pod, str) and is_ip(pod) else self.server_id
+        """Address for the ranks of other servers: of the pod, of the host, or server_id.
+
+        HCCL's guide to versions 1.0 and 1.2 has names such as node_0 in server_id, beside host_ip.
+        """
+        others = (self.extra.get(key) for key in ("container_ip", "host_ip"))
+        return next(
+            (other for other in others if isinstance(other, str) and is_ip(other)), self.server_id
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +212,9 @@ def validate(table: RankTable, place: str) -> None:
 def table_warnings(table: RankTable) -> list[str]:
     """Return a warning for each entry that is allowed but probably unintended."""
     found = []
-    if any(is_loopback(server.server_id) for server in table.servers):
+    if any(is_loopback(server.address) for server in table.servers):
         found.append(
-            f"server_id {table.servers[0].server_id} is a loopback address: fine on one machine,"
+            f"server {table.servers[0].address} is a loopback address: fine on one machine,"
             " but the table cannot be merged with others; make it again with --server_ip"
         )
     if len({len(server.devices) for server in table.servers}) > 1:
@@ -237,9 +242,9 @@ def _check_addresses(table: RankTable, place: str) -> None:
     several = len(table.servers) > 1
     seen: dict[Address, str] = {}
     for server, device in _pairs(table.servers):
-        if several and is_loopback(server.server_id):
+        if several and is_loopback(server.address):
             raise DataError(
-                f"{place}: server_id {server.server_id} is a loopback address, which other servers"
+                f"{place}: server {server.address} is a loopback address, which other servers"
                 " cannot reach; make that server's table again with tools/hccl_tools.py"
                 " --server_ip"
             )

@@ -121,9 +121,9 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
     addresses: dict[str, Path] = {}
     for path, table in tables:
         for server, device in table.places():
-            if len(tables) > 1 and is_loopback(server.server_id):
+            if len(tables) > 1 and is_loopback(server.address):
                 raise DataError(
-                    f"{path}: server_id {server.server_id} is a loopback address, which other"
+                    f"{path}: server {server.address} is a loopback address, which other"
                     " servers cannot reach; make the table again with tools/hccl_tools.py"
                     " --server_ip"
                 )

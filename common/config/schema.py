@@ -1144,8 +1144,8 @@ class RuntimeConfig(Section):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """CPU threads of the framework; the framework's default when left out."""
     stall_limit: Annotated[float, Field(ge=1.0, le=1e6)] = 3600.0
-    """Seconds without progress after which a rank counts as failed. In a launched run they limit
-    one step, the start of a rank, and one message to the others.
+    """Seconds without progress after which a rank counts as failed. They limit one step, the
+    wait until all ranks have come, and one message to the others.
     """
     max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Times that the launcher starts all ranks again after a failure, from the newest complete

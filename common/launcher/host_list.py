@@ -15,9 +15,10 @@ from pathlib import Path
 from common.cluster.places import RankPlacement
 from common.errors import ConfigError
 from common.paths import ROOT
-from common.processes.addresses import is_ip
+from common.processes.addresses import is_ip, may_be_host
 from common.processes.death_signal import tied_to_this_process
 from common.processes.heartbeat import start_heartbeat
+from common.whole_numbers import shortened
 
 _STOP_CHECK_SECONDS = 0.2
 _PASSED_ON = (
@@ -51,10 +52,16 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     """Parse ``a,b`` or ``user@a,user@b``, with the host of rank 0 first. Raises ConfigError."""
     hosts = tuple(word.strip() for word in text.split(","))
     for host in hosts:
-        if not host or host.startswith("-") or not host.isprintable() or " " in host:
+        # ssh would take a leading - for an option
+        if (
+            host.startswith("-")
+            or not host.isprintable()
+            or not may_be_host(host.rpartition("@")[2])
+        ):
             raise ConfigError(
-                f"--hosts {text!r}: expected names or addresses with commas between, such as"
-                " 10.0.0.1,10.0.0.2"
+                f"--hosts {text!r}: {shortened(host)!r} is not the name or address of a host;"
+                " expected such as 10.0.0.1,10.0.0.2, without ports or slots: the range says how"
+                " many ranks each host starts"
             )
         if hosts.count(host) > 1:
             raise ConfigError(f"--hosts {text}: {host} is there twice; name each host once")

@@ -12,6 +12,7 @@ from typing import Any
 from common.cluster.places import parse_devices, parse_range
 from common.cluster.pods import in_pod
 from common.errors import ConfigError
+from common.processes.addresses import may_be_host
 from common.whole_numbers import shortened, whole_number
 
 NO_TABLE = ("none", "-")
@@ -115,10 +116,10 @@ def _with_devices(words: Sequence[str], devices: str) -> list[str]:
 def _parse_addresses(text: str) -> tuple[str, ...]:
     """Return the hosts of ``--node_ips``, that of rank 0 first. Raises ConfigError."""
     found = tuple(word.strip() for word in text.split(","))
-    if not all(found):
+    if not all(map(may_be_host, found)):
         raise ConfigError(
-            f"--node_ips {shortened(text)!r}: expected addresses with commas between, such as"
-            " 10.0.0.1,10.0.0.2"
+            f"--node_ips {shortened(text)!r}: expected addresses with commas between, without"
+            " ports, such as 10.0.0.1,10.0.0.2"
         )
     for address in found:
         if found.count(address) > 1:

@@ -183,6 +183,14 @@ def keeps_whole_gradients(config: ResolvedRun) -> bool:
     return several and (parallel.zero_stage == 1 or parallel.pipeline_stage > 1)
 
 
+def has_low_gradients(config: ResolvedRun) -> bool:
+    """Tell whether DeepSpeed's ZeRO adds up gradients of weights below float32, in
+    precision.reduction.
+    """
+    is_zero = config.engine == "deepspeed" and config.parallel.zero_stage > 0
+    return is_zero and BYTES[config.precision.parameters] < 4
+
+
 def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     """Return the memory of the pipeline rank at this place."""
     units = units_of(config, topology, place)
@@ -228,11 +236,14 @@ def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
     if is_last:
         peaks.append((0, activations.while_in_loss(config)))
     working = max((more - free for free, more in peaks), default=0)
-    gradients = (
-        whole * (BYTES[config.precision.reduction] if sharded else 4)
-        if keeps_whole_gradients(config)
-        else cut * 4
-    )
+    reduction = BYTES[config.precision.reduction]
+    low = has_low_gradients(config)
+    if keeps_whole_gradients(config):
+        gradients = whole * (reduction if sharded or low else 4)
+    else:
+        gradients = cut * (reduction if low else 4)
+    if low and reduction < 4:  # the update joins and widens them, after all activations
+        working = max(working, cut * (reduction + 4) - saved - in_loss)
     memory = Memory(
         weights=weights,
         gathered=gathered,
@@ -370,7 +381,8 @@ def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[U
     if is_fully_sharded(config):
         return received + largest * (held + held + reduced)
     if config.engine == "deepspeed" and config.parallel.zero_stage in (1, 2):
-        return received + _DEEPSPEED_BUCKET * held
+        in_type = config.parallel.zero_stage == 1 and has_low_gradients(config)
+        return received + _DEEPSPEED_BUCKET * (reduced if in_type else held)
     is_ddp = shard_ranks(config) == topology.pipeline == 1 < topology.data
     if is_ddp and reduced < held:
         return received + _BUCKET // 4 * reduced

@@ -18,7 +18,7 @@ from common.parallel.ramp import describe_ramp
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
-from common.planner.memory import Memory, memory_of, shard_ranks, units_of
+from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
 from common.planner.timing import StepTime, step_time
 from common.resolve.derive import resolve_length
 from common.weights.names import count_parameters
@@ -174,7 +174,8 @@ def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     of_layers = "" if count is None else f" of the first {count} layers of a stage"
     yield (
         f"Each rank of a stage holds at most (GiB = 2^30 bytes; weights {precision.parameters},"
-        f" gradients and {config.optimizer.name}'s state float32; {zero}; recompute"
+        f" gradients {precision.reduction if has_low_gradients(config) else 'float32'},"
+        f" {config.optimizer.name}'s state float32; {zero}; recompute"
         f" {train.recompute}{of_layers}):"
     )
     yield from table(

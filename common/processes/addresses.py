@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,6 +19,11 @@ def is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def may_be_host(text: str) -> bool:
+    """Tell whether text has the form of an address or of a host's name, without a port."""
+    return is_ip(text) or re.fullmatch(r"[^\s:/\[\]-][^\s:/\[\]]*", text) is not None
 
 
 def is_loopback(host: str) -> bool:

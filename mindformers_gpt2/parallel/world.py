@@ -14,6 +14,9 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from common.cluster.environment import Process
 from common.errors import ConfigError, RunError
+from common.interrupts import dying_at_interrupts
+from common.log import LOG
+from common.parallel.arrival import Arrival
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
@@ -90,8 +93,12 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
             f" {process.launcher} has not named one (MS_SCHED_HOST); start them with"
             " scripts/run_distribute.sh or msrun"
         )
+    # a little longer than the launcher waits, which can better tell which rank has failed
+    limit = config.runtime.stall_limit + 30
+    _wait_for_scheduler(process, limit)
     try:
-        init()
+        with dying_at_interrupts():
+            init()
         if (get_rank(), get_group_size()) != (process.rank, process.world_size):
             raise ConfigError(
                 f"rank {process.rank} of {process.world_size} is rank {get_rank()} of"
@@ -113,10 +120,7 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
             topology=topology,
             groups=_make_groups(topology, process.rank, native=device.native_collectives),
             everyone=everyone,
-            # a little longer than the launcher waits, which can better tell which rank has failed
-            barrier=_barrier(everyone, config.runtime.stall_limit + 30)
-            if not device.native_collectives
-            else None,
+            barrier=None if device.native_collectives else _barrier(everyone, limit),
         )
         with exit_barrier(world.leave):
             yield world
@@ -128,6 +132,21 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
             f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the"
             " one that failed first"
         ) from error
+
+
+def _wait_for_scheduler(process: Process, limit: float) -> None:
+    """Wait until the scheduler answers, if there is one, and give MindSpore's own waits the limit.
+
+    Its wait for the ranks holds Python back, so it can be told only before it begins. HCCL's limit
+    is at most 17340 s on an Ascend 910A (envref_07_0078 of CANN's reference of variables).
+    """
+    os.environ.setdefault("MS_TOPO_TIMEOUT", str(int(limit)))
+    os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(min(int(limit), 17340)))
+    address, port = os.environ.get("MS_SCHED_HOST"), os.environ.get("MS_SCHED_PORT")
+    if address and port:
+        arrival = Arrival(process, (address, int(port)), limit, ("MS_SCHED_HOST", "MS_SCHED_PORT"))
+        arrival.reach("MindSpore's scheduler")
+        LOG.info(f"{arrival} meets the others at {address}:{port}")
 
 
 _barriers: dict[str, TcpBarrier] = {}

@@ -501,6 +501,7 @@ def test_hosts_find_their_own_address_in_a_list(
         (["--node_ips", "198.51.100.1,198.51.100.2"], "none of them is an address of this machine"),
         (["--node_ips", "127.0.0.1,localhost"], "127.0.0.1, localhost of them is"),
         (["--node_ips", "127.0.0.1,"], "expected addresses with commas between"),
+        (["--node_ips", "127.0.0.1:29500,b"], "expected addresses with commas between"),
         (["--node_ips", "198.51.100.1,198.51.100.1"], "198.51.100.1 is there twice"),
         (["--node_ips", "127.0.0.1,198.51.100.1", "--nnodes", "3"], "--node_ips names 2 hosts"),
         (["--nnodes", "2"], "2 hosts need a common address: give --master IP:PORT"),

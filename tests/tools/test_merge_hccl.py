@@ -131,7 +131,7 @@ def newer() -> dict[str, Any]:
         (
             loopback(),
             ["a.json", "c.json"],
-            r"c\.json: server_id 127\.0\.1\.1 is a loopback address.*--server_ip",
+            r"c\.json: server 127\.0\.1\.1 is a loopback address.*--server_ip",
         ),
         (
             newer(),

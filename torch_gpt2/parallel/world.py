@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,13 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.cluster.environment import Process, torch_variables
+from common.cluster.pods import in_pod
 from common.cluster.rank_environment import network_of_one_host
 from common.errors import ConfigError, RunError
+from common.parallel.arrival import Arrival
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from common.processes.addresses import LOOPBACK, is_loopback, listen
+from common.whole_numbers import rank_names
 from torch_gpt2.device import TorchDevice
+from torch_gpt2.private_api import limit_new_groups
 
 T = TypeVar("T")
 
@@ -109,14 +114,12 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
     backends = (
         "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
     )
+    limit_new_groups(limit)
     try:
-        store = _local_store(process, limit)
-        where = (
-            {}
-            if store is None
-            else {"store": store, "rank": process.rank, "world_size": process.world_size}
+        store = _open_store(process, limit)
+        dist.init_process_group(
+            backends, timeout=limit, store=store, rank=process.rank, world_size=process.world_size
         )
-        dist.init_process_group(backends, timeout=limit, **where)
         with exit_barrier(dist.barrier):
             topology = config.topology
             yield World(
@@ -129,8 +132,6 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
     except (dist.DistError, RuntimeError) as error:
         if not _is_lost_contact(error):
             raise
-        if "EADDRINUSE" in str(error):
-            raise _taken() from error
         reason = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
         raise RunError(
             f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the"
@@ -139,39 +140,77 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
     dist.destroy_process_group()
 
 
-def _local_store(
-    process: Process,
-    limit: datetime.timedelta,
-) -> dist.TCPStore | None:  # type: ignore[name-defined]
-    """Return a store for the processes of one host, closed to all others.
+def _open_store(process: Process, limit: datetime.timedelta) -> dist.TCPStore:  # type: ignore[name-defined]
+    """Return the store by which the ranks meet, once all have come.
 
-    torch's own store listens at all addresses. Returns None if torch makes the store: for several
-    hosts, and under torchrun. Raises ConfigError if the port is taken.
+    It is that of rank 0, on one host closed to all others, or that of torchrun's agent. Raises
+    ConfigError if the port is taken, or the address not that of rank 0; RunError after the limit.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if not is_loopback(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
+    arrival = Arrival(
+        process, (address, port), limit.total_seconds(), ("MASTER_ADDR", "MASTER_PORT")
+    )
     listener = None
-    if process.rank == 0:
+    if process.rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        arrival.reach("rank 0")
+    else:
+        # PyTorchJob's first operators told the pod of rank 0 localhost, and the others its name
+        is_open = in_pod(os.environ) and process.local_world_size < process.world_size
+        here = "" if is_open else LOOPBACK if address == "localhost" else address
         try:
-            listener = listen(LOOPBACK if address == "localhost" else address, port).detach()
+            listener = listen(here, port).detach()
         except OSError as error:
-            raise _taken() from error
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
+            raise ConfigError(
+                f"port {port} of {address} is taken; end what uses it, or set MASTER_PORT"
+                f" ({error.strerror})"
+            ) from error
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address if listener is None or is_loopback(address) else LOOPBACK,
         port,
         process.world_size,
-        process.rank == 0,
+        listener is not None,
         timeout=limit,
+        wait_for_workers=False,
         master_listen_fd=listener,
     )
+    if listener is not None:
+        arrival.require_here(lambda: _is_same(store, address, port))
+    for question in ("has come", "is still there"):  # one may have died while it waited
+        _ask_all(store, process, arrival, question)
+    return store
 
 
-def _taken() -> ConfigError:
-    return ConfigError(
-        f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; end what uses"
-        " it, or set MASTER_PORT"
-    )
+def _ask_all(
+    store: dist.TCPStore,  # type: ignore[name-defined]
+    process: Process,
+    arrival: Arrival,
+    question: str,
+) -> None:
+    """Answer a question, and return when all ranks have. Only rank 0 looks at all the answers."""
+    keys = [f"rank {rank} {question}" for rank in range(process.world_size)]
+
+    def missing() -> str:
+        return rank_names([rank for rank, key in enumerate(keys) if not store.check([key])])
+
+    store.set(keys[process.rank], b"")
+    all_have = f"each rank {question}"
+    while not store.check(keys if process.rank == 0 else [all_have]):
+        arrival.pause(missing, aloud=process.local_rank == 0)
+    store.set(all_have, b"")
+
+
+def _is_same(store: dist.TCPStore, address: str, port: int) -> bool:  # type: ignore[name-defined]
+    """Tell whether the store at this address, through a forwarded port, is this process's own."""
+    token = secrets.token_hex()
+    store.set(token, b"")
+    seconds = datetime.timedelta(seconds=5)
+    try:
+        there = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, None, False, timeout=seconds, wait_for_workers=False
+        )
+        return bool(there.check([token]))
+    except dist.DistError:
+        return False
 
 
 def _make_groups(topology: Topology, rank: int) -> dict[GroupKind, dist.ProcessGroup]:

@@ -92,6 +92,25 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
+HOST_FILE = {
+    **SRUN,
+    "SLURM_STEP_NODELIST": "compute-permanent-node-[583,752,801,869]",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURM_DISTRIBUTION": "arbitrary",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0",
+}
+# each of the eight tasks of a node starts torchrun with eight, as in TRI-ML/prismatic-vlms #39
+EIGHT_TASKS = {
+    **SRUN,
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    **TORCHRUN,
+    "LOCAL_RANK": "5",
+    "LOCAL_WORLD_SIZE": "8",
+}
 ASCEND = {"RANK_ID": "9", "RANK_SIZE": "16"}
 TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
 
@@ -398,6 +417,14 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         ),
         ({**HOROVOD, "HOROVOD_LOCAL_SIZE": ""}, "HOROVOD_LOCAL_SIZE is not set"),
         ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID=x: expected a number"),
+        # rank 0 on the third node of the sorted list, as in Lightning-AI/pytorch-lightning #17228
+        ({**HOST_FILE, "SLURM_DISTRIBUTION": "cyclic"}, "set MASTER_ADDR to the node of rank 0"),
+        ({**HOST_FILE, "SLURM_PROCID": "2"}, "set MASTER_ADDR to the node of rank 0"),
+        (
+            {**EIGHT_TASKS, "WORLD_SIZE": "16"},
+            "srun has started 8 tasks on this node, and each of them a torchrun with 8 processes,"
+            " 64 for a run of 16; give srun --ntasks-per-node=1",
+        ),
         ({**SRUN, "SLURM_STEP_NODELIST": "[3"}, "SLURM_STEP_NODELIST=[3: expected names such as"),
     ],
 )
@@ -412,6 +439,21 @@ def test_rank_0_that_is_not_where_horovodrun_runs_is_told() -> None:
     assert "rank 0 is on another host" in find_process(first).remarks[0]
     assert find_process({**first, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}).remarks == ()
     assert find_process(HOROVOD).remarks == ()
+
+
+def test_a_host_file_does_not_matter_where_the_node_of_rank_0_is_known() -> None:
+    assert find_process({**HOST_FILE, "MASTER_ADDR": "node-801"}).master == "node-801"
+    one = {**HOST_FILE, "SLURM_STEP_NODELIST": "gpu3", "SLURM_STEP_NUM_NODES": "1"}
+    assert find_process({**one, "SLURM_NODEID": "0"}).master == "gpu3"
+
+
+def test_tasks_with_a_torchrun_each_may_be_separate_runs() -> None:
+    (remark,) = find_process(EIGHT_TASKS).remarks
+    assert "each of them a torchrun with 8 processes, 64 for a run of 8" in remark
+    shares = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert find_process({**EIGHT_TASKS, **shares, "WORLD_SIZE": "16"}).remarks == ()
+    one_each = {**EIGHT_TASKS, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "WORLD_SIZE": "16"}
+    assert find_process(one_each).remarks == ()
 
 
 def test_contradictions_of_the_rank_table_are_refused(samples: Path) -> None:

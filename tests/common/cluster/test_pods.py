@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def test_hosts_of_a_pytorch_job(environ: dict[str, str]) -> None:
     assert place_of_pod({**environ, "MASTER_PORT": ""}) == PodPlace(
         nodes=3, node_rank=2, address="gpt2-master-0", port=29500
     )
+
+
+def test_the_first_operators_told_the_master_localhost() -> None:
+    first = place_of_pod({**POD, **OLD, "MASTER_ADDR": "localhost", "RANK": "0"})
+    assert first is not None and first.address == socket.gethostname()
 
 
 def test_hosts_of_a_train_job_of_kubeflows_trainer() -> None:

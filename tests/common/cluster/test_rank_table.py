@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import common.cluster.rank_table_files as files
+from common.cluster.environment import find_process
+from common.cluster.places import find_places
 from common.cluster.rank_table import (
     RankTable,
     Server,
@@ -22,6 +24,7 @@ from common.cluster.rank_table import (
 )
 from common.cluster.rank_table_files import read_table, to_json, wait_for_table, write_table
 from common.errors import DataError
+from tools.hccl_tools import main
 
 
 def put(folder: Path, data: Any) -> Path:
@@ -496,11 +499,11 @@ _FIRST = ("server_list", 0, "device", 0)
         ),
         (
             changed("server_list", 0, "server_id", to="127.0.1.1"),
-            r"server_id 127\.0\.1\.1 is a loopback address.*--server_ip",
+            r"server 127\.0\.1\.1 is a loopback address.*--server_ip",
         ),
         (
             changed("server_list", 0, "server_id", to="localhost"),
-            "server_id localhost is a loopback address",
+            "server localhost is a loopback address",
         ),
         (
             changed(*_FIRST, "device_ip", to="224.0.0.1"),
@@ -605,12 +608,35 @@ def test_one_server_may_be_loopback_and_without_addresses(tmp_path: Path) -> Non
     }
     table = read_table(put(tmp_path, data))
     assert [
-        re.match(r"server_id 127\.0\.0\.1 is a loopback address.*--server_ip", text) is not None
+        re.match(r"server 127\.0\.0\.1 is a loopback address.*--server_ip", text) is not None
         for text in table_warnings(table)
     ] == [True]
     assert to_json(table)["server_list"] == [
         {"server_id": "127.0.0.1", "device": [{"device_id": "3", "rank_id": "0"}]}
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "address"),
+    [
+        ({"host_ip": "172.16.0.100"}, "172.16.0.100"),  # HCCL's guide to 1.0 and 1.2
+        ({"host_ip": "172.16.0.100", "container_ip": "192.168.247.11"}, "192.168.247.11"),
+        ({"host_ip": "fd00::100", "container_ip": "pod-0"}, "fd00::100"),
+        ({"host_ip": "reserve"}, "node_0"),
+    ],
+)
+def test_the_address_is_the_first_field_that_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, str], address: str
+) -> None:
+    first = {**server(1, range(0, 2)), "server_id": "node_0", **fields}
+    path = put(tmp_path, {**table_1(), "server_list": [first, server(2, range(2, 4))]})
+    table = read_table(path)
+    assert table.servers[0].address == address
+    assert find_places(range(2, 4), rank_size=4, table=table).master == address
+    assert find_process({"RANK_TABLE_FILE": str(path), "RANK_ID": "3"}).master == address
+    assert main(["--check", str(path)]) == 0
+    shown = "node_0" if address == "node_0" else f"node_0 ({address})"
+    assert f"0 0 192.168.1.1 {shown}\n" in capsys.readouterr().out
 
 
 def test_uneven_servers_are_remarked(tmp_path: Path) -> None:

@@ -70,10 +70,18 @@ def test_without_a_table_the_first_host_is_the_master() -> None:
     assert parts("a", range(8), 8) == [HostPart(host="a", numbers=range(8), options=())]
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "a,a", "-oProxyCommand=x", "a b", "a\nb"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,,b", "a,a", "-oProxyCommand=x", "a b", "a\nb", "a:2", "10.0.0.1:22", "[fd00::1]"],
+)
 def test_lists_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):
         parse_hosts("x," + text)
+
+
+def test_slots_as_open_mpi_writes_them_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'me@a:2' is not .* slots: the range says how many"):
+        parse_hosts("me@a:2,b:2")
 
 
 def test_lists_that_do_not_fit(table: tuple[RankPlacement, ...]) -> None:

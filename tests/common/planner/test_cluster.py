@@ -69,7 +69,7 @@ def test_the_table_is_told_by_its_sum_and_faults_are_warnings(tmp_path: Path) ->
     assert hashlib.sha256(path.read_bytes()).hexdigest() in text
     assert (
         "warning: pipeline_stage=2 is more than 1 server" in text
-        and "warning: server_id 127.0.0.1 is a loopback address" in text
+        and "warning: server 127.0.0.1 is a loopback address" in text
     )
     assert text.count("run_gpt2.py") == 1 and text.endswith("--run_mode train seed=7\n")
 

@@ -190,6 +190,40 @@ def test_zero_divides_by_data_parallel(
     assert memory.state == memory.weights + memory.gathered + memory.gradients + memory.optimizer
 
 
+PAPER = {
+    1: (120, 52.5, 35.6, 31.4, 30.4, 30.1),
+    2: (120, 41.3, 21.6, 16.6, 15.4, 15.1),
+    3: (120, 30, 7.5, 1.88, 0.47, 0.12),
+}
+"""GB of the states of 7.5 billion parameters, by stage, on 1, 4, 16, 64, 256 and 1024 ranks
+(arXiv 1910.02054, table 1).
+"""
+
+
+@pytest.mark.parametrize("zero", PAPER)
+def test_deepspeed_with_gradients_in_float16_is_the_papers(zero: int) -> None:
+    precision = {"parameters": "float16", "compute": "float16", "reduction": "float16"}
+    shape = {"num_layers": 36, "hidden_size": 4096, "num_heads": 32, "vocab_size": 50257}
+    found = []
+    for data in (1, 4, 16, 64, 256, 1024):
+        parallel = {"zero_stage": zero}
+        config = small(
+            data=data,
+            precision=precision,
+            engine="deepspeed",
+            parallel=parallel,
+            model=shape,
+            train={"micro_batch_size": 1, "accumulation_steps": 1},
+        )
+        (stage,) = make_plan(config).stages
+        memory = stage.memory
+        state = memory.state - memory.gathered - steps_of_adam(config)
+        found.append(state / stage.parameters * 7.5)
+        # the update has float32 gradients too, of the rank's own part
+        assert memory.peak >= memory.state + 4 * stage.parameters // data
+    assert found == pytest.approx(PAPER[zero], rel=0.005, abs=0.005)
+
+
 def test_gradients_are_reduced_at_once_where_nothing_adds_up() -> None:
     config = small(
         data=4, train={"micro_batch_size": 2, "accumulation_steps": 1}, parallel={"zero_stage": 1}

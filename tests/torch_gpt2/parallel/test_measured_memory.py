@@ -27,6 +27,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "zero2": {"parallel__zero_stage": 2, "profile__stop": 2},
     "deepspeed1": {"engine": "deepspeed", "parallel__zero_stage": 1},
+    "deepspeed1_float16": {
+        "engine": "deepspeed",
+        "parallel__zero_stage": 1,
+        "precision": {"parameters": "float16", "compute": "float16"},
+    },
     "deepspeed3": {"engine": "deepspeed", "parallel__zero_stage": 3},
 }
 

@@ -1,0 +1,75 @@
+"""Ranks that meet, as threads with a store over the loopback interface; limits of groups."""
+
+import datetime
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist  # noqa: E402
+
+from common.cluster.environment import Process, torch_variables  # noqa: E402
+from common.errors import ConfigError, RunError  # noqa: E402
+from common.processes.addresses import free_port  # noqa: E402
+from torch_gpt2.parallel.world import _is_same, _open_store  # noqa: E402
+from torch_gpt2.private_api import limit_new_groups  # noqa: E402
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    """Rank 0 of three at a free port, with torch's variables of all."""
+    first = Process(world_size=3, local_world_size=3, master="127.0.0.1", port=free_port())
+    for name, value in torch_variables(first).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return first
+
+
+def seconds(number: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=number)
+
+
+def test_all_meet_and_the_store_of_rank_0_is_known_through_any_address(process: Process) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [replace(process, rank=rank, local_rank=rank) for rank in range(3)]
+        stores = [pool.submit(_open_store, rank, seconds(30)) for rank in ranks]
+        first, *_ = (store.result(timeout=30) for store in stores)
+    assert process.port is not None
+    assert _is_same(first, "localhost", process.port)
+    other = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    assert not _is_same(other, "localhost", process.port)
+    with pytest.raises(ConfigError, match=rf"port {process.port} of 127.0.0.1 is taken"):
+        _open_store(process, seconds(5))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_rank_that_does_not_come_is_named(process: Process, *, dies: bool) -> None:
+    """dies: it came, and was killed before all were there."""
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(_open_store, process, seconds(2))
+        second = pool.submit(_open_store, replace(process, rank=1, local_rank=1), seconds(3))
+        if dies:
+            gone = dist.TCPStore("127.0.0.1", process.port, None, False, wait_for_workers=False)
+            gone.set("rank 2 has come", b"")
+        with pytest.raises(RunError, match=r"rank 0 of 3 has waited 2 s .* for rank 2; see"):
+            first.result(timeout=30)
+        with pytest.raises((RunError, RuntimeError)):
+            second.result(timeout=30)
+
+
+def test_groups_without_a_limit_get_that_of_the_run() -> None:
+    """DeepSpeed makes groups of its own; torch gives a group 30 minutes."""
+    usual = dist.distributed_c10d.default_pg_timeout
+    limit_new_groups(seconds(77))
+    dist.init_process_group(
+        "cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds(77)
+    )
+    try:
+        groups = [dist.group.WORLD, dist.new_group([0])]
+        cpu = torch.device("cpu")
+        assert [group._get_backend(cpu).options._timeout for group in groups] == [seconds(77)] * 2
+    finally:
+        dist.destroy_process_group()
+        limit_new_groups(usual)
