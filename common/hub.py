@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.log import LOG
-from common.packages import require_package
+from common.packages import install, require_package
 from common.paths import looked_in
 
 _WORD = r"[A-Za-z0-9_][\w.-]{0,95}"
@@ -155,6 +155,8 @@ def _reason(error: Exception, repository: str, revision: str) -> str:
     """Return why a model could not be fetched, and what to do."""
     if isinstance(error, ConfigError):
         return str(error)
+    if isinstance(error, ImportError):  # tokenizers is content with an older one
+        return f"the package huggingface_hub is too old ({error}); {install('hub')}"
     from huggingface_hub import constants, errors, get_token
 
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE

@@ -220,6 +220,10 @@ def test_no_network_and_no_package(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
         UserError, match=r"127.0.0.1:9 does not answer \(ConnectError: .*; check the network"
     ):
         located(Path("hf://me/other"))
+    with monkeypatch.context() as older:
+        older.delattr("huggingface_hub.errors.DryRunError")
+        with pytest.raises(UserError, match=r"huggingface_hub is too old \(.*pip install .*hub\]"):
+            located(Path("hf://me/other"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"^me/small: there is no .*; as hf://me/small: the package"
