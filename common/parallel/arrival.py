@@ -98,7 +98,7 @@ class Arrival:
                 raise ConfigError(
                     f"{self}: {self._names[0]}={self._address} is not an address, and as a name it"
                     f" cannot be resolved here ({why}); set {self._names[0]} to the address or the"
-                    f" name of the host of rank 0, without a port; {self._names[1]} has the port"
+                    f" name of the host where the ranks meet; {self._names[1]} has the port"
                 ) from None
             return why
         except OSError as error:
