@@ -143,7 +143,7 @@ def _wait_for_scheduler(process: Process, limit: float) -> None:
     os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(min(int(limit), 17340)))
     address, port = os.environ.get("MS_SCHED_HOST"), os.environ.get("MS_SCHED_PORT")
     if address and port and port.isdecimal():
-        arrival = Arrival(process, (address, int(port)), limit, ("MS_SCHED_HOST", "MS_SCHED_PORT"))
+        arrival = Arrival(process, "MS_SCHED_HOST", address, int(port), limit)
         arrival.reach("MindSpore's scheduler")
         LOG.info(f"{arrival} meets the others at {address}:{port}")
 

@@ -1,4 +1,4 @@
-"""What a rank does before MindSpore's own wait begins, which nothing can interrupt."""
+"""A rank looks for MindSpore's scheduler before MindSpore's own wait begins, which nothing can
 
 import os
 
