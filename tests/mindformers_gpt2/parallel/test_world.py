@@ -1,4 +1,4 @@
-"""A rank looks for MindSpore's scheduler before MindSpore's own wait begins, which nothing can
+"""A rank looks for the scheduler before MindSpore waits itself, which nothing can interrupt."""
 
 import os
 
