@@ -60,20 +60,6 @@ def ending_at_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def dying_at_interrupts() -> Iterator[None]:
-    """Let Ctrl-C kill the process within the block: a call that holds Python back for long."""
-    before = signal.getsignal(signal.SIGINT)
-    is_ours = _is_ours_to_set()
-    if is_ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
 def exiting_at_sigterm() -> Iterator[None]:
     """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can
     be removed.

@@ -14,7 +14,7 @@ from common.cluster.pods import in_pod
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
-from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_here, is_loopback
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 _PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
@@ -194,11 +194,6 @@ def _horovod(environ: Mapping[str, str]) -> Process | None:
             " HOROVOD_GLOO_RENDEZVOUS_ADDR nor MASTER_ADDR is set; set MASTER_ADDR to the address"
             " of the host of rank 0"
         )
-    elsewhere = pair[0] == 0 and master == address and not is_here(master)
-    remark = (
-        f"horovodrun runs on {address}, where the other ranks look for rank 0, and rank 0 is on"
-        " another host; start horovodrun on the first host of -H, or set MASTER_ADDR to its address"
-    )
     meeting = _number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
     return Process(
         rank=pair[0],
@@ -209,7 +204,6 @@ def _horovod(environ: Mapping[str, str]) -> Process | None:
         # simultaneous runs have different ports of horovodrun
         port=_port(environ) or (_own_port(meeting) if meeting else DEFAULT_PORT),
         launcher="horovodrun",
-        remarks=(remark,) if elsewhere else (),
     )
 
 

@@ -24,16 +24,14 @@ _ANSWER_SECONDS = 5.0
 
 
 class Arrival:
-    """Wait of one rank. place: address and port where the ranks meet. limit: seconds.
+    """Wait of one rank. address and port: where the ranks meet. limit: seconds.
 
-    names: the variables or settings that hold the two.
+    name: the variable that holds the address.
     """
 
-    def __init__(
-        self, process: Process, place: tuple[str, int], limit: float, names: tuple[str, str]
-    ) -> None:
-        self._address, self._port = place
-        self._process, self._limit, self._names = process, limit, names
+    def __init__(self, process: Process, name: str, address: str, port: int, limit: float) -> None:
+        self._process, self._limit = process, limit
+        self._name, self._address, self._port = name, address, port
         self._began, self._next = time.monotonic(), _FIRST_SECONDS
 
     def __str__(self) -> str:
@@ -68,25 +66,20 @@ class Arrival:
         while why := self._refusal():
             self.pause(lambda: f"{host}, which does not answer ({why})")
 
-    def require_here(self, leads_here: Callable[[], bool]) -> None:
+    def require_here(self) -> None:
         """Return if the place is on this host, where this rank listens already.
 
-        Behind the forwarded port of a container the address is another one, and ``leads_here``
-        tells whether the port ends here. Raises ConfigError if not. A pod's own name may take some
-        seconds to resolve.
+        Behind the forwarded port of a container the address is not this host's, and something
+        answers there. Raises ConfigError if not. A pod's own name may resolve after some seconds.
         """
-        while not is_here(self._address):
-            why = self._refusal()
-            if not why and leads_here():
-                return
-            found = why or "another process answers there"
+        while not is_here(self._address) and (why := self._refusal()):
             if not in_pod(os.environ):
                 raise ConfigError(
-                    f"{self}: {self._names[0]}={self._address} is not an address of this host, and"
-                    f" port {self._port} there does not lead to it ({found}); the others would look"
-                    f" for rank 0 there: set {self._names[0]} to an address of this host"
+                    f"{self}: {self._name}={self._address} is not an address of this host, and port"
+                    f" {self._port} there does not answer ({why}); the others would look for rank 0"
+                    f" there: set {self._name} to an address of this host"
                 )
-            self.pause(lambda found=found: f"its own address, which does not lead here ({found})")
+            self.pause(lambda: f"its own address, which does not lead here ({why})")
 
     def _refusal(self) -> str:
         """Return why nothing answers at the place; empty if something does. Raises ConfigError."""
@@ -96,9 +89,9 @@ class Arrival:
             why = getattr(error, "strerror", None) or str(error)
             if not in_pod(os.environ):  # names of pods appear as these start
                 raise ConfigError(
-                    f"{self}: {self._names[0]}={self._address} is not an address, and as a name it"
-                    f" cannot be resolved here ({why}); set {self._names[0]} to the address or the"
-                    f" name of the host of rank 0, without a port; {self._names[1]} has the port"
+                    f"{self}: {self._name}={self._address} is not an address, and as a name it"
+                    f" cannot be resolved here ({why}); set {self._name} to the address or the name"
+                    " of the host where the ranks meet, without a port"
                 ) from None
             return why
         except OSError as error:

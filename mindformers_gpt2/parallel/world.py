@@ -14,7 +14,6 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from common.cluster.environment import Process
 from common.errors import ConfigError, RunError
-from common.interrupts import dying_at_interrupts
 from common.log import LOG
 from common.parallel.arrival import Arrival
 from common.parallel.resolved_run import ResolvedRun
@@ -97,8 +96,7 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
     limit = config.runtime.stall_limit + 30
     _wait_for_scheduler(process, limit)
     try:
-        with dying_at_interrupts():
-            init()
+        init()
         if (get_rank(), get_group_size()) != (process.rank, process.world_size):
             raise ConfigError(
                 f"rank {process.rank} of {process.world_size} is rank {get_rank()} of"
@@ -137,14 +135,15 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
 def _wait_for_scheduler(process: Process, limit: float) -> None:
     """Wait until the scheduler answers, if there is one, and give MindSpore's own waits the limit.
 
-    Its wait for the ranks holds Python back, so it can be told only before it begins. HCCL's limit
-    is at most 17340 s on an Ascend 910A (envref_07_0078 of CANN's reference of variables).
+    MindSpore's wait for the other ranks holds Python back: it is told before it begins, and Ctrl-C
+    acts after it. HCCL's limit is at most 17340 s on an Ascend 910A (CANN's reference of variables,
+    envref_07_0078).
     """
     os.environ.setdefault("MS_TOPO_TIMEOUT", str(int(limit)))
     os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(min(int(limit), 17340)))
     address, port = os.environ.get("MS_SCHED_HOST"), os.environ.get("MS_SCHED_PORT")
-    if address and port:
-        arrival = Arrival(process, (address, int(port)), limit, ("MS_SCHED_HOST", "MS_SCHED_PORT"))
+    if address and port and port.isdecimal():
+        arrival = Arrival(process, "MS_SCHED_HOST", address, int(port), limit)
         arrival.reach("MindSpore's scheduler")
         LOG.info(f"{arrival} meets the others at {address}:{port}")
 

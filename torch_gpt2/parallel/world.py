@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,16 +139,14 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
     dist.destroy_process_group()
 
 
-def _open_store(process: Process, limit: datetime.timedelta) -> dist.TCPStore:  # type: ignore[name-defined]
+def _open_store(process: Process, limit: datetime.timedelta) -> Any:
     """Return the store by which the ranks meet, once all have come.
 
     It is that of rank 0, on one host closed to all others, or that of torchrun's agent. Raises
     ConfigError if the port is taken, or the address not that of rank 0; RunError after the limit.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    arrival = Arrival(
-        process, (address, port), limit.total_seconds(), ("MASTER_ADDR", "MASTER_PORT")
-    )
+    arrival = Arrival(process, "MASTER_ADDR", address, port, limit.total_seconds())
     listener = None
     if process.rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         arrival.reach("rank 0")
@@ -174,18 +171,13 @@ def _open_store(process: Process, limit: datetime.timedelta) -> dist.TCPStore:  
         master_listen_fd=listener,
     )
     if listener is not None:
-        arrival.require_here(lambda: _is_same(store, address, port))
+        arrival.require_here()
     for question in ("has come", "is still there"):  # one may have died while it waited
         _ask_all(store, process, arrival, question)
     return store
 
 
-def _ask_all(
-    store: dist.TCPStore,  # type: ignore[name-defined]
-    process: Process,
-    arrival: Arrival,
-    question: str,
-) -> None:
+def _ask_all(store: Any, process: Process, arrival: Arrival, question: str) -> None:
     """Answer a question, and return when all ranks have. Only rank 0 looks at all the answers."""
     keys = [f"rank {rank} {question}" for rank in range(process.world_size)]
 
@@ -197,20 +189,6 @@ def _ask_all(
     while not store.check(keys if process.rank == 0 else [all_have]):
         arrival.pause(missing, aloud=process.local_rank == 0)
     store.set(all_have, b"")
-
-
-def _is_same(store: dist.TCPStore, address: str, port: int) -> bool:  # type: ignore[name-defined]
-    """Tell whether the store at this address, through a forwarded port, is this process's own."""
-    token = secrets.token_hex()
-    store.set(token, b"")
-    seconds = datetime.timedelta(seconds=5)
-    try:
-        there = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, None, False, timeout=seconds, wait_for_workers=False
-        )
-        return bool(there.check([token]))
-    except dist.DistError:
-        return False
 
 
 def _make_groups(topology: Topology, rank: int) -> dict[GroupKind, dist.ProcessGroup]:

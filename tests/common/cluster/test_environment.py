@@ -434,13 +434,6 @@ def test_impossible_values_are_refused(environ: dict[str, str], message: str) ->
     assert message in str(caught.value) and str(caught.value).startswith("environment: ")
 
 
-def test_rank_0_that_is_not_where_horovodrun_runs_is_told() -> None:
-    first = {**HOROVOD, "HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0"}
-    assert "rank 0 is on another host" in find_process(first).remarks[0]
-    assert find_process({**first, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}).remarks == ()
-    assert find_process(HOROVOD).remarks == ()
-
-
 def test_a_host_file_does_not_matter_where_the_node_of_rank_0_is_known() -> None:
     assert find_process({**HOST_FILE, "MASTER_ADDR": "node-801"}).master == "node-801"
     one = {**HOST_FILE, "SLURM_STEP_NODELIST": "gpu3", "SLURM_STEP_NUM_NODES": "1"}
