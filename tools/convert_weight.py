@@ -106,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=(*FLOATS, "int8", "int4"),
-        help="type of the weights written (default: as in the input); int8 is for torch_gpt2, onnx"
-        " and gguf, int4 for onnx and gguf",
+        help="type of the weights written (default: as in the input, and float32 for torch_gpt2,"
+        " onnx and gguf); int8 is for these three, int4 for onnx and gguf",
     )
     add(
         "--model_parallel",

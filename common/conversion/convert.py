@@ -18,7 +18,7 @@ from typing import Any
 
 from common.conversion.heads import warn_of_heads
 from common.conversion.logits import Runner, compare_logits
-from common.errors import CheckpointError, ConfigError, StorageError
+from common.errors import CheckpointError, ConfigError, StorageError, UserError
 from common.files import (
     atomic_write,
     clean_up,
@@ -137,6 +137,7 @@ def convert(
         sums = write(temporary, weights, dtype)
         if FORMATS[target_format].hugging_face_config:
             write_config(temporary / CONFIG, weights.model, "float32", end_of_text(weights))
+        _open_again(temporary, target_format, source)
         counts = {
             "weights": len(weights.tensors),
             "optimizer": len(weights.moments),
@@ -183,6 +184,20 @@ def _opener(source_format: str) -> Callable[[Path], AbstractContextManager[Weigh
 
 def _is_readable(format: str, dtype: str | None) -> bool:
     return FORMATS[format].open is not None and (dtype is None or dtype in FLOATS)
+
+
+def _open_again(folder: Path, format: str, source: Path) -> None:
+    """Raise CheckpointError unless what was written can be opened, by its headers and manifests."""
+    opened = FORMATS[format].open_to_compute or FORMATS[format].open
+    try:
+        with opened(folder) if opened else nullcontext():
+            pass
+    except UserError as error:
+        reason = str(error).replace(f"{folder}/", "")
+        raise CheckpointError(
+            f"{source}: what was made of it cannot be read back: {reason}. A value in its config or"
+            " in its run is wrong; fix or remove it there"
+        ) from error
 
 
 def _written(
