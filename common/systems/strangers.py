@@ -1,4 +1,6 @@
-"""What people bring that is almost, or not at all, the weights of a GPT-2: each with its answer."""
+"""Table of files and tensors that people bring, each with its answer: wrappers, other heads, and
+what holds no weights of a GPT-2.
+"""
 
 from __future__ import annotations
 

@@ -566,7 +566,7 @@ def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("to", "file"),
     [("torch_gpt2", "manifest.json"), ("hf", "config.json"), ("mindformers", "model.yaml")],
 )
-def test_what_was_written_is_opened_again(
+def test_the_converter_opens_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, file: str
 ) -> None:
     """Also without --verify: what cannot be opened is not left there."""

@@ -71,7 +71,7 @@ OPENED: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", OPENED)
-def test_what_is_almost_a_gpt2_is_opened(tmp_path: Path, model: Any, kind: str) -> None:
+def test_other_heads_and_wrappers_are_opened(tmp_path: Path, model: Any, kind: str) -> None:
     content, left_out = OPENED[kind]
     source = put(tmp_path / "source", model, content(model))
     result = convert(source, tmp_path / "hf", target_format="hf")
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_no_gpt2_is_called_by_its_name(tmp_path: Path, model: Any, kind: str) -> None:
+def test_other_files_are_called_by_their_name(tmp_path: Path, model: Any, kind: str) -> None:
     files, message = REFUSED[kind]
     source = put(tmp_path / "source", model, plain(model))
     for name, content in files.items():
