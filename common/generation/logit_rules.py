@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.generation.sampling import Logits
 from common.structured_files import shown
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_prompt
+from common.tokenizer.lines import encode_words
 
 Biases = Mapping[tuple[int, ...], float]
 """Sequence of ids -> number added to the logit of its last id where the others precede it.
@@ -133,7 +133,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
     for word in settings.bad_words:
         if isinstance(word, str):
             found.append(_ids_of(word, name, tokenizer))
-            spaced = encode_prompt(tokenizer, f" {word}").tolist() if word.lstrip() == word else []
+            spaced = encode_words(tokenizer, f" {word}").tolist() if word.lstrip() == word else []
             if spaced and tokenizer.unknown_id not in spaced:
                 found.append(tuple(spaced))
         else:
@@ -142,7 +142,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
 
 
 def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids = tuple(encode_prompt(tokenizer, text).tolist())
+    ids = tuple(encode_words(tokenizer, text).tolist())
     if not ids or tokenizer.unknown_id in ids:
         reason = "holds text that the vocabulary lacks" if ids else "has no token"
         raise ConfigError(f"{name}: {shown(text)} {reason}; leave it out")
