@@ -12,7 +12,6 @@ weights/model.yaml           a config for --run_mode predict from inside the fol
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from common.quantization.integers import arrays_of_integers, kinds_of_integers, 
 from common.resolve.derive import resolve_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
+from common.tokenizer.copies import companions_in, vocabulary_in
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.foreign import manifest_of
 from common.training.manifest import write_manifest
@@ -37,10 +37,6 @@ from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 
 SETTINGS_FILE = "model.yaml"
-_TOKENIZER_FILES = (
-    "vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "vocab.txt", "tokenizer.json",
-    "tokenizer.model", "spiece.model", "tokenizer_config.json",
-)  # fmt: skip
 
 
 def export(config: ResolvedRun) -> None:
@@ -99,34 +95,32 @@ def _put_settings(folder: Path, config: ResolvedRun) -> None:
 
 
 def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
-    """Copy the existing files of data.tokenizer; return whether there are any.
+    """Copy the existing files of data.tokenizer; return whether there is a vocabulary.
 
-    Raises StorageError, and OSError for a file that cannot be read.
+    Raises StorageError, and TokenizerError for a file that cannot be read.
     """
-    files = _tokenizer_files(config)
-    for name, file in files.items():
-        with file.open("rb") as source, atomic_write(folder / name) as copy:
-            shutil.copyfileobj(source, copy)
-    return bool(files)
-
-
-def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:
-    """Return the existing files of data.tokenizer, by their names in a folder."""
     wish = config.data.tokenizer
     if wish is None:
-        return {}
-    given = {name: Path(wish.folder or "") / name for name in _TOKENIZER_FILES if wish.folder}
-    if wish.vocab_file and wish.merge_file:
-        given = {"vocab.json": Path(wish.vocab_file), "merges.txt": Path(wish.merge_file)}
-    elif wish.vocab_file:
-        given = {Path(wish.vocab_file).name: Path(wish.vocab_file)}
-    found = {name: file for name, file in given.items() if file.is_file()}
+        return False
+    if wish.folder:
+        source = Path(wish.folder)
+        found = vocabulary_in(source)
+    else:
+        file = Path(wish.vocab_file or "")
+        source, names = file.parent, {file.name: file}
+        if wish.merge_file:
+            names = {"vocab.json": file, "merges.txt": Path(wish.merge_file)}
+        found = {name: each.read_bytes() for name, each in names.items() if each.is_file()}
     if not found:
         LOG.warning(
             f"data.tokenizer: {wish.vocab_file or wish.folder} is not there; the export holds no"
             " tokenizer, and generating with it needs one"
         )
-    return found
+        return False
+    for name, content in (companions_in(source) | found).items():
+        with atomic_write(folder / name) as copy:
+            copy.write(content)
+    return True
 
 
 def refuse_to_replace(folder: Path, config: ResolvedRun) -> None:
