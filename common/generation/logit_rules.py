@@ -31,11 +31,13 @@ class LogitRules:
         self,
         settings: PredictConfig,
         *,
-        end_of_text: int,
+        ends: Sequence[int],
         unknown: int | None = None,
         biases: Biases | None = None,
     ) -> None:
-        """unknown: an id that is never chosen. biases: see ``sequence_biases``."""
+        """ends: ids that end a sequence. unknown: an id that is never chosen. biases: see
+        ``sequence_biases``.
+        """
         biases = dict(biases or {})
         if unknown is not None:
             biases[(unknown,)] = -np.inf
@@ -50,8 +52,8 @@ class LogitRules:
         self._repetition = np.float32(settings.repetition_penalty)
         self._presence = np.float32(settings.presence_penalty)
         self._frequency = np.float32(settings.frequency_penalty)
-        self._end = end_of_text
-        self._least = settings.min_new_tokens if end_of_text >= 0 else 0
+        self._ends = list(ends)
+        self._least = settings.min_new_tokens if ends else 0
         self._repeats = settings.repetition_penalty != 1.0
         self._size = settings.no_repeat_ngram_size
         self._counts = bool(self._presence or self._frequency)
@@ -84,7 +86,7 @@ class LogitRules:
             ids, counts = np.unique(tokens, return_counts=True)
             logits[ids] -= self._presence + self._frequency * counts.astype(np.float32)
         if is_early:
-            logits[self._end] = -np.inf
+            logits[self._ends] = -np.inf
         return logits
 
 
