@@ -16,8 +16,8 @@ from run_gpt2 import main
 from tools.convert_weight import main as convert
 from tools.preprocess_data import main as preprocess
 
-BASE = [*byte_alphabet(), "<|endoftext|>"]
-MARKS = {"<|pad|>": 257, "<|im_end|>": 258, "<|user|>": 259, "<|bot|>": 260}
+BASE = [*byte_alphabet(), "tw", "<|endoftext|>"]
+MARKS = {"<|pad|>": 258, "<|im_end|>": 259, "<|user|>": 260, "<|bot|>": 261}
 TURNS = {"hi": "hello", "one": "two", "red": "green", "cat": "dog"}
 PROMPT = "<|user|>one<|bot|>"
 
@@ -27,13 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of transformers whose table has rows for the marks that were added."""
     folder = tmp_path_factory.mktemp("dialogue") / "base"
     torch.manual_seed(0)
-    ids = {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 257}
-    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "n_positions": 24, "vocab_size": 261}
+    ids = {"bos_token_id": 257, "eos_token_id": 259, "pad_token_id": 258}
+    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "n_positions": 24, "vocab_size": 262}
     rates = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
     config = transformers.GPT2Config(**sizes, **ids, **rates)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(BASE)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "merges.txt").write_text("#version: 0.2\nt w\n")
     (folder / "added_tokens.json").write_text(json.dumps(MARKS))
     names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     special = names | {"additional_special_tokens": ["<|user|>", "<|bot|>"]}
@@ -81,7 +81,7 @@ def test_a_marked_dialogue_stops_at_its_mark(
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    assert ids[0, [0, -1]].tolist() == [259, 260] and ids.shape == (1, 5)
+    assert ids[0, [0, -1]].tolist() == [260, 261] and ids.shape == (1, 5)
     said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert tokenizer.decode(said) == "two<|im_end|>"
 
@@ -89,8 +89,8 @@ def test_a_marked_dialogue_stops_at_its_mark(
         (found,) = load_model(where).generate([PROMPT], max_new_tokens=12)
         assert (found.text, found.finish_reason) == ("two", "end_of_text"), where
     fields = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").fields
-    assert fields["tokenizer.ggml.eos_token_id"].contents() == 258
-    assert fields["tokenizer.ggml.tokens"].contents()[257:] == [*MARKS]
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 259
+    assert fields["tokenizer.ggml.tokens"].contents()[258:] == [*MARKS]
     capsys.readouterr()
     words = ["--config", str(run), "--run_mode", "predict", f"predict.prompt={PROMPT}"]
     assert main(words) == 0
