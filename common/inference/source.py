@@ -18,7 +18,7 @@ from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
 from common.systems.weights import checked_model
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.tokenizer.copies import VOCABULARIES
+from common.tokenizer.folder import VOCABULARIES
 from common.training.checkpoint import find_checkpoint
 from common.training.data import describe_tokenizer
 from common.training.manifest import MANIFEST, read_manifest

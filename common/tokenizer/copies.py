@@ -9,25 +9,13 @@ from typing import Any
 
 from common.errors import TokenizerError
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
+from common.tokenizer.folder import BESIDE, GENERATION, MODEL_IDS, VOCABULARIES
 
-VOCABULARIES = {
-    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # OpenAI's names
+_NAMES = {
+    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # OpenAI's
     "gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt",  # Megatron-LM's
-    **{
-        name: name
-        for name in (
-            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
-            "tokenizer.json",
-        )
-    },
 }  # fmt: skip
-"""Files of a vocabulary -> their names in a copy."""
-_BESIDE = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
-GENERATION = "generation_config.json"
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of transformers' config.json and generation_config.json."""
+"""Files of a vocabulary that have another name in a copy."""
 
 
 def vocabulary_in(folder: Path) -> dict[str, bytes]:
@@ -35,9 +23,9 @@ def vocabulary_in(folder: Path) -> dict[str, bytes]:
     TokenizerError.
     """
     return {
-        name: _read(folder / theirs)
-        for theirs, name in VOCABULARIES.items()
-        if (folder / theirs).is_file()
+        _NAMES.get(name, name): _read(folder / name)
+        for name in VOCABULARIES
+        if (folder / name).is_file()
     }
 
 
@@ -46,7 +34,7 @@ def companions_in(folder: Path) -> dict[str, bytes]:
     generation_config.json is made of the ids in config.json where there is none. Raises
     TokenizerError.
     """
-    names = [name for name in (*_BESIDE, GENERATION) if (folder / name).is_file()]
+    names = [name for name in BESIDE if (folder / name).is_file()]
     found = {name: _read(folder / name) for name in names}
     if GENERATION not in found and (ids := ids_in(folder)):
         found[GENERATION] = (json.dumps(ids, indent=2) + "\n").encode()
@@ -61,7 +49,7 @@ def ids_in(folder: Path) -> dict[str, Any]:
     for file in (folder / "config.json", folder / GENERATION):
         with suppress(TokenizerError):  # not there, or no file of transformers
             fields = read_json_mapping(file, error=TokenizerError, finite=False)
-            given = {name: fields[name] for name in IDS if name in fields}
+            given = {name: fields[name] for name in MODEL_IDS if name in fields}
             found = given | {name: each for name, each in found.items() if given.get(name) is None}
     return found
 

@@ -104,12 +104,13 @@ def read_marks(
     ids: Mapping[str, int],
     implied: Iterable[str] = (),
     names: Mapping[str, str] | None = None,
+    own: Iterable[str] = (),
 ) -> Marks:
     """Return the marks of a folder's files over a vocabulary.
 
     ids: of the vocabulary's tokens. implied: special tokens of every vocabulary of the
     kind. names: named tokens where no file names them. Those that the vocabulary lacks are left
-    out. The end is then one of ``ENDS``.
+    out. The end is then one of ``ENDS``. own: further special tokens of the vocabulary.
     Raises TokenizerError where two tokens have one id.
     """
     named = {name: text for name, text in (names or {}).items() if text in ids} | folder.named
@@ -119,10 +120,12 @@ def read_marks(
     if end and not (texts >= {*FRAME} or "eos_token" in named):
         named["eos_token"] = end
     implied = [text for text in implied if text in ids]
-    listed = [*(named[name] for name in NAMES if name in named), *folder.listed, *implied]
+    listed = [*(named[name] for name in NAMES if name in named), *folder.listed, *implied, *own]
     taken = {number: text for text, number in ids.items()}
     marks: dict[str, Mark] = {}
     for fields in added:
+        if folder.rows is not None and fields["id"] >= folder.rows:
+            continue  # added to the tokenizer alone: the model has no row for it
         text, number = fields["text"], ids.get(fields["text"], fields["id"])
         if taken.setdefault(number, text) != text:
             raise TokenizerError(

@@ -28,6 +28,7 @@ from common.resolve.derive import resolve_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.tokenizer.copies import companions_in, vocabulary_in
+from common.tokenizer.folder import TOKENIZER_JSON
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.foreign import manifest_of
 from common.training.manifest import write_manifest
@@ -110,6 +111,7 @@ def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
         source, names = file.parent, {file.name: file}
         if wish.merge_file:
             names = {"vocab.json": file, "merges.txt": Path(wish.merge_file)}
+            names[TOKENIZER_JSON] = source / TOKENIZER_JSON  # which may have added tokens
         found = {name: each.read_bytes() for name, each in names.items() if each.is_file()}
     if not found:
         LOG.warning(
