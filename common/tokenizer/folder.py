@@ -124,8 +124,10 @@ class Folder:
 
     @cached_property
     def rows(self) -> int | None:
-        """Rows of the model's table by config.json, if it is there."""
-        rows = self._mapping("config.json").get("vocab_size")
+        """Rows of the model's table by config.json or our manifest.json, if one is there."""
+        ours = self._mapping("manifest.json").get("config")
+        model = ours.get("model") if isinstance(ours, dict) else self._mapping("config.json")
+        rows = model.get("vocab_size") if isinstance(model, dict) else None
         return rows if type(rows) is int else None
 
     def ids(self, name: str, size: int) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
         return
     vocabulary = read_vocabulary(*files_in(folder))
     marks, end = vocabulary.marks, vocabulary.eod_id
-    if marks.size > rows:
+    if max(len(vocabulary.ids), end + 1) > rows:
         raise TokenizerError(
             f"the tokenizer has {marks.size} tokens, and the model has {rows}; put the tokenizer of"
             " the model beside its weights"
@@ -126,7 +126,7 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
     types = [gguf.TokenType.UNUSED] * rows
     for text, number in vocabulary.ids.items():
         tokens[number], types[number] = text, gguf.TokenType.NORMAL
-    for mark in marks.marks:
+    for mark in (mark for mark in marks.marks if mark.id < rows):
         kind = gguf.TokenType.CONTROL if mark.special else gguf.TokenType.USER_DEFINED
         tokens[mark.id], types[mark.id] = mark.text, kind
     writer.add_tokenizer_model("gpt2")
@@ -135,12 +135,13 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
     writer.add_token_types(types)
     writer.add_token_merges([f"{left} {right}" for left, right in vocabulary.merges])
     writer.add_bos_token_id(end if marks.bos_id is None else marks.bos_id)
-    ends, stops = marks.ends or (end,), (
+    ends = [each for each in marks.ends if each < rows] or [end]
+    stops = (
         writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id,
     )  # fmt: skip
     for number, add in zip(ends, stops, strict=False):
         add(number)
-    writer.add_pad_token_id(end if marks.pad_id is None else marks.pad_id)
+    writer.add_pad_token_id(marks.pad_id if marks.pad_id in range(rows) else end)
     writer.add_add_bos_token(bool(vocabulary.framing.begin))
     if template := Folder(folder).chat_template:
         writer.add_chat_template(template)

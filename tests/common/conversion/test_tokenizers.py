@@ -124,6 +124,25 @@ def test_the_library_of_gguf_reads_the_marks(folder: Path, tmp_path: Path) -> No
     assert fields["tokenizer.ggml.add_bos_token"] is False
 
 
+@pytest.mark.parametrize("format", ["torch_gpt2", "mindformers", "gguf"])
+def test_a_mark_without_a_row_stays_with_the_tokenizer(
+    chat: Path, tmp_path: Path, format: str
+) -> None:
+    """Many a fine-tune has added a padding token and left the table as it was."""
+    ends = {"bos_token_id": 257, "eos_token_id": 257, "pad_token_id": None}
+    save(chat, 258, **ends)
+    (chat / "tokenizer_config.json").unlink()
+    (chat / "added_tokens.json").write_text('{"<|pad|>": 258}')
+    (chat / "special_tokens_map.json").write_text('{"pad_token": "<|pad|>"}')
+    convert(chat, tmp_path / "out", target_format=format, verify=True)
+    if format == "torch_gpt2":
+        assert load_tokenizer(None, tmp_path / "out").vocab_size == 258
+    if format == "gguf":
+        fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+        assert fields["tokenizer.ggml.tokens"].contents() == BASE
+        assert fields["tokenizer.ggml.padding_token_id"].contents() == 257
+
+
 def test_verify_finds_another_tokenizer(chat: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def lost(folder: Path, weights: Any) -> None:
         for name in ("vocab.json", "merges.txt"):
