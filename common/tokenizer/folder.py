@@ -124,11 +124,13 @@ class Folder:
 
     @cached_property
     def rows(self) -> int | None:
-        """Rows of the model's table by config.json or our manifest.json, if one is there."""
-        ours = self._mapping("manifest.json").get("config")
-        model = ours.get("model") if isinstance(ours, dict) else self._mapping("config.json")
-        rows = model.get("vocab_size") if isinstance(model, dict) else None
-        return rows if type(rows) is int else None
+        """Rows of the table of the model in the folder, transformers' or ours."""
+        run = self._mapping("manifest.json").get("config")
+        for model in (self._mapping("config.json"), self._mapping("export.json"), run):
+            model = model.get("model", model) if isinstance(model, dict) else {}
+            if isinstance(model, dict) and type(model.get("vocab_size")) is int:
+                return int(model["vocab_size"])
+        return None
 
     def ids(self, name: str, size: int) -> tuple[int, ...]:
         """Return the ids below ``size`` that the model's files have under a name such as
