@@ -57,7 +57,7 @@ def run(folder: Path) -> Path:
     tree: dict[str, Any] = {
         "output_dir": str(folder.parent / "run"), "device": "cpu", "model": "from_checkpoint",
         "checkpoint": {"init_from": str(folder)},
-        "train": {"max_steps": 250, "micro_batch_size": 16},
+        "train": {"max_steps": 150, "micro_batch_size": 16}, "runtime": {"threads": 1},
         "optimizer": {"learning_rate": 0.01},
         "data": {"train": f"{prefix}_text_document", "split": "1,0,0", "tokenizer": str(folder)},
         "logging": {"tensorboard": False, "plot": False},
