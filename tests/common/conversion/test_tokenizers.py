@@ -1,4 +1,4 @@
-"""What transformers keeps beside weights goes along: ids, marks, settings and the template."""
+"""Files of transformers beside weights go along: ids, marks, settings and the template."""
 
 import json
 import shutil
