@@ -14,6 +14,7 @@ from common.errors import CheckpointError, ConfigError, TokenizerError
 from common.files import reading
 from common.inference.export_record import read_export
 from common.systems.hugging_face.config import CONFIG, read_config
+from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
 from common.systems.weights import checked_model
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -77,7 +78,7 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     try:
         format = detect(path)
     except ConfigError:
-        reason = (
+        reason = stranger_at(path) or (
             "expected a run folder, a checkpoint, an export, or weights that"
             " tools/convert_weight.py reads"
             if path.exists()
@@ -121,7 +122,7 @@ def _of_weights(path: Path, format: str) -> Source:
     with reading(path, CheckpointError), opened(path) as weights:
         run = dict(weights.run or {}).get("config", {})
         return Source(
-            path=path,
+            path=weights.path,
             format=format,
             model=weights.model,
             tokenizer=dict(weights.tokenizer or {}),
