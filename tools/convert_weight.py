@@ -106,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=(*FLOATS, "int8", "int4"),
-        help="type of the weights written (default: as in the input); int8 is for torch_gpt2, onnx"
-        " and gguf, int4 for onnx and gguf",
+        help="type of the weights written (default: as in the input, and float32 for torch_gpt2,"
+        " onnx and gguf); int8 is for these three, int4 for onnx and gguf",
     )
     add(
         "--model_parallel",
@@ -131,7 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--verify",
         action="store_true",
-        help="read the output back and compare it bit for bit; compare logits too where both run",
+        help="read the output back and compare it bit for bit; compare ids of a text and"
+        " logits too where both have them",
     )
     add(
         "--layers",
@@ -194,6 +195,8 @@ def _say(result: ConversionResult, source: Path | str, target: Path) -> None:
         )
     elif result.logits:
         print(f"logits: not compared, {result.logits['reason']}")
+    if result.text:
+        print(f"text: {result.text}")
     names = {why: name for name, why in result.ignored.items()}
     for why, count in Counter(result.ignored.values()).items():
         print(f"left out: {names[why]}, {why}" if count == 1 else f"left out: {count} x {why}")

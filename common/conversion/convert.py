@@ -18,7 +18,7 @@ from typing import Any
 
 from common.conversion.heads import warn_of_heads
 from common.conversion.logits import Runner, compare_logits
-from common.errors import CheckpointError, ConfigError, StorageError
+from common.errors import CheckpointError, ConfigError, StorageError, TokenizerError, UserError
 from common.files import (
     atomic_write,
     clean_up,
@@ -31,11 +31,17 @@ from common.hub import located
 from common.log import progress_bar
 from common.systems.hugging_face.config import CONFIG, write_config
 from common.systems.hugging_face.read import open_without_config
-from common.systems.hugging_face.tokenizer import end_of_text, put_tokenizer, without_tokenizer
+from common.systems.hugging_face.tokenizer import (
+    put_tokenizer,
+    special_ids,
+    tokenizer_of,
+    without_tokenizer,
+)
 from common.systems.mindformers.write import write_file
 from common.systems.table import FORMATS, detect
 from common.systems.weights import FLOATS, Weights
 from common.tensor_files.arrays import bytes_of
+from common.tokenizer import load_tokenizer
 
 REPORT = "conversion.json"
 
@@ -73,6 +79,8 @@ class ConversionResult:
     """Comparison of the logits of source and target, or the reason for its absence. None if it was
     not requested.
     """
+    text: str | None = None
+    """Result of the comparison of a text's tokens. None if it was not requested."""
     read_back: bool = False
     """Whether the target was read back and equals the source bit for bit."""
 
@@ -139,7 +147,8 @@ def convert(
         weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
         if FORMATS[target_format].hugging_face_config:
-            write_config(temporary / CONFIG, weights.model, "float32", end_of_text(weights))
+            write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
+        _open_again(temporary, target_format, source)
         counts = {
             "weights": len(weights.tensors),
             "optimizer": len(weights.moments),
@@ -157,6 +166,7 @@ def convert(
             with _written(temporary, weights, target_format, dtype) as written:
                 if _is_readable(target_format, dtype):
                     report["sha256"] = _compare(weights, written)
+                report["text"] = _compare_text(weights, temporary)
                 report["logits"] = compare_logits(
                     runners or {}, weights, source_format, written, target_format
                 )
@@ -170,6 +180,7 @@ def convert(
             step=step,
             ignored=weights.ignored,
             logits=report.get("logits"),
+            text=report.get("text"),
             read_back="sha256" in report,
         )
 
@@ -186,6 +197,20 @@ def _opener(source_format: str) -> Callable[[Path], AbstractContextManager[Weigh
 
 def _is_readable(format: str, dtype: str | None) -> bool:
     return FORMATS[format].open is not None and (dtype is None or dtype in FLOATS)
+
+
+def _open_again(folder: Path, format: str, source: Path) -> None:
+    """Raise CheckpointError unless what was written can be opened, by its headers and manifests."""
+    opened = FORMATS[format].open_to_compute or FORMATS[format].open
+    try:
+        with opened(folder) if opened else nullcontext():
+            pass
+    except UserError as error:
+        reason = str(error).replace(f"{folder}/", "")
+        raise CheckpointError(
+            f"{source}: what was made of it cannot be read back: {reason}. A value in its config or"
+            " in its run is wrong; fix or remove it there"
+        ) from error
 
 
 def _written(
@@ -270,6 +295,36 @@ def _folder(target: Path) -> AbstractContextManager[Path]:
     return whole_folder(
         target, what="the weights", remedy="make room there, or choose another --output"
     )
+
+
+_TEXT = "Hello, world! It's 12:30.\n\n  你好，世界 🙂 "
+
+
+def _compare_text(weights: Weights, folder: Path) -> str:
+    """Return how many tokens of a text with every mark are equal, or why there are none. Raises
+    CheckpointError unless both tokenizers give the same ids, begin, ends and padding.
+    """
+    try:
+        source = tokenizer_of(weights)
+    except TokenizerError as error:
+        return f"not compared, {error}"
+    if source is None:
+        return "not compared, the source has no tokenizer"
+    text = _TEXT + " and ".join(source.added)
+    rows = range(weights.model.vocab_size)  # a mark without a row was added to the tokenizer only
+    expected, found = (
+        (
+            each.encode(text, allow_special=True).tolist(), each.bos_id, each.ends,
+            each.pad_id if each.pad_id in rows else None,
+        )
+        for each in (source, load_tokenizer(None, folder))
+    )  # fmt: skip
+    if found != expected:
+        raise CheckpointError(
+            f"{folder}: its tokenizer gives other ids than that of {weights.path}: {found} instead"
+            f" of {expected} for {text!r:.500} (ids, begin, ends, padding)"
+        )
+    return f"{len(expected[0])} tokens of a text with every mark are equal"
 
 
 def _compare(weights: Weights, written: Weights) -> dict[str, str]:

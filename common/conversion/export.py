@@ -31,7 +31,7 @@ from common.packages import require_package
 from common.parallel.resolved_run import ResolvedRun
 from common.systems.gguf.write import write_gguf
 from common.systems.hugging_face.config import CONFIG, write_config
-from common.systems.hugging_face.tokenizer import end_of_text, put_tokenizer, without_tokenizer
+from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, without_tokenizer
 from common.systems.onnx.session import OnnxModel
 from common.systems.onnx.write import GRAPH_FILE, write_onnx
 from common.systems.table import FORMATS, detect
@@ -111,7 +111,7 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
         with progress_bar(total=size, unit="B", description=folder.name) as bar:
             program.write(temporary, weights.with_progress(bar.update), config)
         if program.hugging_face_config:
-            write_config(temporary / CONFIG, weights.model, "float32", end_of_text(weights))
+            write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
         comparison = _check(program, temporary, weights, source_format, config)
         _write_generation(temporary, weights, generation)
         files = describe_files(temporary)
@@ -177,7 +177,9 @@ def _check(
 
 
 def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) -> None:
-    if (end := end_of_text(weights)) is not None:
-        fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
+    ids = {name: each for name, each in special_ids(weights).items() if each is not None}
+    if (end := ids.get("eos_token_id")) is not None:
+        fields["pad_token_id"] = end[0] if isinstance(end, list) else end
+    fields |= ids
     with atomic_write(folder / "generation_config.json", "w") as file:
         json.dump(fields, file, indent=1)

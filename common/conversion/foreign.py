@@ -11,6 +11,7 @@ from pathlib import Path
 from common.errors import CheckpointError, UserError
 from common.paths import looked_in
 from common.systems.model_yaml import MODEL_YAML
+from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
 from common.training.checkpoint import NoCheckpointError
 
@@ -46,7 +47,10 @@ def explain(where: Path, why: str) -> str:
         missing_config = FORMATS[format].missing_config
         first = missing_config(where) if missing_config else None
     except (UserError, OSError):
-        return "expected a run folder, its checkpoints folder or a step_... folder"
+        return (
+            stranger_at(where)
+            or "expected a run folder, its checkpoints folder or a step_... folder"
+        )
     output = _free_folder(where)
     say = f"it is {FORMATS[format].title}"
     if first:

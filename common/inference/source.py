@@ -15,6 +15,7 @@ from common.files import reading
 from common.hub import located
 from common.inference.export_record import read_export
 from common.systems.hugging_face.config import CONFIG, read_config
+from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
 from common.systems.weights import checked_model
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -79,7 +80,7 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     try:
         format = detect(path)
     except ConfigError:
-        reason = (
+        reason = stranger_at(path) or (
             "expected a run folder, a checkpoint, an export, or weights that"
             " tools/convert_weight.py reads"
             if path.exists()
@@ -123,7 +124,7 @@ def _of_weights(path: Path, format: str) -> Source:
     with reading(path, CheckpointError), opened(path) as weights:
         run = dict(weights.run or {}).get("config", {})
         return Source(
-            path=path,
+            path=weights.path,
             format=format,
             model=weights.model,
             tokenizer=dict(weights.tokenizer or {}),

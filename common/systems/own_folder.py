@@ -32,12 +32,12 @@ def detects(path: Path) -> bool:
 
 
 @contextmanager
-def open_project(path: Path) -> Iterator[Weights]:
+def open_project(path: Path, *, checksums: bool = True) -> Iterator[Weights]:
     """Open a folder. Raises CheckpointError that names every tensor that is missing, unexpected or
-    incomplete.
+    incomplete. Without ``checksums`` only the sizes of its files are compared.
     """
     checkpoint = require_checkpoint(path, "weights to convert")
-    manifest = read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint, checksums=checksums)
     model = checked_model(checkpoint / MANIFEST, manifest["config"].get("model", {}))
     shapes = parameter_shapes(model)
     with (
@@ -151,6 +151,7 @@ SYSTEM = System(
             title="torch_gpt2",
             detects=detects,
             open=open_project,
+            open_to_compute=partial(open_project, checksums=False),
             write=write_project,
             dtypes=(*FLOATS, "int8"),
         ),

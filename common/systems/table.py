@@ -24,6 +24,7 @@ from common.systems import (
     openai,
     own_folder,
 )
+from common.systems.strangers import stranger_at
 from common.systems.weight_format import System, WeightFormat
 
 SYSTEMS: dict[str, System] = {
@@ -52,7 +53,8 @@ def detect(path: Path) -> str:
     for name, format in FORMATS.items():
         if format.detects(path):
             return name
-    raise ConfigError(
-        f"{path}: no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or"
-        " give another path"
+    reason = stranger_at(path) or (
+        f"no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or give"
+        " another path"
     )
+    raise ConfigError(f"{path}: {reason}")

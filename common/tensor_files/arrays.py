@@ -35,7 +35,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 
 _BLOCK = 2**22
 """Elements converted at a time, so that a large tensor needs no second copy."""
-_COMPARED = 2**20
+_COMPARED = 2**18
 """Bytes compared at a time."""
 _MAX_DIMS = 32
 _TILE = (128, 512)

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from common.errors import TokenizerError
@@ -22,8 +23,7 @@ from common.structured_files import (
     shown,
 )
 from common.tokenizer.base import Framing
-from common.tokenizer.byte_level_json import parts_of
-from common.tokenizer.folder import Folder, read_tokenizer_json
+from common.tokenizer.folder import Folder, added_in, begin_of, read_tokenizer_json, version_of
 from common.tokenizer.marks import Marks, framing_of, read_marks
 from common.tokenizer.text_files import read_vocabulary_text
 
@@ -83,8 +83,11 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
     them. Raises TokenizerError that names the file, the line and the fix.
     """
     folder = Folder(vocab_file.parent)
+    merges: Pairs
     if merge_file is None:
-        ids, merges, begin, prefix_space = parts_of(read_tokenizer_json(vocab_file))
+        parts = byte_level_parts(vocab_file)
+        assert parts is not None
+        ids, merges, begin, prefix_space = parts
     else:
         ids, merges = _read_ids(vocab_file), ()
         asked = folder.settings.get("add_bos_token") is True
@@ -118,6 +121,61 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
         prefix_space=prefix_space,
         content_sha256=_content_hash(tokens, merges),
     )
+
+
+Pairs = tuple[tuple[str, str], ...]
+_OTHER_BPE = (
+    "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges",
+)  # fmt: skip
+"""Settings of a tokenizer.json's BPE that GPT-2's has not."""
+
+
+def byte_level_parts(file: Path) -> tuple[dict[str, int], Pairs, str | None, bool] | None:
+    """Return the ids by token and the merges of a tokenizer.json, the token that begins a text, and
+    whether a space does too. None unless it holds a whole byte-level BPE that cuts text as GPT-2's.
+
+    Raises TokenizerError for a file that is not JSON.
+    """
+    return _byte_level_parts(file, version) if (version := version_of(file)) else None
+
+
+@lru_cache(maxsize=1)
+def _byte_level_parts(
+    file: Path, version: object
+) -> tuple[dict[str, int], Pairs, str | None, bool] | None:
+    content = read_tokenizer_json(file)
+    model, cut = content.get("model"), content.get("pre_tokenizer")
+    if not (isinstance(model, dict) and isinstance(cut, dict)):
+        return None
+    ids, listed = model.get("vocab"), model.get("merges")
+    begin = begin_of(content.get("post_processor"))
+    if not (
+        (model.get("type"), cut.get("type"), begin is None) == ("BPE", "ByteLevel", False)
+        and isinstance(ids, dict)
+        and isinstance(listed, list)
+        and not any(model.get(name) for name in _OTHER_BPE)
+        and cut.get("use_regex", True) is True
+        and content.get("normalizer") is None
+    ):
+        return None
+    # a pair is one text in files before tokenizers 0.20
+    pairs = [each.split(" ") if isinstance(each, str) else each for each in listed]
+    if not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+        for pair in pairs
+    ):
+        return None
+    made = {left + right for left, right in pairs}
+    added = {str(entry.get("content")) for entry in added_in(content)}
+    alphabet = byte_alphabet().keys()
+    whole = (
+        ids.keys() >= alphabet
+        and all(map(_SPECIAL.fullmatch, ids.keys() - made - added - alphabet))
+        and ids.keys() >= made.union(*pairs)
+        and {*ids.values()} == {*range(len(ids))}
+    )
+    prefix_space = cut.get("add_prefix_space", True) is True
+    return (ids, tuple(map(tuple, pairs)), begin, prefix_space) if whole else None
 
 
 def _content_hash(tokens: list[str], merges: tuple[tuple[str, str], ...]) -> str:

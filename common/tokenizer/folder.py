@@ -40,6 +40,8 @@ BESIDE = (CONFIG, MAP, ADDED, GENERATION, "chat_template.jinja")
 """Names of the files that say more about a vocabulary."""
 MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Names of ids in config.json and generation_config.json."""
+_MOST = 1 << 24
+"""Ids, beyond which a file is taken to be damaged."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word")
 
@@ -100,10 +102,11 @@ class Folder:
     def added(self) -> list[dict[str, Any]]:
         """The fields of ``Mark`` of each added token."""
         found: dict[str, dict[str, Any]] = {}
-        decoder = self.settings.get("added_tokens_decoder") or {}
+        named = self.settings.get("added_tokens_decoder") or {}
+        decoder = require_mapping(named, str(self.path / CONFIG), error=TokenizerError)
         beside = {} if decoder else self._mapping(ADDED)
         for where, number, fields in (
-            *((self._json, None, entry) for entry in self.json.get("added_tokens") or ()),
+            *((self._json, None, entry) for entry in added_in(self.json)),
             *((ADDED, number, {"content": text}) for text, number in beside.items()),
             *((CONFIG, number, fields) for number, fields in decoder.items()),
         ):
@@ -111,11 +114,12 @@ class Folder:
             text, number = fields.get("content"), fields.get("id") if number is None else number
             if isinstance(number, str) and number.isascii() and number.isdigit():
                 number = int(number[:19])
-            if not isinstance(text, str) or not text or type(number) is not int or number < 0:
+            is_id = type(number) is int and 0 <= number < _MOST
+            if not (text and isinstance(text, str) and is_id):
                 raise TokenizerError(
                     f"{self.path / where}: an added token has the text {str(text)[:40]!r} and the"
-                    f" id {str(number)[:40]}; expected text and a whole number from 0 on; fetch the"
-                    " file again"
+                    f" id {str(number)[:40]}; expected text and a whole number from 0 to"
+                    f" {_MOST - 1}; fetch the file again"
                 )
             known = found.get(text, {})
             flags = {name: bool(fields.get(name, known.get(name, False))) for name in _FLAGS}
@@ -124,9 +128,13 @@ class Folder:
 
     @cached_property
     def rows(self) -> int | None:
-        """Rows of the model's table by config.json, if it is there."""
-        rows = self._mapping("config.json").get("vocab_size")
-        return rows if type(rows) is int else None
+        """Rows of the table of the model in the folder, transformers' or ours."""
+        run = self._mapping("manifest.json").get("config")
+        for model in (self._mapping("config.json"), self._mapping("export.json"), run):
+            model = model.get("model", model) if isinstance(model, dict) else {}
+            if isinstance(model, dict) and type(model.get("vocab_size")) is int:
+                return int(model["vocab_size"])
+        return None
 
     def ids(self, name: str, size: int) -> tuple[int, ...]:
         """Return the ids below ``size`` that the model's files have under a name such as
@@ -155,8 +163,13 @@ class Folder:
 
 def read_tokenizer_json(file: Path) -> dict[str, Any]:
     """Return the content of a tokenizer.json, which must not be changed. Raises TokenizerError."""
+    return _read_tokenizer_json(file, version_of(file))
+
+
+def version_of(file: Path) -> object:
+    """Return what changes with a file's content; None without a file."""
     found = file.stat() if file.is_file() else None
-    return _read_tokenizer_json(file, found and (found.st_mtime_ns, found.st_size, found.st_ino))
+    return found and (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 @lru_cache(maxsize=1)
@@ -171,20 +184,31 @@ def _read_tokenizer_json(file: Path, version: object) -> dict[str, Any]:
     return found
 
 
+def added_in(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of added tokens of a tokenizer.json. Its library reports other ones."""
+    found = content.get("added_tokens")
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
 def begin_of(processor: Any) -> str | None:
     """Return the token that the post-processor of a tokenizer.json puts before a text; empty if it
     puts none. None: it does more, such as closing a sentence.
     """
-    kind = None if processor is None else processor.get("type")
-    if kind in (None, "ByteLevel"):
+    if processor is None:
         return ""
-    if kind == "Sequence":
-        parts = list(map(begin_of, processor["processors"]))
-        return None if None in parts else "".join(filter(None, parts))
-    single = [part for part in processor.get("single", ()) if isinstance(part, Mapping)]
-    if [next(iter(part)) for part in single] == ["SpecialToken", "Sequence"]:
-        return str(single[0]["SpecialToken"]["id"])
-    return "" if [next(iter(part)) for part in single] == ["Sequence"] else None
+    if not isinstance(processor, Mapping):
+        return None
+    if processor.get("type") == "ByteLevel":
+        return ""
+    if isinstance(steps := processor.get("processors"), list):
+        found = list(map(begin_of, steps))
+        return None if None in found else "".join(filter(None, found))
+    match processor.get("single"):
+        case [{"SpecialToken": {"id": str(token)}}, {"Sequence": _}]:
+            return token
+        case [{"Sequence": _}]:
+            return ""
+    return None
 
 
 def _text(value: object) -> str | None:

@@ -16,8 +16,7 @@ import numpy as np
 from common.errors import TokenizerError
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
-from common.tokenizer.bpe_files import read_vocabulary
-from common.tokenizer.byte_level_json import is_byte_level
+from common.tokenizer.bpe_files import byte_level_parts, read_vocabulary
 from common.tokenizer.checks import checked_ids
 from common.tokenizer.folder import TOKENIZER_JSON
 from common.tokenizer.recognise import BPE_FILES
@@ -32,7 +31,7 @@ def files_in(folder: Path) -> tuple[Path, Path | None]:
     Raises TokenizerError.
     """
     file = folder / TOKENIZER_JSON if folder.is_dir() else folder
-    if file.suffix == ".json" and is_byte_level(file):
+    if file.suffix == ".json" and byte_level_parts(file):
         return file, None
     for vocab_name, merge_name in BPE_FILES:
         if (folder / vocab_name).is_file() and (folder / merge_name).is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import TokenizerError
-from common.tokenizer.byte_level_json import is_byte_level
+from common.tokenizer.bpe_files import byte_level_parts
 from common.tokenizer.folder import TOKENIZER_JSON, Folder
 
 BPE_FILES = (
@@ -38,7 +38,8 @@ def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
 
     source: the vocabulary, or the folder of the files. Raises TokenizerError for other files.
     """
-    if kind == "HuggingFaceTokenizer" and is_byte_level(_json_of(source)):
+    json = source / TOKENIZER_JSON if source.is_dir() else source
+    if kind == "HuggingFaceTokenizer" and byte_level_parts(json) is not None:
         return "GPT2BPETokenizer"
     if kind is not None:
         return kind
@@ -46,8 +47,7 @@ def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
         return "GPT2BPETokenizer"
     if source.is_dir():
         if any(all((source / name).is_file() for name in pair) for pair in BPE_FILES):
-            json = source / TOKENIZER_JSON
-            other = json.is_file() and not is_byte_level(json)
+            other = json.is_file() and byte_level_parts(json) is None
             return "HuggingFaceTokenizer" if other else "GPT2BPETokenizer"
         file = next(filter(None, (_only(source, name) for name in _NAMES)), None)
         if file is None:
@@ -61,7 +61,7 @@ def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
     if source.name in {names[0] for names in BPE_FILES}:
         return "GPT2BPETokenizer"  # its loader asks for the merges
     if source.suffix == ".json":
-        return "GPT2BPETokenizer" if is_byte_level(source) else "HuggingFaceTokenizer"
+        return "GPT2BPETokenizer" if byte_level_parts(source) else "HuggingFaceTokenizer"
     return _kind_of_vocab_txt(source)
 
 
@@ -90,10 +90,6 @@ def file_in(source: Path, kind: str) -> Path:
         f"{source}: {kind} needs {_FILE_OF[kind]} there, exactly one; found"
         f" {', '.join(present) or 'no file'}; name the file"
     )
-
-
-def _json_of(source: Path) -> Path:
-    return source / TOKENIZER_JSON if source.is_dir() else source
 
 
 def _only(folder: Path, pattern: str) -> Path | None:

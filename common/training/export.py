@@ -12,8 +12,6 @@ weights/model.yaml           a config for --run_mode predict from inside the fol
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,14 +27,8 @@ from common.quantization.integers import arrays_of_integers, kinds_of_integers, 
 from common.resolve.derive import resolve_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
-from common.tokenizer.folder import (
-    BESIDE,
-    GENERATION,
-    MODEL_IDS,
-    TOKENIZER_JSON,
-    VOCABULARIES,
-    Folder,
-)
+from common.tokenizer.copies import companions_in, vocabulary_in
+from common.tokenizer.folder import TOKENIZER_JSON
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.foreign import manifest_of
 from common.training.manifest import write_manifest
@@ -104,48 +96,33 @@ def _put_settings(folder: Path, config: ResolvedRun) -> None:
 
 
 def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
-    """Copy the existing files of data.tokenizer; return whether there are any. What config.json
-    beside them says of the ends is written as generation_config.json.
+    """Copy the existing files of data.tokenizer; return whether there is a vocabulary.
 
-    Raises StorageError, TokenizerError, and OSError for a file that cannot be read.
+    Raises StorageError, and TokenizerError for a file that cannot be read.
     """
-    files = _tokenizer_files(config)
-    for name, file in files.items():
-        with file.open("rb") as given, atomic_write(folder / name) as copy:
-            shutil.copyfileobj(given, copy)
-    if files and GENERATION not in files:
-        source = Folder(next(iter(files.values())).parent)
-        named = {name: source.ids(name, config.model.vocab_size) for name in MODEL_IDS}
-        said = {name: ids[0] if len(ids) == 1 else ids for name, ids in named.items() if ids}
-        if said:
-            with atomic_write(folder / GENERATION, "w") as target:
-                json.dump(said, target)
-    return bool(files)
-
-
-def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:
-    """Return the existing files of data.tokenizer, by their names in a folder."""
     wish = config.data.tokenizer
     if wish is None:
-        return {}
-    path = Path(wish.vocab_file or "")
-    folder = Path(wish.folder) if wish.folder else path.parent
-    given = {name: folder / name for name in BESIDE}
+        return False
     if wish.folder:
-        given |= {name: folder / name for name in VOCABULARIES}
-    elif wish.merge_file:
-        given[TOKENIZER_JSON] = folder / TOKENIZER_JSON  # which may have added tokens
-        given |= {"vocab.json": path, "merges.txt": Path(wish.merge_file)}
+        source = Path(wish.folder)
+        found = vocabulary_in(source)
     else:
-        given[path.name] = path
-    found = {name: file for name, file in given.items() if file.is_file()}
-    if not any(name in found for name in (*VOCABULARIES, path.name)):
+        file = Path(wish.vocab_file or "")
+        source, names = file.parent, {file.name: file}
+        if wish.merge_file:
+            names = {"vocab.json": file, "merges.txt": Path(wish.merge_file)}
+            names[TOKENIZER_JSON] = source / TOKENIZER_JSON  # which may have added tokens
+        found = {name: each.read_bytes() for name, each in names.items() if each.is_file()}
+    if not found:
         LOG.warning(
             f"data.tokenizer: {wish.vocab_file or wish.folder} is not there; the export holds no"
             " tokenizer, and generating with it needs one"
         )
-        return {}
-    return found
+        return False
+    for name, content in (companions_in(source) | found).items():
+        with atomic_write(folder / name) as copy:
+            copy.write(content)
+    return True
 
 
 def refuse_to_replace(folder: Path, config: ResolvedRun) -> None:

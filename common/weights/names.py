@@ -107,5 +107,10 @@ def check_tensors(
             "Use another checkpoint: a rank's part is lost"
             if partial
             else "Give the model section that the checkpoint was trained with"
+            + (
+                ", or save it without what a GPT-2 has not"
+                if found.keys() > expected.keys()
+                else ""
+            )
         )
         raise CheckpointError(f"{path}: does not fit the model: {shown}. {remedy}")

@@ -151,9 +151,9 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
         assert transformers.AutoModelForCausalLM.from_pretrained(back).config.eos_token_id is None
 
     shutil.rmtree(vocabulary)
-    stays_behind("gone", "is not a folder")
+    stays_behind("gone", "vocabulary: does not exist")
     write_vocabulary(vocabulary, MERGES[::-1])
-    stays_behind("another", "encoder.json: its content (sha256 ")
+    stays_behind("another", "vocabulary: its content (sha256 ")
     manifest = run / "checkpoints" / "step_00000002" / "manifest.json"
     words = json.loads(manifest.read_text())
     for name, changes, why in (

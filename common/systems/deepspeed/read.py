@@ -20,9 +20,11 @@ from common.systems.megatron_args import in_version, model_of_args
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.rank_parts import Ranks, join_ranks, read_joined
 from common.systems.run_state import NO_SCALE, checked_run, new_run, require_moments
+from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.tensor_files.torch_pickle import Foreign
+from common.weights.names import POSITIONS
 
 
 def detects(path: Path) -> bool:
@@ -41,6 +43,9 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
     """
     with open_checkpoint(path) as there:
         first = there.first
+        if any(name.endswith(f".{POSITIONS}") for name in first):
+            root = there.folder.parent
+            raise CheckpointError(f"{path}: {UNDER_DEEPSPEED.format(root=root)}")
         name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
         ranks = [there.weights(tensor) for tensor in range(there.tensor)]
         table = name_map.global_rows[0].theirs

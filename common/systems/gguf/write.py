@@ -17,6 +17,10 @@ from common.systems.weights import Weights, arrays_of, export_names, require_blo
 from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import file_checksum
 from common.tokenizer.bpe_files import read_vocabulary
+from common.tokenizer.copies import vocabulary_in
+from common.tokenizer.folder import Folder
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
+from common.tokenizer.recognise import kind_of_files
 
 FILE = "model.gguf"
 _TYPES = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -96,32 +100,54 @@ class _Written(np.ndarray[Any, Any]):
 
 
 def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
-    """Add the tokenizer in ``folder``. rows: of the embedding, which has a token for each."""
+    """Add the tokenizer in ``folder``. rows: of the embedding, which has a token for each.
+
+    Types of tokens and keys are those of llama.cpp's convert_hf_to_gguf.py, and its llama-vocab.cpp
+    stops at the ids of eos, eot and eom.
+    """
     import gguf
 
-    files = folder / "vocab.json", folder / "merges.txt"
-    if not all(file.is_file() for file in files):
+    if not vocabulary_in(folder) or kind_of_files(None, folder, None) != GPT2BPETokenizer.kind:
         LOG.warning(
             f"{FILE} holds no tokenizer, so llama.cpp takes ids of tokens instead of text: only a"
-            " byte-level BPE (vocab.json and merges.txt) has the same form there"
+            " byte-level BPE (vocab.json and merges.txt, or a tokenizer.json of this kind) has the"
+            " same form there"
         )
         writer.add_tokenizer_model("none")
         return
-    vocabulary = read_vocabulary(*files)
-    tokens = sorted(vocabulary.ids, key=vocabulary.ids.__getitem__)
-    if len(tokens) > rows:
+    vocabulary = read_vocabulary(*files_in(folder))
+    marks, end = vocabulary.marks, vocabulary.eod_id
+    if max(len(vocabulary.ids), end + 1) > rows:
         raise TokenizerError(
-            f"{files[0]}: {len(tokens)} tokens, and the model has {rows}; put the tokenizer of the"
-            " model beside its weights"
+            f"the tokenizer has {marks.size} tokens, and the model has {rows}; put the tokenizer of"
+            " the model beside its weights"
         )
-    types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.UNUSED] * (rows - len(tokens))
-    types[vocabulary.eod_id] = gguf.TokenType.CONTROL
+    tokens = [f"[PAD{row}]" for row in range(rows)]
+    types = [gguf.TokenType.UNUSED] * rows
+    for text, number in vocabulary.ids.items():
+        tokens[number], types[number] = text, gguf.TokenType.NORMAL
+    for mark in (mark for mark in marks.marks if mark.id < rows):
+        kind = gguf.TokenType.CONTROL if mark.special else gguf.TokenType.USER_DEFINED
+        tokens[mark.id], types[mark.id] = mark.text, kind
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*tokens, *(f"[PAD{row}]" for row in range(len(tokens), rows))])
+    writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([f"{left} {right}" for left, right in vocabulary.merges])
-    writer.add_bos_token_id(vocabulary.eod_id)
-    writer.add_eos_token_id(vocabulary.eod_id)
-    writer.add_pad_token_id(vocabulary.eod_id)
-    writer.add_add_bos_token(False)
+    writer.add_bos_token_id(end if marks.bos_id is None else marks.bos_id)
+    ends = [each for each in marks.ends if each < rows] or [end]
+    stops = (
+        writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id,
+    )  # fmt: skip
+    for number, add in zip(ends, stops, strict=False):
+        add(number)
+    writer.add_pad_token_id(marks.pad_id if marks.pad_id in range(rows) else end)
+    writer.add_add_bos_token(bool(vocabulary.framing.begin))
+    if template := Folder(folder).chat_template:
+        writer.add_chat_template(template)
+    for lost, why in (
+        (ends[len(stops) :], f"llama.cpp stops at {len(stops)} ends; those after are left out"),
+        (vocabulary.prefix_space, "llama.cpp puts no space before a text, as this tokenizer does"),
+    ):
+        if lost:
+            LOG.warning(f"{FILE}: {why}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
@@ -65,13 +67,13 @@ def write_config(
     path: Path,
     model: ResolvedModel,
     dtype: str,
-    end_of_text: int | None,
+    ids: Mapping[str, Any],
     window: int | None = None,
 ) -> None:
     """Write config.json.
 
-    end_of_text: id of the tokenizer, None where it is unknown; transformers would take 50256 for
-    any vocabulary. window: n_ctx, by default the number of positions.
+    ids: bos_token_id and the others of ``special_ids``; transformers would take 50256 for any
+    vocabulary where they are left out. window: n_ctx, by default the number of positions.
     """
     fields = {
         "architectures": ["GPT2LMHeadModel"],
@@ -86,8 +88,7 @@ def write_config(
         else model.ffn_hidden_size,
         **{theirs: getattr(model, ours) for ours, (theirs, _) in _RATES.items()},
         "torch_dtype": dtype,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        **ids,
     }
     with atomic_write(path, "w") as file:
         json.dump(fields, file, indent=2)

@@ -9,44 +9,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, TokenizerError
+from common.errors import TokenizerError
 from common.files import atomic_write
-from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
-from common.systems.hugging_face.tokenizer_files import FileTokenizer, files_of
+from common.systems.hugging_face.tokenizer_files import files_of
 from common.systems.weights import Weights
-from common.tokenizer import TOKENIZERS, load_tokenizer
-from common.tokenizer.bpe_files import BPEVocabulary, read_vocabulary
-from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
+from common.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+from common.tokenizer.copies import companions_in, ids_in, vocabulary_in
 from common.tokenizer.recognise import kind_of_files
-
-TOKENIZER_FILES = {
-    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # OpenAI's names
-    **{
-        name: name
-        for name in (
-            "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
-            "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-            "added_tokens.json",
-        )
-    },
-}  # fmt: skip
-"""Files that are copied from beside the weights -> their names in the target."""
 
 
 def put_tokenizer(folder: Path, weights: Weights) -> None:
     """Write the tokenizer's files into ``folder``, where there are any. Raises StorageError, and
     TokenizerError for files that cannot be read.
     """
-    for name, file in _beside(weights).items():
-        content = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
-        with atomic_write(folder / name) as copy:
-            copy.write(content)
+    source = _folder_of(weights)
+    files = vocabulary_in(source) | companions_in(source)
     tokenizer = _of_run(weights)
     if tokenizer is not None and not isinstance(tokenizer, TokenizerError):
-        positions = weights.model.max_positions or weights.model.seq_length
-        for name, content in files_of(tokenizer, positions).items():
-            with atomic_write(folder / name) as copy:
-                copy.write(content)
+        files |= files_of(tokenizer, weights.model.max_positions or weights.model.seq_length)
+    for name, content in files.items():
+        with atomic_write(folder / name) as copy:
+            copy.write(content)
 
 
 def without_tokenizer(weights: Weights) -> dict[str, str]:
@@ -59,38 +42,47 @@ def without_tokenizer(weights: Weights) -> dict[str, str]:
     )
 
 
-def end_of_text(weights: Weights) -> int | None:
-    """Return the id of the end of text, None where it is unknown."""
+def tokenizer_of(weights: Weights) -> Tokenizer | None:
+    """Return the tokenizer beside the weights, or that of the run. None: there is none. Raises
+    TokenizerError.
+    """
+    if vocabulary_in(folder := _folder_of(weights)):
+        return load_tokenizer(None, folder)
     tokenizer = _of_run(weights)
-    if tokenizer is not None and not isinstance(tokenizer, TokenizerError):
-        return tokenizer.eod_id
-    named = 50256 if weights.model.vocab_size == 50257 else None
-    with suppress(ConfigError):  # not from transformers
-        named = read_json_mapping(_folder_of(weights) / "config.json", finite=False).get(
-            "eos_token_id", named
-        )
-    return named if type(named) is int and 0 <= named < weights.model.vocab_size else None
+    return None if isinstance(tokenizer, TokenizerError) else tokenizer
+
+
+def special_ids(weights: Weights) -> dict[str, Any]:
+    """Return bos_token_id, eos_token_id (a list of several ends) and pad_token_id as transformers'
+    files have them. None stands for none; the padding is left out then.
+    """
+    rows = weights.model.vocab_size
+    found = ids_in(_folder_of(weights))
+    with suppress(TokenizerError):
+        if not found and (tokenizer := tokenizer_of(weights)) is not None:
+            found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": [*tokenizer.ends]}
+            found["pad_token_id"] = tokenizer.pad_id
+    end = 50256 if rows == 50257 else None
+    found = {"bos_token_id": end, "eos_token_id": end} | found
+    ids = {name: _ids_below(rows, value) for name, value in found.items()}
+    return {name: each for name, each in ids.items() if name != "pad_token_id" or each is not None}
+
+
+def _ids_below(rows: int, value: object) -> int | list[int] | None:
+    values = value if isinstance(value, list) else [value]
+    ids = [each for each in values if type(each) is int and 0 <= each < rows]
+    return ids if len(ids) > 1 else next(iter(ids), None)
 
 
 def _folder_of(weights: Weights) -> Path:
     return weights.path if weights.path.is_dir() else weights.path.parent
 
 
-def _beside(weights: Weights) -> dict[str, Path]:
-    """Return the files beside the weights, by their names in the target."""
-    source = _folder_of(weights)
-    return {
-        name: source / theirs
-        for theirs, name in TOKENIZER_FILES.items()
-        if (source / theirs).is_file()
-    }
-
-
-def _of_run(weights: Weights) -> BPEVocabulary | FileTokenizer | TokenizerError | None:
+def _of_run(weights: Weights) -> Tokenizer | TokenizerError | None:
     """Return the run's tokenizer, or the reason why its files cannot be used. None: the run had
     none, or there are files beside the weights.
     """
-    if weights.tokenizer is None or _beside(weights):
+    if weights.tokenizer is None or vocabulary_in(_folder_of(weights)):
         return None
     try:
         return read_tokenizer(weights.tokenizer)
@@ -98,7 +90,7 @@ def _of_run(weights: Weights) -> BPEVocabulary | FileTokenizer | TokenizerError 
         return error
 
 
-def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary | FileTokenizer:
+def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
     """record: what a manifest says, with the keys of data.tokenizer; relative paths are taken from
     here. Raises TokenizerError unless the files are there and their content is what the run was
     trained with.
@@ -117,18 +109,12 @@ def read_tokenizer(record: Mapping[str, Any]) -> BPEVocabulary | FileTokenizer:
             f"the run's tokenizer is {kind}; expected {' or '.join(TOKENIZERS)}; copy its files"
             " with there yourself"
         )
-    tokenizer: BPEVocabulary | FileTokenizer
-    if kind == GPT2BPETokenizer.kind:
-        files = (path, Path(str(merge_file))) if merge_file else files_in(path)
-        path, tokenizer = files[0], read_vocabulary(*files)
-    else:
-        found = load_tokenizer(kind, path)
-        if not isinstance(found, FileTokenizer):
-            raise TokenizerError(
-                f"the run's tokenizer is {kind}, and {path} is {found.kind}; copy its files there"
-                " yourself"
-            )
-        path, tokenizer = found.file, found
+    tokenizer = load_tokenizer(kind, path, merge_file)
+    if tokenizer.kind != kind:
+        raise TokenizerError(
+            f"the run's tokenizer is {kind}, and {path} is {tokenizer.kind}; copy its files there"
+            " yourself"
+        )
     if tokenizer.sha256 != record.get("sha256"):
         raise TokenizerError(
             f"{path}: its content (sha256 {tokenizer.sha256[:12]}) is not what the run"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.systems.hugging_face.config import CONFIG, write_config
 from common.systems.hugging_face.names import NAME_MAPS
-from common.systems.hugging_face.tokenizer import end_of_text
+from common.systems.hugging_face.tokenizer import special_ids
 from common.systems.weights import Weights, arrays_of, export_names
 from common.tensor_files.safetensors_file import stream_shards
 from common.tensor_files.torch_writer import TensorLeaf, stream_torch
@@ -23,7 +23,7 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dic
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
     sums = stream_shards(folder, tensors, arrays_of(tensors), limit=_SHARD_BYTES)
     write_config(
-        folder / CONFIG, weights.model, next(iter(tensors.values())).dtype, end_of_text(weights)
+        folder / CONFIG, weights.model, next(iter(tensors.values())).dtype, special_ids(weights)
     )
     return sums
 
@@ -45,5 +45,5 @@ def write_with_pickle(folder: Path, weights: Weights) -> None:
     )
     dtype = tensors[table].dtype
     write_config(
-        folder / CONFIG, weights.model, dtype, end_of_text(weights), weights.model.seq_length
+        folder / CONFIG, weights.model, dtype, special_ids(weights), weights.model.seq_length
     )

@@ -2,6 +2,7 @@
 there and back.
 """
 
+import dataclasses
 import errno
 import importlib.util
 import itertools
@@ -559,6 +560,28 @@ def test_verify_finds_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CheckpointError, match=r"read back, ln_f.bias differs"):
         run(source, tmp_path / "ours", "torch_gpt2")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "file"),
+    [("torch_gpt2", "manifest.json"), ("hf", "config.json"), ("mindformers", "model.yaml")],
+)
+def test_the_converter_opens_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, file: str
+) -> None:
+    """Also without --verify: what cannot be opened is not left there."""
+    source, format = save(theirs(), tmp_path / "hf", "safetensors"), FORMATS[to]
+
+    def damaged(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
+        sums = format.write(folder, weights, dtype)  # type: ignore[misc]
+        (folder / file).write_text("{}")
+        return sums
+
+    monkeypatch.setitem(FORMATS, to, dataclasses.replace(format, write=damaged))
+    message = rf"hf: what was made of it cannot be read back: {file}: .*fix or remove it there"
+    with pytest.raises(CheckpointError, match=message):
+        run(source, tmp_path / "out", to, verify=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_verify_computes_the_logits_of_both_sides(

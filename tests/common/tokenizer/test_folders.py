@@ -15,6 +15,7 @@ from common.dataset import IndexedDataset
 from common.dataset.metadata import read_metadata
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
+from common.errors import TokenizerError
 from common.systems.hugging_face.tokenizer_files import files_of
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.lines import encode_prompt, encode_words
@@ -187,6 +188,44 @@ def test_documents_and_prompts_have_one_encoder(
         stays = sum(text.count(mark) for text in texts for mark in tokenizer.special)
         said = [each.getMessage() for each in caplog.records if "spell" in each.getMessage()]
         assert len(said) == (not as_tokens) and all(f" {stays} times" in each for each in said)
+
+
+CLOSED = {
+    "type": "TemplateProcessing", "pair": [], "special_tokens": {"<s>": {
+        "id": "<s>", "ids": [327], "tokens": ["<s>"]}},
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>",
+        "type_id": 0}}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda tree: tree["model"].update(merges=[" ".join(m) for m in tree["model"]["merges"]]),
+         "GPT2BPETokenizer"),
+        (lambda tree: tree.update(normalizer={"type": "NFC"}), "HuggingFaceTokenizer"),
+        (lambda tree: tree.update(post_processor=CLOSED), "HuggingFaceTokenizer"),
+        (lambda tree: tree["pre_tokenizer"].update(use_regex=False), "HuggingFaceTokenizer"),
+        (lambda tree: tree["model"].update(ignore_merges=True), "HuggingFaceTokenizer"),
+        (lambda tree: tree["model"]["vocab"].pop("<unused3>"), "HuggingFaceTokenizer"),
+        (lambda tree: tree["added_tokens"].append({"content": "<|user|>", "id": 1 << 40}), None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["saved by transformers 5"])
+def test_a_tokenizer_json_that_is_not_gpt2s(
+    name: str, folder: Path, change: Callable[[Any], Any], kind: str | None
+) -> None:
+    before, file = load_tokenizer(None, folder), folder / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    change(tree)
+    file.write_text(json.dumps(tree))
+    if kind is None:
+        with pytest.raises(TokenizerError, match="id 1099511627776; expected"):
+            load_tokenizer(None, folder)
+        return
+    after = load_tokenizer(None, folder)
+    assert after.kind == kind and (after.sha256 == before.sha256) == (kind == before.kind)
+    assert after.encode("hi there").tolist() == before.encode("hi there").tolist()
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:

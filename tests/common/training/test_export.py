@@ -292,12 +292,16 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
     write_parts(tmp_path)
     folder = tmp_path / "vocabulary"
     folder.mkdir()
-    for name in ("encoder.json", "vocab.bpe", "other.txt"):
+    beside = ("added_tokens.json", "generation_config.json")
+    for name in ("encoder.json", "vocab.bpe", "other.txt", *beside):
         (folder / name).write_text(f"content of {name}")
+    here = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"} | {
+        name: name for name in beside
+    }
     files = {"vocab_file": str(folder / "encoder.json"), "merge_file": str(folder / "vocab.bpe")}
     for wish, names in (
-        ({"folder": str(folder)}, {"encoder.json": "encoder.json", "vocab.bpe": "vocab.bpe"}),
-        (files, {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}),
+        ({"folder": str(folder)}, here),
+        (files, here),
         ({"folder": str(tmp_path / "gone")}, {}),
     ):
         prompts = {"prompt": ["a"], "top_k": 5, "strategy": "sampling"}

@@ -53,6 +53,11 @@ TEXTS = [
 ]  # fmt: skip
 
 
+DIALOGUE = "<|user|> Hello newword<|bot|>"
+ADDED = {"<|im_end|>": 50257, "<|user|>": 50258, "<|bot|>": 50259, "newword": 50260}
+"""Marks of a dialogue, of which the first ends; the last is a word."""
+
+
 def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     values = initial_rows(MODEL, SEED, name, shape)
     return values * np.float32(SCALE if len(shape) == 2 else 1)
@@ -95,6 +100,16 @@ def test_tokens_of_text_are_those_of_llama_cpp(gpt2_vocab_files: tuple[Path, Pat
     assert {text: tokenizer.encode(text, allow_special=True).tolist() for text in TEXTS} == ids
 
 
+def test_marks_are_those_of_llama_cpp(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
+    copy_tokenizer(tmp_path, gpt2_vocab_files)
+    tokenizer = GPT2BPETokenizer.from_folder(tmp_path)
+    ids = tokenizer.encode(DIALOGUE, allow_special=True).tolist()
+    end = tokenizer.eod_id
+    assert json.loads(ANSWERS.read_text())["dialogue"] == {
+        "ids": ids, "eos": end, "bos": tokenizer.bos_id, "finish": "stop", "text": "",
+    }  # fmt: skip
+
+
 _SCRIPT = """
 import json, sys
 import numpy as np
@@ -118,7 +133,12 @@ for kind, file in asked["files"].items():
 model = Llama(asked["tokenizer"], vocab_only=True, verbose=False)
 ids = {text: model.tokenize(text.encode(), add_bos=False, special=True) for text in asked["texts"]}
 texts = {text: model.detokenize(ids[text], special=True).decode() for text in ids}
-json.dump({"kinds": answer, "ids": ids, "texts": texts}, sys.stdout)
+model = Llama(asked["marked"], n_ctx=64, n_threads=1, n_threads_batch=1, verbose=False)
+ids_of_marks = model.tokenize(asked["dialogue"].encode(), add_bos=False, special=True)
+said = model.create_completion(asked["dialogue"], max_tokens=8, temperature=0)["choices"][0]
+marked = {"ids": ids_of_marks, "eos": model.token_eos(), "bos": model.token_bos(),
+          "finish": said["finish_reason"], "text": said["text"]}
+json.dump({"kinds": answer, "ids": ids, "texts": texts, "dialogue": marked}, sys.stdout)
 """
 
 
@@ -147,6 +167,8 @@ def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) 
         asked["files"][kind] = str(folder / FILE)
         asked["known"][kind] = PROMPT + tokens[kind]
     asked["tokenizer"] = str(with_tokenizer(tmp_path / "bpe", gpt2_vocab_files))
+    asked |= {"marked": str(with_marks(tmp_path / "marks", gpt2_vocab_files))}
+    asked |= {"dialogue": DIALOGUE}
     words = [python, "-c", _SCRIPT, json.dumps(asked)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -168,6 +190,7 @@ def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) 
         "by": LLAMA_CPP,
         "greedy": {kind: answer["greedy"] for kind, answer in found["kinds"].items()},
         "ids": found["ids"],
+        "dialogue": found["dialogue"],
     }
     if os.environ.get("UPDATE_GOLDEN"):
         text = json.dumps(answers, ensure_ascii=False, indent=1)
@@ -177,11 +200,39 @@ def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) 
 
 def with_tokenizer(folder: Path, files: tuple[Path, Path]) -> Path:
     folder.mkdir()
+    copy_tokenizer(folder, files, added=False)
+    return written(folder, 50260, {})  # more than the tokenizer has
+
+
+def copy_tokenizer(folder: Path, files: tuple[Path, Path], *, added: bool = True) -> None:
     for file, name in zip(files, ("vocab.json", "merges.txt"), strict=True):
         (folder / name).write_bytes(file.read_bytes())
-    model = MODEL.model_copy(update={"vocab_size": 50260})  # more than the tokenizer has
+    if not added:
+        return
+    (folder / "added_tokens.json").write_text(json.dumps(ADDED))
+    marks = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|user|>", "<|bot|>"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(marks))
+
+
+def with_marks(folder: Path, files: tuple[Path, Path]) -> Path:
+    """The model says the end at once."""
+    folder.mkdir()
+    copy_tokenizer(folder, files)
+    table = np.zeros((50261, MODEL.hidden_size), np.float32)
+    table[ADDED["<|im_end|>"]] = 1
+    ones = np.ones(MODEL.hidden_size, np.float32)
+    return written(folder, 50261, {"wte.weight": table, "ln_f.bias": ones})
+
+
+def written(folder: Path, rows: int, values: dict[str, np.ndarray]) -> Path:
+    """Write the file of a model whose other weights are 0."""
+    model = MODEL.model_copy(update={"vocab_size": rows})
     tensors = {
-        name: Weight(dtype="float32", shape=shape, load=partial(np.zeros, shape, np.float32))
+        name: Weight(
+            dtype="float32",
+            shape=shape,
+            load=partial(values.get, name, np.zeros(shape, np.float32)),  # type: ignore[arg-type]
+        )
         for name, shape in parameter_shapes(model).items()
     }
     write_gguf(folder, Weights(path=folder, format="hf", model=model, tensors=tensors), "float32")
