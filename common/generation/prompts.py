@@ -55,7 +55,7 @@ def sliding_window(config: ResolvedRun) -> int | None:
     settings, positions = config.predict, config.model.max_positions
     if settings.window is None and (settings.max_new_tokens or 0) <= positions:
         return None
-    if settings.strategy == "beam_search":
+    if settings.method == "beam_search":
         raise ConfigError(
             f"predict.strategy=beam_search: sequences stay within {positions} positions; leave"
             " predict.window out and lower predict.max_new_tokens, or set predict.strategy=sampling"

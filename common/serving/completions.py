@@ -30,8 +30,6 @@ from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 
 _DEFAULT_TOKENS = 16
-_LEAST_TEMPERATURE = 1e-6
-"""Below this temperature the most probable token is chosen."""
 
 
 class CompletionService:
@@ -250,10 +248,9 @@ def _refusal(error: Exception) -> Refusal:
 
 
 def _settings(request: CompletionRequest) -> PredictConfig:
-    is_greedy = request.temperature < _LEAST_TEMPERATURE
     return PredictConfig(
-        strategy="greedy" if is_greedy else "sampling",
-        temperature=1.0 if is_greedy else request.temperature,
+        strategy="sampling",
+        temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
         min_p=request.min_p,
