@@ -15,6 +15,7 @@ from common.parallel.resolved_run import ResolvedRun
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes, shown
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
+from common.tokenizer.streams import whole_text
 
 DEFAULT_NEW_TOKENS = 100
 Given: TypeAlias = str | Sequence[int]
@@ -156,7 +157,8 @@ def _encode(
                     f"{where}: id {shown(each)} is outside the vocabulary; expected 0 to"
                     f" {tokenizer.vocab_size - 1}"
                 )
-        text, ids = tokenizer.decode(given), [int(each) for each in given]
+        ids = [int(each) for each in given]
+        text = whole_text(tokenizer, ids)
     prompt = partial(Prompt, text=text, ids=ids, is_given_as_ids=not isinstance(given, str))
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")

@@ -28,6 +28,7 @@ from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, parse_request
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
+from common.tokenizer.streams import whole_text
 
 _DEFAULT_TOKENS = 16
 
@@ -114,7 +115,7 @@ class CompletionService:
                     f" {self.tokenizer.vocab_size} tokens",
                     param="prompt",
                 )
-            ids, text = given, self.tokenizer.decode(given)
+            ids, text = given, whole_text(self.tokenizer, given)
         if not ids:
             raise Refusal(400, "prompt: has no token; give some text", param="prompt")
         return Prompt(text=text, ids=ids, new_tokens=self._new_tokens(len(ids), request))
@@ -172,7 +173,8 @@ class Completion:
             Choice(
                 number,
                 service.tokenizer,
-                echo=prompts[number // request.n].text if request.echo else "",
+                prompts[number // request.n],
+                echoes=request.echo,
                 has_logprobs=request.logprobs is not None,
             )
             for number in range(len(prompts) * request.n)

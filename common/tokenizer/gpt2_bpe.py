@@ -181,7 +181,7 @@ class GPT2BPETokenizer:
         return self.decode_bytes([token_id])
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes)
+        return ByteStream(self.decode_bytes, after)
 
     def __reduce__(self) -> tuple[type[GPT2BPETokenizer], tuple[Path, Path, str]]:
         return type(self), (self.vocab_file, self.merge_file, self.backend)

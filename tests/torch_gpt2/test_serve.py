@@ -296,6 +296,24 @@ def test_echo_scores_the_prompt_as_torch_does(server: Server, max_tokens: int) -
     assert entries["text_offset"] == sorted(entries["text_offset"])
 
 
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_prompt_of_ids_may_end_within_a_character(server: Server, echo: bool) -> None:
+    """The first new token completes it; the place of each token is that in the text."""
+    ids = server.tokenizer.encode("Hi 😀").tolist()
+    assert server.tokenizer.decode(ids[:2]) == "Hi \ufffd"
+    fields = {"prompt": ids[:2], "max_tokens": 1, "echo": echo, "logprobs": 0}
+    answer = server.complete(**fields, temperature=0, logit_bias={str(ids[2]): 100})
+    choice = answer["choices"][0]
+    assert choice["text"] == ("Hi 😀" if echo else "😀")
+    assert choice["logprobs"]["text_offset"] == ([0, 2, 3] if echo else [0])
+    nothing = server.complete(prompt=ids[:2], max_tokens=0, echo=True)
+    assert nothing["choices"][0]["text"] == "Hi \ufffd"
+    words = server.tokenizer.encode("a 😀😀 b c").tolist()
+    scored = server.complete(prompt=words, max_tokens=0, echo=True, logprobs=0)["choices"][0]
+    found = zip(scored["logprobs"]["tokens"], scored["logprobs"]["text_offset"], strict=True)
+    assert all(scored["text"][at:].startswith(token) for token, at in found if token[:5] != "bytes")
+
+
 def test_the_end_of_text_has_an_entry(server: Server) -> None:
     """lm-evaluation-harness cuts the last entry off, which must not be one of the prompt."""
     end = server.tokenizer.eod_id

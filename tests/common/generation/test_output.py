@@ -44,7 +44,7 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes)
+        return ByteStream(self.decode_bytes, after)
 
 
 class Script:
