@@ -125,8 +125,9 @@ def logit_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[in
 def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Return predict.bad_words by ids.
 
-    A text that does not begin with white space is forbidden after a space, too. Raises ConfigError
-    as ``sequence_biases`` does.
+    A text that does not begin with white space is forbidden after a space, too. One that is
+    only the end of text is left out, as by transformers' NoBadWordsLogitsProcessor. Raises
+    ConfigError as ``sequence_biases`` does.
     """
     name = "predict.bad_words"
     found = []
@@ -138,7 +139,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
                 found.append(tuple(spaced))
         else:
             found.append(_checked(word, name, tokenizer))
-    return list(dict.fromkeys(found))
+    return [ids for ids in dict.fromkeys(found) if ids != (tokenizer.eod_id,)]
 
 
 def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
