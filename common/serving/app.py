@@ -204,11 +204,14 @@ class App:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address. A name has no case and may end with a
+    dot.
+    """
+    name = host.lower().removesuffix(".")
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return host == "localhost"
+        return name == "localhost"
 
 
 def _is_local_name(host: str) -> bool:

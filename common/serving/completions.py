@@ -31,6 +31,8 @@ from common.tokenizer.lines import encode_prompt
 from common.tokenizer.streams import whole_text
 
 _DEFAULT_TOKENS = 16
+_LEAST_SHARE = 1e-9
+"""``top_p`` of 0, which leaves the most probable token; 0 is off in the section predict."""
 
 
 class CompletionService:
@@ -80,7 +82,7 @@ class CompletionService:
             biases=biases,
         )
         completion = Completion(self, request, prompts, loop)
-        seed = secrets.randbits(63) if request.seed is None else request.seed
+        seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
         completion.jobs = [
             CompletionJob(
                 Continuation(
@@ -88,7 +90,7 @@ class CompletionService:
                     index=index,
                     number=number,
                     generator=np.random.default_rng((seed, index, number)),
-                    growing=GrowingText(self.tokenizer.stream(prompt.ids), request.stop),
+                    growing=GrowingText(self.tokenizer.stream(prompt.ids), settings.stop),
                 ),
                 choice=index * request.n + number,
                 settings=settings,
@@ -253,14 +255,14 @@ def _settings(request: CompletionRequest) -> PredictConfig:
     return PredictConfig(
         strategy="sampling",
         temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
+        top_k=max(0, request.top_k),
+        top_p=request.top_p or _LEAST_SHARE,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=request.logit_bias,
-        stop=request.stop,
+        stop=[*request.stop, *filter(None, [request.suffix])],
         logprobs=request.logprobs,
     )
 

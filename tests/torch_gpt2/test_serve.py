@@ -183,6 +183,9 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n": 2, "top_p": 0.4}, {"strategy": "sampling", "top_p": 0.4}),
     ({"n": 2, "min_p": 0.2}, {"strategy": "sampling", "min_p": 0.2}),
     ({"n": 8, "stop": ["e", "st"]}, {"strategy": "sampling", "stop": ["e", "st"]}),
+    ({"n": 8, "stop": ["e", ""], "suffix": "st"}, {"strategy": "sampling", "stop": ["e", "st"]}),
+    ({"top_p": 0}, {}),
+    ({"n": 2, "top_k": -1, "best_of": 0, "stop": ""}, {"strategy": "sampling"}),
 ]
 
 
@@ -204,7 +207,7 @@ def test_each_parameter_is_generates(
     ]
     assert streamed == [text for text, _ in expected]
     assert len({each["finish_reason"] for each in pieces} - {None}) >= 1
-    if "stop" in fields:
+    if "stop" in settings:
         assert {"stop"} <= {reason for _, reason in expected}
         assert not any("e" in text or "st" in text for text in streamed)
 
@@ -374,7 +377,8 @@ def test_requests_refused_before_the_body_is_read(server: Server) -> None:
     plain = server.call("POST", "/v1/completions", b'{"prompt": "a"}', Content_Type="text/plain")
     assert plain[0] == 415
     assert server.call("GET", "/v1/models", Host="evil.example:80")[0] == 403
-    assert server.call("GET", "/v1/models", Host="[::1]:8000")[0] == 200
+    for host in ("[::1]:8000", "LOCALHOST:8000", "localhost.:8000", "Localhost"):
+        assert server.call("GET", "/v1/models", Host=host)[0] == 200
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
