@@ -85,11 +85,11 @@ ALLOWED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama.cpp", {"prompt": [[1, 2], [3]], "n": 2}, {"prompt": [[1, 2], [3]]}),
     ("llama.cpp", {"prompt": ["a", [1, 2]]}, {"prompt": ["a", [1, 2]]}),
 ]
-"""Who allows the request; the request; what is read."""
+"""The peer that allows a request, its fields, and how they are read."""
 
 
 @pytest.mark.parametrize(("peer", "fields", "read"), ALLOWED)
-def test_what_others_allow_is_read(peer: str, fields: dict[str, Any], read: dict[str, Any]) -> None:
+def test_fields_that_a_peer_allows(peer: str, fields: dict[str, Any], read: dict[str, Any]) -> None:
     found = parse(**fields)
     assert {name: getattr(found, name) for name in read} == read, peer
 
@@ -111,7 +111,7 @@ def test_what_others_allow_is_read(peer: str, fields: dict[str, Any], read: dict
         ("OpenAI", {"messages": []}, "there is no chat here"),
     ],
 )
-def test_what_only_others_have_is_refused(peer: str, fields: dict[str, Any], message: str) -> None:
+def test_fields_that_only_a_peer_has(peer: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(Refusal) as caught:
         parse(**fields)
     assert str(caught.value).startswith(message), peer
