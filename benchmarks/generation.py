@@ -83,7 +83,7 @@ def generated(decoder: Any, prompts: Any, new_tokens: int, strategy: str) -> Tur
     )
     rows = [Prompt(text="", ids=ids.tolist(), new_tokens=new_tokens) for ids in prompts]
     return lambda: [
-        each.tokens for each in generate(decoder, rows, settings, seed=0, end_of_text=50256)
+        each.tokens for each in generate(decoder, rows, settings, seed=0, ends=(50256,))
     ]
 
 

@@ -38,7 +38,7 @@ from common.errors import ConfigError, GPT2Error
 from common.files import atomic_write, refuse_to_overwrite
 from common.log import progress_bar
 from common.tokenizer import load_tokenizer
-from common.tokenizer.recognise import CONFIG
+from common.tokenizer.folder import CONFIG
 from common.tokenizer.training import LEAST, TRAINERS
 
 

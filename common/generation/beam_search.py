@@ -31,7 +31,7 @@ def search_beams(
     prompts: Sequence[Prompt],
     settings: PredictConfig,
     *,
-    end_of_text: int,
+    ends: Sequence[int],
     vocab_size: int | None = None,
     unknown: int | None = None,
     biases: Biases | None = None,
@@ -44,13 +44,12 @@ def search_beams(
     leave too few sequences.
     """
     assert read is not None or not settings.stop
-    rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
+    rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
     beams = settings.num_beams
     at_once = max(1, decoder.rows // beams)
     for first in range(0, len(prompts), at_once):
         batch = [
-            _Search(prompt, settings, rules, end_of_text, read)
-            for prompt in prompts[first:][:at_once]
+            _Search(prompt, settings, rules, ends, read) for prompt in prompts[first:][:at_once]
         ]
         rows = [search.prompt.ids for search in batch for _ in range(beams)]
         logits = decoder.start(rows, max(search.prompt.new_tokens for search in batch))
@@ -82,7 +81,7 @@ class _Search:
         prompt: Prompt,
         settings: PredictConfig,
         rules: LogitRules,
-        end_of_text: int,
+        ends: Sequence[int],
         read: Callable[[Prompt], GrowingText] | None,
     ) -> None:
         self.prompt = prompt
@@ -92,7 +91,9 @@ class _Search:
         self._reads = bool(settings.stop)
         self._size = settings.num_beams // settings.num_beam_groups
         self._groups = [_Group.of(self._size) for _ in range(settings.num_beam_groups)]
-        self._end = end_of_text if settings.stop_at_end_of_text else None
+        self._end_ids = ends if settings.stop_at_end_of_text else ()
+        # as many candidates as leave enough that go on (transformers)
+        self._kept = max(2, 1 + len(self._end_ids)) * self._size
 
     @property
     def is_done(self) -> bool:
@@ -126,12 +127,14 @@ class _Search:
                 if chosen:
                     counts = np.bincount(chosen, minlength=scores.shape[1]).astype(np.float32)
                     scores -= np.float32(self._settings.diversity_rate) * counts
-                group.advance(scores, rows, self._ends, self.prompt.new_tokens, self._settings)
+                group.advance(
+                    scores, rows, self._ends, self.prompt.new_tokens, self._settings, self._kept
+                )
                 chosen += group.chosen
 
     def _ends(self, tokens: list[int]) -> bool:
         """Return whether the newest token ends the sequence, by itself or by a stop string."""
-        return tokens[-1] == self._end or (self._reads and self._is_stopped(tokens))
+        return tokens[-1] in self._end_ids or (self._reads and self._is_stopped(tokens))
 
     def _is_stopped(self, tokens: list[int]) -> bool:
         assert self._read is not None
@@ -160,13 +163,14 @@ class _Search:
         for number, each in enumerate(finished[: self._settings.num_sequences]):
             if each.score == -np.inf:
                 raise RunError(NOTHING_LEFT)
-            ended = self._end is not None and each.tokens[-1:] == [self._end]
+            ended = bool(each.tokens) and each.tokens[-1] in self._end_ids
             stopped = not ended and self._reads and self._is_stopped(each.tokens)
             yield Continuation(
                 prompt=self.prompt,
                 index=index,
                 number=number,
                 generator=np.random.default_rng((0, index, number)),
+                end=each.tokens[-1] if ended else None,
                 tokens=each.tokens[:-1] if ended else each.tokens,
                 finish_reason="end_of_text" if ended else "stop_string" if stopped else "length",
                 growing=self._read(self.prompt) if self._read else None,
@@ -213,15 +217,16 @@ class _Group:
         ends: Callable[[list[int]], bool],
         most: int,
         settings: PredictConfig,
+        kept: int,
     ) -> None:
         """Choose the next tokens by their scores (beams, vocab_size).
 
         logits: of the model, of the same shape. ends: tells whether a sequence ends with its
-        newest token. most: limit of new tokens in a sequence.
+        newest token. most: limit of new tokens in a sequence. kept: number of candidates.
         """
         size, vocabulary = scores.shape
         sums = (scores + self.scores[:, None]).ravel()
-        best = _largest(sums, 2 * size)
+        best = _largest(sums, kept)
         self.length += 1
         places = [(int(place // vocabulary), int(place % vocabulary)) for place in best]
         tokens = [[*self.running[row], token] for row, token in places]

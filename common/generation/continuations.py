@@ -32,7 +32,7 @@ def continuations(
     """
     settings = config.predict
     limits: dict[str, Any] = {
-        "end_of_text": tokenizer.eod_id,
+        "ends": tokenizer.ends,
         "vocab_size": tokenizer.vocab_size,
         "unknown": tokenizer.unknown_id,
         "biases": sequence_biases(settings, tokenizer),

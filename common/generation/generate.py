@@ -56,6 +56,8 @@ class Continuation:
     generator: np.random.Generator = field(repr=False)
     tokens: list[int] = field(default_factory=list)
     finish_reason: Literal["length", "end_of_text", "stop_string"] | None = None
+    end: int | None = None
+    """The token that ended it, if one did."""
     growing: GrowingText | None = field(default=None, repr=False)
     """Its text, which ends before a stop string; the tokens include the stop string."""
     scored: list[ScoredToken] = field(default_factory=list, repr=False)
@@ -96,7 +98,7 @@ def generate(
     settings: PredictConfig,
     *,
     seed: int,
-    end_of_text: int,
+    ends: Sequence[int],
     vocab_size: int | None = None,
     unknown: int | None = None,
     window: int | None = None,
@@ -108,15 +110,15 @@ def generate(
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
     Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does
-    not depend on its batch. vocab_size: ids from this one upwards are not chosen. unknown: the id
-    of text that the vocabulary lacks, not chosen either. window: once a sequence is longer, its
-    last window - 1 tokens are computed again for each new token; None if no sequence is. stepwise:
-    while a sequence is the only one at work, also yield it unfinished after each token. done: index
-    and number of those that are left out. biases: result of ``sequence_biases``. read: makes the
-    text of a continuation, which stop strings need.
+    not depend on its batch. ends: ids that end it. vocab_size: ids from this one upwards are not
+    chosen. unknown: the id of text that the vocabulary lacks, not chosen either. window: once a
+    sequence is longer, its last window - 1 tokens are computed again for each new token; None if no
+    sequence is. stepwise: while a sequence is the only one at work, also yield it unfinished after
+    each token. done: index and number of those that are left out. biases: result of
+    ``sequence_biases``. read: makes the text of a continuation, which stop strings need.
     """
     assert read is not None or not settings.stop
-    rules = LogitRules(settings, end_of_text=end_of_text, unknown=unknown, biases=biases)
+    rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
     waiting = [
         Continuation(
             prompt=prompt,
@@ -138,7 +140,7 @@ def generate(
         while True:
             for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
-                    grow(each, row[:vocab_size], settings, rules, end_of_text)
+                    grow(each, row[:vocab_size], settings, rules, ends)
             unfinished = [each for each in batch if each.finish_reason is None]
             if not unfinished:
                 break
@@ -149,9 +151,7 @@ def generate(
                 at_work = unfinished
                 logits = decoder.start([each.context(window) for each in unfinished], 0)
             else:
-                logits = decoder.step(
-                    [each.tokens[-1] if each.tokens else end_of_text for each in batch]
-                )
+                logits = decoder.step([each.tokens[-1] if each.tokens else 0 for each in batch])
         yield from batch
 
 
@@ -160,13 +160,14 @@ def grow(
     logits: Logits,
     settings: PredictConfig,
     rules: LogitRules,
-    end_of_text: int,
+    ends: Sequence[int],
 ) -> None:
     """Add the next token to ``sequence``. logits: (vocab_size,), those after its last token."""
     tokens, prompt = sequence.tokens, sequence.prompt
     changed = rules.apply(logits, prompt.ids, tokens)
     token = choose_token(changed, settings, sequence.generator)
-    if settings.stop_at_end_of_text and token == end_of_text:
+    if settings.stop_at_end_of_text and token in ends:
+        sequence.end = token
         sequence.finish_reason = "end_of_text"
         return
     tokens.append(token)

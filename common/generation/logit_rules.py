@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.generation.sampling import Logits
 from common.structured_files import shown
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_prompt
+from common.tokenizer.lines import encode_words
 
 Biases = Mapping[tuple[int, ...], float]
 """Sequence of ids -> number added to the logit of its last id where the others precede it.
@@ -31,11 +31,13 @@ class LogitRules:
         self,
         settings: PredictConfig,
         *,
-        end_of_text: int,
+        ends: Sequence[int],
         unknown: int | None = None,
         biases: Biases | None = None,
     ) -> None:
-        """unknown: an id that is never chosen. biases: see ``sequence_biases``."""
+        """ends: ids that end a sequence. unknown: an id that is never chosen. biases: see
+        ``sequence_biases``.
+        """
         biases = dict(biases or {})
         if unknown is not None:
             biases[(unknown,)] = -np.inf
@@ -50,8 +52,8 @@ class LogitRules:
         self._repetition = np.float32(settings.repetition_penalty)
         self._presence = np.float32(settings.presence_penalty)
         self._frequency = np.float32(settings.frequency_penalty)
-        self._end = end_of_text
-        self._least = settings.min_new_tokens if end_of_text >= 0 else 0
+        self._ends = list(ends)
+        self._least = settings.min_new_tokens if ends else 0
         self._repeats = settings.repetition_penalty != 1.0
         self._size = settings.no_repeat_ngram_size
         self._counts = bool(self._presence or self._frequency)
@@ -84,7 +86,7 @@ class LogitRules:
             ids, counts = np.unique(tokens, return_counts=True)
             logits[ids] -= self._presence + self._frequency * counts.astype(np.float32)
         if is_early:
-            logits[self._end] = -np.inf
+            logits[self._ends] = -np.inf
         return logits
 
 
@@ -134,7 +136,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
     for word in settings.bad_words:
         if isinstance(word, str):
             found.append(_ids_of(word, name, tokenizer))
-            spaced = encode_prompt(tokenizer, f" {word}").tolist() if word.lstrip() == word else []
+            spaced = encode_words(tokenizer, f" {word}").tolist() if word.lstrip() == word else []
             if spaced and tokenizer.unknown_id not in spaced:
                 found.append(tuple(spaced))
         else:
@@ -143,7 +145,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
 
 
 def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids = tuple(encode_prompt(tokenizer, text).tolist())
+    ids = tuple(encode_words(tokenizer, text).tolist())
     if not ids or tokenizer.unknown_id in ids:
         reason = "holds text that the vocabulary lacks" if ids else "has no token"
         raise ConfigError(f"{name}: {shown(text)} {reason}; leave it out")

@@ -44,7 +44,7 @@ class CompletionService:
         self.engine, self.tokenizer = engine, tokenizer
         self._config = config
         self._limits = Limits(
-            end_of_text=tokenizer.eod_id,
+            ends=tokenizer.ends,
             vocab_size=tokenizer.vocab_size,
             window=sliding_window(config),
         )
@@ -77,7 +77,7 @@ class CompletionService:
         limits = self._limits
         rules = LogitRules(
             settings,
-            end_of_text=limits.end_of_text,
+            ends=limits.ends,
             unknown=self.tokenizer.unknown_id,
             biases=biases,
         )

@@ -19,7 +19,7 @@ from common.serving.engine import Observer
 class Limits:
     """Limits of every sequence of a model. See ``common.generation.generate``."""
 
-    end_of_text: int
+    ends: tuple[int, ...]
     vocab_size: int
     window: int | None
 
@@ -80,13 +80,12 @@ class CompletionJob:
         if sequence.prompt.new_tokens == 0:
             sequence.finish_reason = "length"
         else:
-            grow(sequence, logits, self._settings, self._rules, self._limits.end_of_text)
+            grow(sequence, logits, self._settings, self._rules, self._limits.ends)
         is_finished = sequence.finish_reason is not None
         assert sequence.growing is not None
         sequence.growing.advance(sequence.tokens, final=is_finished)
-        if sequence.finish_reason == "end_of_text" and self._settings.logprobs is not None:
-            end = score_token(logits, self._limits.end_of_text, self._settings.logprobs)
-            sequence.scored.append(end)
+        if sequence.end is not None and self._settings.logprobs is not None:
+            sequence.scored.append(score_token(logits, sequence.end, self._settings.logprobs))
         self._say(len(sequence.tokens) - tokens)
         return is_finished
 

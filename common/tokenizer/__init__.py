@@ -32,11 +32,12 @@ __all__ = [
 
 
 def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
+    from common.tokenizer.byte_level_json import is_byte_level
     from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 
     if merge_file is not None:
         return GPT2BPETokenizer.from_files(vocab_file, merge_file, backend=backend)
-    if vocab_file.is_dir():
+    if vocab_file.is_dir() or is_byte_level(vocab_file):
         return GPT2BPETokenizer.from_folder(vocab_file, backend=backend)
     raise TokenizerError(
         f"GPT2BPETokenizer: a vocabulary was given ({vocab_file}) but no merge file; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +20,14 @@ class Framing:
     """Ids put around each document of a corpus.
 
     GPT-2 writes ``<|endoftext|>`` after a document and nothing before it. newline: id for the end
-    of a line in a document, if the tokenizer drops line ends as white space; else None.
+    of a line in a document, if the tokenizer drops line ends as white space; else None. begin: ids
+    put before a prompt too, as add_bos_token of transformers asks.
     """
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     newline: int | None = None
+    begin: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,11 +83,39 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, before any padding of the embedding."""
+        """Number of ids up to the last added one, before any padding of the embedding."""
 
     @property
     def eod_id(self) -> int:
         """The id that ends a document."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids at which a continuation stops: those of the model's generation_config.json, else
+        of its config.json, else ``eod_id``.
+        """
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a text, if a file names one."""
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id that fills rows, if a file names one."""
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Ids of special tokens by their text."""
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """Ids of the tokens that are whole texts: special tokens and added words."""
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether documents are expected to hold special tokens: some mark more than the ends and
+        the filling of a text.
+        """
 
     @property
     def unknown_id(self) -> int | None:
@@ -101,7 +131,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, allow_special: bool = False) -> Ids: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
-    def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds: ...
+    def encode_packed(
+        self, texts: Sequence[str] | Sequence[bytes], allow_special: bool = False
+    ) -> PackedIds: ...
     def decode(self, ids: TokenIds) -> str: ...
     def decode_bytes(self, ids: TokenIds) -> bytes: ...
     def token_bytes(self, token_id: int) -> bytes: ...

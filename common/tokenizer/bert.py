@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from common.tokenizer.base import Framing, PackedIds, TokenIds
+from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bert_files import CONTINUES, SPECIAL, BertVocabulary, read_bert_vocabulary
 from common.tokenizer.characters import CharacterEncoder, is_chinese
 from common.tokenizer.checks import checked_ids
+from common.tokenizer.folder import Folder
+from common.tokenizer.marks import framing_of, read_marks
 from common.tokenizer.text_tokenizer import TextTokenizer
 from common.tokenizer.words import WordLevelEncoder
 
@@ -34,17 +36,23 @@ class BertTokenizer(TextTokenizer):
         backend: str,
     ) -> None:
         ids = vocabulary.ids
+        marks = read_marks(Folder(file.parent), ids, SPECIAL, {"pad_token": "[PAD]"})
         super().__init__(
             file,
             kind=kind,
             backend=backend,
-            vocab_size=len(vocabulary.tokens),
-            sha256=vocabulary.sha256(kind),
-            special={token: ids[token] for token in SPECIAL},
-            framing=Framing(prefix=(ids["[MASK]"],), suffix=(ids["[CLS]"],), newline=ids["[SEP]"]),
+            sha256=marks.sha256(vocabulary.sha256(kind)),
+            marks=marks,
+            framing=framing_of(marks, file),
             unknown_id=ids["[UNK]"],
         )
         self.vocabulary = vocabulary
+        later = {number: text for text, number in self.added.items()}
+        first = len(vocabulary.tokens)
+        self.tokens = (
+            *vocabulary.tokens,
+            *(later.get(number, "") for number in range(first, self.vocab_size)),
+        )
         self._run = encode_many
 
     @classmethod
@@ -62,13 +70,13 @@ class BertTokenizer(TextTokenizer):
         return self._run(texts)
 
     def piece(self, token_id: int) -> str:
-        return self.vocabulary.tokens[token_id]
+        return self.tokens[token_id]
 
     def decode(self, ids: TokenIds) -> str:
         return self.stream().push(checked_ids(ids, self.vocab_size), final=True)
 
     def stream(self, after: Sequence[int] = ()) -> _Joiner:
-        return _Joiner(self.vocabulary.tokens, after)
+        return _Joiner(self.tokens, after)
 
 
 class _Joiner:

@@ -126,7 +126,7 @@ class _Tiktoken:
                 " a space (0.4 s for 40 KB, minutes for 1 MB); install a later one with: pip"
                 " install 'tiktoken>=0.13'"
             )
-        if vocabulary.sha256 != GPT2_SHA256:
+        if vocabulary.content_sha256 != GPT2_SHA256:
             _check_ranks(vocabulary, exact)
         # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from
         # ordinary text.
@@ -341,7 +341,7 @@ def _usable_cores() -> int:
 
 def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) -> None:
     texts = [SELF_CHECK, *SELF_CHECK.split("\n")]
-    if vocabulary.sha256 != GPT2_SHA256:
+    if vocabulary.content_sha256 != GPT2_SHA256:
         texts.append(" ".join(raw.decode(errors="replace") for raw in vocabulary.token_bytes))
     for text, found in zip(texts, backend.encode_many(texts).rows(), strict=True):
         # one by one: tokenizers warns in every forked child once its batch calls were used

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from common.structured_files import (
     parse_json,
     shown,
 )
+from common.tokenizer.base import Framing
+from common.tokenizer.byte_level_json import parts_of
+from common.tokenizer.folder import Folder, read_tokenizer_json
+from common.tokenizer.marks import Marks, framing_of, read_marks
 from common.tokenizer.text_files import read_vocabulary_text
 
 END_OF_TEXT = "<|endoftext|>"
@@ -47,34 +52,65 @@ class BPEVocabulary:
     """
 
     ids: dict[str, int]
-    """Ids by token, 0 .. n-1."""
+    """Ids by token, 0 .. n-1, without those that were added later."""
     merges: tuple[tuple[str, str], ...]
     """Merges, the first to be applied first."""
+    marks: Marks
     token_bytes: tuple[bytes, ...]
-    """Bytes of each token, indexed by id."""
-    eod_id: int
-    sha256: str
-    """Digest of the content. It does not depend on file name, spacing, key order or header."""
+    """Bytes of each token, indexed by id up to the last added one; empty where no token has an
+    id.
+    """
+    framing: Framing
+    prefix_space: bool
+    """Whether a text, and what follows a mark, begins with a space that is put there."""
+    content_sha256: str
+    """Digest of ``ids`` and ``merges``. It does not depend on file name, spacing, key order or
+    header.
+    """
+
+    @property
+    def eod_id(self) -> int:
+        return self.framing.suffix[-1]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of all that ids depend on: ``content_sha256`` where nothing was added."""
+        return self.marks.sha256(self.content_sha256, self.prefix_space)
 
 
-def read_vocabulary(vocab_file: Path, merge_file: Path) -> BPEVocabulary:
-    """Read both files. Raises TokenizerError that names the file, the line and the fix."""
-    ids = _read_ids(vocab_file)
+def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
+    """Read both files, or a tokenizer.json that holds both, and what transformers keeps beside
+    them. Raises TokenizerError that names the file, the line and the fix.
+    """
+    folder = Folder(vocab_file.parent)
+    if merge_file is None:
+        ids, merges, begin, prefix_space = parts_of(read_tokenizer_json(vocab_file))
+    else:
+        ids, merges = _read_ids(vocab_file), ()
+        asked = folder.settings.get("add_bos_token") is True
+        begin = folder.named.get("bos_token", END_OF_TEXT) if asked else None
+    if merge_file is not None or folder.is_gpt2:
+        prefix_space = folder.settings.get("add_prefix_space") is True
     tokens = _in_id_order(vocab_file, ids)
-    token_bytes = _spell(vocab_file, tokens)
-    if END_OF_TEXT not in ids:
-        raise TokenizerError(
-            f"{vocab_file}: has no token {END_OF_TEXT!r}, which ends a document; add it with the"
-            f" next free id {len(ids)}"
-        )
-    merges = _read_merges(merge_file, vocab_file, ids)
-    _check_same_model(vocab_file, merge_file, ids, merges)
+    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    marks = read_marks(folder, ids, (END_OF_TEXT,), names)
+    token_bytes = _spell(vocab_file, tokens, marks.added)
+    framing = framing_of(marks, vocab_file, begin)
+    if merge_file is not None:
+        merges = _read_merges(merge_file, vocab_file, ids)
+    _check_same_model(merge_file or vocab_file, vocab_file, ids, merges, marks.added)
+    spelled = {mark.id: mark.text.encode() for mark in marks.marks}
     return BPEVocabulary(
         ids=ids,
         merges=merges,
-        token_bytes=token_bytes,
-        eod_id=ids[END_OF_TEXT],
-        sha256=_content_hash(tokens, merges),
+        marks=marks,
+        token_bytes=(
+            *token_bytes,
+            *(spelled.get(number, b"") for number in range(len(ids), marks.size)),
+        ),
+        framing=framing,
+        prefix_space=prefix_space,
+        content_sha256=_content_hash(tokens, merges),
     )
 
 
@@ -173,13 +209,20 @@ def _in_id_order(path: Path, ids: dict[str, int]) -> list[str]:
     return [token for token in tokens if token is not None]
 
 
-def _spell(path: Path, tokens: list[str]) -> tuple[bytes, ...]:
+def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[bytes, ...]:
+    """Return the bytes of each token. Those of a mark are its text's."""
     alphabet = byte_alphabet()
     try:
-        spelled = tuple(bytes([alphabet[char] for char in token]) for token in tokens)
+        spelled = tuple(
+            token.encode() if token in marks else bytes([alphabet[char] for char in token])
+            for token in tokens
+        )
     except KeyError:
         token, char = next(
-            (token, char) for token in tokens for char in token if char not in alphabet
+            (token, char)
+            for token in tokens
+            for char in token
+            if char not in alphabet and token not in marks
         )
         raise TokenizerError(
             f"{path}: the token {token!r} holds {char!r} (U+{ord(char):04X}), which is not in the"
@@ -249,17 +292,22 @@ def _shorten(line: str) -> str:
 
 
 def _check_same_model(
-    vocab_file: Path, merge_file: Path, ids: dict[str, int], merges: tuple[tuple[str, str], ...]
+    merge_file: Path,
+    vocab_file: Path,
+    ids: dict[str, int],
+    merges: tuple[tuple[str, str], ...],
+    marks: Mapping[str, int],
 ) -> None:
     """Reject a file with tokens that no merge makes.
 
     They can never be produced, which shows a cut merge file or that of another model.
     """
     made = {left + right for left, right in merges}
+    known = made | marks.keys()
     lost = [
         token
         for token in ids
-        if len(token) > 1 and token not in made and not _SPECIAL.fullmatch(token)
+        if len(token) > 1 and token not in known and not _SPECIAL.fullmatch(token)
     ]
     if lost:
         raise TokenizerError(

@@ -3,62 +3,70 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from common.errors import TokenizerError
-from common.structured_files import (
-    MAX_JSON_BYTES,
-    MalformedError,
-    parse_json,
-    read_bytes,
-    read_json_mapping,
-)
+from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.checks import checked_ids
-from common.tokenizer.marks import framing_of
-from common.tokenizer.recognise import CONFIG
+from common.tokenizer.folder import Folder, begin_of
+from common.tokenizer.marks import FRAME, Mark, framing_of, read_marks
 from common.tokenizer.streams import WindowStream
 from common.tokenizer.text_tokenizer import TextTokenizer, pack
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """Tokenizer of a tokenizer.json.
+    """Tokenizer of a tokenizer.json that is no byte-level BPE of GPT-2's kind.
 
-    Documents end with ``eos_token`` of tokenizer_config.json beside the file. Without one, they end
-    with the first known end token of the vocabulary.
+    Documents end with the ``eos_token`` that a file beside it names. Without one, they end with the
+    first known end token of the vocabulary.
     """
 
-    def __init__(self, file: Path, kind: str, model: Any, sha256: str, end: str | None) -> None:
-        self._model = model
-        vocabulary = model.get_vocab(with_added_tokens=True)
-        added = model.get_added_tokens_decoder()
-        special = {token.content: number for number, token in added.items() if token.special}
-        # a vocabulary may hold its end of text without marking it as special
-        known = {token: number for token, number in vocabulary.items() if token[:1] in "<["}
+    def __init__(self, file: Path, kind: str, model: Any, folder: Folder, content: str) -> None:
+        """content: digest of the file."""
+        self._model, self._lock = model, threading.Lock()
+        ids = model.get_vocab(with_added_tokens=True)
+        marks = read_marks(folder, ids, FRAME)
+        beyond = [mark for mark in marks.marks if not self._holds(mark)]
         unknown = getattr(model.model, "unk_token", None)
         super().__init__(
             file,
             kind=kind,
             backend="tokenizers",
-            vocab_size=max(vocabulary.values(), default=-1) + 1,
-            sha256=sha256,
-            special=special,
-            framing=framing_of(known | special, file, end),
-            unknown_id=vocabulary.get(unknown) if unknown else None,
+            sha256=marks.sha256(content) if beyond else content,
+            marks=marks,
+            framing=framing_of(marks, file, begin_of(folder.json.get("post_processor"))),
+            unknown_id=ids.get(unknown) if unknown else None,
         )
+
+    def _holds(self, mark: Mark) -> bool:
+        """Return whether the library has a mark, and give it one that it has not."""
+        from tokenizers import AddedToken
+
+        if mark.id in self._model.get_added_tokens_decoder():
+            return True
+        flags = {name: getattr(mark, name) for name in ("special", "lstrip", "rstrip")}
+        token = AddedToken(mark.text, **flags, single_word=mark.single_word, normalized=False)
+        self._model.add_tokens([token])
+        if (found := self._model.token_to_id(mark.text)) != mark.id:
+            raise TokenizerError(
+                f"{self.file}: the added token {mark.text!r} has the id {mark.id} in a file beside"
+                f" it, and {found} is the next one; take all files of one tokenizer"
+            )
+        return False
 
     @classmethod
     def from_file(cls, file: Path, kind: str) -> Self:
         from tokenizers import Tokenizer
 
+        folder = Folder(file.parent, file.name)
+        content = repr(_sorted(folder.json)).encode()
         raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
         try:
-            content = repr(_sorted(parse_json(raw, unique=False))).encode()
             model = Tokenizer.from_buffer(raw)
-        except MalformedError as error:
-            raise TokenizerError(f"{file}: not JSON:  {error}; fetch the file again") from None
         except Exception as error:  # the library raises no more specific type
             raise TokenizerError(
                 f"{file}: not a tokenizer.json ({len(raw)} bytes; {str(error)[:200]}); expected"
@@ -66,12 +74,16 @@ class HuggingFaceTokenizer(TextTokenizer):
             ) from None
         model.no_truncation()
         model.no_padding()
-        model.encode_special_tokens = True  # special tokens within ordinary text are ordinary text
-        return cls(file, kind, model, hashlib.sha256(content).hexdigest(), _end_named(file))
+        return cls(file, kind, model, folder, hashlib.sha256(content).hexdigest())
 
     def _encode_many(self, texts: list[str]) -> PackedIds:
         encode = self._model.encode_batch_fast
         return pack([encoding.ids for encoding in encode(texts, add_special_tokens=False)])
+
+    def _encode_marked(self, texts: list[str], allow_special: bool) -> PackedIds:
+        with self._lock:  # the library's own search knows what stands before a part of a text
+            self._model.encode_special_tokens = not allow_special
+            return self._encode_many(texts)
 
     def piece(self, token_id: int) -> str:
         text: str = self._model.id_to_token(token_id)
@@ -91,14 +103,3 @@ def _sorted(value: Any) -> Any:
     if isinstance(value, dict):
         return [(key, _sorted(value[key])) for key in sorted(value)]
     return list(map(_sorted, value)) if isinstance(value, list) else value
-
-
-def _end_named(file: Path) -> str | None:
-    """Return eos_token of tokenizer_config.json beside the file, if there is one."""
-    config = file.parent / CONFIG
-    if not config.is_file():
-        return None
-    named = read_json_mapping(config, error=TokenizerError, finite=False).get("eos_token")
-    if isinstance(named, dict):
-        named = named.get("content")
-    return named if isinstance(named, str) else None

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import TokenizerError
-from common.structured_files import read_json_mapping
+from common.tokenizer.byte_level_json import is_byte_level
+from common.tokenizer.folder import TOKENIZER_JSON, Folder
 
-BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-"""Names of a GPT-2 vocabulary and its merges: Hugging Face's and OpenAI's."""
+BPE_FILES = (
+    ("vocab.json", "merges.txt"),
+    ("encoder.json", "vocab.bpe"),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+)
+"""Names of a GPT-2 vocabulary and its merges: Hugging Face's, OpenAI's and Megatron-LM's."""
 _FILE_OF = {
     "BertWordPieceLowerCase": "vocab.txt",
     "BertWordPieceCase": "vocab.txt",
@@ -18,12 +23,10 @@ _FILE_OF = {
 }
 """File name in a folder, for each kind with a single file."""
 _EXPECTED = (
-    "vocab.json with merges.txt, encoder.json with vocab.bpe, vocab.txt, one SentencePiece .model"
+    f"{', '.join(' with '.join(pair) for pair in BPE_FILES)}, vocab.txt, one SentencePiece .model"
     " or tokenizer.json"
 )
 
-
-CONFIG = "tokenizer_config.json"
 WORDS = {"word_segmenter": "jieba"}
 """Entry of tokenizer_config.json that marks a vocab.txt as one of words."""
 _NAMES = ("vocab.txt", "*.model", "tokenizer.json")
@@ -35,13 +38,17 @@ def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
 
     source: the vocabulary, or the folder of the files. Raises TokenizerError for other files.
     """
+    if kind == "HuggingFaceTokenizer" and is_byte_level(_json_of(source)):
+        return "GPT2BPETokenizer"
     if kind is not None:
         return kind
     if merge_file is not None:
         return "GPT2BPETokenizer"
     if source.is_dir():
         if any(all((source / name).is_file() for name in pair) for pair in BPE_FILES):
-            return "GPT2BPETokenizer"
+            json = source / TOKENIZER_JSON
+            other = json.is_file() and not is_byte_level(json)
+            return "HuggingFaceTokenizer" if other else "GPT2BPETokenizer"
         file = next(filter(None, (_only(source, name) for name in _NAMES)), None)
         if file is None:
             raise TokenizerError(
@@ -51,10 +58,10 @@ def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
         source = file
     if source.suffix == ".model":
         return "SentencePieceTokenizer"
-    if source.name in ("vocab.json", "encoder.json"):
+    if source.name in {names[0] for names in BPE_FILES}:
         return "GPT2BPETokenizer"  # its loader asks for the merges
     if source.suffix == ".json":
-        return "HuggingFaceTokenizer"
+        return "GPT2BPETokenizer" if is_byte_level(source) else "HuggingFaceTokenizer"
     return _kind_of_vocab_txt(source)
 
 
@@ -63,10 +70,7 @@ def _kind_of_vocab_txt(file: Path) -> str:
 
     The default is lower case, as for transformers' BertTokenizer.
     """
-    config = file.parent / CONFIG
-    settings = (
-        read_json_mapping(config, error=TokenizerError, finite=False) if config.is_file() else {}
-    )
+    settings = Folder(file.parent).settings
     if WORDS.items() <= settings.items():
         return "BertWordLevel"
     cased = settings.get("do_lower_case", True) is False
@@ -86,6 +90,10 @@ def file_in(source: Path, kind: str) -> Path:
         f"{source}: {kind} needs {_FILE_OF[kind]} there, exactly one; found"
         f" {', '.join(present) or 'no file'}; name the file"
     )
+
+
+def _json_of(source: Path) -> Path:
+    return source / TOKENIZER_JSON if source.is_dir() else source
 
 
 def _only(folder: Path, pattern: str) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,8 @@ from common.packages import install
 from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.checks import checked_ids
-from common.tokenizer.marks import framing_of
+from common.tokenizer.folder import Folder
+from common.tokenizer.marks import FRAME, framing_of, read_marks
 from common.tokenizer.streams import WindowStream
 from common.tokenizer.text_tokenizer import TextTokenizer, pack
 
@@ -26,27 +28,26 @@ class SentencePieceTokenizer(TextTokenizer):
 
     def __init__(self, file: Path, kind: str, processor: Any, sha256: str) -> None:
         self._processor = processor
-        special = {
-            processor.id_to_piece(number): number
-            for number in range(processor.get_piece_size())
-            if processor.is_control(number)
-        } | {
-            piece: processor.piece_to_id(piece)
-            for piece in ("[MASK]", "[CLS]", "[SEP]")
-            if processor.piece_to_id(piece) != processor.unk_id()
-        }
-        eos = processor.eos_id()
-        framing = framing_of(special, file, processor.id_to_piece(eos) if eos >= 0 else None)
+        self._size = processor.get_piece_size()
+        ids = {processor.id_to_piece(number): number for number in range(self._size)}
+        own = [
+            text
+            for text, number in ids.items()
+            if processor.is_control(number) or processor.is_unknown(number) or text in FRAME
+        ]
+        ends = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id()}
+        names = {name: processor.id_to_piece(end) for name, end in ends.items() if end >= 0}
+        marks = read_marks(Folder(file.parent), ids, own, names)
         super().__init__(
             file,
             kind=kind,
             backend="sentencepiece",
-            vocab_size=processor.get_piece_size(),
-            sha256=sha256,
-            special=special,
-            framing=framing,
+            sha256=marks.sha256(sha256),
+            marks=marks,
+            framing=framing_of(marks, file),
             unknown_id=processor.unk_id(),
         )
+        self._texts = {number: text for text, number in self.added.items() if number >= self._size}
 
     @classmethod
     def from_file(cls, file: Path, kind: str) -> Self:
@@ -74,12 +75,21 @@ class SentencePieceTokenizer(TextTokenizer):
         return pack(self._processor.encode(texts, out_type=int, num_threads=1) if texts else [])
 
     def piece(self, token_id: int) -> str:
+        if token_id >= self._size:
+            return self._texts.get(token_id, "")
         text: str = self._processor.id_to_piece(token_id)
         return text
 
     def decode(self, ids: TokenIds) -> str:
-        text: str = self._processor.decode(checked_ids(ids, self.vocab_size))
-        return text
+        found = checked_ids(ids, self.vocab_size)
+        if max(found, default=0) < self._size:
+            text: str = self._processor.decode(found)
+            return text
+        runs = groupby(found, key=lambda number: number < self._size)
+        return "".join(
+            self._processor.decode(list(run)) if known else "".join(map(self.piece, run))
+            for known, run in runs
+        )
 
     def stream(self, after: Sequence[int] = ()) -> WindowStream:
         return WindowStream(self.decode, after)

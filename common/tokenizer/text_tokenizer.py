@@ -1,10 +1,11 @@
-"""Base of tokenizers whose ids stand for text instead of bytes."""
+"""Bases of tokenizers: encoding with marks, and tokenizers whose ids stand for text instead of
+bytes.
+"""
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,93 +13,122 @@ import numpy as np
 
 from common.tokenizer.base import Framing, Ids, PackedIds, TextStream, TokenIds
 from common.tokenizer.checks import checked_text, checked_texts, decoded_texts, refuse_surrogate
+from common.tokenizer.marks import Marks, encode_around
 
 
-class TextTokenizer(ABC):
-    """Tokenizer of a single file.
-
-    special: special tokens with their ids. It can be shared between threads. Pickling stores its
-    file name, so a worker process builds its own.
-    """
+class MarkedTokenizer(ABC):
+    """Tokenizer of a vocabulary and of marks. It can be shared between threads."""
 
     def __init__(
         self,
-        file: Path,
         *,
         kind: str,
         backend: str,
-        vocab_size: int,
         sha256: str,
-        special: Mapping[str, int],
+        marks: Marks,
         framing: Framing,
-        unknown_id: int | None,
+        unknown_id: int | None = None,
     ) -> None:
-        self.file = file
         self.kind = kind
         self.backend = backend
-        self.vocab_size = vocab_size
         self.sha256 = sha256
-        self.special = dict(special)
+        self.marks = marks
+        self.vocab_size = marks.size
         self.framing = framing
         self.eod_id = framing.suffix[-1]
+        self.ends = marks.ends or (self.eod_id,)
+        self.bos_id = marks.bos_id
+        self.pad_id = marks.pad_id
         self.unknown_id = unknown_id
-        longest_first = sorted(map(re.escape, self.special), key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(longest_first)})") if special else None
+        self._ids = marks.added
+        self._patterns = {special: marks.pattern(special=special) for special in (True, False)}
+
+    @property
+    def special(self) -> dict[str, int]:
+        return self.marks.special
+
+    @property
+    def added(self) -> dict[str, int]:
+        return self.marks.added
+
+    @property
+    def has_marks(self) -> bool:
+        beyond = self.special.keys() - self.marks.implied
+        return self.framing.newline is not None or any(
+            self._ids[text] != self.eod_id for text in beyond
+        )
 
     @abstractmethod
     def _encode_many(self, texts: list[str]) -> PackedIds:
         """Encode ordinary text. Raises TypeError or UnicodeError for a lone surrogate."""
 
-    @abstractmethod
-    def piece(self, token_id: int) -> str:
-        """Return the vocabulary's spelling of an id."""
+    def _encode_marked(self, texts: list[str], allow_special: bool) -> PackedIds:
+        pattern = self._patterns[allow_special]
+        if pattern is None:
+            return self._encode_many(texts)
+        return encode_around(
+            pattern, lambda match: self._ids[match[match.lastindex or 0]], self._encode_many, texts
+        )
+
+    def encode(self, text: str, allow_special: bool = False) -> Ids:
+        """Return the ids of ``text``, int32 (n,).
+
+        Special tokens in the text are ordinary text, unless ``allow_special``; added words are
+        tokens. Raises TokenizerError for a lone surrogate, with its position.
+        """
+        return self._encode_strings([checked_text(text)], allow_special).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without special tokens: int32 arrays, views of one buffer
+        per call. Raises TokenizerError for a lone surrogate, with the text and the position.
+        """
+        return self._encode_strings(checked_texts(texts), False).rows()
+
+    def encode_packed(
+        self, texts: Sequence[str] | Sequence[bytes], allow_special: bool = False
+    ) -> PackedIds:
+        """Encode like ``encode``, into one buffer with offsets. This is the fastest form.
+
+        Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
+        """
+        return self._encode_strings(decoded_texts(texts), allow_special)
+
+    def _encode_strings(self, texts: list[str], allow_special: bool) -> PackedIds:
+        try:
+            return self._encode_marked(texts, allow_special)
+        except (TypeError, UnicodeError) as error:
+            refuse_surrogate(texts, error)
 
     @abstractmethod
     def decode(self, ids: TokenIds) -> str:
         """Return the text of ``ids``. Raises TokenizerError for an id outside the vocabulary."""
 
     @abstractmethod
+    def decode_bytes(self, ids: TokenIds) -> bytes:
+        """Return the bytes of ``ids``. Raises TokenizerError like ``decode``."""
+
+    @abstractmethod
     def stream(self, after: Sequence[int] = ()) -> TextStream: ...
 
-    def encode(self, text: str, allow_special: bool = False) -> Ids:
-        """Return the ids of ``text``, int32 (n,).
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id. Raises TokenizerError for an id outside the vocabulary."""
+        return self.decode_bytes([token_id])
 
-        Special tokens in the text are ordinary text, unless ``allow_special``.
-        Raises TokenizerError for a lone surrogate, with its position.
-        """
-        checked_text(text)
-        if not allow_special or self._special is None:
-            return self._encode_strings([text]).ids
-        parts: list[Ids] = []
-        for part in self._special.split(text):
-            if part in self.special:
-                parts.append(np.array([self.special[part]], dtype=np.int32))
-            else:
-                parts.append(self._encode_strings([part]).ids)
-        return np.concatenate(parts)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text as ordinary text: int32 arrays, views of one buffer."""
-        return self._encode_strings(checked_texts(texts)).rows()
+class TextTokenizer(MarkedTokenizer):
+    """Tokenizer of a single file. Pickling stores its name, so a worker process builds its own."""
 
-    def encode_packed(self, texts: Sequence[str] | Sequence[bytes]) -> PackedIds:
-        """Encode like ``encode_batch``, into one buffer with offsets.
+    def __init__(self, file: Path, **settings: Any) -> None:
+        """settings: those of ``MarkedTokenizer``."""
+        super().__init__(**settings)
+        self.file = file
 
-        Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
-        """
-        return self._encode_strings(decoded_texts(texts))
-
-    def _encode_strings(self, texts: list[str]) -> PackedIds:
-        try:
-            return self._encode_many(texts)
-        except (TypeError, UnicodeError) as error:
-            refuse_surrogate(texts, error)
+    @abstractmethod
+    def piece(self, token_id: int) -> str:
+        """Return the vocabulary's spelling of an id."""
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
         return self.decode(ids).encode()
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.decode_bytes([token_id])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.file, self.kind)

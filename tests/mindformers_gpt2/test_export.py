@@ -198,10 +198,7 @@ def test_a_process_without_this_project_generates_the_same_tokens(
     )
     prompts = [Prompt(text="", ids=row, new_tokens=12) for rows in batches for row in rows]
     found = iter(
-        [
-            each.tokens
-            for each in generate(decoder, prompts, PredictConfig(), seed=0, end_of_text=-1)
-        ]
+        [each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, ends=())]
     )
     expected = [[next(found) for _ in rows] for rows in batches]
     assert json.loads(done.stdout.splitlines()[-1]) == expected

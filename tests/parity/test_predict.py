@@ -80,9 +80,7 @@ def test_a_sliding_window_gives_equal_tokens(decoders: dict[str, Any], window: i
     found = {
         name: [
             each.tokens
-            for each in generate(
-                one, prompts, PredictConfig(), seed=5, end_of_text=-1, window=window
-            )
+            for each in generate(one, prompts, PredictConfig(), seed=5, ends=(), window=window)
         ]
         for name, one in decoders.items()
     }
@@ -114,7 +112,7 @@ def test_tokens_are_equal_on_both_backends_and_in_every_batch(
     ]
     config = PredictConfig.model_validate(settings)
     found = {
-        name: [each.tokens for each in generate(one, prompts, config, seed=5, end_of_text=7)]
+        name: [each.tokens for each in generate(one, prompts, config, seed=5, ends=(7,))]
         for name, one in decoders.items()
     }
     if config.strategy == "greedy":
@@ -133,7 +131,7 @@ def test_beams_are_equal_on_both_backends(decoders: dict[str, Any], groups: int)
     settings = {"num_beam_groups": groups, "diversity_rate": 0.8 * (groups - 1)}
     config = PredictConfig(strategy="beam_search", num_beams=4, num_sequences=3, **settings)
     found = {
-        name: list(search_beams(decoders[name], prompts, config, end_of_text=7))
+        name: list(search_beams(decoders[name], prompts, config, ends=(7,)))
         for name in ("torch 4", "mindspore 4")
     }
     one, other = found.values()
@@ -154,7 +152,7 @@ def test_rules_stop_strings_and_log_probabilities_are_equal(
         | changes
     )
     words: dict[str, Any] = {
-        "end_of_text": 7,
+        "ends": (7,),
         "biases": {(5,): 3.0, (9, 5): -4.0, (11,): -np.inf, (5, 12): -np.inf},
         "read": lambda prompt: GrowingText(ByteStream(bytes), config.stop),
     }

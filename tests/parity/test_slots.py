@@ -44,7 +44,7 @@ def test_a_mixed_load_is_what_torch_generates(
         new = int(random.integers(1, 6 if window is None else 20))
         prompts.append(Prompt(text="", ids=ids, new_tokens=new))
     settings = PredictConfig.model_validate({"strategy": "sampling", "top_k": 20, "logprobs": 1})
-    options: dict[str, Any] = {"end_of_text": 7, "vocab_size": VOCABULARY}
+    options: dict[str, Any] = {"ends": (7,), "vocab_size": VOCABULARY}
     expected = list(
         generate(decoders["torch 1"], prompts, settings, seed=5, window=window, **options)
     )
@@ -62,7 +62,7 @@ def test_a_mixed_load_is_what_torch_generates(
             ),
             choice=index,
             settings=settings,
-            rules=LogitRules(settings, end_of_text=7),
+            rules=LogitRules(settings, ends=(7,)),
             limits=Limits(window=window, **options),
             scores_prompt=index % 2 == 0,
             emit=pieces.append,

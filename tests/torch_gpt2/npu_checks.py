@@ -536,10 +536,7 @@ def test_greedy_tokens_of_prompts_of_different_lengths() -> None:
     for device in map(select_device, ("cpu", "npu")):
         decoder = Decoder(copy.deepcopy(model).to(device.torch_device), device, 3)
         tokens.append(
-            [
-                each.tokens
-                for each in generate(decoder, prompts, PredictConfig(), seed=0, end_of_text=-1)
-            ]
+            [each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, ends=())]
         )
     assert tokens[0] == tokens[1]
 

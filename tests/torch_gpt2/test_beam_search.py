@@ -34,16 +34,16 @@ def model() -> GPT2:
 
 
 def ours(
-    model: GPT2, rows: list[list[int]], new_tokens: int, end: int, **settings: Any
+    model: GPT2, rows: list[list[int]], new_tokens: int, ends: list[int], **settings: Any
 ) -> list[Continuation]:
     config = PredictConfig(strategy="beam_search", max_new_tokens=new_tokens, **settings)
     decoder = Decoder(model, select_device("cpu"), config.num_beams * len(rows))
     prompts = [Prompt(text="", ids=row, new_tokens=new_tokens) for row in rows]
-    return list(search_beams(decoder, prompts, config, end_of_text=end))
+    return list(search_beams(decoder, prompts, config, ends=ends))
 
 
 def theirs(
-    net: Any, rows: list[list[int]], new_tokens: int, end: int, **settings: Any
+    net: Any, rows: list[list[int]], new_tokens: int, ends: list[int], **settings: Any
 ) -> tuple[list[list[int]], list[float]]:
     """Tokens up to the end, and scores, by transformers with padding on the left."""
     longest = max(map(len, rows))
@@ -51,13 +51,17 @@ def theirs(
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     with torch.no_grad():
         out = net.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, eos_token_id=end,
-            pad_token_id=end, return_dict_in_generate=True, output_scores=True,
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, eos_token_id=ends,
+            pad_token_id=ends[0], return_dict_in_generate=True, output_scores=True,
             **settings,
         )  # fmt: skip
     tokens = [row[longest:].tolist() for row in out.sequences]
-    tokens = [row[: row.index(end) + 1] if end in row else row for row in tokens]
+    tokens = [row[: first_of(ends, row) + 1] for row in tokens]
     return tokens, out.sequences_scores.tolist()
+
+
+def first_of(ends: list[int], row: list[int]) -> int:
+    return next((place for place, token in enumerate(row) if token in ends), len(row))
 
 
 def test_150_random_cases_equal_transformers(model: GPT2) -> None:
@@ -69,6 +73,7 @@ def test_150_random_cases_equal_transformers(model: GPT2) -> None:
         end = int(
             random.choice([19, 26, 0, int(random.integers(VOCABULARY))])
         )  # the first are usual
+        ends = [end, *{7, 30, 33}.difference({end})][: 1 + case % 3]
         new_tokens = int(random.integers(1, 14))
         settings = {
             "num_beams": beams,
@@ -84,15 +89,13 @@ def test_150_random_cases_equal_transformers(model: GPT2) -> None:
         returned = int(random.integers(1, beams + 1))
         rows = [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
         found = ours(
-            model, rows, new_tokens, end, num_sequences=returned, min_new_tokens=least, **settings
+            model, rows, new_tokens, ends, num_sequences=returned, min_new_tokens=least, **settings
         )
         tokens, scores = theirs(
-            net, rows, new_tokens, end, num_return_sequences=returned, min_new_tokens=least,
+            net, rows, new_tokens, ends, num_return_sequences=returned, min_new_tokens=least,
             **settings,
         )  # fmt: skip
-        mine = [
-            each.tokens + ([end] if each.finish_reason == "end_of_text" else []) for each in found
-        ]
+        mine = [[*each.tokens, each.end] if each.end is not None else each.tokens for each in found]
         assert mine == tokens, (case, settings)
         assert np.allclose([each.score for each in found], scores, atol=1e-4), (case, settings)
         ended += sum(each.finish_reason == "end_of_text" for each in found)
@@ -126,7 +129,7 @@ def test_groups_avoid_each_others_tokens(model: GPT2, groups: int, size: int) ->
     prompt = [3, 1, 4]
     beams = {"num_beams": groups * size, "num_beam_groups": groups}
     found = ours(
-        model, [prompt], 6, -1, num_sequences=groups * size, diversity_rate=1.5,
+        model, [prompt], 6, [], num_sequences=groups * size, diversity_rate=1.5,
         stop_at_end_of_text=False, **beams,
     )  # fmt: skip
     assert [each.tokens for each in found] == plain_loop(model, prompt, groups, size, 1.5, 6)

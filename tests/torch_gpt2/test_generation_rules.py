@@ -57,7 +57,7 @@ def ours(
 ) -> list[Continuation]:
     config = PredictConfig.model_validate(settings)
     prompts = [Prompt(text="", ids=row, new_tokens=NEW) for row in rows]
-    words: dict[str, Any] = {"end_of_text": end, "biases": biases, "read": read}
+    words: dict[str, Any] = {"ends": (end,), "biases": biases, "read": read}
     words["vocab_size"] = VOCABULARY
     if config.strategy == "beam_search":
         decoder = Decoder(model, select_device("cpu"), config.num_beams * len(rows))

@@ -163,7 +163,7 @@ def test_generation_takes_the_tokens_of_whole_passes(folders: dict[str, Path], r
     given = [Prompt(text="", ids=ids, new_tokens=8) for ids in prompts]
     decoder = Decoder(model, select_device("cpu"), rows)
     settings = PredictConfig.model_validate({"strategy": "greedy"})
-    found = [each.tokens for each in generate(decoder, given, settings, seed=0, end_of_text=-1)]
+    found = [each.tokens for each in generate(decoder, given, settings, seed=0, ends=())]
     for prompt, tokens in zip(prompts, found, strict=True):
         ids = list(prompt)
         for _ in range(8):

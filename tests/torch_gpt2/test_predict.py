@@ -2,6 +2,8 @@
 of different lengths.
 """
 
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,7 @@ def ours(
     rows: list[list[int]],
     batch: int = 1,
     new_tokens: int = 30,
-    end: int = -1,
+    ends: Sequence[int] = (),
     window: int | None = None,
     **settings: Any,
 ) -> list[list[int]]:
@@ -71,7 +73,7 @@ def ours(
             given,
             PredictConfig.model_validate(settings),
             seed=0,
-            end_of_text=end,
+            ends=ends,
             window=window,
         )
     ]
@@ -79,7 +81,7 @@ def ours(
 
 def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int]]:
     """transformers' greedy tokens of a left-padded batch; what follows the end is cut."""
-    longest, end = max(map(len, rows)), settings.get("eos_token_id")
+    longest, ends = max(map(len, rows)), settings.get("eos_token_id") or []
     ids = torch.tensor([[50] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     reference = hugging_face_model(MODEL, dict(model.named_parameters()))
@@ -90,7 +92,7 @@ def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int
         "pad_token_id": 50,
     } | settings
     found = reference.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
-    return [row[: row.index(end)] if end in row else row for row in found]
+    return [list(takewhile(lambda token: token not in ends, row)) for row in found]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
@@ -126,23 +128,24 @@ def test_a_sliding_window_equals_a_loop_over_transformers(
     assert ours(model, prompts(), batch, new_tokens=60, window=window) == expected
     end = expected[1][25]
     cut = [row[: row.index(end)] if end in row else row for row in expected]
-    assert ours(model, prompts(), batch, new_tokens=60, window=window, end=end) == cut
+    assert ours(model, prompts(), batch, new_tokens=60, window=window, ends=[end]) == cut
     assert len({len(row) for row in cut}) > 1 or window == 2
 
 
 @pytest.mark.parametrize("least", [0, 3, 20])
 def test_the_end_of_text_equals_transformers(model: GPT2, least: int) -> None:
     """Rows that end early do not change the others; the end does not come before min_new_tokens."""
-    end = ours(model, prompts())[0][5]
+    rows = ours(model, prompts())
+    ends = [rows[0][5], rows[1][9]]
     expected = theirs(
-        model, prompts(), eos_token_id=end, **({"min_new_tokens": least} if least else {})
+        model, prompts(), eos_token_id=ends, **({"min_new_tokens": least} if least else {})
     )
     for batch in (1, 8):
-        assert ours(model, prompts(), batch, end=end, min_new_tokens=least) == expected
+        assert ours(model, prompts(), batch, ends=ends, min_new_tokens=least) == expected
     assert len({len(row) for row in expected}) > 1 and all(len(row) >= least for row in expected)
-    assert {len(row) for row in ours(model, prompts(), 8, end=end, stop_at_end_of_text=False)} == {
-        30
-    }
+    assert {
+        len(row) for row in ours(model, prompts(), 8, ends=ends, stop_at_end_of_text=False)
+    } == {30}
 
 
 def test_a_sequence_depends_only_on_seed_prompt_and_number(model: GPT2) -> None:
@@ -163,9 +166,7 @@ def test_the_last_position_is_used(model: GPT2) -> None:
     ids = np.random.default_rng(0).integers(0, 101, 47).tolist()
     rows = [Prompt(text="", ids=ids, new_tokens=1), Prompt(text="", ids=[3], new_tokens=47)]
     found = list(
-        generate(
-            Decoder(model, select_device("cpu"), 2), rows, PredictConfig(), seed=0, end_of_text=-1
-        )
+        generate(Decoder(model, select_device("cpu"), 2), rows, PredictConfig(), seed=0, ends=())
     )
     assert [each.tokens for each in found] == [
         theirs(model, [ids], max_new_tokens=1)[0],

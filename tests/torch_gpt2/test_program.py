@@ -116,7 +116,7 @@ def test_greedy_tokens_equal_those_of_transformers(
         for length, new in ((5, 20), (32, 8))
     ]
     settings = PredictConfig(stop_at_end_of_text=False)
-    for each in generate(decoder, prompts, settings, seed=0, end_of_text=0):
+    for each in generate(decoder, prompts, settings, seed=0, ends=(0,)):
         ids = torch.tensor([each.prompt.ids])
         expected = net.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=each.prompt.new_tokens,

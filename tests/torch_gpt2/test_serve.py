@@ -117,7 +117,7 @@ class Server:
             [Prompt(text=prompt, ids=ids, new_tokens=new)],
             predict,
             seed=seed,
-            end_of_text=self.tokenizer.eod_id,
+            ends=(self.tokenizer.eod_id,),
             vocab_size=self.tokenizer.vocab_size,
             window=sliding_window(self.config),
             biases=sequence_biases(predict, self.tokenizer),

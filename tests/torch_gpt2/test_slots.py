@@ -26,9 +26,7 @@ def test_a_mixed_load_equals_single_requests(window: int | None) -> None:
     model = make_model()
     given, device = prompts(101, None if window else POSITIONS), select_device("cpu")
     settings = PredictConfig(stop_at_end_of_text=False)
-    alone = generate(
-        Decoder(model, device, 1), given, settings, seed=0, end_of_text=-1, window=window
-    )
+    alone = generate(Decoder(model, device, 1), given, settings, seed=0, ends=(), window=window)
     found, engine = run(Slots(model, device, 4), given, window)
     assert found == [each.tokens for each in alone]
     assert (engine.counts.reused_tokens > 100) == (window != 20)

@@ -9,7 +9,8 @@ from common.errors import TokenizerError
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
 from common.systems.hugging_face.sentencepiece_json import tokenizer_json
 from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary
-from common.tokenizer.recognise import CONFIG, WORDS
+from common.tokenizer.folder import CONFIG
+from common.tokenizer.recognise import WORDS
 from common.tokenizer.text_tokenizer import TextTokenizer as FileTokenizer
 
 _MODEL = "tokenizer.model"
@@ -72,7 +73,10 @@ def _of_json(tokenizer: FileTokenizer, content: bytes) -> dict[str, Any]:
 
 
 def _fast(tokenizer: FileTokenizer) -> dict[str, Any]:
-    marks = {"eos_token": tokenizer.eod_id, "unk_token": tokenizer.unknown_id}
+    marks = {
+        "bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id,
+        "unk_token": tokenizer.unknown_id,
+    }  # fmt: skip
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | {
         name: tokenizer.piece(number) for name, number in marks.items() if number is not None
     }

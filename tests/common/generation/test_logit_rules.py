@@ -75,7 +75,7 @@ def test_300_random_cases_equal_transformers_processors_in_its_order() -> None:
         biases = {tuple(word): value for word, value in chosen.get("sequence_bias", [])}
         biases |= {tuple(word): -np.inf for word in chosen.get("bad_words_ids", [])}
         before = logits.copy()
-        found = LogitRules(ours, end_of_text=END, biases=biases).apply(logits, prompt, tokens)
+        found = LogitRules(ours, ends=(END,), biases=biases).apply(logits, prompt, tokens)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)  # order of sums
         assert np.array_equal(logits, before)
         banned += int(np.isinf(expected).sum())
@@ -89,14 +89,14 @@ def test_presence_and_frequency_by_openais_formula() -> None:
     counts = np.array([tokens.count(token) for token in range(VOCABULARY)])
     for presence, frequency in ((0.6, 0.0), (0.0, 0.25), (-1.5, 2.0), (0.0, 0.0)):
         config = settings(presence_penalty=presence, frequency_penalty=frequency)
-        found = LogitRules(config, end_of_text=END).apply(logits, prompt, tokens)
+        found = LogitRules(config, ends=(END,)).apply(logits, prompt, tokens)
         expected = logits - counts * frequency - (counts > 0) * presence
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 def test_rules_that_are_off_return_the_same_array() -> None:
     logits = np.zeros(VOCABULARY, np.float32)
-    assert LogitRules(settings(), end_of_text=END).apply(logits, [1], [2]) is logits
+    assert LogitRules(settings(), ends=(END,)).apply(logits, [1], [2]) is logits
 
 
 def test_the_scores_are_of_the_models_own_distribution() -> None:

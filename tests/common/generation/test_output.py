@@ -28,7 +28,7 @@ END = 256
 class Bytes:
     """A tokenizer of one id a byte."""
 
-    eod_id, vocab_size, unknown_id = END, 257, None
+    ends, vocab_size, unknown_id = (END,), 257, None
     framing = Framing()
 
     def encode(self, text: str, allow_special: bool = False) -> Any:

@@ -74,7 +74,7 @@ def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probabi
     )
     ids, probabilities = token_probabilities(logits, settings(top_p=0.999))
     assert 4 not in ids
-    rules = LogitRules(settings(), end_of_text=-1, unknown=1)
+    rules = LogitRules(settings(), ends=(), unknown=1)
     draws = {
         choose_token(
             rules.apply(logits, [], []), settings(temperature=9.0), np.random.default_rng(seed)
@@ -96,7 +96,7 @@ def test_repetition_penalty_equals_transformers() -> None:
         )
         before = logits.copy()
         greedy = settings(strategy="greedy", repetition_penalty=1.7)
-        changed = LogitRules(greedy, end_of_text=-1).apply(logits, seen.tolist(), [])
+        changed = LogitRules(greedy, ends=()).apply(logits, seen.tolist(), [])
         assert np.array_equal(changed, expected[0])
         chosen = choose_token(changed, greedy, generator)
         assert chosen == int(expected.argmax()) and np.array_equal(logits, before)

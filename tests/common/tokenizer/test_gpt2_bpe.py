@@ -151,7 +151,7 @@ def test_folder_without_a_pair(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(
         TokenizerError,
-        match=r"vocab.json with merges.txt or encoder.json with vocab.bpe, found vocab.json",
+        match=r"vocab.json with merges.txt or .* with gpt2-merges.txt, found vocab.json",
     ):
         GPT2BPETokenizer.from_folder(tmp_path)
     with pytest.raises(TokenizerError, match="is not a folder"):

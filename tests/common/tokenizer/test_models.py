@@ -66,10 +66,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def write_json(folder: Path) -> None:
-    from tokenizers import Tokenizer as Model, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer as Model, decoders, models, pre_tokenizers, trainers
 
     model = Model(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.Split(Regex(r"\p{N}|[^\p{N}]+"), "isolated")  # not as GPT-2 cuts
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
     model.decoder = decoders.ByteLevel()
     model.train_from_iterator(
         TEXTS,

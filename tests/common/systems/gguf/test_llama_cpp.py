@@ -79,7 +79,7 @@ def our_greedy(model: GPT2) -> list[int]:
     decoder = Decoder(model, select_device("cpu"), 1)
     prompt = Prompt(text="", ids=PROMPT, new_tokens=NEW)
     settings = PredictConfig(stop_at_end_of_text=False)
-    (found,) = generate(decoder, [prompt], settings, seed=0, end_of_text=0)
+    (found,) = generate(decoder, [prompt], settings, seed=0, ends=(0,))
     return found.tokens
 
 

@@ -112,7 +112,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     decoder = ExportedDecoder(OnnxModel(folder / GRAPH_FILE), POSITIONS, rows=2)
     prompts = [Prompt(text="", ids=list(map(int, random_ids(n))), new_tokens=12) for n in (5, 11)]
     settings = PredictConfig(stop_at_end_of_text=False)
-    for each in generate(decoder, prompts, settings, seed=0, end_of_text=0):
+    for each in generate(decoder, prompts, settings, seed=0, ends=(0,)):
         ids = torch.tensor([each.prompt.ids])
         expected = net.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,

@@ -1,0 +1,175 @@
+"""Files that transformers keeps beside a vocabulary, read once.
+
+Which of them holds what is huggingface/transformers 5.24's, tokenization_utils_base.py
+(``_from_pretrained``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from common.errors import TokenizerError
+from common.structured_files import (
+    MAX_JSON_BYTES,
+    MalformedError,
+    kind_of,
+    parse_json,
+    read_bytes,
+    read_json_mapping,
+    read_text,
+    require_mapping,
+)
+
+TOKENIZER_JSON = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+NAMES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = ("special", "lstrip", "rstrip", "single_word")
+
+
+class Folder:
+    """The files beside a vocabulary. Each is read when it is first asked for.
+
+    Its members raise TokenizerError, which names the file, for content that is not transformers'.
+    """
+
+    def __init__(self, path: Path, json: str = TOKENIZER_JSON) -> None:
+        """json: name of its tokenizer.json."""
+        self.path, self._json = path, json
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Content of tokenizer_config.json, with special_tokens_map.json over it where it lists
+        no added tokens.
+        """
+        settings = self._mapping(CONFIG)
+        if "added_tokens_decoder" in settings:
+            return settings
+        return settings | self._mapping("special_tokens_map.json")
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """Content of tokenizer.json; empty without one."""
+        file = self.path / self._json
+        return read_tokenizer_json(file) if file.is_file() else {}
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether transformers opens the folder as GPT2Tokenizer, which cuts text its own way."""
+        name = self.settings.get("tokenizer_class") or ""
+        by_model = not name and self._mapping("config.json").get("model_type") == "gpt2"
+        return by_model or str(name).startswith("GPT2Tokenizer")
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Text of the tokens that are named: eos_token and the others of ``NAMES``."""
+        found = {name: _text(self.settings.get(name)) for name in NAMES}
+        return {name: text for name, text in found.items() if text}
+
+    @property
+    def listed(self) -> list[str]:
+        """Text of further special tokens, whose ids may be given nowhere."""
+        values = [self.settings.get(name) or [] for name in _LISTS]
+        texts = [_text(each) for value in values if isinstance(value, list) for each in value]
+        return [text for text in texts if text]
+
+    @property
+    def added(self) -> list[dict[str, Any]]:
+        """The fields of ``Mark`` of each added token."""
+        found: dict[str, dict[str, Any]] = {}
+        decoder = self.settings.get("added_tokens_decoder") or {}
+        beside = {} if decoder else self._mapping("added_tokens.json")
+        for where, number, fields in (
+            *((self._json, None, entry) for entry in self.json.get("added_tokens") or ()),
+            *(("added_tokens.json", number, {"content": text}) for text, number in beside.items()),
+            *((CONFIG, number, fields) for number, fields in decoder.items()),
+        ):
+            fields = require_mapping(fields, str(self.path / where), error=TokenizerError)
+            text, number = fields.get("content"), fields.get("id") if number is None else number
+            if isinstance(number, str) and number.isascii() and number.isdigit():
+                number = int(number[:19])
+            if not isinstance(text, str) or not text or type(number) is not int or number < 0:
+                raise TokenizerError(
+                    f"{self.path / where}: an added token has the text {str(text)[:40]!r} and the"
+                    f" id {str(number)[:40]}; expected text and a whole number from 0 on; fetch the"
+                    " file again"
+                )
+            known = found.get(text, {})
+            flags = {name: bool(fields.get(name, known.get(name, False))) for name in _FLAGS}
+            found[text] = {"text": text, "id": number, **flags}
+        return sorted(found.values(), key=lambda fields: fields["id"])
+
+    @cached_property
+    def rows(self) -> int | None:
+        """Rows of the model's table by config.json, if it is there."""
+        rows = self._mapping("config.json").get("vocab_size")
+        return rows if type(rows) is int else None
+
+    def ids(self, name: str, size: int) -> tuple[int, ...]:
+        """Return the ids below ``size`` that the model's files have under a name such as
+        eos_token_id. generation_config.json comes before config.json, as in ``generate``.
+        """
+        for file in ("generation_config.json", "config.json"):
+            value = self._mapping(file).get(name)
+            ids = value if isinstance(value, list) else [value]
+            if found := [each for each in ids if type(each) is int and 0 <= each < size]:
+                return tuple(dict.fromkeys(found))
+        return ()
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja template of dialogues."""
+        file = self.path / "chat_template.jinja"
+        if file.is_file():
+            return read_text(file, limit=MAX_JSON_BYTES, error=TokenizerError)
+        template = self.settings.get("chat_template")
+        return template if isinstance(template, str) else None
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        file = self.path / name
+        return read_json_mapping(file, error=TokenizerError, finite=False) if file.is_file() else {}
+
+
+def read_tokenizer_json(file: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer.json, which must not be changed. Raises TokenizerError."""
+    found = file.stat() if file.is_file() else None
+    return _read_tokenizer_json(file, found and (found.st_mtime_ns, found.st_size, found.st_ino))
+
+
+@lru_cache(maxsize=1)
+def _read_tokenizer_json(file: Path, version: object) -> dict[str, Any]:
+    raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
+    try:
+        found = parse_json(raw, unique=False)
+    except MalformedError as error:
+        raise TokenizerError(f"{file}: not JSON:  {error}; fetch the file again") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{file}: expected keys and values, found {kind_of(found)}")
+    return found
+
+
+def begin_of(processor: Any) -> str | None:
+    """Return the token that the post-processor of a tokenizer.json puts before a text; empty if it
+    puts none. None: it does more, such as closing a sentence.
+    """
+    kind = None if processor is None else processor.get("type")
+    if kind in (None, "ByteLevel"):
+        return ""
+    if kind == "Sequence":
+        parts = list(map(begin_of, processor["processors"]))
+        return None if None in parts else "".join(filter(None, parts))
+    single = [part for part in processor.get("single", ()) if isinstance(part, Mapping)]
+    if [next(iter(part)) for part in single] == ["SpecialToken", "Sequence"]:
+        return str(single[0]["SpecialToken"]["id"])
+    return "" if [next(iter(part)) for part in single] == ["Sequence"] else None
+
+
+def _text(value: object) -> str | None:
+    """Return the text of a token that a file has as text, or as an object with its flags."""
+    found = value.get("content") if isinstance(value, Mapping) else value
+    return found if isinstance(found, str) else None

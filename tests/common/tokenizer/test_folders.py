@@ -1,0 +1,174 @@
+"""Folders as people have them: prompts' ids, ends, begin and filling are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.systems.hugging_face.tokenizer_files import files_of
+from common.tokenizer import load_tokenizer
+from common.tokenizer.lines import encode_prompt
+from common.tokenizer.training import TRAINERS
+
+transformers = pytest.importorskip("transformers")
+TEXT = "the king said hello there, hi there and the queen was here 1984 她说：你好 "
+MARKS = ["<|pad|>", "<|im_end|>", "<|user|>", "<|bot|>"]
+PROMPTS = [
+    "hi there", " hi", "<|user|> hi<|bot|>", "<|user|>  hi <|bot|>there<|im_end|>\n",
+    "<|endoftext|>the <|user|>", "the king</s>", "a<|bot|><|bot|> 她说：你好",
+]  # fmt: skip
+Files = dict[str, Any]
+BASE = {"config.json": {"model_type": "gpt2", "vocab_size": 400}}
+NAMES = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+MAP = NAMES | {"additional_special_tokens": MARKS[2:]}
+CLASS = {"tokenizer_class": "GPT2Tokenizer"}
+SIZE = 330
+
+
+def decoder(**flags: bool) -> dict[str, Any]:
+    """Entry added_tokens_decoder of a tokenizer_config.json, as transformers 4 writes it."""
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | flags
+    return {
+        str(SIZE + number): {"content": text, "special": True} | flags
+        for number, text in enumerate(MARKS)
+    }
+
+
+ADDED = {text: SIZE + number for number, text in enumerate(MARKS)}
+FOLDERS: dict[str, Files] = {
+    "the plain pair": {},
+    "the names of Megatron-LM": {"vocab.json": "gpt2-vocab.json", "merges.txt": "gpt2-merges.txt"},
+    "saved by transformers 5": {"save": True},
+    "saved by transformers 5, with marks": {"added_tokens.json": ADDED, "save": True,
+        "special_tokens_map.json": MAP},
+    "transformers 4: pair and tokenizer.json": {"added_tokens.json": ADDED, "save": "beside",
+        "special_tokens_map.json": MAP, "tokenizer_config.json": CLASS | NAMES},
+    "added_tokens.json": {"added_tokens.json": ADDED},
+    "added_tokens.json, special_tokens_map.json": {"added_tokens.json": ADDED,
+        "special_tokens_map.json": MAP},
+    "added_tokens.json, tokenizer_config.json": {"added_tokens.json": ADDED,
+        "tokenizer_config.json": CLASS | NAMES},
+    "special_tokens_map.json": {"special_tokens_map.json": MAP},
+    "added_tokens_decoder": {"tokenizer_config.json": CLASS | NAMES | {
+        "added_tokens_decoder": decoder()}},
+    "marks that take white space": {"tokenizer_config.json": CLASS | {
+        "added_tokens_decoder": decoder(lstrip=True, rstrip=True)}},
+    "marks that stand alone": {"tokenizer_config.json": CLASS | {
+        "added_tokens_decoder": decoder(single_word=True)}},
+    "add_prefix_space": {"tokenizer_config.json": CLASS | {"add_prefix_space": True},
+        "added_tokens.json": ADDED},
+    "add_prefix_space, saved by transformers 5": {"tokenizer_config.json": CLASS | {
+        "add_prefix_space": True}, "save": True},
+    "add_bos_token": {"tokenizer_config.json": CLASS | {"add_bos_token": True}},
+    "add_bos_token, saved by transformers 5": {"tokenizer_config.json": CLASS | {
+        "add_bos_token": True}, "save": True},
+    "ends of generation_config.json": {"generation_config.json": {"eos_token_id": [3, 198]},
+        "config.json": BASE["config.json"] | {"eos_token_id": 5}},
+    "ends and filling of config.json": {"config.json": BASE["config.json"] | {
+        "eos_token_id": [7, 8], "pad_token_id": 9, "bos_token_id": 4}},
+    "</s>": {"end": "</s>", "tokenizer_config.json": CLASS | {"eos_token": "</s>",
+        "bos_token": "<s>", "unk_token": "<unk>"}},
+    "no row for a mark": {"special_tokens_map.json": {"pad_token": "<|pad|>"},
+        "config.json": BASE["config.json"] | {"vocab_size": SIZE}},
+    "vocab.txt of BERT": {"kind": "BertWordPieceLowerCase", "tokenizer_config.json": {
+        "tokenizer_class": "BertTokenizer", "do_lower_case": True}},
+    "vocab.txt of BERT, with marks": {"kind": "BertWordPieceLowerCase", "tokenizer_config.json": {
+        "tokenizer_class": "BertTokenizer"}, "special_tokens_map.json": {
+        "additional_special_tokens": MARKS[2:]}},
+    "tokenizer.json of BERT": {"kind": "BertWordPieceCase", "save": True,
+        "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "do_lower_case": False}},
+    "SentencePiece": {"kind": "SentencePieceTokenizer"},
+}  # fmt: skip
+"""Changes to the files of a trained vocabulary. save: what transformers writes is the folder, or
+lies beside it.
+"""
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(kind: str, end: str) -> Path:
+        if (kind, end) not in made:
+            made[kind, end] = folder = tmp_path_factory.mktemp("vocabulary")
+            size = 290 if kind == "SentencePieceTokenizer" else SIZE
+            for name, content in TRAINERS[kind](lambda: [TEXT * 5], size).items():
+                (folder / name).write_bytes(content)
+            if kind == "GPT2BPETokenizer":
+                pad(folder / "vocab.json", end)
+        return made[kind, end]
+
+    return make
+
+
+def pad(file: Path, end: str) -> None:
+    """Fill a vocabulary up to SIZE ids, as tokens that no merge makes, and rename its end."""
+    ids = json.loads(file.read_text())
+    ids = {token: number for number, token in enumerate(t for t in ids if t != "<|endoftext|>")}
+    own = [f"<unused{number}>" for number in range(SIZE - len(ids) - 3)]
+    tokens = [*ids, *own, "<s>", "<unk>", end]
+    file.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+
+
+def write(folder: Path, files: Mapping[str, Any]) -> None:
+    for name, content in files.items():
+        if isinstance(content, str):
+            (folder / name).rename(folder / content)
+        else:
+            (folder / name).write_text(json.dumps(content))
+
+
+@pytest.fixture
+def folder(name: str, vocabularies: Callable[[str, str], Path], tmp_path: Path) -> Path:
+    files = BASE | FOLDERS[name]
+    kind, end = files.pop("kind", "GPT2BPETokenizer"), files.pop("end", "<|endoftext|>")
+    save = files.pop("save", False)
+    folder = tmp_path / "folder"
+    shutil.copytree(vocabularies(kind, end), folder)
+    write(folder, files)
+    if save:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        if save == "beside":
+            theirs._tokenizer.save(str(folder / "tokenizer.json"))
+            return folder
+        shutil.rmtree(folder)
+        theirs.save_pretrained(folder)
+        write(folder, {"config.json": files["config.json"]})
+    return folder
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_prompts_and_ends_are_those_of_transformers(name: str, folder: Path) -> None:
+    ours = load_tokenizer(None, folder)
+    if ours.kind == "SentencePieceTokenizer":
+        for file, content in files_of(ours, 64).items():
+            (folder / file).write_bytes(content)
+    if "Megatron" in name:
+        write(folder, {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"})
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    is_bert = ours.framing.newline is not None
+    for text in PROMPTS:
+        # GPT2-Chinese has [SEP] between lines, and no [CLS] and [SEP] around a prompt
+        shown = text.replace("\n", "[SEP]") if is_bert else text
+        expected = theirs(shown, add_special_tokens=not is_bert)["input_ids"]
+        assert encode_prompt(ours, text).tolist() == expected, text
+    rows = config.vocab_size
+    assert ours.vocab_size == min(rows, len(theirs))
+    assert ours.bos_id == theirs.bos_token_id
+    expected = config.pad_token_id if theirs.pad_token_id is None else theirs.pad_token_id
+    assert ours.pad_id == (expected if expected is None or expected < rows else None)
+    try:
+        settings = transformers.GenerationConfig.from_pretrained(folder)
+    except OSError:
+        settings = transformers.GenerationConfig.from_model_config(config)
+    ends = np.atleast_1d(settings.eos_token_id)
+    assert ours.ends == (tuple(ends[ends < rows]) or (ours.eod_id,))
+    if theirs.eos_token_id is not None:
+        assert ours.eod_id == theirs.eos_token_id
