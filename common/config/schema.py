@@ -848,7 +848,7 @@ class PredictConfig(Section):
         AfterValidator(_without_empty),
     ] = []
     """Texts, or lists of ids, whose tokens are never generated one after another. A text without a
-    leading space is also forbidden with one. One that is only the end of text forbids
+    leading space is also forbidden with one. One that is only an end of text forbids
     nothing, as in transformers; use min_new_tokens, or -100 in logit_bias.
     """
     stop: Annotated[

@@ -128,7 +128,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
     """Return predict.bad_words by ids.
 
     A text that does not begin with white space is forbidden after a space, too. One that is
-    only the end of text is left out, as by transformers' NoBadWordsLogitsProcessor. Raises
+    only an end of text is left out, as by transformers' NoBadWordsLogitsProcessor. Raises
     ConfigError as ``sequence_biases`` does.
     """
     name = "predict.bad_words"
@@ -141,7 +141,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
                 found.append(tuple(spaced))
         else:
             found.append(_checked(word, name, tokenizer))
-    return [ids for ids in dict.fromkeys(found) if ids != (tokenizer.eod_id,)]
+    return [ids for ids in dict.fromkeys(found) if len(ids) > 1 or ids[0] not in tokenizer.ends]
 
 
 def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:

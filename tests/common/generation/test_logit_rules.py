@@ -115,7 +115,7 @@ class Words:
     """A tokenizer of words and of spaces in front of them, as byte-level ones have them."""
 
     framing = Framing()
-    eod_id, unknown_id, vocab_size = 8, 9, 10
+    ends, unknown_id, vocab_size = (8, 7), 9, 10
     pieces = ("bad", " bad", "New", " New", " York", "x", "\n", "é".encode()[:1], "")
 
     def encode(self, text: str, allow_special: bool = False) -> Any:
@@ -141,7 +141,7 @@ WORDS: Any = Words()
 
 def test_words_become_ids_as_they_are_written_and_behind_a_space() -> None:
     config = settings(
-        bad_words=["bad", "New York", " York", "x", [5, 6], [8], [5, 8]],
+        bad_words=["bad", "New York", " York", "x", [5, 6], [8], [7], [5, 8]],
         logit_bias={"New York": 2.0, 5: -3, "x": 1.0, "7": 4.0},
     )
     assert bad_words_ids(config, WORDS) == [(0,), (1,), (2, 4), (3, 4), (4,), (5,), (5, 6), (5, 8)]
@@ -201,12 +201,12 @@ def test_a_record_names_a_part_of_a_character_by_its_bytes() -> None:
 def test_an_end_among_bad_words_is_chosen_as_by_transformers() -> None:
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers.generation.logits_process")
-    words = [[8], [5, 8], [3]]
+    words = [[8], [5, 8], [3], [7]]
     logits = np.zeros(10, np.float32)
-    theirs = processors.NoBadWordsLogitsProcessor(words, 8)
+    theirs = processors.NoBadWordsLogitsProcessor(words, list(WORDS.ends))
     biases = sequence_biases(settings(bad_words=words), WORDS)
     for prompt in ([1, 2], [1, 5]):
         expected = theirs(torch.tensor([prompt]), torch.zeros(1, 10))[0].numpy()
         expected[WORDS.unknown_id] = -np.inf
-        rules = LogitRules(settings(), end_of_text=8, unknown=WORDS.unknown_id, biases=biases)
+        rules = LogitRules(settings(), ends=WORDS.ends, unknown=WORDS.unknown_id, biases=biases)
         assert np.array_equal(rules.apply(logits, prompt, []), expected)
