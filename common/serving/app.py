@@ -148,6 +148,7 @@ class App:
             "object": "model",
             "created": self._started,
             "owned_by": "gpt2-toolkit",
+            "meta": self._service.facts,
         }
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:

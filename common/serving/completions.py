@@ -29,6 +29,7 @@ from common.serving.protocol import CompletionRequest, parse_request
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 from common.tokenizer.streams import whole_text
+from common.weights.names import count_parameters
 
 _DEFAULT_TOKENS = 16
 _LEAST_SHARE = 1e-9
@@ -36,10 +37,24 @@ _LEAST_SHARE = 1e-9
 
 
 class CompletionService:
-    """Makes completions from requests. ``name``: name of the model for clients."""
+    """Makes completions from requests. ``name``: name of the model for clients. ``facts``: about
+    the model, by llama.cpp's names in /v1/models as far as it has them.
+    """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ResolvedRun) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, config: ResolvedRun, backend: str | None = None
+    ) -> None:
+        """backend: the library that computes, where it is not that of the config."""
         self.name = config.serve.name or Path(config.output_dir).resolve().name
+        model = config.model
+        self.facts = {
+            "n_layer": model.num_layers,
+            "n_embd": model.hidden_size,
+            "n_params": count_parameters(model),
+            "n_ctx_train": model.max_positions,
+            "n_vocab": tokenizer.vocab_size,
+            "backend": backend or config.backend,
+        }
         self.metrics = Metrics()
         self.engine, self.tokenizer = engine, tokenizer
         self._config = config

@@ -397,7 +397,12 @@ def test_requests_refused_before_the_body_is_read(server: Server) -> None:
 def test_models_health_metrics_and_page(server: Server) -> None:
     models = json.loads(server.call("GET", "/v1/models")[2])
     assert [each["id"] for each in models["data"]] == ["small"]
-    assert json.loads(server.call("GET", "/v1/models/small")[2])["id"] == "small"
+    h, layers, vocabulary = MODEL["hidden_size"], MODEL["num_layers"], MODEL["vocab_size"]
+    assert json.loads(server.call("GET", "/v1/models/small")[2])["meta"] == {
+        "n_layer": layers, "n_embd": h, "n_ctx_train": POSITIONS, "n_vocab": vocabulary,
+        "n_params": (vocabulary + POSITIONS + 2) * h + layers * (12 * h**2 + 13 * h),
+        "backend": "torch",
+    }  # fmt: skip
     assert json.loads(server.call("GET", "/health")[2]) == {"status": "ok"}
     before = metrics(server)
     server.complete(prompt="To be", max_tokens=4, temperature=0)
