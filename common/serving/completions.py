@@ -37,8 +37,9 @@ _LEAST_SHARE = 1e-9
 
 
 class CompletionService:
-    """Makes completions from requests. ``name``: name of the model for clients. ``facts``: about
-    the model, by llama.cpp's names in /v1/models as far as it has them.
+    """Makes completions from requests. ``name``: name of the model for clients.
+
+    ``facts``: about the model, as far as possible by llama.cpp's names in /v1/models.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ def serve(
     backend: str | None = None,
 ) -> None:
     """Listen until SIGTERM or Ctrl-C. open_slots: loads the model with this number of slots.
-    backend: as of ``CompletionService``.
 
     Raises ConfigError if it cannot listen, and RunError if the model has failed. Raises
     StopRequested once every request is answered or serve.drain_timeout is over.

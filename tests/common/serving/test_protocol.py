@@ -73,6 +73,7 @@ ALLOWED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("OpenAI", {"stop": ""}, {"stop": []}),
     ("OpenAI", {"stop": ["", "a"]}, {"stop": ["a"]}),
     ("OpenAI", {"stop": "\n"}, {"stop": ["\n"]}),
+    # as openai-python's own tests send it; vLLM refuses it
     ("OpenAI", {"stream_options": {"include_usage": True}}, {"stream": False}),
     *(
         ("OpenAI", {"stream": True, "stream_options": given}, {"stream": True})
@@ -106,6 +107,9 @@ def test_fields_that_a_peer_allows(peer: str, fields: dict[str, Any], read: dict
             " include_obfuscation",
         ),
         ("llama.cpp", {"logit_bias": [["a", 1]]}, "logit_bias: should be a valid dictionary"),
+        *(("vLLM", {"prompt": given}, "prompt: expected text, a list") for given in ([], [[]])),
+        ("vLLM", {"logprobs": 21}, "logprobs: should be less than or equal to 20"),
+        ("llama.cpp", {"prompt": [1, "a"]}, "prompt: expected text, a list"),
         ("llama.cpp", {"n_predict": 8}, "n_predict: no such field"),
         ("OpenAI", {"best_of": 3}, "best_of=3 is not n=1: nothing is thrown away here"),
         ("OpenAI", {"messages": []}, "there is no chat here"),
