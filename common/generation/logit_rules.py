@@ -134,14 +134,15 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
     name = "predict.bad_words"
     found = []
     for word in settings.bad_words:
-        if isinstance(word, str):
-            found.append(_ids_of(word, name, tokenizer))
-            spaced = encode_words(tokenizer, f" {word}").tolist() if word.lstrip() == word else []
-            if spaced and tokenizer.unknown_id not in spaced:
-                found.append(tuple(spaced))
-        else:
-            found.append(_checked(word, name, tokenizer))
-    return [ids for ids in dict.fromkeys(found) if len(ids) > 1 or ids[0] not in tokenizer.ends]
+        text = word if isinstance(word, str) else ""
+        ids = _ids_of(text, name, tokenizer) if text else _checked(map(int, word), name, tokenizer)
+        if len(ids) == 1 and ids[0] in tokenizer.ends:
+            continue
+        found.append(ids)
+        spaced = encode_words(tokenizer, f" {text}").tolist() if text.lstrip() == text != "" else []
+        if spaced and tokenizer.unknown_id not in spaced:
+            found.append(tuple(spaced))
+    return list(dict.fromkeys(found))
 
 
 def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:

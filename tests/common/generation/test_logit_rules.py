@@ -116,7 +116,7 @@ class Words:
 
     framing = Framing()
     ends, unknown_id, vocab_size = (8, 7), 9, 10
-    pieces = ("bad", " bad", "New", " New", " York", "x", "\n", "é".encode()[:1], "")
+    pieces = ("bad", " bad", "New", " New", " York", "x", " ", "é".encode()[:1], "<e>")
 
     def encode(self, text: str, allow_special: bool = False) -> Any:
         ids, at = [], 0
@@ -141,14 +141,15 @@ WORDS: Any = Words()
 
 def test_words_become_ids_as_they_are_written_and_behind_a_space() -> None:
     config = settings(
-        bad_words=["bad", "New York", " York", "x", [5, 6], [8], [7], [5, 8]],
+        bad_words=["bad", "New York", " York", "x", [5, 6], [8], [7], [5, 8], "<e>", " <e>"],
         logit_bias={"New York": 2.0, 5: -3, "x": 1.0, "7": 4.0},
     )
-    assert bad_words_ids(config, WORDS) == [(0,), (1,), (2, 4), (3, 4), (4,), (5,), (5, 6), (5, 8)]
+    single = [(0,), (1,), (2, 4), (3, 4), (4,), (5,), (6, 5)]
+    assert bad_words_ids(config, WORDS) == [*single, (5, 6), (5, 8), (6, 8)]
     inf = np.inf
     assert sequence_biases(config, WORDS) == {
         (2, 4): -inf, (5,): -inf, (7,): 4.0, (0,): -inf, (1,): -inf, (3, 4): -inf, (4,): -inf,
-        (5, 6): -inf, (5, 8): -inf,
+        (6, 5): -inf, (5, 6): -inf, (5, 8): -inf, (6, 8): -inf,
     }  # fmt: skip
     assert sequence_biases(settings(logit_bias={"5": -3, "x": 1.0}), WORDS) == {(5,): -2.0}
 
