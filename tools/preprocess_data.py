@@ -257,6 +257,13 @@ def _parser() -> argparse.ArgumentParser:
         help="put the tokenizer's marks around each document: <|endoftext|> behind it for GPT-2,"
         " [MASK] before and [CLS] behind it for vocab.txt (default: on)",
     )
+    group.add_argument(
+        "--special-tokens",
+        choices=("tokens", "text"),
+        help="what special tokens written in a document are, <|endoftext|> too: tokens as in a"
+        " prompt, or ordinary text, which no document can use to end itself (default: tokens for a"
+        " tokenizer with marks beyond its end, such as <|user|> or BERT's; else text)",
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
@@ -422,6 +429,7 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
         dataset_split=args.dataset_split,
         documents=DocumentRule(args.documents),
         append_eod=args.append_eod,
+        special_tokens=args.special_tokens,
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
         workers=args.workers,

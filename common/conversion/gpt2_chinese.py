@@ -256,6 +256,7 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
             merge_file=None if wish.merge_file is None else Path(wish.merge_file),
             backend=wish.backend,
         ),
+        special_tokens="tokens",
     )
     if not flags.get("raw") and not any(folder.glob(f"{TOKENS}_*")):
         raise DataError(

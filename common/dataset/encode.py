@@ -5,7 +5,8 @@ Only the tokenizer runs once per document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,8 @@ class EncodingRules:
     """Settings of the encoding.
 
     keys: JSON keys, one output each. frame: put the tokenizer's document frame around documents
-    (GPT-2: end-of-text at the end). min_length: characters that a document must exceed.
+    (GPT-2: end-of-text at the end). special: special tokens in a document are these tokens, else
+    ordinary text. min_length: characters that a document must exceed.
     count_dropped: list documents that are left out in ``EncodedBlock.documents``, with 0 sequences.
     """
 
@@ -35,6 +37,7 @@ class EncodingRules:
     frame: bool
     sentences: bool
     keep_newlines: bool
+    special: bool
     min_length: int = 0
     count_dropped: bool = False
 
@@ -47,7 +50,7 @@ class EncodedBlock:
     sequences of each; 0 for a text without a token, as in Megatron's preprocess_data.py.
     empty: number of those, and of blank pieces of plain text, which are not counted as documents.
     short: documents skipped; short_bytes: their text. text_bytes: bytes of text read. read_bytes:
-    bytes taken from disk.
+    bytes taken from disk. marks: how often each special token is spelled that stays text.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -58,6 +61,7 @@ class EncodedBlock:
     short_bytes: int
     text_bytes: int
     read_bytes: int
+    marks: Mapping[str, int] = field(default_factory=dict)
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> list[EncodedBlock]:
@@ -87,7 +91,7 @@ def _encode(
     counts = np.ones(len(texts), dtype=np.int64)
     if rules.sentences:
         texts, counts = _sentences_of(texts, rules.keep_newlines)
-    packed = encode_documents(tokenizer, texts)
+    packed = encode_documents(tokenizer, texts, special=rules.special)
     ids, sizes = packed.ids, packed.lengths
     if not sizes.all():
         held = np.concatenate([[0], np.cumsum(sizes > 0)])[np.cumsum(counts)]
@@ -108,7 +112,14 @@ def _encode(
         short_bytes=short_bytes,
         text_bytes=documents.size,
         read_bytes=read_bytes,
+        marks=_spelled(texts, () if rules.special else tokenizer.special),
     )
+
+
+def _spelled(texts: list[str], marks: Iterable[str]) -> dict[str, int]:
+    """Return how often each mark is spelled in the texts, if at all."""
+    counts = ((mark, sum(text.count(mark) for text in texts)) for mark in marks)
+    return {mark: count for mark, count in counts if count}
 
 
 def _of_ids(block: Block, tokenizer: Tokenizer) -> EncodedBlock:

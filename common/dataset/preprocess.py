@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,8 @@ class PreprocessOptions:
     format: of the outputs: a .bin/.idx pair, FleetX's files, or GPT2-Chinese's with ``pieces``
     files.
     min_length: characters that a document must exceed. encoding: of the inputs. append_eod: put the
-    tokenizer's document frame around each document.
+    tokenizer's document frame around each document. special_tokens: what special tokens in a
+    document are; left out, tokens where the tokenizer has marks beyond its end, else text.
     shard: part of the corpus to write, under a prefix of its own; None writes all of it.
     block_bytes: text per step and worker. document_bytes: maximum size of a document, which must
     fit in memory.
@@ -76,6 +78,7 @@ class PreprocessOptions:
     format: Literal["indexed", "fleetx", "pieces"] = "indexed"
     pieces: int = 100
     append_eod: bool = True
+    special_tokens: Literal["tokens", "text"] | None = None
     split_sentences: bool = False
     keep_newlines: bool = False
     workers: int = 1
@@ -180,11 +183,13 @@ def preprocess(
             " --output-prefix"
         )
     tokenizer = options.tokenizer.load()
+    options = replace(options, special_tokens=_marks_as(options, tokenizer))
     rules = EncodingRules(
         keys=keys,
         frame=options.append_eod,
         sentences=options.split_sentences,
         keep_newlines=options.keep_newlines,
+        special=options.special_tokens == "tokens",
         min_length=options.min_length,
         count_dropped=options.format == "pieces",
     )
@@ -201,7 +206,7 @@ def preprocess(
             kept=True,
             progress=replace(kept, total_bytes=progress.total_bytes),
         )
-    empty, short = [0] * len(keys), [0] * len(keys)
+    empty, short, marks = [0] * len(keys), [0] * len(keys), Counter[str]()
     with ExitStack() as stack:
         writers = [_writer(options, prefix, tokenizer.vocab_size) for prefix in prefixes]
         if isinstance(writers[0], PiecesWriter):
@@ -223,6 +228,7 @@ def preprocess(
                 writers[n].append(part.tokens, part.sizes, part.documents)
                 empty[n] += part.empty
                 short[n] += part.short
+                marks.update(part.marks)
             progress = replace(
                 progress,
                 documents=sum(writer.document_count for writer in writers),
@@ -247,6 +253,28 @@ def preprocess(
                     f"{names}: all {empty[n]} documents under {keys[n]!r} are empty, nothing to"
                     " write; check the input and --json-keys"
                 )
+    _warn(options, corpora, progress, marks)
+    for n, writer in enumerate(writers):
+        write_metadata(
+            with_extension(writer.prefix, METADATA_EXTENSION),
+            _metadata(options, tokenizer, corpora, writer, keys[n], empty[n]),
+        )
+    return PreprocessResult(
+        prefixes=prefixes, keys=keys, progress=replace(progress, seconds=time.monotonic() - started)
+    )
+
+
+def _warn(
+    options: PreprocessOptions, corpora: list[Corpus], progress: Progress, marks: Counter[str]
+) -> None:
+    """Warn of text that was left out, and of ``marks`` that stay text."""
+    if marks:
+        mark, _ = marks.most_common(1)[0]
+        _log.warning(
+            "the documents spell a special token %d times, most often %r, and it stays text:"
+            " --special-tokens tokens makes it the token that a prompt has there",
+            *(marks.total(), mark),
+        )
     if progress.short_share > _MUCH:
         remedy = (
             "lines or paragraphs were documents of their own; add --documents file to keep each"
@@ -259,17 +287,14 @@ def preprocess(
             "--min-length %d left out %.0f %% of the text: %s",
             *(options.min_length, 100 * progress.short_share, remedy),
         )
-    for n, writer in enumerate(writers):
-        write_metadata(
-            with_extension(writer.prefix, METADATA_EXTENSION),
-            _metadata(options, tokenizer, corpora, writer, keys[n], empty[n]),
-        )
-    return PreprocessResult(
-        prefixes=prefixes, keys=keys, progress=replace(progress, seconds=time.monotonic() - started)
-    )
 
 
 _EXTENSIONS = {"indexed": (".bin", ".idx"), "fleetx": (IDS, INDEX), "pieces": ()}
+
+
+def _marks_as(options: PreprocessOptions, tokenizer: Tokenizer) -> Literal["tokens", "text"]:
+    """Return what special tokens in a document are, also where the option is left out."""
+    return options.special_tokens or ("tokens" if tokenizer.has_marks else "text")
 
 
 def _open(options: PreprocessOptions) -> list[Corpus]:
@@ -385,6 +410,7 @@ def _record(
             "append_eod": options.append_eod,
             "split_sentences": options.split_sentences,
             "keep_newlines": options.keep_newlines,
+            **({"special_tokens": "tokens"} if options.special_tokens == "tokens" else {}),
             **({"min_length": str(options.min_length)} if options.min_length else {}),
             **({SHARD_OPTION: str(options.shard)} if options.shard else {}),
         },

@@ -11,6 +11,7 @@ from common.evaluation.report import EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
+from common.tokenizer.lines import encode_documents
 from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
 
@@ -52,9 +53,9 @@ class LambadaTask:
                 )
         window = config.model.seq_length
         rows, cut = [], 0
-        encoded = tokenizer.encode_batch([passage.rstrip() for passage in passages])
+        encoded = encode_documents(tokenizer, [passage.rstrip() for passage in passages]).rows()
         for number, (tokens, context_ids) in enumerate(
-            zip(encoded, tokenizer.encode_batch(contexts), strict=True), 1
+            zip(encoded, encode_documents(tokenizer, contexts).rows(), strict=True), 1
         ):
             scored = len(tokens) - len(context_ids)
             if not 0 < scored <= window:

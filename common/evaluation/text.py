@@ -56,7 +56,7 @@ class TextTask:
         texts = [detokenize(text) for text in file.texts]
         if file.is_json:
             encoded = encode_documents(tokenizer, texts).rows()
-            start = np.array([tokenizer.eod_id], np.int32)
+            start = np.array(tokenizer.framing.begin or (tokenizer.eod_id,), np.int32)
             streams = [np.concatenate((start, ids)) for ids in encoded]
         else:
             encoded = streams = [encode_prompt(tokenizer, texts[0])]

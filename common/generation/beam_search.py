@@ -92,7 +92,7 @@ class _Search:
         self._size = settings.num_beams // settings.num_beam_groups
         self._groups = [_Group.of(self._size) for _ in range(settings.num_beam_groups)]
         self._end_ids = ends if settings.stop_at_end_of_text else ()
-        # as many candidates as leave enough that go on (transformers)
+        # enough that beams are left where every end is a candidate (transformers)
         self._kept = max(2, 1 + len(self._end_ids)) * self._size
 
     @property

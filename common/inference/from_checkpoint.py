@@ -44,7 +44,8 @@ def _fill_model(tree: dict[str, Any], sources: Sources) -> None:
     source = find_source(path)
     given = tree.get("model") or {}
     section = source.model.model_dump(exclude_none=True)
-    section["vocab_multiple"] = multiple_for(section["vocab_size"], section["vocab_multiple"])
+    if source.run:  # a run of ours without a tokenizer has trained all rows of a padded table
+        section["vocab_multiple"] = multiple_for(section["vocab_size"], section["vocab_multiple"])
     if given.get("dropout") is not None:
         section = {key: value for key, value in section.items() if key not in _DROPOUTS}
     for key in section.keys() - given.keys():

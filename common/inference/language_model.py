@@ -26,7 +26,7 @@ from common.inference.source import Source
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_prompt
+from common.tokenizer.lines import encode_prompt, encode_words
 from common.weights.names import count_parameters
 
 _NOT_HERE = ("prompt", "prompt_file", "output_file", "output_folder", "stream")
@@ -151,13 +151,14 @@ class LanguageModel:
         files. stride: tokens from one window to the next in a text that is longer than the model's
         positions; without it windows do not overlap. Raises ConfigError.
         """
-        window = self.max_positions
+        window, framing = self.max_positions, self.tokenizer.framing
         if stride is not None and not 1 <= stride <= window:
             raise ConfigError(f"stride={stride}: expected 1 to {window}, the model's positions")
         texts = [text] if isinstance(text, str) else text
         rows, counts = [], []
         for each in texts:
-            tokens = np.array([self.tokenizer.eod_id, *self.encode(each)], np.int32)
+            words = encode_words(self.tokenizer, each)
+            tokens = np.array([*(framing.begin or framing.suffix[-1:]), *words], np.int32)
             windows = sliding_windows(tokens, window, stride or window)
             counts.append(len(windows))
             rows += windows

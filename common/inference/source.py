@@ -14,10 +14,10 @@ from common.errors import CheckpointError, ConfigError, TokenizerError
 from common.files import reading
 from common.inference.export_record import read_export
 from common.systems.hugging_face.config import CONFIG, read_config
-from common.systems.hugging_face.tokenizer import TOKENIZER_FILES
 from common.systems.table import FORMATS, detect
 from common.systems.weights import checked_model
 from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer.folder import VOCABULARIES
 from common.training.checkpoint import find_checkpoint
 from common.training.data import describe_tokenizer
 from common.training.manifest import MANIFEST, read_manifest
@@ -183,7 +183,7 @@ def tokenizer_files(source: Source) -> dict[str, str | None] | None:
     record = source.tokenizer
     found = dict.fromkeys(("type", "folder", "vocab_file", "merge_file"))
     found["type"] = record.get("kind") or record.get("type")
-    if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+    if any((source.folder / name).is_file() for name in VOCABULARIES):
         return found | {"folder": str(source.folder)}
     names = {name: record.get(name) for name in ("folder", "vocab_file", "merge_file")}
     if not (names["folder"] or names["vocab_file"]):

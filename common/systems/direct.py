@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,11 @@ from common.files import reading
 from common.systems.own_folder import manifest_of
 from common.systems.table import FORMATS, detect
 from common.systems.weight_format import WeightFormat
-from common.systems.weights import Weight, to_type
+from common.systems.weights import Weight, Weights, to_type
+from common.tokenizer.folder import Folder
 from common.training.foreign import ForeignCheckpoint, foreign_formats
 from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE
-from common.weights.names import check_tensors
+from common.weights.names import EMBEDDING, check_tensors
 from common.weights.pieces import TensorSlice
 
 
@@ -52,6 +53,7 @@ class _Formats:
                 weights = stack.enter_context(
                     format.open_as(path, model) if format.open_as else opened(path)
                 )
+                weights = _without_padding(weights, model)
             files = {MODEL_FILE: _Tensors(path, weights.tensors)}
             if weights.run is not None:
                 files[OPTIMIZER_FILE] = _Tensors(path, weights.moments)
@@ -60,6 +62,45 @@ class _Formats:
                 "left_out": dict(weights.ignored),
             }
             yield ForeignCheckpoint(manifest=manifest, files=files)
+
+
+_MOST_RANKS = 8
+"""Tensor-parallel ranks to whose number of rows a table is expected to be padded at most."""
+
+
+def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
+    """Return the weights with the rows of the config's vocabulary, if those beyond it only pad the
+    table to a multiple. Raises CheckpointError if a file beside them names a token there.
+    """
+    rows, size, multiple = weights.model.vocab_size, model.vocab_size, model.vocab_multiple
+    if rows % multiple or not 0 < rows - size < multiple * _MOST_RANKS:
+        return weights
+    path = weights.path if weights.path.is_dir() else weights.path.parent
+    named = [fields["text"] for fields in Folder(path).added if fields["id"] >= size]
+    if named:
+        raise CheckpointError(
+            f"{weights.path}: has {rows} rows for tokens, and the tokenizer in use {size} tokens;"
+            f" the files there name {', '.join(map(repr, named[:3]))} beyond these; preprocess with"
+            f" --vocab-file {path} and set data.tokenizer={path}"
+        )
+
+    def first_rows(weight: Weight) -> Weight:
+        shape = (size, *weight.shape[1:])
+        return replace(weight, shape=shape, load=lambda: weight.load()[:size])
+
+    def cut(tensors: Mapping[str, Weight]) -> dict[str, Weight]:
+        return {
+            name: first_rows(each) if name.startswith(EMBEDDING) else each
+            for name, each in tensors.items()
+        }
+
+    return replace(
+        weights,
+        model=weights.model.model_copy(update={"vocab_size": size}),
+        tensors=cut(weights.tensors),
+        moments=cut(weights.moments),
+        ignored={**weights.ignored, f"{EMBEDDING}[{size}:{rows}]": "rows that pad the vocabulary"},
+    )
 
 
 def _find(path: Path) -> WeightFormat | None:

@@ -71,7 +71,8 @@ def _load_library(name: str, install: str) -> Any:
         ) from None
 
 
-def _pack(rows: Sequence[Sequence[int]]) -> PackedIds:
+def pack(rows: Sequence[Sequence[int]]) -> PackedIds:
+    """Return the ids of several texts in one buffer."""
     offsets = _offsets(rows)
     ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
     return PackedIds(ids=ids, offsets=offsets)
@@ -105,7 +106,7 @@ class _Tokenizers:
         return np.array(self.model.encode(text).ids, dtype=np.int32)
 
     def encode_many(self, texts: list[str]) -> PackedIds:
-        return _pack([encoding.ids for encoding in self.model.encode_batch_fast(texts)])
+        return pack([encoding.ids for encoding in self.model.encode_batch_fast(texts)])
 
 
 class _Tiktoken:
@@ -283,7 +284,7 @@ class _Gigatoken:
 
     def encode_many(self, texts: list[str]) -> PackedIds:
         if not texts:
-            return _pack([])
+            return pack([])
         # The result is an array of the package awkward. Its two buffers are used directly, so no
         # rows are built. In a worker process gigatoken uses one thread.
         layout = self._model.encode_batch(texts).layout

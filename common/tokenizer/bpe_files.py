@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,13 +92,19 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
     if merge_file is not None or folder.is_gpt2:
         prefix_space = folder.settings.get("add_prefix_space") is True
     tokens = _in_id_order(vocab_file, ids)
-    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    marks = read_marks(folder, ids, (END_OF_TEXT,), names)
-    token_bytes = _spell(vocab_file, tokens, marks.added)
-    framing = framing_of(marks, vocab_file, begin)
+    _require_bytes(vocab_file, ids)
     if merge_file is not None:
         merges = _read_merges(merge_file, vocab_file, ids)
-    _check_same_model(merge_file or vocab_file, vocab_file, ids, merges, marks.added)
+    made = {left + right for left, right in merges}
+    unmade = [token for token in ids if len(token) > 1 and token not in made]
+    # a vocabulary to which marks were added by hand, and transformers' files are not beside it
+    by_hand = [] if folder.is_saved else list(filter(_SPECIAL.fullmatch, unmade))
+    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    marks = read_marks(folder, ids, (END_OF_TEXT,), names, by_hand)
+    token_bytes = _spell(vocab_file, tokens, marks.added)
+    framing = framing_of(marks, vocab_file, begin)
+    lost = [token for token in unmade if not _SPECIAL.fullmatch(token) and token not in marks.added]
+    _check_same_model(merge_file or vocab_file, vocab_file, ids, made, lost)
     spelled = {mark.id: mark.text.encode() for mark in marks.marks}
     return BPEVocabulary(
         ids=ids,
@@ -233,15 +239,18 @@ def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[byt
             f"{path}: id {spelled.index(b'')} is the empty token; expected at least one byte;"
             " remove it"
         )
-    known = set(tokens)
-    missing = [char for char in alphabet if char not in known]
+    return spelled
+
+
+def _require_bytes(path: Path, ids: Mapping[str, int]) -> None:
+    alphabet = byte_alphabet()
+    missing = [char for char in alphabet if char not in ids]
     if missing:
         raise TokenizerError(
             f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being"
             f" {missing[0]!r} (byte 0x{alphabet[missing[0]]:02x}); without them some text has no"
             " ids; expected a byte-level BPE vocabulary"
         )
-    return spelled
 
 
 def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tuple[str, str], ...]:
@@ -294,24 +303,17 @@ def _shorten(line: str) -> str:
 def _check_same_model(
     merge_file: Path,
     vocab_file: Path,
-    ids: dict[str, int],
-    merges: tuple[tuple[str, str], ...],
-    marks: Mapping[str, int],
+    ids: Mapping[str, int],
+    made: Collection[str],
+    lost: list[str],
 ) -> None:
-    """Reject a file with tokens that no merge makes.
+    """Reject a file with tokens that no merge makes (``lost``).
 
     They can never be produced, which shows a cut merge file or that of another model.
     """
-    made = {left + right for left, right in merges}
-    known = made | marks.keys()
-    lost = [
-        token
-        for token in ids
-        if len(token) > 1 and token not in known and not _SPECIAL.fullmatch(token)
-    ]
     if lost:
         raise TokenizerError(
-            f"{merge_file}: its {len(merges)} merges make none of {len(lost)} tokens of"
+            f"{merge_file}: its {len(made)} merges make none of {len(lost)} tokens of"
             f" {vocab_file}, the first being {lost[0]!r} (id {ids[lost[0]]}); the file is cut short"
             " or belongs to another model; take both files from the same place"
         )

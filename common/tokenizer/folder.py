@@ -25,9 +25,21 @@ from common.structured_files import (
 
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+VOCABULARIES = (
+    "vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "gpt2-vocab.json", "gpt2-merges.txt",
+    "vocab.txt", "tokenizer.model", "spiece.model", TOKENIZER_JSON,
+)  # fmt: skip
+"""Names of files that hold a vocabulary, or a part of one."""
+GENERATION = "generation_config.json"
+BESIDE = (CONFIG, MAP, ADDED, GENERATION, "chat_template.jinja")
+"""Names of the files that say more about a vocabulary."""
+MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Names of ids in config.json and generation_config.json."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word")
 
@@ -50,13 +62,19 @@ class Folder:
         settings = self._mapping(CONFIG)
         if "added_tokens_decoder" in settings:
             return settings
-        return settings | self._mapping("special_tokens_map.json")
+        return settings | self._mapping(MAP)
 
     @cached_property
     def json(self) -> dict[str, Any]:
         """Content of tokenizer.json; empty without one."""
         file = self.path / self._json
         return read_tokenizer_json(file) if file.is_file() else {}
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether transformers wrote a file here that may name tokens."""
+        names = (CONFIG, MAP, ADDED, self._json)
+        return any((self.path / name).is_file() for name in names)
 
     @property
     def is_gpt2(self) -> bool:
@@ -83,10 +101,10 @@ class Folder:
         """The fields of ``Mark`` of each added token."""
         found: dict[str, dict[str, Any]] = {}
         decoder = self.settings.get("added_tokens_decoder") or {}
-        beside = {} if decoder else self._mapping("added_tokens.json")
+        beside = {} if decoder else self._mapping(ADDED)
         for where, number, fields in (
             *((self._json, None, entry) for entry in self.json.get("added_tokens") or ()),
-            *(("added_tokens.json", number, {"content": text}) for text, number in beside.items()),
+            *((ADDED, number, {"content": text}) for text, number in beside.items()),
             *((CONFIG, number, fields) for number, fields in decoder.items()),
         ):
             fields = require_mapping(fields, str(self.path / where), error=TokenizerError)
@@ -106,15 +124,19 @@ class Folder:
 
     @cached_property
     def rows(self) -> int | None:
-        """Rows of the model's table by config.json, if it is there."""
-        rows = self._mapping("config.json").get("vocab_size")
-        return rows if type(rows) is int else None
+        """Rows of the table of the model in the folder, transformers' or ours."""
+        run = self._mapping("manifest.json").get("config")
+        for model in (self._mapping("config.json"), self._mapping("export.json"), run):
+            model = model.get("model", model) if isinstance(model, dict) else {}
+            if isinstance(model, dict) and type(model.get("vocab_size")) is int:
+                return int(model["vocab_size"])
+        return None
 
     def ids(self, name: str, size: int) -> tuple[int, ...]:
         """Return the ids below ``size`` that the model's files have under a name such as
         eos_token_id. generation_config.json comes before config.json, as in ``generate``.
         """
-        for file in ("generation_config.json", "config.json"):
+        for file in (GENERATION, "config.json"):
             value = self._mapping(file).get(name)
             ids = value if isinstance(value, list) else [value]
             if found := [each for each in ids if type(each) is int and 0 <= each < size]:

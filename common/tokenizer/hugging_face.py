@@ -11,15 +11,16 @@ from typing import Any, Self
 from common.errors import TokenizerError
 from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
+from common.tokenizer.bpe_backends import pack
 from common.tokenizer.checks import checked_ids
 from common.tokenizer.folder import Folder, begin_of
 from common.tokenizer.marks import FRAME, Mark, framing_of, read_marks
 from common.tokenizer.streams import WindowStream
-from common.tokenizer.text_tokenizer import TextTokenizer, pack
+from common.tokenizer.text_tokenizer import TextTokenizer
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """Tokenizer of a tokenizer.json that is no byte-level BPE of GPT-2's kind.
+    """Tokenizer of a tokenizer.json, other than a byte-level BPE of GPT-2's kind.
 
     Documents end with the ``eos_token`` that a file beside it names. Without one, they end with the
     first known end token of the vocabulary.

@@ -1,4 +1,4 @@
-"""Encoding of documents and prompts. They differ in the frame alone."""
+"""Encoding of documents and prompts. Only their frames differ."""
 
 from __future__ import annotations
 

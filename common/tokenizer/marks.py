@@ -51,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Marks:
-    """What a tokenizer has beyond its vocabulary.
+    """Added and special tokens of a tokenizer.
 
     size: number of ids, up to the last mark. ends: ids at which a continuation stops.
     named: text by transformers' names, such as eos_token. implied: text of the marks that every
@@ -77,8 +77,8 @@ class Marks:
         return {mark.text: mark.id for mark in self.marks}
 
     def pattern(self, *, special: bool) -> re.Pattern[str] | None:
-        """Return what finds the marks in a text, the longest first. special: all of them, else the
-        added words alone, which are never ordinary text.
+        """Return what finds the marks in a text, the longest first. special: all of them, else only
+        the added words, which are never ordinary text.
         """
         found = [mark for mark in self.marks if special or not mark.special]
         found.sort(key=lambda mark: -len(mark.text))
@@ -87,7 +87,7 @@ class Marks:
     def sha256(self, content: str, *settings: object) -> str:
         """Return the digest of a vocabulary's digest and of what changes ids of text.
 
-        With implied marks alone, and without settings that are true, it is the vocabulary's.
+        With only implied marks, and without settings that are true, it is the vocabulary's.
         """
         changes = [
             [mark.text, mark.id, mark.lstrip, mark.rstrip, mark.single_word]
@@ -104,12 +104,13 @@ def read_marks(
     ids: Mapping[str, int],
     implied: Iterable[str] = (),
     names: Mapping[str, str] | None = None,
+    own: Iterable[str] = (),
 ) -> Marks:
     """Return the marks of a folder's files over a vocabulary.
 
     ids: of the vocabulary's tokens. implied: special tokens of every vocabulary of the
     kind. names: named tokens where no file names them. Those that the vocabulary lacks are left
-    out. The end is then one of ``ENDS``.
+    out. The end is then one of ``ENDS``. own: further special tokens of the vocabulary.
     Raises TokenizerError where two tokens have one id.
     """
     named = {name: text for name, text in (names or {}).items() if text in ids} | folder.named
@@ -119,10 +120,12 @@ def read_marks(
     if end and not (texts >= {*FRAME} or "eos_token" in named):
         named["eos_token"] = end
     implied = [text for text in implied if text in ids]
-    listed = [*(named[name] for name in NAMES if name in named), *folder.listed, *implied]
+    listed = [*(named[name] for name in NAMES if name in named), *folder.listed, *implied, *own]
     taken = {number: text for text, number in ids.items()}
     marks: dict[str, Mark] = {}
     for fields in added:
+        if folder.rows is not None and fields["id"] >= folder.rows:
+            continue  # the model has no row for it
         text, number = fields["text"], ids.get(fields["text"], fields["id"])
         if taken.setdefault(number, text) != text:
             raise TokenizerError(

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from common.tokenizer.base import Framing, Ids, PackedIds, TextStream, TokenIds
 from common.tokenizer.checks import checked_text, checked_texts, decoded_texts, refuse_surrogate
 from common.tokenizer.marks import Marks, encode_around
@@ -144,11 +142,3 @@ class TextTokenizer(MarkedTokenizer):
 
 def _rebuild(cls: type[TextTokenizer], file: Path, kind: str) -> TextTokenizer:
     return cls.from_file(file, kind)
-
-
-def pack(rows: Sequence[Sequence[int]]) -> PackedIds:
-    """Return the ids of several texts in one buffer."""
-    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    flat = [token for row in rows for token in row]
-    return PackedIds(ids=np.array(flat, dtype=np.int32), offsets=offsets)

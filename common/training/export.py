@@ -12,6 +12,7 @@ weights/model.yaml           a config for --run_mode predict from inside the fol
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,14 @@ from common.quantization.integers import arrays_of_integers, kinds_of_integers, 
 from common.resolve.derive import resolve_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
+from common.tokenizer.folder import (
+    BESIDE,
+    GENERATION,
+    MODEL_IDS,
+    TOKENIZER_JSON,
+    VOCABULARIES,
+    Folder,
+)
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.foreign import manifest_of
 from common.training.manifest import write_manifest
@@ -37,10 +46,6 @@ from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 
 SETTINGS_FILE = "model.yaml"
-_TOKENIZER_FILES = (
-    "vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "vocab.txt", "tokenizer.json",
-    "tokenizer.model", "spiece.model", "tokenizer_config.json",
-)  # fmt: skip
 
 
 def export(config: ResolvedRun) -> None:
@@ -99,14 +104,22 @@ def _put_settings(folder: Path, config: ResolvedRun) -> None:
 
 
 def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
-    """Copy the existing files of data.tokenizer; return whether there are any.
+    """Copy the existing files of data.tokenizer; return whether there are any. What config.json
+    beside them says of the ends is written as generation_config.json.
 
-    Raises StorageError, and OSError for a file that cannot be read.
+    Raises StorageError, TokenizerError, and OSError for a file that cannot be read.
     """
     files = _tokenizer_files(config)
     for name, file in files.items():
-        with file.open("rb") as source, atomic_write(folder / name) as copy:
-            shutil.copyfileobj(source, copy)
+        with file.open("rb") as given, atomic_write(folder / name) as copy:
+            shutil.copyfileobj(given, copy)
+    if files and GENERATION not in files:
+        source = Folder(next(iter(files.values())).parent)
+        named = {name: source.ids(name, config.model.vocab_size) for name in MODEL_IDS}
+        said = {name: ids[0] if len(ids) == 1 else ids for name, ids in named.items() if ids}
+        if said:
+            with atomic_write(folder / GENERATION, "w") as target:
+                json.dump(said, target)
     return bool(files)
 
 
@@ -115,17 +128,23 @@ def _tokenizer_files(config: ResolvedRun) -> dict[str, Path]:
     wish = config.data.tokenizer
     if wish is None:
         return {}
-    given = {name: Path(wish.folder or "") / name for name in _TOKENIZER_FILES if wish.folder}
-    if wish.vocab_file and wish.merge_file:
-        given = {"vocab.json": Path(wish.vocab_file), "merges.txt": Path(wish.merge_file)}
-    elif wish.vocab_file:
-        given = {Path(wish.vocab_file).name: Path(wish.vocab_file)}
+    path = Path(wish.vocab_file or "")
+    folder = Path(wish.folder) if wish.folder else path.parent
+    given = {name: folder / name for name in BESIDE}
+    if wish.folder:
+        given |= {name: folder / name for name in VOCABULARIES}
+    elif wish.merge_file:
+        given[TOKENIZER_JSON] = folder / TOKENIZER_JSON  # which may have added tokens
+        given |= {"vocab.json": path, "merges.txt": Path(wish.merge_file)}
+    else:
+        given[path.name] = path
     found = {name: file for name, file in given.items() if file.is_file()}
-    if not found:
+    if not any(name in found for name in (*VOCABULARIES, path.name)):
         LOG.warning(
             f"data.tokenizer: {wish.vocab_file or wish.folder} is not there; the export holds no"
             " tokenizer, and generating with it needs one"
         )
+        return {}
     return found
 
 

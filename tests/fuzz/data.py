@@ -443,11 +443,12 @@ def _make_corpus(dice: Dice, prepared: Prepared, folder: Path) -> Case:
                 inputs=(path,), output_prefix=folder / "out", tokenizer=prepared.choice,
                 documents=rule, json_keys=keys,
                 split_sentences=sentences,
-                block_bytes=dice_bytes,
+                block_bytes=dice_bytes, special_tokens=marks,
             )  # fmt: skip
             return list(preprocess(options).prefixes)
 
     dice_bytes = dice.pick((16, 100, 1 << 20))
+    marks = dice.pick((None, "tokens", "text"))
 
     def check(prefixes: list[Path]) -> str | None:
         if len(prefixes) != 1 or keys != ("text",):

@@ -4,6 +4,7 @@ rank asks for. Runs that begin with them have equal losses.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +15,15 @@ import numpy as np
 import pytest
 
 from common.conversion.convert import convert
+from common.errors import CheckpointError
 from common.parallel.sharding import slice_of
 from common.systems.direct import accept_foreign_weights
 from common.systems.mindformers.rank_files import write_rank_file
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import open_project
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.foreign import foreign_formats
+from common.training.fits import require_same_model
+from common.training.foreign import foreign_formats, manifest_of
 from common.training.loss_scale import LossScale
 from common.training.metrics import read_metrics
 from common.training.start import require_weights
@@ -116,6 +119,29 @@ def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Pat
     if run is not None:
         states = [reader.states(config, LossScale(config.loss_scale)) for reader in (there, here)]
         assert states[0] == states[1] and states[0][1].optimizer_steps == 3
+
+
+@pytest.mark.parametrize("named", [None, "added_tokens.json", "tokenizer_config.json"])
+def test_rows_beyond_the_tokenizer_are_padding_where_no_file_names_a_token_there(
+    named: str | None, tmp_path: Path
+) -> None:
+    path = converted_to("hf")(write_run(tmp_path / "run"), tmp_path)
+    rows = config_of().model.vocab_size
+    cut = config_of().model.model_copy(update={"vocab_size": rows - 2, "vocab_multiple": rows})
+    entries = {str(rows - 1): {"content": "<|user|>", "special": True}}
+    contents = {"added_tokens.json": {"<|user|>": rows - 1}}
+    if named is not None:
+        content = contents.get(named, {"added_tokens_decoder": entries})
+        (path / named).write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=r"name '<\|user\|>' beyond these; preprocess"):
+            manifest_of(path, cut)
+        return
+    require_same_model(manifest_of(path, cut), config_of().model_copy(update={"model": cut}), path)
+    found = dict(CheckpointReader(path).weights(cut))
+    whole = dict(CheckpointReader(path).weights(config_of().model))
+    assert found["wte.weight"].shape[0] == rows - 2
+    for name, values in found.items():
+        assert np.array_equal(values, whole[name][: len(values)]), name
 
 
 # ---- whole runs ----

@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.dataset import IndexedDataset
+from common.dataset.metadata import read_metadata
+from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.workers import TokenizerChoice
 from common.systems.hugging_face.tokenizer_files import files_of
-from common.tokenizer import load_tokenizer
-from common.tokenizer.lines import encode_prompt
+from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer.lines import encode_prompt, encode_words
 from common.tokenizer.training import TRAINERS
 
 transformers = pytest.importorskip("transformers")
@@ -141,6 +145,57 @@ def folder(name: str, vocabularies: Callable[[str, str], Path], tmp_path: Path) 
         theirs.save_pretrained(folder)
         write(folder, {"config.json": files["config.json"]})
     return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "has_marks"),
+    [
+        ("the plain pair", True),  # <s> and <unused0> were added to vocab.json by hand
+        ("saved by transformers 5", False),
+        ("</s>", True),
+        ("special_tokens_map.json", True),
+        ("vocab.txt of BERT", True),
+        ("SentencePiece", False),
+    ],
+)
+def test_documents_and_prompts_have_one_encoder(
+    name: str, has_marks: bool, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(None, folder)
+    assert tokenizer.has_marks == has_marks
+    end = next(text for text, each in tokenizer.special.items() if each == tokenizer.eod_id)
+    texts = [f"hi {end} there", "<|user|> hi<|bot|>", "the king\n said"]
+    (tmp_path / "corpus.json").write_text(json.dumps(texts))
+    frame = [list(tokenizer.framing.prefix), list(tokenizer.framing.suffix)]
+    for wish in ("tokens", "text", None):
+        caplog.clear()
+        options = PreprocessOptions(
+            inputs=(tmp_path / "corpus.json",),
+            output_prefix=tmp_path / "out",
+            tokenizer=TokenizerChoice(
+                kind=None, vocab_file=folder, merge_file=None, backend="auto"
+            ),
+            special_tokens=wish,  # type: ignore[arg-type]
+        )
+        (prefix,) = preprocess(options).prefixes
+        data, metadata = IndexedDataset(prefix), read_metadata(Path(f"{prefix}.meta.json"))
+        found = [data[number].tolist() for number in range(len(data))]
+        as_tokens = wish == "tokens" or (wish is None and has_marks)
+        encode = encode_words if as_tokens else encode_text
+        assert found == [[*frame[0], *encode(tokenizer, text), *frame[1]] for text in texts]
+        assert (metadata.options.get("special_tokens") == "tokens") == as_tokens
+        stays = sum(text.count(mark) for text in texts for mark in tokenizer.special)
+        said = [each.getMessage() for each in caplog.records if "spell" in each.getMessage()]
+        assert len(said) == (not as_tokens) and all(f" {stays} times" in each for each in said)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of lines of ordinary text, with the mark for their ends."""
+    mark = tokenizer.framing.newline
+    if mark is None:
+        return tokenizer.encode(text).tolist()
+    lines = [[*tokenizer.encode(line).tolist(), mark] for line in text.split("\n")]
+    return [token for line in lines for token in line][:-1]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
