@@ -34,6 +34,8 @@ MAX_YAML_NODES = 100_000
 
 KeyPath = tuple[str | int, ...]
 """The keys and positions that lead to a value."""
+IsText = Callable[[KeyPath, str], bool]
+"""Tells whether a word without quotation marks is text there, even one such as 42 or true."""
 
 
 def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
@@ -45,15 +47,20 @@ def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> di
 
 
 def read_yaml_lines(
-    path: Path, *, error: type[UserError] = ConfigError, carriers: set[str] | None = None
+    path: Path,
+    *,
+    error: type[UserError] = ConfigError,
+    carriers: set[str] | None = None,
+    is_text: IsText | None = None,
 ) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return the content of a YAML file with keys at its top, and the line of each key.
 
-    carriers: filled as by ``parse_yaml``. Raises ``error``.
+    carriers, is_text: as of ``parse_yaml``. Raises ``error``.
     """
     lines: dict[KeyPath, int] = {}
     try:
-        found = parse_yaml(read_text(path, limit=MAX_YAML_BYTES, error=error), lines, carriers)
+        text = read_text(path, limit=MAX_YAML_BYTES, error=error)
+        found = parse_yaml(text, lines, carriers, is_text)
     except MalformedError as reason:
         raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
     return require_mapping({} if found is None else found, str(path), error=error), lines
@@ -131,12 +138,16 @@ def dump_yaml(value: Any) -> str:
 
 
 def parse_yaml(
-    text: str, lines: dict[KeyPath, int] | None = None, carriers: set[str] | None = None
+    text: str,
+    lines: dict[KeyPath, int] | None = None,
+    carriers: set[str] | None = None,
+    is_text: IsText | None = None,
 ) -> Any:
     """Return the value of a YAML text of one document; None if it is empty. Raises MalformedError.
 
     Keys become text. A repeated key is rejected. lines: filled with the line of each key. carriers:
-    filled with the keys at the top whose value has an anchor that an alias uses.
+    filled with the keys at the top whose value has an anchor that an alias uses. is_text: of words
+    that would be numbers, booleans or null.
     """
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
@@ -146,7 +157,7 @@ def parse_yaml(
         root = loader.get_single_node()
         if carriers is not None and isinstance(root, yaml.MappingNode):
             carriers |= {key.value for key, child in root.value if loader.carries(child)}
-        return None if root is None else _Plain(lines).value(root, ())
+        return None if root is None else _Plain(lines, is_text).value(root, ())
     except yaml.MarkedYAMLError as error:
         problem = (
             "an anchor is defined twice"
@@ -166,8 +177,8 @@ def parse_yaml(
 class _Plain:
     """Plain data of composed nodes. Aliases are followed, and each place gets its own copy."""
 
-    def __init__(self, lines: dict[KeyPath, int] | None) -> None:
-        self._lines = lines
+    def __init__(self, lines: dict[KeyPath, int] | None, is_text: IsText | None) -> None:
+        self._lines, self._is_text = lines, is_text
         self._seen = 0
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
@@ -190,6 +201,8 @@ class _Plain:
             return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode) or kind in ("seq", "map"):
             raise MalformedError(f"the tag !!{kind} does not fit its value", *_line(node))
+        if self._is_text and node.style is None and self._is_text(path, node.value):
+            kind = "str"
         try:
             return _READERS[kind](node.value)
         except MalformedError as error:

@@ -4,7 +4,7 @@ The folder is a run, a checkpoint, an export (ONNX, MindIR, GGUF, safetensors), 
 folder, or other weights that tools/convert_weight.py reads.
 
     python tools/inference.py --model_dir output/first/onnx --prompt "Once upon a time" \\
-        [max_new_tokens=40 strategy=sampling top_k=40]
+        [max_new_tokens=40 top_k=40]
 
 Keys of the section predict follow (run_gpt2.py --explain predict lists them); those that are left
 out are the run's or the export's own. An ONNX folder is run without a training framework.

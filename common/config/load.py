@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
 from common.config.hints import explain_all
@@ -24,7 +24,7 @@ from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in
 from common.structured_files import MAX_DEPTH, MalformedError
-from common.yaml_files import dump_yaml, parse_yaml, read_yaml_lines
+from common.yaml_files import IsText, dump_yaml, parse_yaml, read_yaml_lines
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16``
 # instead of replacing it.
@@ -40,8 +40,13 @@ _LENGTHS = {
 }
 """Keys that set the length of a run and of a validation; each has one of them."""
 
-_LISTS_OF_TEXT = (list[str], list[str | list[int]])
-"""Types of keys that also take one text."""
+_PROSE: set[Path_] = {("predict", "prompt"), ("predict", "stop"), ("predict", "bad_words")}
+"""Keys that take a text or a list. A text may begin with a bracket, such as [CLS]."""
+_FILES: set[Path_] = {("data", "train"), ("data", "validation"), ("data", "tokenizer")}
+"""Keys that take the name of a file or a folder, or a list or a mapping."""
+_ITEM = r'(?:"(?:[^"\\]|\\.)*"|\'[^\']*\'|-?\d+|\[[-\d\s,]*\])'
+_LIST = re.compile(rf"\s*\[\s*(?:{_ITEM}\s*(?:,\s*{_ITEM}\s*)*)?\]\s*", re.S)
+"""A list of texts in quotation marks, ids and lists of ids."""
 
 _Read = tuple[dict[str, Any], Sources]
 
@@ -239,7 +244,7 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
             f"{path}: base files are nested more than {MAX_DEPTH} levels; put their keys"
             " into fewer files"
         )
-    own, own_sources = read_yaml(path)
+    own, own_sources = read_yaml(path, is_text=_takes_text)
     rename_keys(own, own_sources)
     bases = own.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -272,14 +277,14 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
     return known[real]
 
 
-def read_yaml(path: Path, carriers: set[str] | None = None) -> _Read:
+def read_yaml(path: Path, carriers: set[str] | None = None, is_text: IsText | None = None) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key.
 
-    carriers: filled as by ``parse_yaml``. Raises ConfigError, also for a key given twice.
+    carriers, is_text: as of ``parse_yaml``. Raises ConfigError, also for a key given twice.
     """
     if "\0" not in str(path) and not os.path.lexists(path):
         raise ConfigError(_absent(path))
-    tree, lines = read_yaml_lines(path, carriers=carriers)
+    tree, lines = read_yaml_lines(path, carriers=carriers, is_text=is_text)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 
@@ -322,7 +327,7 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", dotted):
         raise ConfigError(f"command line: {word!r}: expected section.key=value")
     path: Path_ = tuple(dotted.split("."))
-    value = text if _takes_text(path, text) else parse_scalar(text, f"command line: {dotted}")
+    value = read_value(text, path, f"command line: {dotted}")
     renamed = rename(path, value, "command line")
     if renamed is None:
         return
@@ -336,34 +341,32 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     sources[path] = "command line"
 
 
+def read_value(text: str, path: Path_, where: str) -> Any:
+    """Return the value of a key from the command line. Raises ConfigError."""
+    return text if _takes_text(path, text) else parse_scalar(text, where)
+
+
 def _takes_text(path: Path_, text: str) -> bool:
-    """Tell whether a field takes text, so that a prompt of ``42`` or ``Once: upon`` stays as
-    typed.
+    """Tell whether a value of a key is text as it is written, such as a prompt of ``42``, ``null``
+    or ``[CLS]``, or a folder ``2024``. Of other keys, ``null``, ``~`` and nothing are null.
     """
-    annotation = _annotation(path)
-    options = (
-        set(typing.get_args(annotation))
-        if isinstance(annotation, types.UnionType)
-        else {annotation}
-    )
-    options = {
-        typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option
-        for option in options
-    }
-    if text in ("null", "~") or not options <= {str, *_LISTS_OF_TEXT, type(None)}:
-        return False
-    return options.isdisjoint(_LISTS_OF_TEXT) or not text.lstrip().startswith("[")
+    if path in _PROSE:
+        return not _LIST.fullmatch(text)
+    types_ = _types(path)
+    is_text = bool(types_) and types_ <= {str, type(None)}
+    is_text |= path in _FILES and text[:1] not in ("[", "{")
+    return is_text and text not in ("", "null", "~")
 
 
-def _annotation(path: Path_) -> Any:
-    model: Any = RunConfig
-    annotation: Any = None
+def _types(path: Path_) -> set[Any]:
+    """Return the types that a key may have, without their limits; none of an unknown key."""
+    found: set[Any] = {RunConfig}
     for key in path:
-        if (
-            not (isinstance(model, type) and issubclass(model, BaseModel))
-            or key not in model.model_fields
-        ):
-            return None
-        annotation = model.model_fields[str(key)].annotation
-        model = annotation
-    return annotation
+        fields = [each.model_fields for each in found if hasattr(each, "model_fields")]
+        annotation = fields[0][key].annotation if fields and key in fields[0] else None
+        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        found = set()
+        for option in typing.get_args(annotation) if is_union else (annotation,):
+            is_limited = typing.get_origin(option) is typing.Annotated
+            found.add(typing.get_args(option)[0] if is_limited else option)
+    return found

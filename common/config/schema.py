@@ -738,6 +738,9 @@ def _without_empty(values: Any) -> Any:
     return values
 
 
+_LEAST_TEMPERATURE = 1e-6
+"""Below it logits overflow, and the most probable token has all of the probability."""
+Strategy = Literal["greedy", "sampling", "beam_search"]
 _TextOrIds = str | list[int]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -767,11 +770,10 @@ class PredictConfig(Section):
     """Print tokens as they are generated, if standard output is a terminal and one sequence is
     generated at a time.
     """
-    strategy: Annotated[
-        Literal["greedy", "sampling", "beam_search"], BeforeValidator(_strategy)
-    ] = "greedy"
+    strategy: Annotated[Strategy, BeforeValidator(_strategy)] | None = None
     """Choice of the next token. greedy takes the most probable token, sampling draws one, and
-    beam_search looks for the most probable sequences.
+    beam_search looks for the most probable sequences. When left out, temperature, top_k, top_p or
+    min_p choose sampling, and else it is greedy.
     """
     num_sequences: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Continuations of each prompt: drawn independently, or the best of num_beams. Must be 1 with
@@ -810,10 +812,8 @@ class PredictConfig(Section):
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
-    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    """Divisor of the logits before sampling. This key, top_k, top_p and min_p act only with
-    strategy sampling.
-    """
+    temperature: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """Divisor of the logits before sampling, 1 when left out; 0 takes the most probable token."""
     top_k: NonNegative = 0
     """Sample from the k most probable tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0
@@ -849,7 +849,8 @@ class PredictConfig(Section):
         AfterValidator(_without_empty),
     ] = []
     """Texts, or lists of ids, whose tokens are never generated one after another. A text without a
-    leading space is also forbidden with one.
+    leading space is also forbidden with one. One that is only an end of text forbids
+    nothing, as in transformers; use min_new_tokens, or -100 in logit_bias.
     """
     stop: Annotated[
         list[str],
@@ -865,14 +866,22 @@ class PredictConfig(Section):
     and temperature.
     """
 
+    @property
+    def method(self) -> Strategy:
+        """The strategy, also where it is left out. Sampling at temperature 0 is greedy."""
+        draws = self.temperature is not None or self.top_k or self.top_p < 1.0 or self.min_p
+        found: Strategy = self.strategy or ("sampling" if draws else "greedy")
+        is_cold = self.temperature is not None and self.temperature < _LEAST_TEMPERATURE
+        return "greedy" if is_cold and found == "sampling" else found
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.strategy == "beam_search":
+        if self.method == "beam_search":
             self._check_beams()
-        if self.num_sequences > 1 and self.strategy == "greedy":
+        if self.num_sequences > 1 and self.method == "greedy":
+            change = "raise temperature" if self.strategy == "sampling" else "set strategy=sampling"
             raise ValueError(
-                f"num_sequences={self.num_sequences}: greedy gives equal continuations; set"
-                " strategy=sampling"
+                f"num_sequences={self.num_sequences}: greedy gives equal continuations; {change}"
             )
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(

@@ -27,7 +27,7 @@ from common.training.start import checkpoint_to_use
 
 RECORD = "generation.json"
 _DECISIVE = (
-    "strategy", "min_new_tokens", "max_new_tokens", "window", "temperature", "top_k", "top_p",
+    "min_new_tokens", "max_new_tokens", "window", "top_k", "top_p",
     "repetition_penalty", "stop_at_end_of_text", "presence_penalty", "frequency_penalty",
     "logit_bias", "bad_words", "stop", "no_repeat_ngram_size", "min_p",
 )  # fmt: skip
@@ -50,6 +50,8 @@ class ArticleFolder:
         record: dict[str, Any] = {
             "checkpoint": _identity(config),
             "seed": config.seed if settings.seed is None else settings.seed,
+            "strategy": settings.method,
+            "temperature": settings.temperature or 1.0,
             **{name: getattr(settings, name) for name in _DECISIVE},
             "prompts": [
                 prompt.ids if prompt.is_given_as_ids else prompt.text for prompt in prompts

@@ -38,7 +38,7 @@ def continuations(
         "biases": sequence_biases(settings, tokenizer),
         "read": lambda prompt: GrowingText(tokenizer.stream(prompt.ids), settings.stop),
     }
-    if settings.strategy == "beam_search":
+    if settings.method == "beam_search":
         if decoder.rows < settings.num_beams:
             raise ConfigError(
                 f"predict.num_beams={settings.num_beams}: this export takes {decoder.rows} rows at"

@@ -87,7 +87,7 @@ def rows_at_once(settings: PredictConfig, prompts: int) -> int:
 
     There is a row for each sequence, or for each beam.
     """
-    if settings.strategy == "beam_search":
+    if settings.method == "beam_search":
         return settings.num_beams * min(prompts, max(1, settings.batch_size // settings.num_beams))
     return min(settings.batch_size, prompts * settings.num_sequences)
 

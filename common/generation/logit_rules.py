@@ -127,19 +127,21 @@ def logit_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[in
 def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Return predict.bad_words by ids.
 
-    A text that does not begin with white space is forbidden after a space, too. Raises ConfigError
-    as ``sequence_biases`` does.
+    A text that does not begin with white space is forbidden after a space, too. One that is
+    only an end of text is left out, as by transformers' NoBadWordsLogitsProcessor. Raises
+    ConfigError as ``sequence_biases`` does.
     """
     name = "predict.bad_words"
     found = []
     for word in settings.bad_words:
-        if isinstance(word, str):
-            found.append(_ids_of(word, name, tokenizer))
-            spaced = encode_words(tokenizer, f" {word}").tolist() if word.lstrip() == word else []
-            if spaced and tokenizer.unknown_id not in spaced:
-                found.append(tuple(spaced))
-        else:
-            found.append(_checked(word, name, tokenizer))
+        text = word if isinstance(word, str) else ""
+        ids = _ids_of(text, name, tokenizer) if text else _checked(map(int, word), name, tokenizer)
+        if len(ids) == 1 and ids[0] in tokenizer.ends:
+            continue
+        found.append(ids)
+        spaced = encode_words(tokenizer, f" {text}").tolist() if text.lstrip() == text != "" else []
+        if spaced and tokenizer.unknown_id not in spaced:
+            found.append(tuple(spaced))
     return list(dict.fromkeys(found))
 
 

@@ -117,17 +117,17 @@ def _remarks(settings: PredictConfig) -> Iterator[str]:
 
 def unused_by_greedy(settings: PredictConfig) -> str | None:
     """Return a warning if settings of sampling are given that the strategy ignores."""
-    fields = type(settings).model_fields
-    given = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    unset = {"temperature": (None, 1.0), "top_k": (0,), "top_p": (1.0,), "min_p": (0.0,)}
+    given = {name: getattr(settings, name) for name in unset}
     unused = [
-        f"predict.{name}={value}" for name, value in given.items() if value != fields[name].default
+        f"predict.{name}={value}" for name, value in given.items() if value not in unset[name]
     ]
-    if settings.strategy == "sampling" or not unused:
+    if settings.strategy not in ("greedy", "beam_search") or not unused:
         return None
     takes = {"greedy": "the most probable token", "beam_search": "the most probable sequences"}
     return (
         f"{' and '.join(unused)} without effect: predict.strategy={settings.strategy} takes"
-        f" {takes[settings.strategy]}; add predict.strategy=sampling"
+        f" {takes[settings.strategy]}; set predict.strategy=sampling"
     )
 
 

@@ -15,6 +15,7 @@ from common.parallel.resolved_run import ResolvedRun
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes, shown
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
+from common.tokenizer.streams import whole_text
 
 DEFAULT_NEW_TOKENS = 100
 Given: TypeAlias = str | Sequence[int]
@@ -55,7 +56,7 @@ def sliding_window(config: ResolvedRun) -> int | None:
     settings, positions = config.predict, config.model.max_positions
     if settings.window is None and (settings.max_new_tokens or 0) <= positions:
         return None
-    if settings.strategy == "beam_search":
+    if settings.method == "beam_search":
         raise ConfigError(
             f"predict.strategy=beam_search: sequences stay within {positions} positions; leave"
             " predict.window out and lower predict.max_new_tokens, or set predict.strategy=sampling"
@@ -156,7 +157,8 @@ def _encode(
                     f"{where}: id {shown(each)} is outside the vocabulary; expected 0 to"
                     f" {tokenizer.vocab_size - 1}"
                 )
-        text, ids = tokenizer.decode(given), [int(each) for each in given]
+        ids = [int(each) for each in given]
+        text = whole_text(tokenizer, ids)
     prompt = partial(Prompt, text=text, ids=ids, is_given_as_ids=not isinstance(given, str))
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")

@@ -31,7 +31,7 @@ def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.G
             f"the model's logits hold {logits[best]}; its weights are broken or precision.compute"
             " is too narrow for them"
         )
-    if settings.strategy == "greedy":
+    if settings.method == "greedy":
         return best
     ids, probabilities = token_probabilities(logits, settings)
     ladder = probabilities.cumsum()
@@ -52,7 +52,7 @@ def token_probabilities(logits: Logits, settings: PredictConfig) -> tuple[Ids, P
     )
     weights = logits[ids].astype(np.float64)
     weights -= weights.max()
-    weights /= settings.temperature
+    weights /= settings.temperature or 1.0
     np.exp(weights, out=weights)
     if settings.top_p < 1.0:
         kept = _nucleus(weights, settings.top_p * float(weights.sum()))

@@ -17,7 +17,7 @@ def generation_config(config: ResolvedRun) -> dict[str, Any]:
     """
     settings = config.predict
     fields: dict[str, Any] = {
-        "do_sample": settings.strategy == "sampling",
+        "do_sample": settings.method == "sampling",
         "max_new_tokens": settings.max_new_tokens,
         "min_new_tokens": settings.min_new_tokens or None,
         "num_return_sequences": settings.num_sequences,
@@ -32,14 +32,14 @@ def generation_config(config: ResolvedRun) -> dict[str, Any]:
             "bad_words_ids": [list(ids) for ids in words] or None,
             "sequence_bias": [[list(ids), value] for ids, value in biases.items()] or None,
         }
-    if settings.strategy == "sampling":
+    if settings.method == "sampling":
         fields |= {
             "temperature": settings.temperature,
             "top_k": settings.top_k,
             "top_p": settings.top_p,
             "min_p": settings.min_p or None,
         }
-    if settings.strategy == "beam_search":
+    if settings.method == "beam_search":
         fields |= {
             "num_beams": settings.num_beams,
             "length_penalty": settings.length_penalty,

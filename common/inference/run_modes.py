@@ -122,7 +122,7 @@ def _serve(config: ResolvedRun, opener: Opener, source: Source) -> None:
         assert isinstance(runner, ProgramRunner)
         return runner.slots(count)
 
-    serve(config, tokenizer, open_slots)
+    serve(config, tokenizer, open_slots, source.format)
 
 
 def _evaluate(config: ResolvedRun, opener: Opener, path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.generation.log_probabilities import ScoredToken, token_text
+from common.generation.prompts import Prompt
 from common.serving.job import Piece
 from common.tokenizer import Tokenizer
 
@@ -14,12 +15,21 @@ from common.tokenizer import Tokenizer
 class Choice:
     """One continuation of a completion, built from pieces as they arrive."""
 
-    def __init__(self, number: int, tokenizer: Tokenizer, *, echo: str, has_logprobs: bool) -> None:
-        """echo: the prompt, if the text begins with it, else empty."""
+    def __init__(
+        self,
+        number: int,
+        tokenizer: Tokenizer,
+        prompt: Prompt,
+        *,
+        echoes: bool,
+        has_logprobs: bool,
+    ) -> None:
+        """echoes: whether the text begins with the prompt."""
         self.finish_reason: str | None = None
         self.tokens = 0
         self._number, self._tokenizer = number, tokenizer
-        self._echo, self._has_logprobs = echo, has_logprobs
+        self._echo, self._has_logprobs = prompt.text * echoes, has_logprobs
+        self._stream = tokenizer.stream(() if echoes else prompt.ids)
         self._offset = 0
 
     def part(self, piece: Piece) -> dict[str, Any]:
@@ -49,14 +59,13 @@ class Choice:
         """Return four lists with an entry for each token.
 
         The first token of a text has no probability. The chosen token is always among the top ones.
-        text_offset: number of characters that begin before the token.
+        text_offset: place in the text of the first character that the token is a part of.
         """
         words = [token_text(self._tokenizer, each.id) for each in scored]
         offsets = []
         for each in scored:
             offsets.append(self._offset)
-            raw = self._tokenizer.token_bytes(each.id)
-            self._offset += sum(byte & 0xC0 != 0x80 for byte in raw)
+            self._offset += len(self._stream.push([each.id]))
         top: list[dict[str, float] | None] = []
         for word, each in zip(words, scored, strict=True):
             found: dict[str, float] = {}

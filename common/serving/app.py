@@ -148,6 +148,7 @@ class App:
             "object": "model",
             "created": self._started,
             "owned_by": "gpt2-toolkit",
+            "meta": self._service.facts,
         }
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,11 +205,14 @@ class App:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address. A name has no case and may end with a
+    dot.
+    """
+    name = host.lower().removesuffix(".")
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return host == "localhost"
+        return name == "localhost"
 
 
 def _is_local_name(host: str) -> bool:

@@ -28,17 +28,34 @@ from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, parse_request
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
+from common.tokenizer.streams import whole_text
+from common.weights.names import count_parameters
 
 _DEFAULT_TOKENS = 16
-_LEAST_TEMPERATURE = 1e-6
-"""Below this temperature the most probable token is chosen."""
+_LEAST_SHARE = 1e-9
+"""``top_p`` of 0, which leaves the most probable token; 0 is off in the section predict."""
 
 
 class CompletionService:
-    """Makes completions from requests. ``name``: name of the model for clients."""
+    """Makes completions from requests. ``name``: name of the model for clients.
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ResolvedRun) -> None:
+    ``facts``: about the model, as far as possible by llama.cpp's names in /v1/models.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, config: ResolvedRun, backend: str | None = None
+    ) -> None:
+        """backend: the library that computes, where it is not that of the config."""
         self.name = config.serve.name or Path(config.output_dir).resolve().name
+        model = config.model
+        self.facts = {
+            "n_layer": model.num_layers,
+            "n_embd": model.hidden_size,
+            "n_params": count_parameters(model),
+            "n_ctx_train": model.max_positions,
+            "n_vocab": tokenizer.vocab_size,
+            "backend": backend or config.backend,
+        }
         self.metrics = Metrics()
         self.engine, self.tokenizer = engine, tokenizer
         self._config = config
@@ -81,7 +98,7 @@ class CompletionService:
             biases=biases,
         )
         completion = Completion(self, request, prompts, loop)
-        seed = secrets.randbits(63) if request.seed is None else request.seed
+        seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
         completion.jobs = [
             CompletionJob(
                 Continuation(
@@ -89,7 +106,7 @@ class CompletionService:
                     index=index,
                     number=number,
                     generator=np.random.default_rng((seed, index, number)),
-                    growing=GrowingText(self.tokenizer.stream(prompt.ids), request.stop),
+                    growing=GrowingText(self.tokenizer.stream(prompt.ids), settings.stop),
                 ),
                 choice=index * request.n + number,
                 settings=settings,
@@ -116,7 +133,7 @@ class CompletionService:
                     f" {self.tokenizer.vocab_size} tokens",
                     param="prompt",
                 )
-            ids, text = given, self.tokenizer.decode(given)
+            ids, text = given, whole_text(self.tokenizer, given)
         if not ids:
             raise Refusal(400, "prompt: has no token; give some text", param="prompt")
         return Prompt(text=text, ids=ids, new_tokens=self._new_tokens(len(ids), request))
@@ -174,7 +191,8 @@ class Completion:
             Choice(
                 number,
                 service.tokenizer,
-                echo=prompts[number // request.n].text if request.echo else "",
+                prompts[number // request.n],
+                echoes=request.echo,
                 has_logprobs=request.logprobs is not None,
             )
             for number in range(len(prompts) * request.n)
@@ -250,18 +268,17 @@ def _refusal(error: Exception) -> Refusal:
 
 
 def _settings(request: CompletionRequest) -> PredictConfig:
-    is_greedy = request.temperature < _LEAST_TEMPERATURE
     return PredictConfig(
-        strategy="greedy" if is_greedy else "sampling",
-        temperature=1.0 if is_greedy else request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
+        strategy="sampling",
+        temperature=request.temperature,
+        top_k=max(0, request.top_k),
+        top_p=request.top_p or _LEAST_SHARE,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=request.logit_bias,
-        stop=request.stop,
+        stop=[*request.stop, *filter(None, [request.suffix])],
         logprobs=request.logprobs,
     )
 

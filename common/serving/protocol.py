@@ -11,7 +11,6 @@ from common.structured_files import DuplicateKeyError, MalformedError, parse_jso
 
 _NOT_HERE = {
     "messages": "there is no chat here: GPT-2 has no format of conversations; send prompt",
-    "suffix": "GPT-2 continues a text and cannot fill a gap; leave suffix out",
     "tools": "GPT-2 calls no tools; leave the field out",
 }
 """OpenAI's fields that need another model, with the message for each."""
@@ -37,38 +36,55 @@ def _prompts(value: Any) -> Prompts:
     return value
 
 
-def _texts(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _stops(value: Any) -> Any:
+    """Return texts as a list, without the empty ones of clients that fill in every field."""
+    texts = [value] if isinstance(value, str) else value
+    return [each for each in texts if each != ""] if isinstance(texts, list) else texts
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    include_usage: bool = False
-
-
-class CompletionRequest(BaseModel):
-    """A request for completions. A field that is null counts as left out."""
+class _Level(BaseModel):
+    """Fields of an object. One that is null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: each for key, each in value.items() if each is not None}
+
+
+class StreamOptions(_Level):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted and ignored: there is nothing that pads events."""
+
+
+class CompletionRequest(_Level):
+    """A request for completions."""
 
     model: str | None = None
     prompt: Annotated[Prompts, BeforeValidator(_prompts)] = ["<|endoftext|>"]
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] = 0
+    """0 is off, and so is -1, as in vLLM."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     n: Annotated[int, Field(ge=1, le=100_000)] = 1
-    best_of: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    best_of: Annotated[int, Field(ge=0, le=100_000)] = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=1000)]],
-        BeforeValidator(_texts),
+        BeforeValidator(_stops),
         Field(max_length=16),
     ] = Field(default_factory=list)
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    suffix: Annotated[str, Field(max_length=100_000)] = ""
+    """Text after the completion, which ends where it reaches this text."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = -1
+    """-1 is any seed, as in vLLM (SamplingParams) and llama.cpp; OpenAI allows all others."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     logit_bias: Annotated[
@@ -78,13 +94,6 @@ class CompletionRequest(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     user: Annotated[str, Field(max_length=1000)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: each for key, each in value.items() if each is not None}
 
 
 def parse_request(body: bytes) -> CompletionRequest:
@@ -112,24 +121,21 @@ def _refusal(error: ValidationError) -> Refusal:
     first = error.errors(include_url=False, include_input=False)[0]
     where = [str(part)[:100] for part in first["loc"]]
     if first["type"] == "extra_forbidden":
-        names = ", ".join(CompletionRequest.model_fields)
-        return Refusal(400, f"{where[-1]}: no such field; there are {names}", param=where[0])
+        level: type[_Level] = CompletionRequest if len(where) == 1 else StreamOptions
+        message = f"no such field; there are {', '.join(level.model_fields)}"
+        return Refusal(400, f"{'.'.join(where)}: {message}", param=where[0])
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return Refusal(400, f"{'.'.join(where)}: {message}", param=where[0])
 
 
 def _check(request: CompletionRequest) -> None:
     """Refuse fields that contradict each other."""
-    if request.best_of is not None and request.best_of != request.n:
+    if request.best_of not in (0, request.n):
         raise Refusal(
             400,
             f"best_of={request.best_of} is not n={request.n}: nothing is thrown away here; ask for"
             f" n={request.best_of} with logprobs, and choose",
             param="best_of",
-        )
-    if request.stream_options is not None and not request.stream:
-        raise Refusal(
-            400, "stream_options is for stream=true; leave it out", param="stream_options"
         )
     if request.max_tokens == 0 and not request.echo:
         raise Refusal(

@@ -30,7 +30,12 @@ _LAST_WORDS = 5.0
 """Seconds to write the last answers after the drain."""
 
 
-def serve(config: ResolvedRun, tokenizer: Tokenizer, open_slots: Callable[[int], Slots]) -> None:
+def serve(
+    config: ResolvedRun,
+    tokenizer: Tokenizer,
+    open_slots: Callable[[int], Slots],
+    backend: str | None = None,
+) -> None:
     """Listen until SIGTERM or Ctrl-C. open_slots: loads the model with this number of slots.
 
     Raises ConfigError if it cannot listen, and RunError if the model has failed. Raises
@@ -41,7 +46,7 @@ def serve(config: ResolvedRun, tokenizer: Tokenizer, open_slots: Callable[[int],
     key = read_key(settings, os.environ.get(KEY_VARIABLE))
     with listen(settings) as listener, StopSignal() as stop:
         engine = Engine(open_slots(settings.slots), queue_limit=settings.max_waiting)
-        service = CompletionService(engine, tokenizer, config)
+        service = CompletionService(engine, tokenizer, config, backend)
         app = App(service, settings, slots=settings.slots, key=key)
         http = HttpThread(app, settings, listener)
         http.start()

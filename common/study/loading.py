@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from common.config.aliases import ALIASES
 from common.config.hints import hint, schema_keys
-from common.config.load import flatten, parse_scalar, read_yaml
+from common.config.load import flatten, read_value, read_yaml
 from common.errors import ConfigError
 from common.structured_files import shown
 from common.study.definition import (
@@ -109,7 +109,7 @@ def _changed(
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise ConfigError(f"command line: {word!r}: expected section.key=value")
-        value = parse_scalar(text, f"command line: {key}")
+        value = read_value(text, tuple(key.split(".")), f"command line: {key}")
         if key in ("repeats", "warmup_steps", "measured_steps", "time_limit"):
             changed[key] = value
             places[key,] = "command line"

@@ -11,13 +11,12 @@ from common.config.load import (
     apply_overrides,
     build_config,
     foreign_readers,
-    parse_scalar,
     read_own_config,
     read_yaml,
 )
 from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
-from common.systems.dialect import Translation, has_rule
+from common.systems.dialect import Table, Translation, has_rule, read_word
 from common.systems.dialect_module import CommandLine, DialectModule, FileDialect
 from common.systems.flags import COMMAND_LINE, check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
@@ -78,7 +77,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     own = []
     for word in overrides:
         if _is_theirs(dialect, word):
-            _override(tree, sources, word)
+            _override(tree, sources, word, dialect.TABLE)
         else:
             own.append(word)
     return _finish(dialect, str(path), tree, sources, own)
@@ -167,7 +166,7 @@ def open_flags(
     ConfigError.
     """
     dialect = COMMAND_LINES[system]
-    tree, sources, replaced = read_flags(words, where, getattr(dialect, "TEXTS", ()))
+    tree, sources, replaced = read_flags(words, where, getattr(dialect, "TEXTS", ()), dialect.TABLE)
     for other in COMMAND_LINES.values():
         alien = [key for key in tree if not _is_flag_of(dialect, key) and _is_flag_of(other, key)]
         if alien:
@@ -237,7 +236,7 @@ def _marks(tree: Mapping[str, Any], dialect: FileDialect) -> set[str]:
     return marks
 
 
-def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
+def _override(tree: dict[str, Any], sources: Sources, word: str, table: Table) -> None:
     """Apply ``-o Section.key=value``. A number in the path is an index of a list."""
     dotted, equals, text = word.partition("=")
     if not equals or not all(dotted.split(".")):
@@ -255,10 +254,8 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
             raise ConfigError(
                 f"command line: {word}: {section} is not a section of the file; check the path"
             )
-    value = parse_scalar(
-        {"True": "true", "False": "false", "None": "null"}.get(text, text),
-        f"command line: {dotted}",
-    )
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    value = read_word(text, table.get(dotted), f"command line: {dotted}")
     if isinstance(at, list):
         place = whole_number(name)
         if place is None or place >= len(at):

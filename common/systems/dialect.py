@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from common.config.hints import schema_defaults
-from common.config.load import flatten
+from common.config.load import flatten, read_value
 from common.errors import ConfigError
 from common.structured_files import kind_of
 
@@ -53,6 +53,14 @@ Table = Mapping[str, Rule]
 """Rules by dotted key; ``section.*`` and ``prefix_*`` stand for all keys that begin so and have no
 rule of their own.
 """
+
+
+def read_word(word: str, rule: Rule | None, where: str) -> Any:
+    """Return the value of a word of a command line: the word itself where the key of ours takes
+    text, else what it is in YAML. Raises ConfigError.
+    """
+    return read_value(word, tuple(rule.key.split(".")) if isinstance(rule, To) else (), where)
+
 
 Defaults = Mapping[str, Any]
 """Their values of dotted keys that a file leaves out, in their words."""

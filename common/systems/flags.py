@@ -7,12 +7,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
-from common.config.load import parse_scalar
 from common.errors import ConfigError
 from common.files import open_input, reading
-from common.systems.dialect import Only, Switch, Table, To
+from common.systems.dialect import Only, Rule, Switch, Table, To, read_word
 from common.systems.shell_script import Command, Word, read_script
 
 MOST_BYTES = 1 << 20
@@ -24,14 +24,17 @@ _WRITTEN = "# flags of the command line of "
 
 
 def read_flags(
-    words: Sequence[str], where: str, texts: Collection[str] = ()
+    words: Sequence[str],
+    where: str,
+    texts: Collection[str] = (),
+    table: Table = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str], dict[str, str]]:
     """Return the value and the place of each flag, and a remark on each that a later one replaces.
     A flag without a value is true; several values become a list. As in argparse, the last of two
     equal flags counts.
 
-    texts: flags whose value is text and is not parsed as YAML. where: the file, or "command line".
-    Raises ConfigError for a word without a flag.
+    texts, table: flags whose value is text, and the rules of others. where: the file, or "command
+    line". Raises ConfigError for a word without a flag.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
@@ -52,7 +55,9 @@ def read_flags(
             number += 1
         key = name.replace("-", "_")
         place = f"{_place(where, word)}: --{name}"
-        value = " ".join(values) if values and key in texts else _value(values, place)
+        value = (
+            " ".join(values) if values and key in texts else _value(values, table.get(key), place)
+        )
         if key in tree and tree[key] != value:
             replaced[f"--{name} {tree[key]}"] = f"{place} {value} is given later and counts"
         tree[key] = value
@@ -192,8 +197,8 @@ def _is_flag(word: str) -> bool:
     )
 
 
-def _value(values: list[str], where: str) -> Any:
+def _value(values: list[str], rule: Rule | None, where: str) -> Any:
     if not values:
         return True
-    scalars = [parse_scalar(value, where) for value in values]
+    scalars = [read_word(value, rule, where) for value in values]
     return scalars[0] if len(scalars) == 1 else scalars

@@ -138,7 +138,10 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: TokenIds) -> bytes: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def stream(self, after: Sequence[int] = ()) -> TextStream:
-        """Return a decoder of ids that follow ``after``, such as those of a prompt."""
+        """Return a decoder of ids that follow ``after``, such as those of a prompt.
+
+        A character that ``after`` begins and does not end is part of the new text.
+        """
 
 
 class TokenizerLoader(Protocol):

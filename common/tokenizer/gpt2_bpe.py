@@ -118,7 +118,7 @@ class GPT2BPETokenizer(MarkedTokenizer):
         return b"".join(map(self._token_bytes.__getitem__, found))
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes)
+        return ByteStream(self.decode_bytes, after)
 
     def __reduce__(self) -> tuple[type[GPT2BPETokenizer], tuple[Path, Path | None, str]]:
         return type(self), (self.vocab_file, self.merge_file, self.backend)

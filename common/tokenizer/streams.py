@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
+from common.tokenizer.base import Tokenizer
+
 _PART = "\ufffd"
 _CONTEXT = 16
 """Earlier ids that are decoded again with new ones."""
@@ -13,9 +15,12 @@ _CONTEXT = 16
 class ByteStream:
     """Decoder of ids that stand for bytes."""
 
-    def __init__(self, decode_bytes: Callable[[Sequence[int]], bytes]) -> None:
+    def __init__(
+        self, decode_bytes: Callable[[Sequence[int]], bytes], after: Sequence[int] = ()
+    ) -> None:
         self._decode_bytes = decode_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.push(after[-_CONTEXT:])
 
     def push(self, ids: Sequence[int], final: bool = False) -> str:
         return self._decoder.decode(self._decode_bytes(ids), final)
@@ -29,8 +34,10 @@ class WindowStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int]) -> None:
         self._decode = decode
-        self._ids = list(after[-_CONTEXT:])
-        self._shown = len(self._ids)
+        self._ids: list[int] = []
+        self._shown = 0
+        for each in after[-_CONTEXT:]:  # which may end within a character
+            self.push([each])
 
     def push(self, ids: Sequence[int], final: bool = False) -> str:
         self._ids += ids
@@ -41,3 +48,12 @@ class WindowStream:
         before = self._decode(self._ids[first : self._shown])
         self._shown = len(self._ids)
         return text[len(before) :]
+
+
+def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of ids, without a character that they begin and do not end.
+
+    It is what precedes the text of ``tokenizer.stream(ids)``.
+    """
+    stream = tokenizer.stream()
+    return "".join(stream.push([each]) for each in ids)

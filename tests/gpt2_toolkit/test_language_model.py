@@ -116,7 +116,22 @@ def test_every_folder_says_what_transformers_says(
 
 def test_the_words_of_one_model(folders: dict[str, Path], expected: dict[str, Any]) -> None:
     model = load_model(folders["hf"], backend="torch", device="cpu")
+    sizes, width = model.config.model, model.config.model.hidden_size
+    count = (sizes.vocab_size + sizes.max_positions + 2) * width
+    count += sizes.num_layers * (12 * width**2 + 13 * width)
+    assert repr(model) == (
+        f"LanguageModel({str(folders['hf'])!r}, {sizes.num_layers} layers x {width},"
+        f" {count:,} parameters, torch)"
+    )
+    drawn = model.generate(PROMPTS[0], max_new_tokens=12, top_k=40, seed=1)[0].tokens
+    settings = {"strategy": "sampling", "max_new_tokens": 12, "top_k": 40, "seed": 1}
+    assert drawn == model.generate(PROMPTS[0], **settings)[0].tokens
     one = model.generate(PROMPTS[0], max_new_tokens=12)
+    assert (
+        drawn
+        != one[0].tokens
+        == model.generate(PROMPTS[0], max_new_tokens=12, temperature=0)[0].tokens
+    )
     assert "".join(model.stream(PROMPTS[0], max_new_tokens=12)) == one[0].text
     for ids in (model.encode(PROMPTS[0]), np.array(model.encode(PROMPTS[0]))):
         assert model.generate(ids, max_new_tokens=12)[0].text == one[0].text

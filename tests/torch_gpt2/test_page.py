@@ -1,7 +1,9 @@
 """The page in a browser, where Chromium and the package playwright are installed."""
 
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +70,35 @@ def test_continuations_beside_each_other(page: Any, server: Server) -> None:
     assert page.locator("#detail").is_hidden()
     page.keyboard.press("Enter")
     assert page.input_value("#prompt") == f"To be, or not{expected[1]}"
+
+
+def test_facts_a_legend_and_a_command(page: Any, server: Server) -> None:
+    """The command gives the texts of the page; the answers are seen without scrolling."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("#facts", has_text="2 layers × 32 · 1,635,744 parameters").wait_for()
+    assert "64 positions · 50,257 tokens in the vocabulary · torch" in page.inner_text("#facts")
+    assert page.locator("#legend").is_hidden()
+    page.check("#heat")
+    assert page.inner_text("#legend").endswith("100 %10 %2 %0.2 %0.03 %")
+    for width, prompt in ((1200, 'It\'s "so"'), (420, "a $b `c`\n")):
+        page.set_viewport_size({"width": width, "height": 700})
+        page.reload()
+        page.fill("#prompt", prompt)
+        page.locator("#seed").evaluate("field => { field.value = 5 }")
+        page.locator("#max_tokens").evaluate("field => { field.value = 9 }")
+        page.click("#go")
+        ends(page, "Done")
+        texts = page.locator(".text").evaluate_all("all => all.map(each => each.textContent)")
+        tops = page.locator(".text").evaluate_all(
+            "all => all.map(each => each.getBoundingClientRect().top)"
+        )
+        assert min(tops) < 600
+        page.click("#curl")
+        ends(page, "Copied")
+        command = page.evaluate("navigator.clipboard.readText()")
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        choices = json.loads(done.stdout)["choices"]
+        assert [prompt + each["text"] for each in choices] == texts
 
 
 def test_stop_an_error_and_both_languages(page: Any, server: Server) -> None:

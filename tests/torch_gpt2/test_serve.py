@@ -183,6 +183,9 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n": 2, "top_p": 0.4}, {"strategy": "sampling", "top_p": 0.4}),
     ({"n": 2, "min_p": 0.2}, {"strategy": "sampling", "min_p": 0.2}),
     ({"n": 8, "stop": ["e", "st"]}, {"strategy": "sampling", "stop": ["e", "st"]}),
+    ({"n": 8, "stop": ["e", ""], "suffix": "st"}, {"strategy": "sampling", "stop": ["e", "st"]}),
+    ({"top_p": 0}, {}),
+    ({"n": 2, "top_k": -1, "best_of": 0, "stop": ""}, {"strategy": "sampling"}),
 ]
 
 
@@ -204,7 +207,7 @@ def test_each_parameter_is_generates(
     ]
     assert streamed == [text for text, _ in expected]
     assert len({each["finish_reason"] for each in pieces} - {None}) >= 1
-    if "stop" in fields:
+    if "stop" in settings:
         assert {"stop"} <= {reason for _, reason in expected}
         assert not any("e" in text or "st" in text for text in streamed)
 
@@ -296,6 +299,24 @@ def test_echo_scores_the_prompt_as_torch_does(server: Server, max_tokens: int) -
     assert entries["text_offset"] == sorted(entries["text_offset"])
 
 
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_prompt_of_ids_may_end_within_a_character(server: Server, echo: bool) -> None:
+    """The first new token completes it; the place of each token is that in the text."""
+    ids = server.tokenizer.encode("Hi 😀").tolist()
+    assert server.tokenizer.decode(ids[:2]) == "Hi \ufffd"
+    fields = {"prompt": ids[:2], "max_tokens": 1, "echo": echo, "logprobs": 0}
+    answer = server.complete(**fields, temperature=0, logit_bias={str(ids[2]): 100})
+    choice = answer["choices"][0]
+    assert choice["text"] == ("Hi 😀" if echo else "😀")
+    assert choice["logprobs"]["text_offset"] == ([0, 2, 3] if echo else [0])
+    nothing = server.complete(prompt=ids[:2], max_tokens=0, echo=True)
+    assert nothing["choices"][0]["text"] == "Hi \ufffd"
+    words = server.tokenizer.encode("a 😀😀 b c").tolist()
+    scored = server.complete(prompt=words, max_tokens=0, echo=True, logprobs=0)["choices"][0]
+    found = zip(scored["logprobs"]["tokens"], scored["logprobs"]["text_offset"], strict=True)
+    assert all(scored["text"][at:].startswith(token) for token, at in found if token[:5] != "bytes")
+
+
 def test_the_end_of_text_has_an_entry(server: Server) -> None:
     """lm-evaluation-harness cuts the last entry off, which must not be one of the prompt."""
     end = server.tokenizer.eod_id
@@ -356,7 +377,8 @@ def test_requests_refused_before_the_body_is_read(server: Server) -> None:
     plain = server.call("POST", "/v1/completions", b'{"prompt": "a"}', Content_Type="text/plain")
     assert plain[0] == 415
     assert server.call("GET", "/v1/models", Host="evil.example:80")[0] == 403
-    assert server.call("GET", "/v1/models", Host="[::1]:8000")[0] == 200
+    for host in ("[::1]:8000", "LOCALHOST:8000", "localhost.:8000", "Localhost"):
+        assert server.call("GET", "/v1/models", Host=host)[0] == 200
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
@@ -375,7 +397,12 @@ def test_requests_refused_before_the_body_is_read(server: Server) -> None:
 def test_models_health_metrics_and_page(server: Server) -> None:
     models = json.loads(server.call("GET", "/v1/models")[2])
     assert [each["id"] for each in models["data"]] == ["small"]
-    assert json.loads(server.call("GET", "/v1/models/small")[2])["id"] == "small"
+    h, layers, vocabulary = MODEL["hidden_size"], MODEL["num_layers"], MODEL["vocab_size"]
+    assert json.loads(server.call("GET", "/v1/models/small")[2])["meta"] == {
+        "n_layer": layers, "n_embd": h, "n_ctx_train": POSITIONS, "n_vocab": vocabulary,
+        "n_params": (vocabulary + POSITIONS + 2) * h + layers * (12 * h**2 + 13 * h),
+        "backend": "torch",
+    }  # fmt: skip
     assert json.loads(server.call("GET", "/health")[2]) == {"status": "ok"}
     before = metrics(server)
     server.complete(prompt="To be", max_tokens=4, temperature=0)

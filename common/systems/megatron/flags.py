@@ -57,7 +57,7 @@ VALUED = frozenset({
     "step_batch_size_schedule",
 })  # fmt: skip
 """Flags with a value that this module reads itself."""
-TEXTS = frozenset({"step_batch_size_schedule"})
+TEXTS = frozenset({"step_batch_size_schedule", "save", "load"})
 """Flags with a text as their value."""
 FLAGS = (*TABLE, *SWITCHES, *VALUED)
 

@@ -51,7 +51,11 @@ def source() -> Source:
         (
             "common.serving.protocol.CompletionRequest",
             "common.serving.protocol",
-            {"best_of": "must equal n, which is read", "user": "names a client: accepted, unused"},
+            {
+                "best_of": "must equal n, which is read",
+                "user": "names a client: accepted, unused",
+                "stream_options.include_obfuscation": "accepted, unused",
+            },
         ),
     ],
 )

@@ -1,12 +1,13 @@
 """Files, bases, overrides, and what is said when they are wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, strategies as st
 
-from common.config.load import dump_config, load_config, parse_scalar
+from common.config.load import dump_config, flatten, load_config, parse_scalar
 from common.errors import ConfigError
 
 MINIMAL = """
@@ -191,14 +192,51 @@ def test_python_objects_are_never_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        ("42", ["42"]),
-        ("Once: upon [a", ["Once: upon [a"]),
-        ('["a", "b"]', ["a", "b"]),
-        ("true", ["true"]),
+        *((text, [text]) for text in ("42", "1984", "007", "1e3", "true", "yes", "null", "~", "")),
+        *((text, [text]) for text in ("Once: upon [a", '"quoted"', "#1", "{a: b}", "- a", "!b")),
+        *((text, [text]) for text in ("[CLS][MASK]", "[MASK]", "[CLS]宝玉", "[[Paris]]", "[1] a")),
+        *((text, [text]) for text in ("[Laughs, then cries]", "[12 men]", '["a", b]', "[")),
+        ("[\"a\", 'b']", ["a", "b"]),
+        ('["[CLS]", "it\'s"]', ["[CLS]", "it's"]),
+        ("[464, 3290]", [[464, 3290]]),
+        ('[[464, 3290], "a"]', [[464, 3290], "a"]),
+        ("[]", []),
     ],
 )
 def test_prompts_arrive_as_typed(config_file: Path, text: str, kept: list[str]) -> None:
+    """Only a list of texts in quotation marks and ids is a list."""
     assert load_config(config_file, [f"predict.prompt={text}"]).predict.prompt == kept
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "kept"),
+    [
+        ("output_dir", "20240101", "20240101"),
+        ("predict.output_file", "007", "007"),
+        ("predict.output_file", "null", None),
+        ("predict.stop", "1984", ["1984"]),
+        ("predict.stop", "null", ["null"]),
+        ("predict.bad_words", "true", ["true"]),
+        ("serve.name", "1.50", "1.50"),
+        ("data.train", "2024", ["2024"]),
+        ("data.train", "[A, B]", ["A", "B"]),
+        ("data.train", "", None),
+        ("data.tokenizer.folder", "2024", "2024"),
+        ("predict.logprobs", "2", 2),
+    ],
+)
+def test_text_is_the_same_in_a_file_and_on_the_command_line(
+    config_file: Path, key: str, text: str, kept: Any
+) -> None:
+    *sections, name = key.split(".")
+    own = f"{': {'.join(sections)}: {{{name}: {text}}}" if sections else f"{name}: {text}"
+    found = [load_config(config_file, [f"{key}={text}"])]
+    (config_file.parent / "own.yaml").write_text(
+        f"base: {config_file.name}\n{own}{'}' * (len(sections) - 1)}\n"
+    )
+    found.append(load_config(config_file.parent / "own.yaml"))
+    for config in found:
+        assert dict(flatten(config.model_dump()))[key] == kept
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def settings(**changes: Any) -> PredictConfig:
 
 
 def random_words(generator: np.random.Generator) -> list[list[int]]:
-    """Sequences of up to three ids, none of them only the end, each once."""
+    """Sequences of up to three ids, each once."""
     words = {
         tuple(generator.integers(0, VOCABULARY - 1, int(generator.integers(1, 4))).tolist())
         for _ in range(int(generator.integers(1, 6)))
@@ -115,9 +115,8 @@ class Words:
     """A tokenizer of words and of spaces in front of them, as byte-level ones have them."""
 
     framing = Framing()
-    unknown_id = 9
-    vocab_size = 10
-    pieces = ("bad", " bad", "New", " New", " York", "x", "\n", "é".encode()[:1], "")
+    ends, unknown_id, vocab_size = (8, 7), 9, 10
+    pieces = ("bad", " bad", "New", " New", " York", "x", " ", "é".encode()[:1], "<e>")
 
     def encode(self, text: str, allow_special: bool = False) -> Any:
         ids, at = [], 0
@@ -142,14 +141,15 @@ WORDS: Any = Words()
 
 def test_words_become_ids_as_they_are_written_and_behind_a_space() -> None:
     config = settings(
-        bad_words=["bad", "New York", " York", "x", [5, 6]],
+        bad_words=["bad", "New York", " York", "x", [5, 6], [8], [7], [5, 8], "<e>", " <e>"],
         logit_bias={"New York": 2.0, 5: -3, "x": 1.0, "7": 4.0},
     )
-    assert bad_words_ids(config, WORDS) == [(0,), (1,), (2, 4), (3, 4), (4,), (5,), (5, 6)]
+    single = [(0,), (1,), (2, 4), (3, 4), (4,), (5,), (6, 5)]
+    assert bad_words_ids(config, WORDS) == [*single, (5, 6), (5, 8), (6, 8)]
     inf = np.inf
     assert sequence_biases(config, WORDS) == {
         (2, 4): -inf, (5,): -inf, (7,): 4.0, (0,): -inf, (1,): -inf, (3, 4): -inf, (4,): -inf,
-        (5, 6): -inf,
+        (6, 5): -inf, (5, 6): -inf, (5, 8): -inf, (6, 8): -inf,
     }  # fmt: skip
     assert sequence_biases(settings(logit_bias={"5": -3, "x": 1.0}), WORDS) == {(5,): -2.0}
 
@@ -197,3 +197,17 @@ def test_a_record_names_a_part_of_a_character_by_its_bytes() -> None:
         "id": 7, "token": "bytes:\\xc3", "logprob": value,
         "top": [{"id": 0, "token": "bad", "logprob": value}],
     }  # fmt: skip
+
+
+def test_an_end_among_bad_words_is_chosen_as_by_transformers() -> None:
+    torch = pytest.importorskip("torch")
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    words = [[8], [5, 8], [3], [7]]
+    logits = np.zeros(10, np.float32)
+    theirs = processors.NoBadWordsLogitsProcessor(words, list(WORDS.ends))
+    biases = sequence_biases(settings(bad_words=words), WORDS)
+    for prompt in ([1, 2], [1, 5]):
+        expected = theirs(torch.tensor([prompt]), torch.zeros(1, 10))[0].numpy()
+        expected[WORDS.unknown_id] = -np.inf
+        rules = LogitRules(settings(), ends=WORDS.ends, unknown=WORDS.unknown_id, biases=biases)
+        assert np.array_equal(rules.apply(logits, prompt, []), expected)

@@ -44,7 +44,7 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes)
+        return ByteStream(self.decode_bytes, after)
 
 
 class Script:
@@ -119,7 +119,9 @@ def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"temperature": 0.8}, "predict.temperature=0.8 without effect"),
+        ({"temperature": 0.8}, None),
+        ({"temperature": 0, "top_k": 40}, None),
+        ({"temperature": 0.8, "strategy": "greedy"}, "predict.temperature=0.8 without effect"),
         (
             {"strategy": "greedy", "top_k": 40, "top_p": 0.9},
             "predict.top_k=40 and predict.top_p=0.9 without effect",
@@ -145,7 +147,7 @@ def test_settings_that_greedy_does_not_look_at_are_said(
     LOG.handlers.clear()
     out = capsys.readouterr().out
     assert ("without effect" in out) == (named is not None) and (named or "") in out
-    assert named is None or "add predict.strategy=sampling" in out
+    assert named is None or "set predict.strategy=sampling" in out
 
 
 def test_lines_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from common.errors import ConfigError, DataError, UserError
 from common.generation.prompts import encode_prompts, read_prompts, sliding_window
 from common.resolve.derive import resolve_config, resolve_mode
 from common.tokenizer import Framing
+from common.tokenizer.streams import ByteStream
 
 
 class Letters:
@@ -25,8 +26,8 @@ class Letters:
     def encode(self, text: str, allow_special: bool = False) -> Any:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def decode(self, ids: Any) -> str:
-        return bytes(ids).decode()
+    def stream(self) -> ByteStream:
+        return ByteStream(bytes)
 
 
 def config(positions: int = 16, **predict: Any) -> RunConfig:
@@ -157,7 +158,7 @@ def test_an_exported_program_cannot_slide() -> None:
         ),
         (
             {"prompt": "abc", "temperature": -1.0},
-            r"predict\.temperature: .*greater than or equal to 0.000001, found -1",
+            r"predict\.temperature: .*greater than or equal to 0, found -1",
         ),
     ],
 )

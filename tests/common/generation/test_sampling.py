@@ -123,6 +123,32 @@ def test_draws_follow_transformers_distribution(top_k: int, top_p: float) -> Non
     assert chi_square < free * (1 - 2 / (9 * free) + 3.09 * np.sqrt(2 / (9 * free))) ** 3
 
 
+@pytest.mark.parametrize(
+    ("given", "method"),
+    [
+        ({}, "greedy"),
+        ({"repetition_penalty": 1.2, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, "greedy"),
+        *(({name: value}, "sampling") for name, value in (("top_k", 40), ("top_p", 0.9))),
+        *(({name: value}, "sampling") for name, value in (("min_p", 0.1), ("temperature", 1.0))),
+        ({"num_sequences": 3, "temperature": 0.8}, "sampling"),
+        ({"temperature": 0.0}, "greedy"),
+        ({"temperature": 1e-9, "top_k": 40}, "greedy"),
+        ({"temperature": 0.0, "strategy": "sampling"}, "greedy"),
+        ({"top_k": 40, "strategy": "greedy"}, "greedy"),
+        ({"top_k": 40, "strategy": "beam_search"}, "beam_search"),
+    ],
+)
+def test_settings_of_sampling_choose_it(given: dict[str, object], method: str) -> None:
+    """A configuration that is written and read again chooses the same."""
+    found = PredictConfig.model_validate(given)
+    assert found.method == method
+    assert PredictConfig.model_validate(found.model_dump()).method == method
+    logits = np.zeros(1000, np.float32)
+    logits[7] = 0.1
+    drawn = {choose_token(logits, found, np.random.default_rng(seed)) for seed in range(20)}
+    assert method == "beam_search" or (drawn == {7}) == (method == "greedy")
+
+
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 @pytest.mark.parametrize("strategy", ["greedy", "sampling"])
 def test_logits_that_are_not_finite_are_refused(broken: float, strategy: str) -> None:

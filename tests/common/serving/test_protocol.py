@@ -38,15 +38,15 @@ WRONG: dict[str, list[Any]] = {
     "prompt": [1, True, {}, [], [[]], ["a", 1], [1, "a"], [1.5], [[1], [True]]],
     "max_tokens": ["5", 1.5, -1, True, 2**40],
     "temperature": ["1", -0.1, True, 1e300, [1]],
-    "top_p": [0, 1.01, "a"],
-    "top_k": [-1, 0.5],
+    "top_p": [-0.1, 1.01, "a"],
+    "top_k": [-2, 0.5],
     "min_p": [-0.1, 1.5, "1"],
     "n": [0, -1, "2", 10**9],
-    "best_of": [0, 2, "1"],
+    "best_of": [-1, 2, "1"],
     "stream": ["true", 1],
-    "stream_options": [True, {"include_usage": 1}, {"other": True}, {"include_usage": True}],
-    "stop": [1, [1], ["a"] * 17, "", ["a", ""], "a" * 1001],
-    "seed": [-1, 1.5, 2**63, "1"],
+    "stream_options": [True, {"include_usage": 1}, {"other": True}, {"stream": True}],
+    "stop": [1, [1], ["a"] * 17, {}, "a" * 1001],
+    "seed": [1.5, 2**63, -(2**63) - 1, "1"],
     "logprobs": [-1, 21, True, "2"],
     "echo": [1, "yes"],
     "logit_bias": [[1], {"5": 101}, {"5": "1"}, {"5": None}, {str(n): 0 for n in range(1025)}],
@@ -54,10 +54,71 @@ WRONG: dict[str, list[Any]] = {
     "frequency_penalty": [-2.1, []],
     "repetition_penalty": [0, -1, "1"],
     "user": [1, "a" * 1001],
-    "suffix": ["a"],
+    "suffix": [1, ["a"]],
     "messages": [[{"role": "user", "content": "a"}]],
     "promt": ["a"],
 }
+
+
+ALLOWED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("OpenAI", {"suffix": ""}, {"suffix": ""}),
+    ("OpenAI", {"suffix": "test."}, {"suffix": "test."}),
+    ("OpenAI", {"best_of": 0, "n": 3}, {"best_of": 0, "n": 3}),
+    ("OpenAI", {"best_of": 3, "n": 3}, {"best_of": 3}),
+    ("OpenAI", {"seed": -9007199254740991}, {"seed": -9007199254740991}),
+    ("OpenAI", {"top_p": 0}, {"top_p": 0.0}),
+    ("OpenAI", {"temperature": 2, "frequency_penalty": -2}, {"frequency_penalty": -2.0}),
+    ("OpenAI", {"logit_bias": {"50256": -100}}, {"logit_bias": {"50256": -100.0}}),
+    ("OpenAI", {"logit_bias": {"foo": 0}}, {"logit_bias": {"foo": 0.0}}),
+    ("OpenAI", {"stop": ""}, {"stop": []}),
+    ("OpenAI", {"stop": ["", "a"]}, {"stop": ["a"]}),
+    ("OpenAI", {"stop": "\n"}, {"stop": ["\n"]}),
+    # as openai-python's own tests send it; vLLM refuses it
+    ("OpenAI", {"stream_options": {"include_usage": True}}, {"stream": False}),
+    *(
+        ("OpenAI", {"stream": True, "stream_options": given}, {"stream": True})
+        for given in ({}, {"include_obfuscation": True}, {"include_usage": None})
+    ),
+    ("vLLM", {"seed": -1}, {"seed": -1}),
+    ("vLLM", {"top_k": -1}, {"top_k": -1}),
+    ("vLLM", {"min_p": 0.05, "repetition_penalty": 1.1}, {"min_p": 0.05}),
+    ("vLLM", {"echo": True, "max_tokens": 0, "logprobs": 0}, {"max_tokens": 0}),
+    ("llama.cpp", {"prompt": [[1, 2], [3]], "n": 2}, {"prompt": [[1, 2], [3]]}),
+    ("llama.cpp", {"prompt": ["a", [1, 2]]}, {"prompt": ["a", [1, 2]]}),
+]
+"""The peer that allows a request, its fields, and how they are read."""
+
+
+@pytest.mark.parametrize(("peer", "fields", "read"), ALLOWED)
+def test_fields_that_a_peer_allows(peer: str, fields: dict[str, Any], read: dict[str, Any]) -> None:
+    found = parse(**fields)
+    assert {name: getattr(found, name) for name in read} == read, peer
+
+
+@pytest.mark.parametrize(
+    ("peer", "fields", "message"),
+    [
+        ("vLLM", {"prompt_logprobs": 1}, "prompt_logprobs: no such field; there are model, prompt"),
+        ("vLLM", {"use_beam_search": True}, "use_beam_search: no such field"),
+        (
+            "vLLM",
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats: no such field; there are include_usage,"
+            " include_obfuscation",
+        ),
+        ("llama.cpp", {"logit_bias": [["a", 1]]}, "logit_bias: should be a valid dictionary"),
+        *(("vLLM", {"prompt": given}, "prompt: expected text, a list") for given in ([], [[]])),
+        ("vLLM", {"logprobs": 21}, "logprobs: should be less than or equal to 20"),
+        ("llama.cpp", {"prompt": [1, "a"]}, "prompt: expected text, a list"),
+        ("llama.cpp", {"n_predict": 8}, "n_predict: no such field"),
+        ("OpenAI", {"best_of": 3}, "best_of=3 is not n=1: nothing is thrown away here"),
+        ("OpenAI", {"messages": []}, "there is no chat here"),
+    ],
+)
+def test_fields_that_only_a_peer_has(peer: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        parse(**fields)
+    assert str(caught.value).startswith(message), peer
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -29,8 +29,8 @@ def test_an_address_that_is_taken_or_not_here() -> None:
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        *((host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")),
-        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example")),
+        *((host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost", "LocalHost.")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example", "localhost..")),
     ],
 )
 def test_addresses_that_only_this_machine_reaches(host: str, expected: bool) -> None:

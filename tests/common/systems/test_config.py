@@ -266,6 +266,7 @@ def test_fleetx_overrides_and_generation() -> None:
         "Model.hidden_size=512",
         "Data.Train.dataset.split.0=900",
         "Generation.top_k=7",
+        "Generation.input_text=[CLS]Hi, [1]",
     ]
     config = open_config(path, ["predict.temperature=0.5", *theirs]).config
     assert (
@@ -274,6 +275,7 @@ def test_fleetx_overrides_and_generation() -> None:
         config.predict.top_p,
         config.predict.temperature,
     ) == ("sampling", 7, 0.75, 0.5)
+    assert config.predict.prompt == ["[CLS]Hi, [1]"]
     assert (config.predict.min_new_tokens, config.predict.max_new_tokens) == (1, 200)
     assert (config.model.hidden_size, config.checkpoint.load, config.data.split) == (
         512,

@@ -156,6 +156,8 @@ def test_flags_of_train_py_become_keys(words: list[str], expected: dict[str, Any
             ["--prefix", "1.5", "--save_samples", "--save_samples_path", "out"],
             {"predict.prompt": "1.5", "predict.output_file": "out/samples.txt"},
         ),
+        (["--prefix", "[CLS][MASK]"], {"predict.prompt": "[CLS][MASK]"}),
+        (["--model_path", "007", "--prefix", "[1]"], {"checkpoint.load": "007"}),
         (
             ["--titles", "萧炎 林动", "--articles_per_title", "3", "--save_path", "made/"],
             {

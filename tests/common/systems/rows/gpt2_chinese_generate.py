@@ -22,7 +22,9 @@ SENTINELS = [
     Sentinel("topp", 0, "all tokens (top_p > 0 filters)", {"predict.top_p": 1.0}),
     Sentinel("topp", -1, "all tokens (top_p > 0 filters)", {"predict.top_p": 1.0}),
     Sentinel("topp", 2, "all tokens: no sum is above it", {"predict.top_p": 1.0}),
-    Sentinel("temperature", 0, "divides by it", "predict.temperature"),
+    Sentinel(
+        "temperature", 0, "divides by it; greedy here", "num_sequences=10: greedy gives equal"
+    ),
     Sentinel("repetition_penalty", 0, "divides by it", "predict.repetition_penalty"),
     Sentinel("nsamples", 0, "writes nothing", "predict.num_sequences"),
     Sentinel("batch_size", 0, "divides by it", "predict.batch_size"),
