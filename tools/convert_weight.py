@@ -13,14 +13,13 @@ files. deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onn
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.interrupts import end_at_interrupts, run_script
+from common.interrupts import end_at_interrupts, exit_at_sigterm, run_script
 
 if __name__ == "__main__":
     end_at_interrupts()
@@ -62,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped; nothing was left at the output", file=sys.stderr)
+        print("stopped by Ctrl-C; nothing is left at the output", file=sys.stderr)
         return 130
     _say(result, source, target)
     return 0
@@ -201,5 +200,5 @@ def _say(result: ConversionResult, source: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     # a scheduler's, which else leaves half of the output there
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    exit_at_sigterm()
     run_script(main)

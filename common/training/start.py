@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -242,15 +242,18 @@ _OF_MEMORY = (
 """Keys that the memory of a step depends on, with the sizes of the model."""
 
 
-def record_start(config: ResolvedRun, start: Start) -> None:
+def record_start(config: ResolvedRun, start: Start, kernels: Mapping[str, str]) -> None:
     """Write the resolved config, and let ``latest`` name the checkpoint that is resumed.
+
+    kernels: of the parts of a step, for a remark at the end of the config.
 
     A run that was sent back to an older checkpoint must not return to the newer one after a kill.
     """
     folder = Path(config.output_dir)
     if start.resume is not None and start.in_folder(folder):
         point_latest(start.resume)
-    save_config(config, folder / "config.yaml")
+    used = "; ".join(f"{part} {name}" for part, name in kernels.items())
+    save_config(config, folder / "config.yaml", f"# kernels: {used}\n" if used else "")
     if (count := _restarts()) is not None:
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         after = 0 if start.resume is None else step_of(start.resume.name)
