@@ -188,14 +188,14 @@ def _say(result: ConversionResult, source: Path, target: Path) -> None:
     )
     if result.logits and result.logits["compared"]:
         print(
-            f"logits: they differ by {result.logits['largest_difference']:.2g} of"
-            f" {result.logits['largest_logit']:.3g} at most"
+            f"logits: largest difference {result.logits['largest_difference']:.2g}; largest logit"
+            f" {result.logits['largest_logit']:.3g}"
         )
     elif result.logits:
-        print(f"logits: not compared, {result.logits['reason']}")
+        print(f"logits not compared: {result.logits['reason']}")
     names = {why: name for name, why in result.ignored.items()}
     for why, count in Counter(result.ignored.values()).items():
-        print(f"left out: {names[why]}, {why}" if count == 1 else f"left out: {count} x {why}")
+        print(f"not written: {f'{names[why]} ({why})' if count == 1 else f'{count} x {why}'}")
 
 
 if __name__ == "__main__":

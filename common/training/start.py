@@ -346,7 +346,10 @@ def _read_fitting(
     left_out = manifest.get("left_out", {})
     for reason, count in Counter(left_out.values()).items():
         name = next(name for name, why in left_out.items() if why == reason)
-        LOG.info(f"{checkpoint}: left out: {f'{count} x' if count > 1 else f'{name},'} {reason}")
+        LOG.info(
+            f"{checkpoint}: left out: "
+            + (f"{count} x {reason}" if count > 1 else f"{name} ({reason})")
+        )
     _check_tokenizer(manifest, tokenizer, checkpoint)
     require_same_model(manifest, config, checkpoint, may_move=may_move, export=export)
     return manifest

@@ -116,7 +116,7 @@ def _weights(path: Path, stored: TensorFile, name_map: NameMap, model: ResolvedM
     ignored = {name: "causal mask of an old file" for name in stored if name_map.ignores(name)}
     tensors = {name: tensor for name, tensor in stored.items() if name not in ignored}
     if name_map.head in tensors and table in tensors:
-        ignored[name_map.head] = f"the head, which is {table}"
+        ignored[name_map.head] = f"tied to {table}"
         check_tied(stored.path, name_map.head, tensors.pop(name_map.head), tensors[table])
     return weights_from(
         stored.path, name_map, tensors, model, format="hf", path=path, ignored=ignored
