@@ -99,7 +99,10 @@ def signal_name(number: int) -> str:
 
 
 def report(error: Exception) -> int:
-    """Print why a program ends on standard error, and return its exit code. A stop is no error."""
+    """Print why a program ends on standard error, and return its exit code.
+
+    A stop has no word "error" in front.
+    """
     start = "" if isinstance(error, StopRequested) else "error: "
     sys.stderr.write(f"{start}{error}\n")
     return getattr(error, "exit_code", 1)

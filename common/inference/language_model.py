@@ -27,6 +27,7 @@ from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
+from common.weights.names import count_parameters
 
 _NOT_HERE = ("prompt", "prompt_file", "output_file", "output_folder", "stream")
 """Settings of predict that belong to the command."""
@@ -53,6 +54,13 @@ class LanguageModel:
         self._rows = 0
         self._scorer: Scorer | None = None
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        model = self.config.model
+        return (
+            f"LanguageModel({str(self.source.path)!r}, {model.num_layers} layers x"
+            f" {model.hidden_size}, {count_parameters(model):,} parameters, {self.backend})"
+        )
 
     @property
     def max_positions(self) -> int:

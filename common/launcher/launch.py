@@ -301,11 +301,22 @@ def _run(job: Job, request: LaunchRequest) -> int:
     for name in FOREIGN:
         os.environ.pop(name, None)
     if is_asked("DRY_RUN"):
+        full = None
         for child in job.children:
             cores = f", on cores {','.join(map(str, child.cores))}" if child.cores else ""
             link = f", also {child.log_link}" if child.log_link else ""
-            _say(f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}\n")
-            _say(shell_text(child.environment, child.command))
+            head = f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}"
+            if (
+                full is None
+                or child.command != full.command
+                or len(full.environment) != len(child.environment)
+            ):
+                full = child
+                _say(f"{head}\n{shell_text(child.environment, child.command)}")
+                continue
+            own = dict(child.environment.items() - full.environment.items())
+            words = [f"{name}={own[name]}" for name in child.environment if name in own]
+            _say(f"{head}; as {full} with\n{shlex.join(words)}\n")
         return 0
     if is_asked("DETACH"):
         return _detach(job.log_folder, request)

@@ -33,22 +33,10 @@ def machine_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory and swap that this machine (or container) allows, or None if
     unknown.
     """
-    amounts: list[int] = []
-    try:
-        lines = dict(
-            line.split(":", 1)
-            for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
-            if ":" in line
-        )
-        amounts.append(
-            sum(
-                int(lines[name].split()[0]) * 1024
-                for name in ("MemTotal", "SwapTotal")
-                if name in lines
-            )
-        )
-    except (OSError, ValueError):
+    total = _of_meminfo(root, "MemTotal", "SwapTotal")
+    if total is None:
         return None
+    amounts = [total]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             amounts.append(int((root / name).read_text(encoding="utf-8")))
@@ -58,6 +46,19 @@ def machine_memory(root: Path = Path("/")) -> int | None:
     if limit != resource.RLIM_INFINITY:
         amounts.append(limit)
     return min(amounts)
+
+
+def _of_meminfo(root: Path, *names: str) -> int | None:
+    """Return the sum of these lines of /proc/meminfo in bytes, or None if it cannot be read."""
+    try:
+        lines = dict(
+            line.split(":", 1)
+            for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+            if ":" in line
+        )
+        return sum(int(lines[name].split()[0]) * 1024 for name in names if name in lines) or None
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,12 @@ def check_room(
     if need.likely > there:
         return (
             f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, but {has}; {helps}"
+        )
+    free = _of_meminfo(Path("/"), "MemAvailable") if on_cpu else None
+    if free is not None and need.likely > free:
+        return (
+            f"memory is short: {who} {gibibytes(need.likely)} by the plan, and {gibibytes(free)} of"
+            f" this machine's {gibibytes(there)} are free; end other programs, or {helps}"
         )
     return None
 

@@ -58,6 +58,8 @@ class Session:
         state.sample_hash = state.sample_hash or self.data.fingerprint
         self._require_equal_ranks(engine, state)
         announce(config, self.data, device.name, self.start, state)
+        if state.step < config.train.max_steps:  # a token that the model lacks is found here
+            next(self.data.batches(state))
         while True:
             try:
                 summary = self._train_from(state, engine, device, trace)

@@ -53,16 +53,14 @@ def start(
 
 
 def shown_ranks(text: str) -> list[dict[str, str]]:
-    """The variables of each rank of a dry run."""
-    blocks = re.split(r"\n# rank \d+: .*\n", text)[1:]
-    return [
-        dict(
-            line.removesuffix(" \\").split("=", 1)
-            for line in block.splitlines()
-            if line.endswith(" \\")
-        )
-        for block in blocks
-    ]
+    """The variables of each rank of a dry run; of later ones what differs is shown."""
+    first, *others = re.split(r"\n# rank \d+: .*\n", text)[1:]
+    full = dict(
+        line.removesuffix(" \\").split("=", 1)
+        for line in first.splitlines()
+        if line.endswith(" \\")
+    )
+    return [full, *(full | dict(word.split("=", 1) for word in other.split()) for other in others)]
 
 
 @pytest.fixture

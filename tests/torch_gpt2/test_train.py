@@ -618,3 +618,11 @@ def test_never_resume_protects_a_run(start: Any) -> None:
 def test_a_run_names_its_kernels(start: Any, changes: dict[str, Any], expected: str) -> None:
     folder = start("run", 1, **changes)
     assert (folder / "config.yaml").read_text().splitlines()[-1] == f"# kernels: {expected}"
+
+
+def test_a_token_that_the_model_lacks_is_found_before_anything_is_written(
+    start: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"holds the token id \d+"):
+        start("run", model__vocab_size=50)
+    assert not (tmp_path / "run").exists()
