@@ -15,6 +15,7 @@ StopRequested            exit code 128+n: signal n was obeyed at a step boundary
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -85,7 +86,9 @@ class StopRequested(GPT2Error):
     """
 
     def __init__(self, signal_number: int, more: str) -> None:
-        super().__init__(f"stopped by {signal_name(signal_number)}{more}")
+        launched = signal_number == signal.SIGTERM and "GPT2_LAUNCHER_PID" in os.environ
+        by = "the launcher" if launched else signal_name(signal_number)
+        super().__init__(f"stopped by {by}{more}")
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
 
