@@ -94,7 +94,7 @@ def distribute(request: LaunchRequest, check: Check) -> int:
         raise _must_be_horovodrun(request, places)
     maker = JobMaker(request=request, table=table, port=port)
     if not starts:
-        _say(f"# {ranks_here(places)}\n")
+        _say(f"# {ranks_here(places, request, config)}\n")
         return _run(maker.make(config, places, starts=False), request)
     if places.own[0].rank == 0:
         _check_first(config, request, check)
@@ -103,7 +103,7 @@ def distribute(request: LaunchRequest, check: Check) -> int:
     meets = len(places.hosts) > 1 and (_max_restarts(request, config) or config.runtime.min_nodes)
     if meets and request.mode in RESTARTABLE:
         return _supervise(partial(maker.meet, choice, places), request, config)
-    tell(ranks_here(places))
+    tell(ranks_here(places, request, config))
     return _supervise(
         lambda number: Attempt(job=maker.make(config, places), number=number), request, config
     )

@@ -20,6 +20,7 @@ from common.parallel.fused_attention import with_attention
 from common.parallel.loss_rows import with_loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.memory import Memory, memory_of
+from common.resolve.auto_device import sees_accelerator
 from common.resolve.derive import resolve_config
 
 HOPELESS = 4
@@ -157,11 +158,10 @@ def check_memory(
 
 def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str | None:
     """Return a line for the plan if a rank on a CPU needs more than this machine has, else None."""
-    accelerators = [*(root / "dev").glob("davinci[0-9]*"), *(root / "dev").glob("nvidia[0-9]*")]
     there = machine_memory(root)
     if (
         config.device not in ("auto", "cpu")
-        or (config.device == "auto" and accelerators)
+        or (config.device == "auto" and sees_accelerator(root))
         or there is None
         or peak <= there
     ):
