@@ -173,7 +173,7 @@ def _again_soon(number: int) -> None:
     """
     time.sleep(_RETRY_SECONDS)
     if number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # a thread waits for it: stop.py
-        _thread.interrupt_main(number)
+        _thread.interrupt_main(signal.Signals(number))
     else:  # this also ends a wait of the main thread
         os.kill(os.getpid(), number)
 
