@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 # These imports load no library, so that --help answers at once.
 from common.command_line import parse_arguments
-from common.errors import GPT2Error
+from common.errors import GPT2Error, report
 from common.modelarts.arguments import ModelArtsJob, translate
 from common.processes.heartbeat import start_heartbeat
 
@@ -46,10 +46,9 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
         else:
             run(arguments, job, environ)
     except (GPT2Error, OSError) as error:  # OSError: a disk that is full or gone
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
+        return report(error)
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     return 0
 

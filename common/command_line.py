@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Any
 
@@ -56,10 +57,11 @@ FLAGS: dict[str, dict[str, Any]] = {
     "run_mode": {"required": True, "choices": RUN_MODES, "help": "what to do: see below"},
     "explain": {
         "action": _Explain,
+        "nargs": "?",
         "metavar": "KEY",
         "help": "type, default, allowed values and meaning of a key such as"
-        " optimizer.learning_rate, or of a section; other systems' names are understood; starts"
-        " nothing",
+        " optimizer.learning_rate, or of a section; other systems' names are understood; the"
+        " sections without KEY; starts nothing",
     },
     "show_config": {
         "action": "store_true",
@@ -79,7 +81,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "train the first N steps twice in processes of their own, compare them bit for bit,"
         " and write certificate.json into output_dir",
     },
-    "all_ranks": {"action": "store_true", "help": "plan lists every rank, of more than 64 too"},
+    "all_ranks": {"action": "store_true", "help": "list every rank in the plan, also above 64"},
     "accelerator": {
         "metavar": "NAME",
         "help": 'plan estimates the time of a step on it, such as "Ascend 910A" or H100',
@@ -87,7 +89,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "devices": {
         "type": int,
         "metavar": "N",
-        "help": "plan suggests layouts for so many of --accelerator",
+        "help": "plan suggests layouts for so many of --accelerator, also written 8xH100",
     },
 }
 """Flags with their argparse settings."""
@@ -127,7 +129,7 @@ def parse_arguments(
             *names, **{key: value for key, value in options.items() if key != "short"}
         )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that win over the file's"
+        "overrides", nargs="*", metavar="section.key=value", help="override values of the file"
     )
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
@@ -142,6 +144,14 @@ def parse_arguments(
         arguments.certify < 1 or arguments.run_mode not in ("train", "finetune")
     ):
         parser.error("--certify N is for --run_mode train and finetune, with N of 1 or more")
+    if counted := re.fullmatch(r"(\d{1,7}) ?x ?(.+)", arguments.accelerator or ""):
+        number, arguments.accelerator = int(counted[1]), counted[2]
+        if arguments.devices not in (None, number):
+            parser.error(f"--devices {arguments.devices} and --accelerator {counted[0]} differ")
+        arguments.devices = number
     if arguments.devices is not None and arguments.accelerator is None:
-        parser.error("--devices needs to know of what kind they are; add --accelerator NAME")
+        parser.error(
+            "--devices needs to know of what kind they are; add --accelerator NAME, such as H100 or"
+            ' "Ascend 910A"'
+        )
     return arguments

@@ -15,6 +15,10 @@ StopRequested            exit code 128+n: signal n was obeyed at a step boundary
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
 
 class GPT2Error(Exception):
     """Base of every error that this project raises on purpose.
@@ -76,9 +80,32 @@ class StorageError(RunError):
 
 
 class StopRequested(GPT2Error):
-    """Raised by the loop after it has saved, because signal ``signal_number`` requested a stop."""
+    """Raised after all is saved, because signal ``signal_number`` requested a stop.
 
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
+    more: continues the sentence "stopped by Ctrl-C".
+    """
+
+    def __init__(self, signal_number: int, more: str) -> None:
+        launched = signal_number == signal.SIGTERM and "GPT2_LAUNCHER_PID" in os.environ
+        by = "the launcher" if launched else signal_name(signal_number)
+        super().__init__(f"stopped by {by}{more}")
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
+
+
+def signal_name(number: int) -> str:
+    """Return the name that a user knows: Ctrl-C, SIGTERM."""
+    try:
+        return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def report(error: Exception) -> int:
+    """Print why a program ends on standard error, and return its exit code.
+
+    A stop has no word "error" in front.
+    """
+    start = "" if isinstance(error, StopRequested) else "error: "
+    sys.stderr.write(f"{start}{error}\n")
+    return getattr(error, "exit_code", 1)

@@ -1,8 +1,8 @@
-"""Ctrl-C at the start or end of a program: exit code 130, one line, no traceback.
+"""Ctrl-C at any moment of a program: exit code 130, one line, no traceback.
 
 Python raises KeyboardInterrupt at any place. In the middle of an import the result is a traceback,
-or a library that reports itself broken. The process therefore ends at once while there is nothing
-to clean up. This module loads no library.
+or a library that reports itself broken. While there is nothing to clean up, the process therefore
+ends at once. Later, signals wait for the end of an import. This module loads no library.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     _Hook = Callable[[sys.UnraisableHookArgs], Any]
+    _Handler = Callable[[int, FrameType | None], Any]
 
 EXIT_CODE = 130
-_MESSAGE = b"error: interrupted\n"
+_MESSAGE = b"stopped by Ctrl-C\n"
+_IMPORTS = "<frozen importlib._bootstrap>"
+"""File name of the frames of an import."""
 _RETRY_SECONDS = 0.01
 
 
@@ -43,7 +46,7 @@ def raise_interrupts() -> None:
     therefore raised again.
     """
     if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, outside_imports(signal.default_int_handler))
         sys.unraisablehook = _raise_dropped_interrupts(sys.unraisablehook)
 
 
@@ -59,6 +62,21 @@ def ending_at_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+def outside_imports(handle: _Handler) -> _Handler:
+    """Return a signal handler that calls ``handle``, but during an import only after its end."""
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        within = frame
+        while within is not None and within.f_code.co_filename != _IMPORTS:
+            within = within.f_back
+        if within is None:
+            handle(number, frame)
+        else:
+            _thread.start_new_thread(_again_soon, (number,))
+
+    return wait
+
+
 @contextmanager
 def exiting_at_sigterm() -> Iterator[None]:
     """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can
@@ -67,11 +85,16 @@ def exiting_at_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = exit_at_sigterm()
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def exit_at_sigterm() -> Any:
+    """Turn SIGTERM into SystemExit from now on. Returns the handler of before."""
+    return signal.signal(signal.SIGTERM, outside_imports(lambda number, _: sys.exit(128 + number)))
 
 
 @contextmanager
@@ -136,20 +159,23 @@ def _raise_dropped_interrupts(others: _Hook) -> _Hook:
     def hook(dropped: sys.UnraisableHookArgs, /) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             with suppress(RuntimeError):  # no new threads while Python ends
-                _thread.start_new_thread(_interrupt_soon, ())
+                _thread.start_new_thread(_again_soon, (signal.SIGINT,))
         else:
             others(dropped)
 
     return hook
 
 
-def _interrupt_soon() -> None:
-    """Send SIGINT to the main thread once it has left the callback.
+def _again_soon(number: int) -> None:
+    """Send a signal to the main thread once it may have left the callback or the import.
 
-    A signal that is dropped again comes back here.
+    A signal that is dropped or comes too early again comes back here.
     """
     time.sleep(_RETRY_SECONDS)
-    _thread.interrupt_main(signal.SIGINT)
+    if number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # a thread waits for it: stop.py
+        _thread.interrupt_main(signal.Signals(number))
+    else:  # this also ends a wait of the main thread
+        os.kill(os.getpid(), number)
 
 
 def _say() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT-2 on real text: environment, vocabulary, corpus, training, evaluation, generation.
+# From nothing to a trained GPT-2 on real text: environment, vocabulary, corpus, training, validation, generation.
 #
 #   bash scripts/quickstart.sh                         about 11M parameters, a few minutes on 2 CPU cores
 #   QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
@@ -12,14 +12,14 @@ for word in "$@"; do case "$word" in --help | -h)
 usage: bash scripts/quickstart.sh [section.key=value ...]
 
 From nothing to a trained GPT-2 on real text: makes the environment .venv (about 1.2 GB), fetches vocabulary and corpus, trains about 11M
-parameters for 300 steps (a few minutes on 2 CPU cores), evaluates and generates. The run folder is output/quickstart. Starting it again
+parameters for 300 steps (a few minutes on 2 CPU cores), validates and generates. The run folder is output/quickstart. Starting it again
 does only what is missing.
 
   bash scripts/quickstart.sh                         the whole of it
   bash scripts/quickstart.sh train.max_steps=50      any key of the configuration may follow
   QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
 
-exit codes: 0 success, 1 a step failed, 2 a word is at fault, 130 Ctrl-C (the same command resumes from there)
+exit codes: 0 success, 1 a step failed, 2 a wrong argument, 130 Ctrl-C (the same command resumes from there)
 END
     exit 0 ;;
 esac; done
@@ -48,7 +48,6 @@ fi
 
 echo "== 3/4 training (a finished run is left as it is, a stopped one resumes)"
 "$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode train "${OVERRIDES[@]}"
-"$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode eval "${OVERRIDES[@]}"
 
 echo "== 4/4 generation"
 "$PYTHON" run_gpt2.py --config "$CONFIG" --run_mode predict "${OVERRIDES[@]}" \
@@ -60,10 +59,21 @@ Done. The run is in $RUN:
   config.yaml  metrics.jsonl  loss.png  checkpoints/  tensorboard/   (pip install tensorboard; tensorboard --logdir $RUN)
 
 Next:
-  another prompt   $PYTHON run_gpt2.py --config $RUN/config.yaml --run_mode predict "predict.prompt=To be" predict.strategy=sampling predict.top_k=40
+END
+if [ "$PYTHON" = "$ROOT/.venv/bin/python" ]; then
+    PYTHON=python
+    echo "  in each terminal source .venv/bin/activate"
+fi
+cat <<END
+  another prompt   $PYTHON run_gpt2.py --config $RUN/config.yaml --run_mode predict "predict.prompt=To be" \\
+                       predict.strategy=sampling predict.top_k=40
   train on         $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=$RUN train.max_steps=600
-  your own text    $PYTHON tools/preprocess_data.py --input FILE.txt --output-prefix data/own --vocab-file $DATA/vocab.json --merge-file $DATA/merges.txt
-                   $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=output/own data.train=data/own_text_document
-  GPT-2 124M       $PYTHON run_gpt2.py --config configs/gpt2/run_gpt2_124m.yaml --run_mode train data.train=$DATA/corpus_text_document data.tokenizer=$DATA train.max_steps=2 train.micro_batch_size=1 train.global_batch_size=4 validation.max_samples=4 precision=float32
+  your own text    $PYTHON tools/preprocess_data.py --input FILE.txt --output-prefix data/own \\
+                       --vocab-file $DATA/vocab.json --merge-file $DATA/merges.txt
+                   $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=output/own \\
+                       data.train=data/own_text_document
+  GPT-2 124M       $PYTHON run_gpt2.py --config configs/gpt2/run_gpt2_124m.yaml --run_mode train \\
+                       data.train=$DATA/corpus_text_document data.tokenizer=$DATA train.max_steps=2 \\
+                       train.micro_batch_size=1 train.global_batch_size=4 validation.max_samples=4 precision=float32
                    (two small steps as a trial on a CPU: minutes, and about 7 GiB of memory; on GPUs leave out what follows data.tokenizer)
 END

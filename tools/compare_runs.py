@@ -36,7 +36,7 @@ if __name__ == "__main__":
     end_at_interrupts()
 
 from common import whole_numbers
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError, GPT2Error, report
 from common.interrupts import exiting_at_sigterm
 from common.study import layer_report
 from common.study.live_runs import RecordedSides, Side, Workplace, run_config
@@ -145,8 +145,7 @@ def main(words: list[str] | None = None) -> int:
         with ExitStack() as stack, exiting_at_sigterm():
             return compare(arguments, stack)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError, GPT2Error, report
 from common.files import atomic_write
 
 
@@ -41,8 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             with atomic_write(args.output, "w") as file:
                 file.write(text)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

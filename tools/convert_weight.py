@@ -13,14 +13,13 @@ files. deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onn
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.interrupts import end_at_interrupts, run_script
+from common.interrupts import end_at_interrupts, exit_at_sigterm, run_script
 
 if __name__ == "__main__":
     end_at_interrupts()
@@ -62,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped; nothing was left at the output", file=sys.stderr)
+        print("stopped by Ctrl-C; nothing is left at the output", file=sys.stderr)
         return 130
     _say(result, source, target)
     return 0
@@ -190,19 +189,19 @@ def _say(result: ConversionResult, source: Path | str, target: Path) -> None:
     )
     if result.logits and result.logits["compared"]:
         print(
-            f"logits: they differ by {result.logits['largest_difference']:.2g} of"
-            f" {result.logits['largest_logit']:.3g} at most"
+            f"logits: largest difference {result.logits['largest_difference']:.2g}; largest logit"
+            f" {result.logits['largest_logit']:.3g}"
         )
     elif result.logits:
-        print(f"logits: not compared, {result.logits['reason']}")
+        print(f"logits not compared: {result.logits['reason']}")
     if result.text:
         print(f"text: {result.text}")
     names = {why: name for name, why in result.ignored.items()}
     for why, count in Counter(result.ignored.values()).items():
-        print(f"left out: {names[why]}, {why}" if count == 1 else f"left out: {count} x {why}")
+        print(f"not written: {f'{names[why]} ({why})' if count == 1 else f'{count} x {why}'}")
 
 
 if __name__ == "__main__":
     # a scheduler's, which else leaves half of the output there
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    exit_at_sigterm()
     run_script(main)

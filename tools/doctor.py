@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.interrupts import end_at_interrupts, run_script
+from common.interrupts import end_at_interrupts, exit_at_sigterm, run_script
 
 if __name__ == "__main__":
     end_at_interrupts()
@@ -203,15 +202,12 @@ def main(words: list[str] | None = None) -> int:
     for name in ("ranks", "master"):  # read into devices, and address and port
         arguments.pop(name)
     # the children are ended on the way out
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    exit_at_sigterm()
     try:
         checks = examine(DoctorRequest(**arguments))
     except GPT2Error as reason:  # a MASTER_PORT that is none
         print(f"error: {reason}", file=sys.stderr)
         return reason.exit_code
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
     sys.stdout.write(
         as_json(checks) if as_program else as_table(checks, colour=sys.stdout.isatty())
     )

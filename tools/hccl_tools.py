@@ -37,7 +37,7 @@ from common.cluster.rank_table import (
     validate,
 )
 from common.cluster.rank_table_files import read_table, write_table
-from common.errors import DataError, GPT2Error
+from common.errors import DataError, GPT2Error, report
 from common.files import refuse_to_overwrite
 from common.processes.addresses import is_loopback
 
@@ -105,8 +105,7 @@ def main(words: list[str] | None = None) -> int:
         else:
             generate(arguments)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 from common import whole_numbers
 from common.command_line import RUN_MODES
 from common.config.load import load_config
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError, GPT2Error, report
 from common.files import atomic_write
 from common.inference.from_checkpoint import accept_models_of_checkpoints
 from common.launcher.job_files import (
@@ -66,8 +66,7 @@ def main(argv: list[str] | None = None) -> int:
                 file.write(text)
             print(f"wrote {arguments.output}: kubectl apply -f {arguments.output}", file=sys.stderr)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     if not any(output_dir.is_relative_to(path) for path in job.kept):
         print(
             f"warning: output_dir={output_dir} is not below a --mount, so checkpoints end with the"

@@ -184,8 +184,6 @@ def main(words: list[str] | None = None) -> int:
         tell(f"error: {error}", error=True)
         _discard_output()
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def launch(kind: str, words: list[str]) -> int:

@@ -28,7 +28,7 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError, GPT2Error, report
 
 ASCEND_DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 ASCEND_MOUNTS = (
@@ -53,8 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{command[0]} is not installed; install it, or see the command with --dry-run"
             )
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     # the words of the command line, no shell
     return subprocess.run(command, check=False).returncode  # noqa: S603
 

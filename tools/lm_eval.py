@@ -24,7 +24,7 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.errors import GPT2Error
+from common.errors import GPT2Error, report
 from common.packages import require_package
 
 
@@ -40,8 +40,7 @@ def main() -> int:
 
         cli_evaluate()
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

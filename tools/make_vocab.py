@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 from common.dataset.encodings import checked_encoding
 from common.dataset.texts import read_texts
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError, GPT2Error, report
 from common.files import atomic_write, refuse_to_overwrite
 from common.log import progress_bar
 from common.tokenizer.counting import FIRST, count_characters, count_words, most_frequent
@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(_make(arguments), file=sys.stderr)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

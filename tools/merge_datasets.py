@@ -22,14 +22,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.interrupts import end_at_interrupts, run_script
+from common.interrupts import end_at_interrupts, outside_imports, run_script
 
 if __name__ == "__main__":
     end_at_interrupts()
 
 from common.dataset.indexed import IndexedDataset, strip_extension
 from common.dataset.merge import merge_datasets
-from common.errors import GPT2Error, StopRequested
+from common.errors import GPT2Error, StopRequested, report
 from common.log import progress_bar
 
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         help="path of the new pair without its extension",
     )
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, outside_imports(_stop))
     display = _Display()
     try:
         # with an .idx also its .bin is named by a pattern such as my.shard-*
@@ -65,11 +65,10 @@ def main(argv: list[str] | None = None) -> int:
         merge_datasets(list(inputs), arguments.output_prefix, display)
     except GPT2Error as error:
         display.close()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     except KeyboardInterrupt:
         display.close()
-        print("error: stopped by Ctrl-C; the same command continues", file=sys.stderr)
+        print("stopped by Ctrl-C; the same command continues", file=sys.stderr)
         return 130
     display.close()
     data = IndexedDataset(arguments.output_prefix)
@@ -100,7 +99,7 @@ class _Display:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise StopRequested(number, f"stopped by signal {number}; the same command continues")
+    raise StopRequested(number, "; the same command continues")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     end_at_interrupts()
 
 from common.cluster.rank_table_files import merge_tables, write_table
-from common.errors import GPT2Error
+from common.errors import GPT2Error, report
 from common.files import refuse_to_overwrite
 
 
@@ -49,8 +49,7 @@ def main(words: list[str] | None = None) -> int:
         refuse_to_overwrite(arguments.files, [path], "name the tables of single machines only")
         write_table(table, path)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     print("Completed: hccl file was save in :", path)
     return 0
 

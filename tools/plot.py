@@ -18,7 +18,7 @@ from common.interrupts import end_at_interrupts, run_script
 if __name__ == "__main__":
     end_at_interrupts()
 
-from common.errors import GPT2Error
+from common.errors import GPT2Error, report
 from common.training.plot import plot_runs
 from common.whole_numbers import shortened, whole_number
 
@@ -59,8 +59,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         plot_runs(arguments.runs, arguments.output, arguments.metric, arguments.smoothing)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     print(arguments.output)
     return 0
 

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.interrupts import end_at_interrupts, run_script
+from common.interrupts import end_at_interrupts, outside_imports, run_script
 
 if __name__ == "__main__":
     end_at_interrupts()
@@ -49,7 +49,7 @@ from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecor
 from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
-from common.errors import ConfigError, GPT2Error, StopRequested
+from common.errors import ConfigError, GPT2Error, StopRequested, report
 from common.hub import located
 from common.log import progress_bar
 from common.tokenizer import TOKENIZERS
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for name in ("common", "gpt2"):  # not all libraries, which log each request
         logging.getLogger(name).setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, outside_imports(_stop))
     display = _Display(arguments.log_interval)
     try:
         options = _options(arguments)
@@ -96,11 +96,10 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
     except GPT2Error as error:
         display.close()
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     except KeyboardInterrupt:
         display.close()
-        print("error: stopped by Ctrl-C; no output is left in part", file=sys.stderr)
+        print("stopped by Ctrl-C; no output is left in part", file=sys.stderr)
         return 130
     display.close()
     print(f"wrote {files}", file=sys.stderr)
@@ -473,7 +472,7 @@ class _Display:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise StopRequested(number, f"stopped by signal {number}; no output is left in part")
+    raise StopRequested(number, "; no output is left in part")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from common.config.tokenizer_kinds import kind_named
 from common.dataset.blocks import DocumentRule
 from common.dataset.encodings import checked_encoding
 from common.dataset.texts import read_texts
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError, GPT2Error, report
 from common.files import atomic_write, refuse_to_overwrite
 from common.log import progress_bar
 from common.tokenizer import load_tokenizer
@@ -47,8 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(_train(arguments), file=sys.stderr)
     except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

@@ -4,6 +4,7 @@ source.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ def hugging_face_logits(
     folder: Path, model: ResolvedModel, ids: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """Return the logits of a folder in the format of transformers, computed by transformers."""
+    for name in ("torchao", "torch.utils._pytree"):  # warnings of a torchao for another torch
+        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers import GPT2LMHeadModel
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     net: Any = GPT2LMHeadModel.from_pretrained(
         folder if folder.is_dir() else folder.parent, local_files_only=True
     )

@@ -22,12 +22,43 @@ BASE = {
     "meaning": "Files that this one builds on, in order. Its own values override theirs.",
 }
 
+SECTIONS = {
+    "": ("the whole run", "整个训练"),
+    "precision": ("number types", "数据类型与混合精度"),
+    "model": ("sizes and dropout", "模型结构"),
+    "train": ("length, batch, recomputation", "训练长度、批大小、重计算"),
+    "optimizer": ("optimizer and learning rate", "优化器与学习率"),
+    "loss_scale": ("loss scaling with float16", "损失缩放"),
+    "quantization": ("training with rounded weights", "量化训练"),
+    "data": ("data and tokenizer", "数据与分词器"),
+    "validation": ("validation during training", "训练中的验证"),
+    "parallel": ("layout over processes", "并行布局"),
+    "checkpoint": ("saving, resuming, weights to use", "检查点与续训"),
+    "evaluation": ("`--run_mode eval`", "评测"),
+    "predict": ("`--run_mode predict`", "文本生成"),
+    "export": ("`--run_mode export`", "导出"),
+    "serve": ("`--run_mode serve`", "服务"),
+    "logging": ("log lines, plots, trackers", "日志与曲线"),
+    "profile": ("traces of single steps", "性能采集"),
+    "deepspeed": ("settings of `engine=deepspeed`", "DeepSpeed"),
+    "context": ("use of the device", "设备"),
+    "runtime": ("threads and time limits", "线程与时限"),
+}
+"""The sections in the order of the page, with a clause in English and in Chinese."""
 
-def explain_key(asked: str) -> str:
-    """Return the text for a key, a section, or another system's name for either.
+
+def explain_key(asked: str | None) -> str:
+    """Return the text for a key, a section, or another system's name for either; the sections for
+    None.
 
     Raises ConfigError for any other name.
     """
+    if asked is None:
+        lines = [f"  {name:<14}{clause}" for name, (clause, _) in SECTIONS.items() if name]
+        alone = ", ".join(key for key in schema_keys() if key.partition(".")[0] not in SECTIONS)
+        return "\n".join(
+            ["sections:", *lines, f"keys of the whole run: {alone}", "--explain NAME says more", ""]
+        )
     if asked == "base":
         return _of_key("base", BASE)
     keys = schema_keys()

@@ -202,9 +202,10 @@ def dump_config(config: RunConfig) -> str:
     return dump_yaml(config.model_dump())
 
 
-def save_config(config: RunConfig, path: Path) -> None:
+def save_config(config: RunConfig, path: Path, remark: str = "") -> None:
+    """Write a config as YAML. remark: comment at its end."""
     with atomic_write(path, "w") as file:
-        file.write(dump_config(config))
+        file.write(dump_config(config) + remark)
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

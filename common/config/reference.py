@@ -5,33 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.config.aliases import ALIASES
-from common.config.explain import BASE, key_facts
+from common.config.explain import BASE, SECTIONS, key_facts
 from common.config.hints import schema_keys
 from common.config.schema import MOST
-
-_SECTIONS = {
-    "": ("the whole run", "整个训练"),
-    "precision": ("number types", "数据类型与混合精度"),
-    "model": ("sizes and dropout", "模型结构"),
-    "train": ("length, batch, recomputation", "训练长度、批大小、重计算"),
-    "optimizer": ("optimizer and learning rate", "优化器与学习率"),
-    "loss_scale": ("loss scaling with float16", "损失缩放"),
-    "quantization": ("training with rounded weights", "量化训练"),
-    "data": ("data and tokenizer", "数据与分词器"),
-    "validation": ("validation during training", "训练中的验证"),
-    "parallel": ("layout over processes", "并行布局"),
-    "checkpoint": ("saving, resuming, weights to use", "检查点与续训"),
-    "evaluation": ("`--run_mode eval`", "评测"),
-    "predict": ("`--run_mode predict`", "文本生成"),
-    "export": ("`--run_mode export`", "导出"),
-    "serve": ("`--run_mode serve`", "服务"),
-    "logging": ("log lines, plots, trackers", "日志与曲线"),
-    "profile": ("traces of single steps", "性能采集"),
-    "deepspeed": ("settings of `engine=deepspeed`", "DeepSpeed"),
-    "context": ("use of the device", "设备"),
-    "runtime": ("threads and time limits", "线程与时限"),
-}
-"""The sections in the order of the page, with a clause in English and in Chinese."""
 
 TORCH_ONLY = frozenset(
     {
@@ -78,9 +54,9 @@ def config_reference() -> str:
     """Return the page as Markdown."""
     index = "".join(
         f"| [{_title(name)}](#{_title(name).replace(' ', '-')}) | {english} | {chinese} |\n"
-        for name, (english, chinese) in _SECTIONS.items()
+        for name, (english, chinese) in SECTIONS.items()
     )
-    return f"{_HEAD}{index}\n" + "\n".join(map(_section, _SECTIONS)) + _aliases()
+    return f"{_HEAD}{index}\n" + "\n".join(map(_section, SECTIONS)) + _aliases()
 
 
 def _title(section: str) -> str:

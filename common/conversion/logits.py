@@ -95,7 +95,7 @@ def _why_not(format: str) -> str:
     absent = [name for name in NEEDED.get(format, ()) if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)}, which computes the logits of {format}, is not installed"
-    return f"nothing computes the logits of {format}: only the tensors were compared"
+    return f"no framework here runs the {format} format"
 
 
 def run_logits(

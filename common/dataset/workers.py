@@ -80,7 +80,10 @@ def _encode_in_processes(
     waiting: deque[Future[list[EncodedBlock]]] = deque()
     try:
         for block in blocks:
+            # workers inherit the mask: Ctrl-C reaches the whole group, and the parent ends them
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             waiting.append(pool.submit(_encode_in_worker, block))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -98,8 +101,6 @@ _worker: tuple[Tokenizer, EncodingRules] | None = None
 
 def _start_worker(choice: TokenizerChoice, rules: EncodingRules) -> None:
     global _worker
-    # Ctrl-C reaches the whole group; the parent ends the pool
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     limit_tokenizer_threads()
     _worker = choice.load(), rules

@@ -13,8 +13,8 @@ from typing import IO, Any, Self
 from common.cluster.places import RankPlacement
 from common.cluster.rank_environment import FOREIGN
 from common.doctor.report import Check, error, ok
+from common.errors import signal_name
 from common.processes.monitor import STOPPED
-from common.processes.process_tree import signal_name
 from common.processes.ranks import ProcessSpec, Ranks
 from common.structured_files import MalformedError, parse_json
 

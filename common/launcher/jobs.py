@@ -26,6 +26,7 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import layout_warnings
 from common.processes.addresses import is_own
 from common.processes.ranks import ProcessSpec
+from common.resolve.auto_device import sees_accelerator
 from common.resolve.engine_checks import check_here
 
 
@@ -70,7 +71,7 @@ class JobMaker:
         if len(own.hosts) < len(places.hosts):
             maker = maker.on_table_of(own, share.config)
             tell(f"this attempt has {len(own.hosts)} of {len(places.hosts)} hosts")
-        tell(ranks_here(own))
+        tell(ranks_here(own, self.request, share.config))
         job = replace(
             maker.make(share.config, own),
             hosts=hosts_of(full, meeting.hosts, own),
@@ -193,7 +194,13 @@ def log_folder(request: LaunchRequest, config: RunConfig) -> Path:
     return absolute(str(request.log_dir or config.output_dir))
 
 
-def ranks_here(places: Placement) -> str:
-    """Return a line about the ranks of this host."""
-    ranks = ", ".join(f"{place.rank} on device {place.device_id}" for place in places.own)
+def ranks_here(places: Placement, request: LaunchRequest, config: RunConfig) -> str:
+    """Return a line about the ranks of this host. Ranks on a CPU have no devices."""
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not sees_accelerator())
+    ranks = ", ".join(
+        str(place.rank)
+        if on_cpu and request.table is None
+        else f"{place.rank} on device {place.device_id}"
+        for place in places.own
+    )
     return f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"

@@ -94,7 +94,7 @@ def distribute(request: LaunchRequest, check: Check) -> int:
         raise _must_be_horovodrun(request, places)
     maker = JobMaker(request=request, table=table, port=port)
     if not starts:
-        _say(f"# {ranks_here(places)}\n")
+        _say(f"# {ranks_here(places, request, config)}\n")
         return _run(maker.make(config, places, starts=False), request)
     if places.own[0].rank == 0:
         _check_first(config, request, check)
@@ -103,7 +103,7 @@ def distribute(request: LaunchRequest, check: Check) -> int:
     meets = len(places.hosts) > 1 and (_max_restarts(request, config) or config.runtime.min_nodes)
     if meets and request.mode in RESTARTABLE:
         return _supervise(partial(maker.meet, choice, places), request, config)
-    tell(ranks_here(places))
+    tell(ranks_here(places, request, config))
     return _supervise(
         lambda number: Attempt(job=maker.make(config, places), number=number), request, config
     )
@@ -301,11 +301,22 @@ def _run(job: Job, request: LaunchRequest) -> int:
     for name in FOREIGN:
         os.environ.pop(name, None)
     if is_asked("DRY_RUN"):
+        full = None
         for child in job.children:
             cores = f", on cores {','.join(map(str, child.cores))}" if child.cores else ""
             link = f", also {child.log_link}" if child.log_link else ""
-            _say(f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}\n")
-            _say(shell_text(child.environment, child.command))
+            head = f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}"
+            if (
+                full is None
+                or child.command != full.command
+                or len(full.environment) != len(child.environment)
+            ):
+                full = child
+                _say(f"{head}\n{shell_text(child.environment, child.command)}")
+                continue
+            own = dict(child.environment.items() - full.environment.items())
+            words = [f"{name}={own[name]}" for name in child.environment if name in own]
+            _say(f"{head}; as {full} with\n{shlex.join(words)}\n")
         return 0
     if is_asked("DETACH"):
         return _detach(job.log_folder, request)

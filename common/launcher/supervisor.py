@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, signal_name
 from common.launcher.control import (
     Control,
     HostFailed,
@@ -31,7 +31,7 @@ from common.launcher.control import (
 from common.launcher.local_ranks import Exit, LocalRanks, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.processes.monitor import RankState
-from common.processes.process_tree import in_words, signal_name
+from common.processes.process_tree import in_words
 from common.processes.ranks import ProcessSpec
 from common.whole_numbers import shortened, whole_number
 

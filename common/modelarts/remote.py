@@ -23,6 +23,7 @@ from common.training.checkpoint import LATEST
 from common.training.manifest import MANIFEST
 
 T = TypeVar("T")
+_STARTED = time.time()
 _PAUSES = (5.0, 10.0)
 """Seconds before the second and the third attempt."""
 
@@ -113,7 +114,10 @@ def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str
     if copy is not None and copy.url == url:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(copy.made))
         if copy.files == there:
-            LOG.info(f"{url} has not changed since {made}: the copy of that time is used, {folder}")
+            if copy.made < _STARTED:
+                LOG.info(
+                    f"{url} has not changed since {made}: the copy of that time is used, {folder}"
+                )
             return
         LOG.warning(f"{url} has changed since {made}: the copy of that time is replaced")
     if not there:

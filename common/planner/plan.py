@@ -125,13 +125,14 @@ def describe_plan(
     ]
     if device is not None:
         lines += ["", *_time_lines(plan, config, device)]
-    lines += [
-        "",
-        *table(
-            (*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)),
-            _rank_rows(topology, all_ranks, places),
-        ),
-    ]
+    if topology.world_size > 1 or places:
+        lines += [
+            "",
+            *table(
+                (*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)),
+                _rank_rows(topology, all_ranks, places),
+            ),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -173,14 +174,20 @@ def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
     count = train.recompute_layers
     of_layers = "" if count is None else f" of the first {count} layers of a stage"
     yield (
-        f"Each rank of a stage holds at most (GiB = 2^30 bytes; weights {precision.parameters},"
-        f" gradients {precision.reduction if has_low_gradients(config) else 'float32'},"
+        f"Memory of a rank at most, calculated, not measured (GiB = 2^30 bytes; weights"
+        f" {precision.parameters}, gradients"
+        f" {precision.reduction if has_low_gradients(config) else 'float32'},"
         f" {config.optimizer.name}'s state float32; {zero}; recompute"
         f" {train.recompute}{of_layers}):"
     )
     yield from table(
         ("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"),
         _stage_rows(plan),
+    )
+    yield (
+        "(loss: gradients that the loss computes at once; working: temporary memory of a pass;"
+        " communication: buffers of messages"
+        f"{'; gathered: weights of other ranks' if parallel.zero_stage else ''})"
     )
     if on_host := max(stage.memory.on_host for stage in plan.stages):
         yield (
@@ -263,7 +270,7 @@ def _time_lines(plan: Plan, config: ResolvedRun, device: Accelerator) -> Iterabl
     speed = plan.tokens_per_step / time.total
     yield (
         f"A step may take {time.total:.3g} s on {device.name}, {speed:,.0f} tokens/s (estimated"
-        f" from peak rates): {parts}"
+        f" from peak rates, not measured): {parts}"
     )
 
 

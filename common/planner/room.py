@@ -20,6 +20,7 @@ from common.parallel.fused_attention import with_attention
 from common.parallel.loss_rows import with_loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.memory import Memory, memory_of
+from common.resolve.auto_device import sees_accelerator
 from common.resolve.derive import resolve_config
 
 HOPELESS = 4
@@ -33,22 +34,10 @@ def machine_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory and swap that this machine (or container) allows, or None if
     unknown.
     """
-    amounts: list[int] = []
-    try:
-        lines = dict(
-            line.split(":", 1)
-            for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
-            if ":" in line
-        )
-        amounts.append(
-            sum(
-                int(lines[name].split()[0]) * 1024
-                for name in ("MemTotal", "SwapTotal")
-                if name in lines
-            )
-        )
-    except (OSError, ValueError):
+    total = _of_meminfo(root, "MemTotal", "SwapTotal")
+    if total is None:
         return None
+    amounts = [total]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             amounts.append(int((root / name).read_text(encoding="utf-8")))
@@ -58,6 +47,19 @@ def machine_memory(root: Path = Path("/")) -> int | None:
     if limit != resource.RLIM_INFINITY:
         amounts.append(limit)
     return min(amounts)
+
+
+def _of_meminfo(root: Path, *names: str) -> int | None:
+    """Return the sum of these lines of /proc/meminfo in bytes, or None if it cannot be read."""
+    try:
+        lines = dict(
+            line.split(":", 1)
+            for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+            if ":" in line
+        )
+        return sum(int(lines[name].split()[0]) * 1024 for name in names if name in lines) or None
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,12 @@ def check_room(
         return (
             f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, but {has}; {helps}"
         )
+    free = _of_meminfo(Path("/"), "MemAvailable") if on_cpu else None
+    if free is not None and need.likely > free:
+        return (
+            f"memory is short: {who} {gibibytes(need.likely)} by the plan, and {gibibytes(free)} of"
+            f" this machine's {gibibytes(there)} are free; end other programs, or {helps}"
+        )
     return None
 
 
@@ -150,11 +158,10 @@ def check_memory(
 
 def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str | None:
     """Return a line for the plan if a rank on a CPU needs more than this machine has, else None."""
-    accelerators = [*(root / "dev").glob("davinci[0-9]*"), *(root / "dev").glob("nvidia[0-9]*")]
     there = machine_memory(root)
     if (
         config.device not in ("auto", "cpu")
-        or (config.device == "auto" and accelerators)
+        or (config.device == "auto" and sees_accelerator(root))
         or there is None
         or peak <= there
     ):

@@ -179,7 +179,7 @@ def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) 
     """
     lines = [
         f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB), best first by the"
-        " estimated time of a step:"
+        " time of a step (calculated, not measured):"
     ]
     if found.fitting:
         head = (

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from common.errors import signal_name
+
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
 _HINTS = {
     signal.SIGKILL: "often the kernel, out of memory: see dmesg",
@@ -60,13 +62,6 @@ def in_words(code: int) -> str:
         return f"ended with exit code {code}"
     hint = next((hint for number, hint in _HINTS.items() if number == -code), "")
     return f"was killed by signal {-code} ({signal_name(-code)}{f'; {hint}' if hint else ''})"
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 @contextmanager

@@ -15,6 +15,11 @@ def sees_ascend(root: Path = Path("/")) -> bool:
     return any((root / "dev").glob("davinci[0-9]*"))
 
 
+def sees_accelerator(root: Path = Path("/")) -> bool:
+    """Tell whether this host has an Ascend or a GPU, by its device files."""
+    return sees_ascend(root) or any((root / "dev").glob("nvidia[0-9]*"))
+
+
 @contextmanager
 def naming_auto(config: RunConfig, kind: str, missing: str) -> Iterator[None]:
     """Explain an error that follows from ``auto`` having chosen ``cpu``.

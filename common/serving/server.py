@@ -65,7 +65,7 @@ def serve(
     if isinstance(engine.failure, Exception) and not drain.has_begun:
         raise RunError(f"the server has ended: {engine.failure}")
     assert stop.number is not None
-    raise StopRequested(stop.number, f"stopped by signal {stop.number}; {drain.outcome}")
+    raise StopRequested(stop.number, f"; {drain.outcome}")
 
 
 def read_key(settings: ServeConfig, variable: str | None) -> str | None:

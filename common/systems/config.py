@@ -107,11 +107,13 @@ def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
     there are none.
     """
     opened = open_config(path, overrides)
-    without = f"{opened.without_effect} of its keys have no effect here, and --show_config lists"
+    count = opened.without_effect
+    without = f"{count} of its keys have no effect here, and " if count else ""
     if opened.system is None:
-        return f"{path}: {without} them" if opened.without_effect else None
+        return f"{path}: {without}--show_config lists them" if count else None
     return (
-        f"{opened.origin}: read as {opened.system}'s; {without} them beside the YAML that it became"
+        f"{opened.origin}: read as {opened.system}'s; {without}--show_config shows"
+        f" {'them and ' if count else ''}the YAML that it became"
     )
 
 

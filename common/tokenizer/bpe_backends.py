@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TokenizerError
+from common.interrupts import holding_signals
 from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bpe_files import BPEVocabulary
 from common.tokenizer.bpe_self_check import SELF_CHECK
@@ -364,6 +365,7 @@ _FAST: dict[str, Callable[[BPEVocabulary, _Tokenizers], Backend]] = {
 BACKENDS = ("auto", *_FAST, "tokenizers")
 
 
+@holding_signals()  # Rust libraries load numpy in their first call, and panic at KeyboardInterrupt
 def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tuple[str, ...]]:
     """Return a backend, and the reasons why faster ones were not chosen.
 

@@ -55,7 +55,7 @@ class Engine(ABC):
         return {}
 
     def kernels(self) -> dict[str, str]:
-        """Return the kernels that parts of a step run, for the log. Call it after ``begin``."""
+        """Return the kernels that parts of a step run, for config.yaml. Call it after ``begin``."""
         return {}
 
     @abstractmethod

@@ -122,7 +122,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
                 if saver.saved_step == state.step
                 else f"not saved: {saver.why_not()}"
             )
-            _end_early(stopping, f"after step {state.step}; {saved}")
+            _end_early(config, stopping, f" after step {state.step}; {saved}")
     if speeds:
         summary |= {
             "seconds": time.perf_counter() - start,
@@ -142,16 +142,14 @@ def _exit_wish(config: TrainingRun, step: int, seconds: float) -> int:
     return _EXIT if timed_out or at_step else 0
 
 
-def _end_early(stopping: int, where: str) -> None:
+def _end_early(config: TrainingRun, stopping: int, where: str) -> None:
     """Log the end that the configuration asked for, or raise StopRequested for a signal."""
+    again = "the same command resumes"
+    if config.checkpoint.resume not in ("auto", "latest"):
+        again = f"{again} with checkpoint.resume=auto"
     if stopping != _EXIT:
-        raise StopRequested(
-            stopping, f"stopped by signal {stopping} {where}; checkpoint.resume=auto resumes it"
-        )
-    LOG.info(
-        f"stopped by train.exit_interval or train.exit_minutes {where}; checkpoint.resume=auto"
-        " resumes it"
-    )
+        raise StopRequested(stopping, f"{where}; {again}")
+    LOG.info(f"stopped by train.exit_interval or train.exit_minutes{where}; {again}")
 
 
 def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int]:

@@ -39,8 +39,8 @@ class Report:
     """Report in this project's own style. Other styles are subclasses."""
 
     prefix = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
-    line_for_every_skip = True
-    """Whether a skipped step gets a line at any interval."""
+    more_lines = True
+    """Whether the first step and skipped ones get a line at any interval."""
 
     def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
         """Create a report. samples_per_epoch: 0 if unknown; all steps then belong to one epoch."""
@@ -75,13 +75,14 @@ class Report:
         if (
             row["step"] % self.config.logging.interval == 0
             or row["step"] == self.last_step
-            or (self.line_for_every_skip and row["skipped"])
+            or (self.more_lines and (self._steps_seen == 1 or row["skipped"]))
         ):
             for line in self.step_lines(self._rows):
                 LOG.info(line)
             self._rows = []
         hashes = self.config.logging.hash_interval
-        if hashes and row["step"] % hashes == 0:
+        # the summary of a run has that of its last step
+        if hashes and row["step"] % hashes == 0 and row["step"] != self.last_step:
             LOG.info(
                 f"data: {row['consumed_samples']} samples up to step {row['step']}, hash"
                 f" {row['sample_hash']}"
@@ -158,7 +159,7 @@ class MegatronReport(Report):
     """
 
     prefix = logging.Formatter("%(message)s")
-    line_for_every_skip = False
+    more_lines = False
 
     def step_lines(self, rows: list[Row]) -> list[str]:
         row, batch = rows[-1], _mean(rows, "global_batch_size")
@@ -210,7 +211,7 @@ class FleetXReport(Report):
     """
 
     prefix = logging.Formatter("[%(asctime)s] [%(levelname)8s] - %(message)s")
-    line_for_every_skip = False
+    more_lines = False
 
     def step_lines(self, rows: list[Row]) -> list[str]:
         row = rows[-1]
@@ -240,7 +241,7 @@ class MindFormersReport(Report):
     """Style of MindFormers r0.3's loss monitor, with the evaluation line of MindSpore's."""
 
     prefix = logging.Formatter("%(asctime)s - mindformers - %(levelname)s - %(message)s")
-    line_for_every_skip = False
+    more_lines = False
 
     def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)
@@ -281,7 +282,7 @@ class OneFlowReport(Report):
     """
 
     prefix = logging.Formatter("%(message)s")
-    line_for_every_skip = False
+    more_lines = False
     _WIDTHS: ClassVar[dict[str, int]] = {
         "step": 8, "micro_batches": 15, "samples": 15, "throughput": 10, "latency": 10, "loss": 10,
     }  # fmt: skip
@@ -346,7 +347,7 @@ class GPT2ChineseReport(Report):
     """
 
     prefix = logging.Formatter("%(message)s")
-    line_for_every_skip = False
+    more_lines = False
 
     def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)

@@ -9,6 +9,7 @@ from typing import Any
 from common import run_folder
 from common.config.load import flatten
 from common.device import Device, resident_bytes
+from common.errors import StopRequested
 from common.log import LOG
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.world import WorldBase
@@ -24,7 +25,7 @@ from common.training.rewind import RewindNeeded, checkpoint_before, go_back
 from common.training.start import Start, record_start, where_to_start
 from common.training.state import TrainState
 from common.training.steps import Run
-from common.training.summary import announce, finish
+from common.training.summary import announce, draw, finish
 from common.training.trackers import Trackers
 
 
@@ -56,11 +57,17 @@ class Session:
         state = engine.begin(self.start)
         state.sample_hash = state.sample_hash or self.data.fingerprint
         self._require_equal_ranks(engine, state)
-        announce(config, self.data, device.name, engine.kernels(), self.start, state)
+        announce(config, self.data, device.name, self.start, state)
+        if state.step < config.train.max_steps:  # a token that the model lacks is found here
+            next(self.data.batches(state))
         while True:
             try:
                 summary = self._train_from(state, engine, device, trace)
                 break
+            except StopRequested:
+                if is_first:
+                    draw(config)
+                raise
             except RewindNeeded as needed:
                 engine.finish()
                 self.start = self._start_before(needed.state)
@@ -90,7 +97,7 @@ class Session:
         config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
         profile = ProfileWindow(config, state, trace, rank=self.world.rank)
         if is_first:
-            record_start(config, self.start)
+            record_start(config, self.start, engine.kernels())
         with (
             CheckpointWriter(
                 folder / "checkpoints",

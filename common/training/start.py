@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -242,15 +242,18 @@ _OF_MEMORY = (
 """Keys that the memory of a step depends on, with the sizes of the model."""
 
 
-def record_start(config: ResolvedRun, start: Start) -> None:
+def record_start(config: ResolvedRun, start: Start, kernels: Mapping[str, str]) -> None:
     """Write the resolved config, and let ``latest`` name the checkpoint that is resumed.
+
+    kernels: of the parts of a step, for a remark at the end of the config.
 
     A run that was sent back to an older checkpoint must not return to the newer one after a kill.
     """
     folder = Path(config.output_dir)
     if start.resume is not None and start.in_folder(folder):
         point_latest(start.resume)
-    save_config(config, folder / "config.yaml")
+    used = "; ".join(f"{part} {name}" for part, name in kernels.items())
+    save_config(config, folder / "config.yaml", f"# kernels: {used}\n" if used else "")
     if (count := _restarts()) is not None:
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         after = 0 if start.resume is None else step_of(start.resume.name)
@@ -343,7 +346,10 @@ def _read_fitting(
     left_out = manifest.get("left_out", {})
     for reason, count in Counter(left_out.values()).items():
         name = next(name for name, why in left_out.items() if why == reason)
-        LOG.info(f"{checkpoint}: left out: {f'{count} x' if count > 1 else f'{name},'} {reason}")
+        LOG.info(
+            f"{checkpoint}: left out: "
+            + (f"{count} x {reason}" if count > 1 else f"{name} ({reason})")
+        )
     _check_tokenizer(manifest, tokenizer, checkpoint)
     require_same_model(manifest, config, checkpoint, may_move=may_move, export=export)
     return manifest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from common.training.plot import plot_loss
 from common.training.report import use_style
 from common.training.start import Start
 from common.training.state import TrainState
+from common.training.stop import StopSignal
 from common.weights.names import count_parameters
 
 
@@ -26,7 +26,6 @@ def announce(
     config: TrainingRun,
     data: TrainingData,
     device_name: str,
-    kernels: Mapping[str, str],
     start: Start,
     state: TrainState,
 ) -> None:
@@ -63,8 +62,6 @@ def announce(
     LOG.info(
         f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
     )
-    if kernels:
-        LOG.info("kernels: " + "; ".join(f"{part} {name}" for part, name in kernels.items()))
     for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # known only on rank 0
         LOG.warning(remark)
     if data.no_validation is not None:
@@ -98,12 +95,7 @@ def finish(
     config: TrainingRun, state: TrainState, summary: dict[str, Any], *, peak_memory: int
 ) -> None:
     """Log the summary at the end, and draw the plot."""
-    folder = Path(config.output_dir)
-    if config.logging.plot:
-        try:
-            plot_loss(folder)
-        except OSError as error:
-            LOG.warning(f"no plot: {error}")
+    draw(config)
     end = "finished" if state.step >= config.train.max_steps else "ended early"
     parts = [f"{end}: step {state.step}, {state.consumed_samples:,} samples"]
     if "loss" in summary:
@@ -120,8 +112,18 @@ def finish(
     parts.append(f"{state.skipped_steps} skipped steps, peak memory {peak_memory / 2**30:.2f} GiB")
     LOG.info("; ".join(parts))
     try:
-        checkpoint = find_checkpoint(folder)
+        checkpoint = find_checkpoint(Path(config.output_dir))
     except CheckpointError as error:  # all saves are done here
         LOG.warning(str(error))
         checkpoint = None
     LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")
+
+
+def draw(config: TrainingRun) -> None:
+    """Draw loss.png, if it is wanted. A further signal does not cut it short."""
+    if config.logging.plot:
+        with StopSignal():
+            try:
+                plot_loss(Path(config.output_dir))
+            except OSError as error:
+                LOG.warning(f"no plot: {error}")

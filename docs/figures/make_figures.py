@@ -96,10 +96,19 @@ PARTS = {
             "config · tokenizers · datasets · planner · rank tables · launcher ·"
             " converter · metrics · generation · server",
         ),
-        "torch": ("torch_gpt2/", "CUDA, Ascend NPU, CPU", "native engine or DeepSpeed"),
-        "mindspore": ("mindformers_gpt2/", "Ascend 910, CPU", "our collectives or its compiler"),
+        "torch": (
+            "torch_gpt2/",
+            "CPU; CUDA and Ascend NPU not yet run",
+            "native engine or DeepSpeed",
+        ),
+        "mindspore": (
+            "mindformers_gpt2/",
+            "CPU; Ascend 910 not yet run",
+            "our collectives or its compiler",
+        ),
+        "either": ("Either framework makes all of these, and opens the other's checkpoints",),
         "checkpoint": ("Checkpoints", "either framework, any layout"),
-        "results": ("Metrics, plots, text", "logs in six styles"),
+        "results": ("Metrics, plots, text", "logs in seven styles"),
         "exports": ("Exports", "ONNX, GGUF, MindIR, pt2"),
         "serve": ("Server, Python", "OpenAI's completions"),
     },
@@ -115,10 +124,11 @@ PARTS = {
             "common/",
             "配置 · 分词器 · 数据集 · 规划 · rank table · 启动器 · 权重转换 · 指标 · 生成 · 服务",
         ),
-        "torch": ("torch_gpt2/", "CUDA、昇腾 NPU、CPU", "自带引擎或 DeepSpeed"),
-        "mindspore": ("mindformers_gpt2/", "昇腾 910、CPU", "自带通信或交给编译器切分"),
+        "torch": ("torch_gpt2/", "CPU；CUDA、昇腾 NPU 尚未实测", "自带引擎或 DeepSpeed"),
+        "mindspore": ("mindformers_gpt2/", "CPU；昇腾 910 尚未实测", "自带通信或交给编译器切分"),
+        "either": ("两种框架都能产生以下全部结果，检查点互通",),
         "checkpoint": ("检查点", "两种框架、任意布局通用"),
-        "results": ("指标、曲线、文本", "六种日志格式"),
+        "results": ("指标、曲线、文本", "七种日志格式"),
         "exports": ("导出", "ONNX、GGUF、MindIR、pt2"),
         "serve": ("服务、Python 接口", "兼容 OpenAI completions"),
     },
@@ -129,7 +139,7 @@ PARTS = {
 def parts(ending: str) -> Figure:
     """Draw what goes into a run, what computes it and what comes out."""
     say = PARTS[ending]
-    figure = Figure(880, 400)
+    figure = Figure(880, 454)
     for x, name in ((20, "yaml"), (305, "data"), (590, "weights")):
         figure.box(x, 16, 270, 78, "input", *say[name])
         figure.arrow(x + 135, 94, x + 135, 122)
@@ -138,10 +148,10 @@ def parts(ending: str) -> Figure:
         figure.arrow(x + 205, 186, x + 205, 212)
         figure.box(x, 214, 410, 76, name, *say[name])
         figure.arrow(x + 205, 290, x + 205, 322)
-    figure.arrow(430, 244, 448, 244)
-    figure.arrow(450, 262, 432, 262)
+    figure.box(20, 324, 840, 30, "shared", *say["either"])
     for number, name in enumerate(("checkpoint", "results", "exports", "serve")):
-        figure.box(20 + 214 * number, 324, 198, 60, "output", *say[name])
+        figure.arrow(119 + 214 * number, 354, 119 + 214 * number, 376)
+        figure.box(20 + 214 * number, 378, 198, 60, "output", *say[name])
     return figure
 
 

@@ -1,14 +1,18 @@
 """Ctrl-C is exit code 130 without a traceback, whatever a program does at that moment."""
 
+import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from common.interrupts import ending_at_interrupts
+from common.interrupts import ending_at_interrupts, exit_at_sigterm, outside_imports
+from common.tokenizer.bpe_files import END_OF_TEXT
 from tests.run_scripts import run_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +40,55 @@ sys.meta_path.insert(0, Interrupt({where!r}))
 sys.argv = {words!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+MOMENTS = """
+import os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+import awkward  # its import alone takes a second
+from common.interrupts import run_script
+from common.tokenizer import load_tokenizer
+
+calls = 0
+folder = Path({folder!r})
+
+
+def start():
+    load_tokenizer(None, folder / "vocab.json", folder / "merges.txt", "auto")
+    return 0
+
+
+def child(moment):
+    "Fork; send Ctrl-C at a call, by number or name. Returns exit code and number of calls."
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        with os.fdopen(read) as answer:
+            count = int(answer.read() or 0)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), count
+
+    def count(frame, event, argument):
+        global calls
+        calls += 1
+        if moment in (calls, frame.f_code.co_qualname):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def main():
+        sys.setprofile(count)
+        start()
+        sys.setprofile(None)
+        os.write(write, str(calls).encode())
+        return 0
+
+    run_script(main)
+
+
+code, total = child(0)
+assert code == 0
+moments = ["NumpyVersion.__init__", *range(1, total, total // 4)]
+print([child(moment)[0] for moment in moments])
+"""
 TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py") if path.name != "__init__.py")
 
 
@@ -56,7 +109,7 @@ def test_the_front_door(module: str) -> None:
     done = interrupted_at(
         module, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "plan"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
 
 
 @pytest.mark.parametrize("module", ["common.processes.heartbeat", "common.planner.room"])
@@ -74,7 +127,7 @@ def test_an_interrupt_in_a_destructor_is_not_lost(
         *settings,
     ]
     done = interrupted_at(module, *words, where="destructor")
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
 
 
 def test_other_errors_in_a_destructor_are_still_shown() -> None:
@@ -106,7 +159,7 @@ def test_every_tool(tool: str) -> None:
         if line.startswith(("from common.", "import common."))
     )
     done = interrupted_at(module, f"tools/{tool}", "--help")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
 
 
 def test_every_tool_ends_by_the_one_way() -> None:
@@ -122,7 +175,7 @@ def test_a_script_that_is_interrupted_in_its_work_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
 
 
 def test_the_handler_of_before_comes_back() -> None:
@@ -132,3 +185,45 @@ def test_the_handler_of_before_comes_back() -> None:
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_an_import_waits_for_its_end(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"interrupted_by_{number.name}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import signal\nsignal.raise_signal({number})\nwhole = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(number)
+    try:
+        if number == signal.SIGINT:
+            signal.signal(number, outside_imports(signal.default_int_handler))
+        else:
+            exit_at_sigterm()
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as raised:
+            importlib.import_module(name)
+            time.sleep(10)
+    finally:
+        signal.signal(number, before)
+    assert sys.modules.pop(name).whole == 1
+    assert number == signal.SIGINT or raised.value.code == 143
+
+
+def test_any_moment_of_loading_a_tokenizer(tmp_path: Path) -> None:
+    """Libraries in Rust import numpy in their first call, and panic if that fails."""
+    pytest.importorskip("gigatoken", reason="gigatoken is not installed: pip install '.[fast]'")
+    letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    letters += [chr(256 + number) for number in range(256 - len(letters))]
+    names = [*letters, "th", END_OF_TEXT]
+    ids = {name: number for number, name in enumerate(names)}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\n")
+    program = MOMENTS.format(root=str(ROOT), folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    codes = json.loads(done.stdout)
+    assert codes == [130] * len(codes) and len(codes) >= 5, done.stderr
+    assert done.stderr == "stopped by Ctrl-C\n" * len(codes)

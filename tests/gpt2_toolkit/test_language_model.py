@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 from common.systems.fleetx.scripts import infer  # noqa: E402
 from common.tokenizer import load_tokenizer  # noqa: E402
+from common.weights.names import count_parameters  # noqa: E402
 from gpt2_toolkit import LanguageModel, load_model  # noqa: E402
 from run_gpt2 import main  # noqa: E402
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
@@ -100,6 +101,11 @@ def test_every_folder_says_what_transformers_says(
     if backend == "mindspore":
         request.getfixturevalue("mindspore")
     model = load_model(folders[name], backend=backend, device="cpu")
+    count, path = count_parameters(model.config.model), model.source.path
+    assert (
+        repr(model)
+        == f"LanguageModel({str(path)!r}, 2 layers x 32, {count:,} parameters, {model.backend})"
+    )
     found = model.generate(PROMPTS, max_new_tokens=12)
     assert [each.tokens for each in found] == expected["tokens"]
     assert len({each.finish_reason for each in found}) > 1, "some end early"

@@ -141,7 +141,7 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
         capsys.readouterr()
         back = converted(run, tmp_path / name, "hf")
         reason = json.loads((back / REPORT).read_text())["ignored"]["tokenizer"]
-        assert f"left out: tokenizer, {reason}\n" in capsys.readouterr().out
+        assert f"not written: tokenizer ({reason})\n" in capsys.readouterr().out
         assert reason.startswith("files of the tokenizer: ") and why in reason
         assert {path.name for path in back.iterdir()} == {
             "config.json",

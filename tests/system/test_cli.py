@@ -225,7 +225,7 @@ def test_a_stopped_or_killed_run_resumes(config: Path, tmp_path: Path, number: i
         _, error = child.communicate(timeout=60)
     assert child.returncode == (128 + number if number == signal.SIGTERM else -number)
     if number == signal.SIGTERM:
-        assert "error: stopped by signal 15 after step" in error
+        assert "stopped by SIGTERM after step" in error
     code, out, error = run(*words)
     assert code == 0, error
     assert "resuming" in out

@@ -186,7 +186,7 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
         r"# rank \d: logs in .*(mf_parallel\d), also (workerlog\.\d)", done.stdout
     ) == [(f"mf_parallel{rank}", f"workerlog.{rank}") for rank in range(3)]
     assert re.findall("DEVICE_ID=(.)", done.stdout) == ["0", "1", "4"]
-    assert done.stdout.count("Model.hidden_size=1024") == 3
+    assert done.stdout.count("Model.hidden_size=1024") == 1
     hosts = ["--devices", "0", "--master", "10.0.0.1:29500", "--nnodes", "2", "--rank", "1"]
     assert scripts.launch_command([*hosts, "tools/train.py", "-c", config, "-o", "seed=1"])[2:] == [
         *["distribute", "--master", "10.0.0.1:29500", "--nnodes", "2", "--node_rank", "1"],
@@ -402,7 +402,7 @@ def test_oneflows_command_starts_the_devices_of_its_node(tmp_path) -> None:
     batch = ["train.global_batch_size=8"]
     done = start([*command, *batch, "--node-ips", "198.51.100.1,127.0.0.1"], tmp_path, **there)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^RANK=(\d)", done.stdout, re.MULTILINE) == ["2", "3"]
+    assert re.findall(r"\bRANK=(\d)", done.stdout) == ["2", "3"]
     assert "MASTER_ADDR=198.51.100.1" in done.stdout and "NCCL_NET=IB" in done.stdout
     done = start([*command, *batch], tmp_path, **there)
     assert done.returncode == 2 and "--num-nodes 2 needs --node-ips" in done.stderr
@@ -425,3 +425,18 @@ def test_a_megatron_command_line_shows_its_yaml(tmp_path) -> None:
     assert "max_steps: 7" in done.stdout and "hidden_size: 32  # hidden_size" in done.stdout
     assert "#   distributed_backend: the device says how ranks talk" in done.stdout
     assert not any(tmp_path.iterdir())
+
+
+def test_the_slurm_job_finds_its_repository_or_says_what_it_needs(tmp_path: Path) -> None:
+    """Started by bash it lies there; Slurm runs a copy from elsewhere."""
+    scripts = tmp_path / "repository" / "compat" / "gpt2_chinese"
+    (scripts / "cache").mkdir(parents=True)
+    for name in ("cache/make_vocab.sh", "train.sh", "generate.sh"):
+        (scripts / name).write_text(f"echo {name}")
+    for folder in (scripts, tmp_path):
+        shutil.copy(COMPAT / "gpt2_chinese" / "run.swb", folder)
+    done = start(["bash", str(scripts / "run.swb"), "x", "a remark"], tmp_path)
+    said = ["cache/make_vocab.sh", "train.sh", "generate.sh", "Comments: a remark"]
+    assert (done.returncode, done.stdout.splitlines()) == (0, said)
+    done = start(["bash", str(tmp_path / "run.swb")], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and "set GPT2_ROOT" in done.stderr

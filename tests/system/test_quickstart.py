@@ -27,9 +27,10 @@ def test_the_commands_that_the_quickstart_ends_with(
         "PYTHON": "python",
         **dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M)),
     }
-    text = script.partition("Next:")[2]
+    text = script.rpartition("cat <<END")[2]
     for name, value in variables.items():
         text = text.replace(f"${name}", value)
+    text = text.replace("\\\\\n", "")
     found = [
         shlex.split(line[line.index("python ") :])[1:]
         for line in text.splitlines()

@@ -555,3 +555,19 @@ def test_bad_words(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
         assert launch.main(words) == 2
         assert message in capsys.readouterr().err
     assert jobs == []
+
+
+@pytest.mark.parametrize(
+    ("device", "named"), [("cpu", "2, 3"), ("npu", "2 on device 0, 3 on device 1")]
+)
+def test_ranks_on_a_cpu_have_no_devices(
+    device: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    words = ["--nnodes", "2", "--node_rank", "1", "--master", "198.51.100.1:29500", "none", CONFIG]
+    assert launch.main(["distribute", *words, "[0,2)", "train", f"device={device}",
+        "train.global_batch_size=null"]) == 0  # fmt: skip
+    said = capsys.readouterr().out
+    assert f": {named}; of 4 in all" in said and said.count("OMP_NUM_THREADS") == 1
+    assert "# rank 3: logs in " in said
+    assert "; as rank 2 with\nRANK_ID=3 DEVICE_ID=1 RANK=3 LOCAL_RANK=1\n" in said

@@ -306,7 +306,7 @@ BATCH = Batch(
 )
 
 
-def test_kernels_that_the_log_names(
+def test_kernels_that_config_yaml_names(
     config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def optimizer(**changes: Any) -> str:

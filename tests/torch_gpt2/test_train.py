@@ -325,9 +325,14 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
 
     with monkeypatch.context() as patched, pytest.raises(StopRequested) as stop:
         patched.setattr(MetricsWriter, "write", write_and_interrupt)
-        start("parts")
-    assert stop.value.exit_code == 128 + number
+        start("parts", checkpoint__resume="never", logging={"tensorboard": False})
     done = len(steps_of(tmp_path / "parts"))
+    assert stop.value.exit_code == 128 + number and (tmp_path / "parts" / "loss.png").is_file()
+    name, folder = {2: "Ctrl-C", 15: "SIGTERM"}[number], tmp_path / "parts" / "checkpoints"
+    assert str(stop.value) == (
+        f"stopped by {name} after step {done}; saved in {folder}; the same command resumes with"
+        " checkpoint.resume=auto"
+    )
     assert 3 <= done < 20
     checkpoint = find_checkpoint(tmp_path / "parts")
     assert checkpoint is not None and checkpoint.name == f"step_{done:08d}"
@@ -610,17 +615,14 @@ def test_never_resume_protects_a_run(start: Any) -> None:
         ),
     ],
 )
-def test_a_run_names_its_kernels(
-    start: Any,
-    changes: dict[str, Any],
-    expected: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_names_its_kernels(start: Any, changes: dict[str, Any], expected: str) -> None:
+    folder = start("run", 1, **changes)
+    assert (folder / "config.yaml").read_text().splitlines()[-1] == f"# kernels: {expected}"
+
+
+def test_a_token_that_the_model_lacks_is_found_before_anything_is_written(
+    start: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(LOG, "handlers", [caplog.handler])  # whatever earlier tests left
-    monkeypatch.setattr(LOG, "propagate", False)
-    with caplog.at_level("INFO", LOG.name):
-        start("run", 1, **changes)
-    assert [line for line in caplog.messages if line.startswith("kernels")] == [
-        f"kernels: {expected}"
-    ]
+    with pytest.raises(DataError, match=r"holds the token id \d+"):
+        start("run", model__vocab_size=50)
+    assert not (tmp_path / "run").exists()

@@ -74,7 +74,7 @@ def open_gguf(path: Path, *, quantized: bool = False) -> Iterator[Weights]:
     if kinds := {each.kind.name for each in stored.values() if isinstance(each, _Quantized)}:
         ignored["precision"] = f"the weights are {' and '.join(sorted(kinds))}, read as float32"
     if NAME_MAP.head in stored:
-        ignored[NAME_MAP.head] = f"the head, which is {_TABLE}"
+        ignored[NAME_MAP.head] = f"tied to {_TABLE}"
         check_tied(file, NAME_MAP.head, stored.pop(NAME_MAP.head), stored[_TABLE])
     yield weights_from(file, NAME_MAP, stored, model, format="gguf", path=path, ignored=ignored)
 

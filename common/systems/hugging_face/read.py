@@ -97,7 +97,7 @@ def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str]
     mask = "causal mask of an old file"
     for name in [*tensors]:
         if name in (name_map.head, OTHER_HEAD):
-            ignored[name] = f"the head, which is {table}"
+            ignored[name] = f"tied to {table}"
             head = tensors.pop(name)
             check_tied(stored.path, name, head, tensors.setdefault(table, head))
         elif why := mask if name_map.ignores(name) else beside_model(name):

@@ -141,4 +141,4 @@ def _tied_head(folder: Path, name_map: NameMap, ranks: RankTensors) -> dict[str,
         if head is None or head not in last or table not in first:
             return {}
         check_tied(folder, head, last[head], first[table])
-    return {str(head): f"the head, which is {table}"}
+    return {str(head): f"tied to {table}"}

@@ -18,6 +18,7 @@ from common.config.hints import (
     unknown_arguments,
 )
 from common.config.load import load_config
+from common.config.schema import RunConfig
 from common.errors import ConfigError
 
 TABLE = {**HERE, **HERE_IN}
@@ -189,6 +190,13 @@ def test_everything_can_be_explained(key: str) -> None:
     assert key in text and text.endswith("\n") and max(map(len, text.splitlines())) <= 120
 
 
+def test_the_sections_are_listed() -> None:
+    text = explain_key(None)
+    shown = set(re.findall(r"^  (\w+) +\S", text, re.M))
+    alone = re.search("keys of the whole run: (.*)", text)
+    assert shown | set(alone[1].split(", ")) == set(RunConfig.model_fields)
+
+
 def test_an_unknown_key_cannot_be_explained() -> None:
     with pytest.raises(
         ConfigError, match=r"--explain train.max_step: unknown key; did you mean train.max_steps\?"
@@ -206,6 +214,9 @@ def test_explain_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
         parse_arguments(["--explain", "checkpoint"])
     assert stop.value.code == 0
     assert "checkpoint (a section)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parse_arguments(["--explain"])
+    assert capsys.readouterr().out == explain_key(None)
 
 
 def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
@@ -214,3 +225,30 @@ def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
     first, *rest = unknown_arguments(words, ["--config", "a.yaml", *words]).splitlines()
     assert first.startswith("unrecognized arguments: --max_lr 8; keys of the configuration")
     assert rest == ["--max_lr: did you mean optimizer.learning_rate=8?"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--accelerator", "8xH100"], ("H100", 8)),
+        (["--accelerator", "2 x Ascend 910A", "--devices", "2"], ("Ascend 910A", 2)),
+        (["--accelerator", "H100", "--devices", "4"], ("H100", 4)),
+        (["--accelerator", "H100"], ("H100", None)),
+        (
+            ["--accelerator", "8xH100", "--devices", "4"],
+            "--devices 4 and --accelerator 8xH100 differ",
+        ),
+        (["--devices", "4"], "add --accelerator NAME, such as H100"),
+    ],
+)
+def test_the_number_of_accelerators(
+    words: list[str], expected: tuple[str, int] | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--config", "a.yaml", "--run_mode", "plan", *words]
+    if isinstance(expected, str):
+        with pytest.raises(SystemExit):
+            parse_arguments(command)
+        assert expected in capsys.readouterr().err
+    else:
+        found = parse_arguments(command)
+        assert (found.accelerator, found.devices) == expected

@@ -61,7 +61,7 @@ LARGE = {
     "vocab_size": 5003, "max_positions": 1024,
 }  # fmt: skip
 QUIET: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-REASON = "nothing computes the logits of mindformers: only the tensors were compared"
+REASON = "no framework here runs the mindformers format"
 IDS = torch.arange(18).reshape(2, 9) * 5
 
 
@@ -611,7 +611,7 @@ def test_verify_computes_the_logits_of_both_sides(
         else:
             assert (
                 0 < logits["largest_difference"] < 1e-5 * logits["largest_logit"]
-                and "logits: they differ by" in told
+                and "logits: largest difference" in told
             )
     assert {"torch_gpt2.logits", "mindformers_gpt2.logits"} <= sys.modules.keys()
 

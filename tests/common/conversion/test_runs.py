@@ -144,9 +144,9 @@ def test_weights_without_a_run(
         main([*words, "--to", "mindformers", "--output", str(tmp_path / "alone"), "--weights_only"])
         == 0
     )
-    assert "left out: 72 x state of the optimizer" in capsys.readouterr().out
+    assert "not written: 72 x state of the optimizer" in capsys.readouterr().out
     assert main([*words, "--to", "hf", "--output", str(tmp_path / "hf")]) == 0
-    assert "left out: run, where training stood" in capsys.readouterr().out
+    assert "not written: run (where training stood)" in capsys.readouterr().out
     with (
         open_tensors(tmp_path / "run" / "gpt2.ckpt") as run,
         open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone,

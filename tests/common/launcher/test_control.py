@@ -194,7 +194,7 @@ def test_a_stop_on_one_host_stops_both(launch: Launch, tmp_path: Path, signalled
     both[signalled].send_signal(signal.SIGINT)
     ends = [end(one) for one in both]
     assert [code for code, _ in ends] == [130, 130]
-    assert all("stopped by SIGINT, after" in output for _, output in ends)
+    assert all("stopped by Ctrl-C, after" in output for _, output in ends)
 
 
 def test_a_second_signal_on_one_host_kills_both(launch: Launch, tmp_path: Path) -> None:

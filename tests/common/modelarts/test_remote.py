@@ -3,6 +3,7 @@ libraries of OBS are asked for.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -56,7 +57,11 @@ def test_a_folder_and_a_file_are_pulled(bucket: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["size", "time", "another file", "one less"])
 def test_a_copy_is_made_again_when_its_source_has_changed(
-    change: str, bucket: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: str,
+    bucket: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO", "gpt2")
     url, target, source = (
@@ -66,6 +71,9 @@ def test_a_copy_is_made_again_when_its_source_has_changed(
     )
     remote.pull_once(url, target, {})
     (target / "mine").touch()
+    remote.pull_once(url, target, {})
+    assert "has not changed" not in caplog.text, "this program has made the copy"
+    monkeypatch.setattr(remote, "_STARTED", math.inf)
     remote.pull_once(url, target, {})
     assert (target / "mine").is_file() and f"{url} has not changed since 20" in caplog.text
     if change == "size":

@@ -65,6 +65,15 @@ def test_weights_and_moments_are_certain_the_rest_is_a_warning(
     run = config()
     plan = make_plan(run).stages[0].memory
     state = plan.weights + plan.optimizer
+    monkeypatch.setattr(room, "_of_meminfo", lambda *_: plan.peak - 1)
+    monkeypatch.setattr(room, "machine_memory", lambda: 2 * plan.peak)
+    short = check_room(run, kind="cpu", device_memory=None, training=True)
+    assert short is not None and re.match(
+        "memory is short: a rank needs .* GiB by the plan, and .* GiB of this machine's .* GiB are"
+        " free; end other programs, or lower train.micro_batch_size",
+        short,
+    )
+    monkeypatch.setattr(room, "_of_meminfo", lambda *_: plan.peak)
     for there, expected in (
         (plan.peak, None),
         (plan.peak - 1, "may not fit"),

@@ -311,7 +311,7 @@ def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(
     data, config = open_data(config)
     assert data.samples_per_epoch == config.train.max_steps == 22242 + 89
     start_log()
-    announce(config, data, "cpu", {}, Start(), TrainState())
+    announce(config, data, "cpu", Start(), TrainState())
     LOG.handlers.clear()
     said = capsys.readouterr().out
     assert "length: 22331 steps = 1.00 epochs of 22,331 samples\n" in said

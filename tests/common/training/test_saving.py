@@ -250,7 +250,7 @@ def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(
         StopRequested,
-        match=r"after step 8; not saved: the loss is nan; checkpoint\.resume=auto resumes it",
+        match="by SIGTERM after step 8; not saved: the loss is nan; the same command resumes",
     ) as stopped:
         start(tmp_path, loss=lambda step: falling(step) if step < 7 else NAN, act=stop)
     assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]

@@ -62,7 +62,7 @@ def test_a_folder_of_gpt2_chinese_is_read(tmp_path: Path, as_zip: bool, mask: to
         source, tmp_path / "hf", source_format=None, target_format="hf", dtype=None, verify=True
     )
     assert sorted(result.ignored.values()) == ["causal mask of an old file"] * 4 + [
-        "the head, which is transformer.wte.weight"
+        "tied to transformer.wte.weight"
     ]
     assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (source / "vocab.txt").read_bytes()
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()

@@ -68,7 +68,7 @@ def test_a_folder_of_openai_becomes_one_of_hugging_face(
         main(["--to", "hf", "--input", str(source), "--output", str(tmp_path / "hf"), "--verify"])
         == 0
     )
-    assert "left out: 7 x state of the training" in capsys.readouterr().out
+    assert "not written: 7 x state of the training" in capsys.readouterr().out
     with open_tensors(tmp_path / "hf" / "model.safetensors") as found:
         values = expected()
         assert found.keys() == values.keys()
