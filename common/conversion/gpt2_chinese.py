@@ -78,7 +78,8 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         process = find_process(os.environ)
         rank = process.rank
         start_log(rank=rank)
-        flags = _MODULES[system].DEFAULTS | read_flags(theirs, "command line")[0]
+        module = _MODULES[system]
+        flags = module.DEFAULTS | read_flags(theirs, "command line", (), module.TABLE)[0]
         if "device" in flags:
             trains = mode == "train" and "--prepare" not in words
             _choose_devices(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 from common.errors import ConfigError
@@ -24,10 +23,7 @@ _WRITTEN = "# flags of the command line of "
 
 
 def read_flags(
-    words: Sequence[str],
-    where: str,
-    texts: Collection[str] = (),
-    table: Table = MappingProxyType({}),
+    words: Sequence[str], where: str, texts: Collection[str], table: Table
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str], dict[str, str]]:
     """Return the value and the place of each flag, and a remark on each that a later one replaces.
     A flag without a value is true; several values become a list. As in argparse, the last of two
@@ -55,9 +51,8 @@ def read_flags(
             number += 1
         key = name.replace("-", "_")
         place = f"{_place(where, word)}: --{name}"
-        value = (
-            " ".join(values) if values and key in texts else _value(values, table.get(key), place)
-        )
+        is_text = values and key in texts
+        value = " ".join(values) if is_text else _value(values, table.get(key), place)
         if key in tree and tree[key] != value:
             replaced[f"--{name} {tree[key]}"] = f"{place} {value} is given later and counts"
         tree[key] = value

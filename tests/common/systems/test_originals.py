@@ -257,7 +257,7 @@ def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
         if path.suffix == ".sh":
             words = read_flag_file(path)
             dialect = COMMAND_LINES[systems.find_command_line(words)]
-            yield name, dialect, *read_flags(words, str(path))[:2]
+            yield name, dialect, *read_flags(words, str(path), (), dialect.TABLE)[:2]
         else:
             found = systems.find_dialect(path)
             assert found is not None
