@@ -190,6 +190,15 @@ def test_documents_and_prompts_have_one_encoder(
         assert len(said) == (not as_tokens) and all(f" {stays} times" in each for each in said)
 
 
+@pytest.mark.parametrize("name", ["ends of generation_config.json"])
+def test_the_ends_of_the_model_come_before_those_beside_the_vocabulary(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 6}')
+    assert load_tokenizer(None, folder, model=tmp_path / "model.safetensors").ends == (6,)
+    assert load_tokenizer(None, folder, model=folder / "nowhere").ends == (3, 198)
+
+
 CLOSED = {
     "type": "TemplateProcessing", "pair": [], "special_tokens": {"<s>": {
         "id": "<s>", "ids": [327], "tokens": ["<s>"]}},
