@@ -164,7 +164,7 @@ def require_same_tokenizer(source: Source, record: Mapping[str, Any]) -> None:
 
 def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
     if isinstance(given, str | Path):
-        return load_tokenizer(None, located(Path(given), weights=False))
+        return load_tokenizer(None, located(Path(given), weights=False), model=source.path)
     if given is not None:
         return given
     files = tokenizer_files(source)
@@ -174,8 +174,9 @@ def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
             " vocab.json and merges.txt (or other tokenizer files) there, or name their folder"
         )
     return load_tokenizer(
-        files["type"], files["vocab_file"] or files["folder"] or "", files["merge_file"]
-    )
+        files["type"], files["vocab_file"] or files["folder"] or "", files["merge_file"],
+        model=source.path,
+    )  # fmt: skip
 
 
 def tokenizer_files(source: Source) -> dict[str, str | None] | None:

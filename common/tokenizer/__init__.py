@@ -14,7 +14,9 @@ from common.config.tokenizer_kinds import kind_named
 from common.errors import TokenizerError
 from common.paths import looked_in
 from common.tokenizer.base import Framing, PackedIds, TextStream, Tokenizer, TokenizerLoader
+from common.tokenizer.folder import Folder
 from common.tokenizer.recognise import file_in, kind_of_files
+from common.tokenizer.text_tokenizer import MarkedTokenizer
 
 if TYPE_CHECKING:
     from common.tokenizer.text_tokenizer import TextTokenizer
@@ -94,12 +96,14 @@ def load_tokenizer(
     vocab_file: str | os.PathLike[str],
     merge_file: str | os.PathLike[str] | None = None,
     backend: str = "auto",
+    model: str | os.PathLike[str] | None = None,
 ) -> Tokenizer:
     """Build a tokenizer from its files.
 
     kind: a key of ``TOKENIZERS`` or another system's name for it. None: detect it from the files.
     vocab_file: the vocabulary, or a folder that holds all files of the tokenizer. merge_file: BPE
-    merges, for kinds that have them.
+    merges, for kinds that have them. model: weights whose folder names the ends of texts, before
+    that of the vocabulary.
     Raises TokenizerError for an unknown kind, broken files, or a missing backend.
     """
     require_files(vocab_file, merge_file)
@@ -115,4 +119,8 @@ def load_tokenizer(
             f"tokenizer kind {kind!r} is not known; {hint}choose one of:"
             f" {', '.join(sorted(TOKENIZERS))}"
         )
-    return loader(vocab_file, merge_file, backend)
+    tokenizer = loader(vocab_file, merge_file, backend)
+    if model is not None and isinstance(tokenizer, MarkedTokenizer):
+        folder = Folder(Path(model) if Path(model).is_dir() else Path(model).parent)
+        tokenizer.ends = folder.ids("eos_token_id", tokenizer.vocab_size) or tokenizer.ends
+    return tokenizer

@@ -7,6 +7,7 @@ Which of them holds what is huggingface/transformers 5.24's, tokenization_utils_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,13 @@ class Folder:
     @cached_property
     def rows(self) -> int | None:
         """Rows of the table of the model in the folder, transformers' or ours."""
-        run = self._mapping("manifest.json").get("config")
-        for model in (self._mapping("config.json"), self._mapping("export.json"), run):
-            model = model.get("model", model) if isinstance(model, dict) else {}
-            if isinstance(model, dict) and type(model.get("vocab_size")) is int:
-                return int(model["vocab_size"])
+        for name in ("config.json", "export.json", "manifest.json"):
+            with suppress(TokenizerError, AttributeError):  # another program's file of this name
+                found = self._mapping(name)
+                found = found.get("config", found)
+                rows = found.get("model", found).get("vocab_size")
+                if type(rows) is int:
+                    return rows
         return None
 
     def ids(self, name: str, size: int) -> tuple[int, ...]:

@@ -114,18 +114,20 @@ def read_marks(
     Raises TokenizerError where two tokens have one id.
     """
     named = {name: text for name, text in (names or {}).items() if text in ids} | folder.named
-    added = folder.added
+    rows = 1 << 62 if folder.rows is None else folder.rows
+    # a token beyond them was added to the tokenizer, and the model never saw it
+    added = [fields for fields in folder.added if fields["id"] < rows]
+    size = max([-1, *ids.values(), *(fields["id"] for fields in added)]) + 1
     texts = ids.keys() | {fields["text"] for fields in added}
     end = next((text for text in ENDS if text in texts), None)
-    if end and not (texts >= {*FRAME} or "eos_token" in named):
+    has_end = named.get("eos_token") in texts or ("eos_token" in named and size < rows)
+    if end and not (has_end or texts >= {*FRAME}):
         named["eos_token"] = end
     implied = [text for text in implied if text in ids]
     listed = [*(named[name] for name in NAMES if name in named), *folder.listed, *implied, *own]
     taken = {number: text for text, number in ids.items()}
     marks: dict[str, Mark] = {}
     for fields in added:
-        if folder.rows is not None and fields["id"] >= folder.rows:
-            continue  # the model has no row for it
         text, number = fields["text"], ids.get(fields["text"], fields["id"])
         if taken.setdefault(number, text) != text:
             raise TokenizerError(
@@ -135,15 +137,13 @@ def read_marks(
         marks[text] = Mark(
             **{**fields, "id": number, "special": fields["special"] or text in listed}
         )
-    size = max([-1, *ids.values(), *(mark.id for mark in marks.values())]) + 1
     for text in dict.fromkeys(listed):
         if text in marks:
             continue
         if text in ids:
             marks[text] = Mark(text=text, id=ids[text])
-        elif folder.rows is None or size < folder.rows:
-            # transformers gives it the next id; a model without a row for it never saw it
-            marks[text] = Mark(text=text, id=size)
+        elif size < rows:
+            marks[text] = Mark(text=text, id=size)  # transformers gives it the next id
             size += 1
     found = {**ids, **{mark.text: mark.id for mark in marks.values()}}
 

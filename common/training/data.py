@@ -373,7 +373,8 @@ def open_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, ResolvedRun]:
 def _load_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, str]:
     """Return the tokenizer and its path."""
     wish, source = tokenizer_source(config)
-    return load_tokenizer(wish.type, source, wish.merge_file, wish.backend), source
+    model = config.checkpoint.load
+    return load_tokenizer(wish.type, source, wish.merge_file, wish.backend, model), source
 
 
 def tokenizer_source(config: ResolvedRun) -> tuple[TokenizerConfig, str]:

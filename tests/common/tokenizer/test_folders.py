@@ -190,6 +190,26 @@ def test_documents_and_prompts_have_one_encoder(
         assert len(said) == (not as_tokens) and all(f" {stays} times" in each for each in said)
 
 
+@pytest.mark.parametrize("name", ["ends of generation_config.json"])
+def test_the_ends_of_the_model_come_before_those_beside_the_vocabulary(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 6}')
+    assert load_tokenizer(None, folder, model=tmp_path / "model.safetensors").ends == (6,)
+    assert load_tokenizer(None, folder, model=folder / "nowhere").ends == (3, 198)
+
+
+@pytest.mark.parametrize("name", ["</s>"])
+def test_a_named_end_without_a_row_leaves_that_of_the_vocabulary(name: str, folder: Path) -> None:
+    """In dbmdz/german-gpt2 the id of <|endoftext|> is the one behind the last row."""
+    write(folder, {"tokenizer_config.json": CLASS | {"eos_token": "<|endoftext|>"}})
+    write(folder, {"config.json": BASE["config.json"] | {"vocab_size": SIZE, "eos_token_id": SIZE}})
+    write(folder, {"manifest.json": ["of another program"]})
+    tokenizer = load_tokenizer(None, folder)
+    assert (tokenizer.eod_id, tokenizer.ends) == (SIZE - 1, (SIZE - 1,))
+    assert tokenizer.encode("the</s>", True)[-1] == SIZE - 1 and tokenizer.vocab_size == SIZE
+
+
 CLOSED = {
     "type": "TemplateProcessing", "pair": [], "special_tokens": {"<s>": {
         "id": "<s>", "ids": [327], "tokens": ["<s>"]}},
