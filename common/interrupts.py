@@ -27,6 +27,7 @@ _MESSAGE = b"stopped by Ctrl-C\n"
 _IMPORTS = "<frozen importlib._bootstrap>"
 """File name of the frames of an import."""
 _RETRY_SECONDS = 0.01
+_raised: list[int] = []
 
 
 def end_at_interrupts() -> None:
@@ -46,7 +47,7 @@ def raise_interrupts() -> None:
     therefore raised again.
     """
     if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, outside_imports(signal.default_int_handler))
+        signal.signal(signal.SIGINT, outside_imports(_raise))
         sys.unraisablehook = _raise_dropped_interrupts(sys.unraisablehook)
 
 
@@ -143,6 +144,16 @@ def _is_ours_to_set() -> bool:
     return threading.current_thread() is threading.main_thread() and signal.getsignal(
         signal.SIGINT
     ) not in (signal.SIG_IGN, None)
+
+
+def was_interrupted() -> bool:
+    """Tell whether Ctrl-C has raised KeyboardInterrupt, which C++ code may have dropped."""
+    return bool(_raised)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    _raised.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

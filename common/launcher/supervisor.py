@@ -523,7 +523,8 @@ class _Supervisor:
             self._terminal.keep_live()
         if self._failures:
             failure = self._failure()
-            lines, ranks = [f"error: {failure.text}"], failure.ranks
+            stopped = self._stop is not None and failure.code == 128 + self._stop.number
+            lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
             if self._job.over_ssh:
                 lines += [f"also: {other.text}" for other in self._failures if other is not failure]
                 ranks = tuple(rank for other in self._failures for rank in other.ranks)

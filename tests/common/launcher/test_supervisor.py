@@ -400,7 +400,7 @@ def test_a_rank_that_a_signal_ends_before_it_can_save_ends_the_others(
     run.process.send_signal(signal.SIGTERM)
     code, output = run.end()
     assert code == 143
-    assert "rank 1 (device 5) ended before it could save" in output
+    assert "\nstopped by SIGTERM; rank 1 (device 5) ended before it could save" in output
 
 
 def test_a_signal_to_one_rank_lets_the_others_save_too(
