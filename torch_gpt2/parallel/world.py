@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -172,23 +173,46 @@ def _open_store(process: Process, limit: datetime.timedelta) -> Any:
     )
     if listener is not None:
         arrival.require_here()
-    for question in ("has come", "is still there"):  # one may have died while it waited
-        _ask_all(store, process, arrival, question)
-    return store
+    return dist.PrefixStore(_meet(store, process, arrival), store)  # type: ignore[attr-defined]
 
 
-def _ask_all(store: Any, process: Process, arrival: Arrival, question: str) -> None:
-    """Answer a question, and return when all ranks have. Only rank 0 looks at all the answers."""
-    keys = [f"rank {rank} {question}" for rank in range(process.world_size)]
+_QUESTIONS = ("has come", "is still there")
+"""What all ranks answer before they connect: one may have died while it waited."""
+
+
+def _meet(store: Any, process: Process, arrival: Arrival) -> str:
+    """Return a name of this attempt once all ranks have answered both questions.
+
+    Under torchrun a store outlives the ranks, and holds what those of an earlier attempt wrote.
+    Rank 0 therefore names the attempt, and takes the name away before the last answer is known.
+    """
+    attempt, rank = secrets.token_hex(8) if process.rank == 0 else "", process.rank
+    answered = 0
+
+    def keys() -> list[str]:
+        question = _QUESTIONS[answered]
+        return [f"{attempt} rank {other} {question}" for other in range(process.world_size)]
 
     def missing() -> str:
-        return rank_names([rank for rank, key in enumerate(keys) if not store.check([key])])
+        found = [other for other, key in enumerate(keys()) if not store.check([key])]
+        return rank_names(found if attempt else [0])
 
-    store.set(keys[process.rank], b"")
-    all_have = f"each rank {question}"
-    while not store.check(keys if process.rank == 0 else [all_have]):
-        arrival.pause(missing, aloud=process.local_rank == 0)
-    store.set(all_have, b"")
+    if rank == 0:
+        store.set("attempt", attempt)
+    while True:
+        if rank > 0 and store.check(["attempt"]):
+            attempt = store.get("attempt").decode() or attempt
+        answered = sum(store.check([f"{attempt} each {question}"]) for question in _QUESTIONS)
+        if answered == len(_QUESTIONS):
+            return attempt
+        if attempt:
+            store.set(keys()[rank], b"")
+        if rank == 0 and store.check(keys()):  # the others do not look at all the answers
+            if answered + 1 == len(_QUESTIONS):
+                store.set("attempt", b"")
+            store.set(f"{attempt} each {_QUESTIONS[answered]}", b"")
+        else:
+            arrival.pause(missing, aloud=process.local_rank == 0)
 
 
 def _make_groups(topology: Topology, rank: int) -> dict[GroupKind, dist.ProcessGroup]:

@@ -36,9 +36,35 @@ def test_all_meet_at_a_port_of_their_own(process: Process) -> None:
         ranks = [replace(process, rank=rank, local_rank=rank) for rank in range(3)]
         waiting = [pool.submit(_open_store, rank, seconds(30)) for rank in ranks]
         stores = [store.result(timeout=30) for store in waiting]
-    assert [store.check(["each rank is still there"]) for store in stores] == [True] * 3
+    stores[0].set("key", b"")
+    assert [store.check(["key"]) for store in stores] == [True] * 3, "of one attempt"
     with pytest.raises(ConfigError, match=rf"port {process.port} of 127.0.0.1 is taken"):
         _open_store(process, seconds(5))
+
+
+def test_attempts_of_one_store_are_apart(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, whose agent keeps the store: a rank that is early does not go on by what
+    the ranks of the attempt before have written.
+    """
+    agent = dist.TCPStore("127.0.0.1", process.port, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with ThreadPoolExecutor(3) as pool:
+        for attempt in (b"1", b"2"):
+            late, early = (
+                [
+                    pool.submit(_open_store, replace(process, rank=rank), seconds(30))
+                    for rank in ranks
+                ]
+                for ranks in ((1, 2), (0,))
+            )
+            stores = [store.result(timeout=30) for store in (*early, *late)]
+            assert [store.check(["key"]) for store in stores] == [False] * 3
+            stores[0].set("key", attempt)
+            assert [store.get("key") for store in stores] == [attempt] * 3
+        early = pool.submit(_open_store, replace(process, rank=1), seconds(1))
+        with pytest.raises(RunError, match=r"has waited 1 s .* for rank 0; see"):
+            early.result(timeout=30)
+    assert agent.num_keys() > 0
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -49,7 +75,8 @@ def test_the_rank_that_does_not_come_is_named(process: Process, *, dies: bool) -
         second = pool.submit(_open_store, replace(process, rank=1, local_rank=1), seconds(3))
         if dies:
             gone = dist.TCPStore("127.0.0.1", process.port, None, False, wait_for_workers=False)
-            gone.set("rank 2 has come", b"")
+            gone.wait(["attempt"], seconds(5))
+            gone.set(f"{gone.get('attempt').decode()} rank 2 has come", b"")
         with pytest.raises(RunError, match=r"rank 0 of 3 has waited 2 s .* for rank 2; see"):
             first.result(timeout=30)
         with pytest.raises((RunError, RuntimeError)):
