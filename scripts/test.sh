@@ -15,7 +15,7 @@ of them.
   bash scripts/test.sh --all                         the whole suite: about twenty minutes on two cores
   bash scripts/test.sh tests/common -k batch         a part; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
 
-exit codes: 0 all passed, 1 some failed, 2 interrupted or a word is at fault, 5 no test was found
+exit codes: 0 all passed, 1 some failed, 2 interrupted or a wrong argument, 5 no test was found
 END
     exit 0 ;;
 esac; done

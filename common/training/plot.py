@@ -32,13 +32,9 @@ def plot_loss(folder: Path) -> Path:
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="#9bb8d3", linewidth=0.8, label="training loss")
-        axes.plot(
-            steps,
-            _moving_average(losses, max(1, len(losses) // 50)),
-            color="#1f5a94",
-            linewidth=1.6,
-            label="moving average",
-        )
+        if (width := len(losses) // 50) > 1:
+            mean = _moving_average(losses, width)
+            axes.plot(steps, mean, color="#1f5a94", linewidth=1.6, label="moving average")
     if valid:
         axes.plot(
             *zip(*valid, strict=True),
