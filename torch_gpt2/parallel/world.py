@@ -177,7 +177,7 @@ def _open_store(process: Process, limit: datetime.timedelta) -> Any:
 
 
 _QUESTIONS = ("has come", "is still there")
-"""What all ranks answer before they connect: one may have died while it waited."""
+"""Asked of all ranks before they connect, since one may have died while it waited."""
 
 
 def _meet(store: Any, process: Process, arrival: Arrival) -> str:

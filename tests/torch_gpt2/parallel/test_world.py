@@ -43,8 +43,8 @@ def test_all_meet_at_a_port_of_their_own(process: Process) -> None:
 
 
 def test_attempts_of_one_store_are_apart(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under torchrun, whose agent keeps the store: a rank that is early does not go on by what
-    the ranks of the attempt before have written.
+    """Torchrun's agent keeps the store. An early rank does not take what ranks of the attempt
+    before have written for answers of its own.
     """
     agent = dist.TCPStore("127.0.0.1", process.port, None, True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
