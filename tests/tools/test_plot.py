@@ -119,3 +119,18 @@ def test_bad_options_are_refused(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([str(tmp_path), "--output", "x.png", *words])
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(("steps", "mean"), [(40, []), (150, ["moving average"])])
+def test_a_run_draws_its_mean_where_it_differs(
+    steps: int, mean: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "one", [1 / step for step in range(1, steps + 1)])
+    pyplot = module.open_pyplot()
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    assert module.plot_loss(run) == run / "loss.png"
+    [axes] = pyplot.gcf().axes
+    monkeypatch.undo()
+    pyplot.close()
+    shown = [line.get_label() for line in axes.lines]
+    assert shown == ["training loss", *mean, "validation loss"]
