@@ -81,9 +81,11 @@ def _encode_in_processes(
     try:
         for block in blocks:
             # workers inherit the mask: Ctrl-C reaches the whole group, and the parent ends them
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            waiting.append(pool.submit(_encode_in_worker, block))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                waiting.append(pool.submit(_encode_in_worker, block))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
