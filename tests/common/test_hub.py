@@ -19,7 +19,7 @@ from huggingface_hub import constants, file_download
 from common.config.load import load_config
 from common.errors import UserError
 from common.hub import COMMITS, SMALL, located
-from common.systems.hugging_face.tokenizer import TOKENIZER_FILES
+from common.tokenizer.folder import BESIDE, VOCABULARIES
 from common.training.foreign import fingerprint
 from common.training.manifest import read_manifest
 from gpt2_toolkit import load_model
@@ -102,9 +102,8 @@ def test_only_files_that_are_read(
 
 
 def test_the_names_of_tokenizer_files_are_among_them(hub: Hub) -> None:
-    assert [
-        name for name in TOKENIZER_FILES if not any(fnmatch(name, like) for like in SMALL)
-    ] == []
+    names = (*VOCABULARIES, *BESIDE)
+    assert [name for name in names if not any(fnmatch(name, like) for like in SMALL)] == []
     located(Path("hf://me/small"), weights=False)
     assert located(Path("me/small"), weights=False) == Path("me/small")
     gone = Path("/x/models--me--none/snapshots/" + 40 * "0")

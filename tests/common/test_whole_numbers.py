@@ -105,7 +105,9 @@ def test_nodes_that_slurm_counts() -> None:
     """
     assert (
         find_process(
-            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "2"}
+            SLURM
+            | {"SLURM_PROCID": "4", "SLURM_NTASKS": "6"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "2"}
         ).local_world_size
         == 2
     )

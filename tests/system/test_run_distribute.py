@@ -53,14 +53,14 @@ def start(
 
 
 def shown_ranks(text: str) -> list[dict[str, str]]:
-    """The variables of each rank of a dry run; of later ones what differs is shown."""
-    first, *others = re.split(r"\n# rank \d+: .*\n", text)[1:]
-    full = dict(
-        line.removesuffix(" \\").split("=", 1)
-        for line in first.splitlines()
-        if line.endswith(" \\")
-    )
-    return [full, *(full | dict(word.split("=", 1) for word in other.split()) for other in others)]
+    """The variables of each rank; of later ones a dry run shows what differs."""
+    first: dict[str, str] = {}
+    found = []
+    for each in re.split(r"\n# rank \d+: .*\n", text)[1:]:
+        words = re.findall(r"^(\S+) \\$", each, re.M) or each.split()
+        first = first or dict(word.split("=", 1) for word in words)
+        found.append(first | dict(word.split("=", 1) for word in words))
+    return found
 
 
 @pytest.fixture
