@@ -2,6 +2,8 @@
 
 import importlib.util
 import shutil
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +78,41 @@ def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         select_device("cuda", index=3)
 
 
+class Opened(Exception):
+    """The device is open."""
+
+
+@pytest.mark.parametrize(
+    ("module", "keeps_cudnn"), [("predict", False), ("evaluate", False), ("train", True)]
+)
+def test_lengths_that_vary_leave_out_cudnns_attention(
+    module: str, keeps_cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = importlib.import_module(f"torch_gpt2.{module}")
+
+    def stop(*_: object, **__: object) -> None:
+        raise Opened
+
+    gpu = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=SimpleNamespace())
+    monkeypatch.setattr("torch_gpt2.device.select_device", lambda *_, **__: gpu)
+    monkeypatch.setattr("torch_gpt2.device.check_support", lambda *_: None)
+    monkeypatch.setattr(program, "check_memory", stop)
+    tree = {
+        "output_dir": "out",
+        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
+    }
+    config = build_config({**tree, "optimizer": {"learning_rate": 0.1}})
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(not keeps_cudnn)
+        open_program = getattr(program, {"predict": "open_runner"}.get(module, module))
+        with pytest.raises(Opened):
+            open_program(config, *([None] if module == "predict" else []))
+        assert torch.backends.cuda.cudnn_sdp_enabled() is keeps_cudnn
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_each_process_has_its_device() -> None:
     tree = {
         "output_dir": "out",
@@ -93,7 +130,9 @@ def test_each_process_has_its_device() -> None:
         device_index(fixed, Process(rank=9, world_size=16, local_rank=1, device_id=5))
 
 
-def test_a_gpu_compiles_where_triton_and_a_c_compiler_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_compiles_where_triton_can_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     gpu, npu = (
         TorchDevice(kind=kind, index=0, name=kind, module=SimpleNamespace())
         for kind in ("cuda", "npu")
@@ -102,6 +141,9 @@ def test_a_gpu_compiles_where_triton_and_a_c_compiler_are(monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
     monkeypatch.setattr(shutil, "which", lambda name: found.get(name))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert not gpu.compiles  # a system's Python without its development package
+    (tmp_path / "Python.h").touch()
     assert gpu.compiles and not npu.compiles and not select_device("cpu").compiles
     del found["gcc"]
     assert not gpu.compiles
