@@ -240,15 +240,18 @@ def parse_master(text: str | None) -> tuple[str | None, int | None]:
     return host, parse_port(port, "--master")
 
 
-def network_of_one_host(process: Process) -> Mapping[str, str]:
-    """Return variables that keep gloo and NCCL on the loopback interface.
+def network_of(process: Process) -> Mapping[str, str]:
+    """Return variables that keep gloo and NCCL of one host on the loopback interface.
 
-    Empty if the run has several hosts.
+    With several hosts gloo would take the address of the host's name, which may be a loopback one.
+    It gets the interface from which this host reaches rank 0's; NCCL finds its own.
     """
-    if process.local_world_size < process.world_size:
+    alone = process.local_world_size == process.world_size
+    own = LOOPBACK if alone else own_address("", filter(None, [process.master]))
+    interface = interface_of(own) if own else None
+    if interface is None:
         return {}
-    interface = interface_of(LOOPBACK)
-    return {} if interface is None else _network(interface)
+    return _network(interface) if alone else {"GLOO_SOCKET_IFNAME": interface}
 
 
 def _network(interface: str) -> dict[str, str]:
