@@ -275,6 +275,8 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " needs less memory"
             )
         _check_float8(config.precision, device)
+        if device.kind == "npu" and not device.supports("bfloat16"):  # the first Ascend 910
+            _warn_of_float16_products(config.precision)
         if config.parallel.async_tensor_parallel:
             _check_async_tensor_parallel(device)
         for part, float_name in config.precision.model_dump(
@@ -285,6 +287,17 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                     f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic"
                     " loss scale, or float32"
                 )
+
+
+def _warn_of_float16_products(precision: PrecisionConfig) -> None:
+    """Warn where torch_npu's default makes float16 of float32 (allow_fp32_to_fp16 before the Atlas
+    A2; Ascend/pytorch, csrc/framework/LazyInitAclops.cpp).
+    """
+    if precision.compute == "float32":
+        LOG.warning(
+            "precision.compute=float32: on this Ascend torch_npu multiplies float32 matrices in"
+            " float16; set precision=fp16 to have its loss scale too, or backend=mindspore"
+        )
 
 
 def _check_float8(precision: PrecisionConfig, device: TorchDevice) -> None:

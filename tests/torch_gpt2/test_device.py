@@ -13,7 +13,8 @@ from common.cluster.environment import Process
 from common.config.load import build_config
 from common.device import device_index
 from common.errors import ConfigError, DeviceError
-from torch_gpt2.device import TorchDevice, select_device
+from common.resolve.derive import resolve_config
+from torch_gpt2.device import TorchDevice, check_support, select_device
 
 
 def test_cpu() -> None:
@@ -76,6 +77,24 @@ def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         DeviceError, match="device=cuda: number 3 asked for, but 1 found; start fewer ranks"
     ):
         select_device("cuda", index=3)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_float16_products_of_the_first_ascend_are_said(
+    is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    npu = SimpleNamespace(is_bf16_supported=lambda: not is_first)
+    device = TorchDevice(kind="npu", index=0, name="Ascend910", module=npu)
+    tree = {
+        "output_dir": "out",
+        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
+        "train": {"micro_batch_size": 1},
+    }
+    for precision, warned in (("float32", is_first), ("fp16", False)):
+        caplog.clear()
+        config = build_config({**tree, "precision": precision, "optimizer": {"learning_rate": 0.1}})
+        check_support(resolve_config(config), device)
+        assert ("multiplies float32 matrices in float16" in caplog.text) is warned
 
 
 class Opened(Exception):
