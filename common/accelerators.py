@@ -139,7 +139,7 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(
         ("Ascend 910B4", r"910B4", 280.0, 70.0, 0.8, 32, _ASCEND, _ATLAS_A2),
         (
             "Ascend 910A",
-            r"\b(Ascend ?)?910(A|PremiumA|Pro[AB])?$",
+            r"\b(Ascend ?)?910(A|B|PremiumA|Pro[AB])?$",
             256.0,
             16.0,
             1.2,

@@ -90,7 +90,11 @@ class MindSporeDevice:
         if self.kind == "cpu":
             return None
         size = getattr(ms.hal.get_device_properties(self.index), "total_memory", 0)
-        return int(size) or None
+        if size:
+            return int(size)
+        # 0 until the first operator (mindspore/hal/device.py, get_device_properties)
+        accelerator = find_accelerator(self.name)
+        return accelerator and accelerator.memory
 
     def seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)

@@ -7,9 +7,11 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,12 +80,15 @@ class TorchDevice:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile generates fast kernels here: Triton's, which need a C compiler."""
+        """Whether torch.compile generates fast kernels here: Triton's, which need a C compiler and
+        Python's headers (triton 3.7.1, runtime/build.py).
+        """
         compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
         return (
             self.kind == "cuda"
             and importlib.util.find_spec("triton") is not None
             and any(shutil.which(name) for name in compilers if name)
+            and Path(sysconfig.get_path("include"), "Python.h").is_file()
         )
 
     @property
@@ -185,8 +190,14 @@ class TorchDevice:
                 self.module.set_rng_state(tensor)
 
 
-def open_device(config: ResolvedRun, process: Process = ALONE) -> TorchDevice:
-    """The device of a process, checked against the config. Raises ConfigError or DeviceError."""
+def open_device(
+    config: ResolvedRun, process: Process = ALONE, *, lengths_vary: bool = False
+) -> TorchDevice:
+    """The device of a process, checked against the config. Raises ConfigError or DeviceError.
+
+    lengths_vary: attention has a new shape in most calls. cuDNN builds a plan for each: 0.44 s on a
+    B200 (modelscope/FunASR issue 3704). torch prefers it on an H100, and else takes FlashAttention.
+    """
     unassigned = process.world_size > 1 and process.device_id is None
     device = select_device(
         config.device,
@@ -195,6 +206,8 @@ def open_device(config: ResolvedRun, process: Process = ALONE) -> TorchDevice:
         perhaps_alone=unassigned,
     )
     check_support(config, device)
+    if device.kind == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(not lengths_vary)
     if config.context.max_device_memory:
         limit = float(config.context.max_device_memory.removesuffix("GB")) * GIB
         device.module.set_per_process_memory_fraction(
@@ -262,6 +275,8 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " needs less memory"
             )
         _check_float8(config.precision, device)
+        if device.kind == "npu" and not device.supports("bfloat16"):  # the first Ascend 910
+            _warn_of_float16_products(config.precision)
         if config.parallel.async_tensor_parallel:
             _check_async_tensor_parallel(device)
         for part, float_name in config.precision.model_dump(
@@ -272,6 +287,17 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                     f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic"
                     " loss scale, or float32"
                 )
+
+
+def _warn_of_float16_products(precision: PrecisionConfig) -> None:
+    """Warn where torch_npu's default makes float16 of float32 (allow_fp32_to_fp16 before the Atlas
+    A2; Ascend/pytorch, csrc/framework/LazyInitAclops.cpp).
+    """
+    if precision.compute == "float32":
+        LOG.warning(
+            "precision.compute=float32: on this Ascend torch_npu multiplies float32 matrices in"
+            " float16; set precision=fp16 to have its loss scale too, or backend=mindspore"
+        )
 
 
 def _check_float8(precision: PrecisionConfig, device: TorchDevice) -> None:
@@ -297,7 +323,7 @@ def _need_capability(key: str, least: tuple[int, int], device: TorchDevice) -> N
 def _check_async_tensor_parallel(device: TorchDevice) -> None:
     """Refuse devices whose compiler joins no messages with products. Raises DeviceError."""
     if device.kind != "cuda" or not device.compiles:
-        lacks = "" if device.kind != "cuda" else " without Triton or a C compiler"
+        lacks = "" if device.kind != "cuda" else " without Triton, a C compiler or Python.h"
         raise DeviceError(
             f"parallel.async_tensor_parallel=true: this device is {device.name or device.kind}"
             f"{lacks}, and the key needs CUDA GPUs and torch.compile; leave it out"

@@ -44,7 +44,7 @@ from torch_gpt2.quantize import Quantization, quantize_model
 
 
 def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
-    device = open_device(config, process)
+    device = open_device(config, process, lengths_vary=True)
     check_memory(config, process, device)
     topology = config.topology
     if topology.world_size == 1:

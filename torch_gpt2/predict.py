@@ -36,7 +36,7 @@ def open_runner(
     tokenizer: record of the tokenizer to be used. Raises CheckpointError unless both fit, and
     DeviceError.
     """
-    device = open_device(config, process)
+    device = open_device(config, process, lengths_vary=True)
     check_memory(config, process, device)
     checkpoint = weights_to_use(config, tokenizer)
     return Runner(load_model(config, device, checkpoint), device)

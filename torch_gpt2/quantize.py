@@ -88,7 +88,8 @@ class LinearQuantizer:
 
 
 def _rounded(x: Tensor, maximum: Tensor, levels: Levels) -> Tensor:
-    scale = maximum / torch.tensor(levels.high, dtype=torch.float32, device=x.device)
+    # a kernel, not a copy from the host
+    scale = maximum / torch.full((), levels.high, dtype=torch.float32, device=x.device)
     scale = torch.where(scale == 0, 1.0, scale)
     result: Tensor = FakeQuantize.apply(x, scale, levels)  # type: ignore[no-untyped-call]
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -151,7 +152,9 @@ def rank_variables(
         found |= RDMA
     tuning = {"HCCL_CONNECT_TIMEOUT": "1800"}
     if cores is not None:
-        tuning["OMP_NUM_THREADS"] = str(max(1, cores))
+        threads = str(max(1, cores))
+        # without the second, each rank starts as many compilers as the host has cores
+        tuning |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
     if not several:
         tuning |= _network("lo")  # closed to other hosts
     if rendezvous.own_address and is_ip(rendezvous.own_address):
@@ -159,6 +162,15 @@ def rank_variables(
     if rendezvous.interface:
         tuning |= _network(rendezvous.interface)
     return found | {name: environ.get(name) or value for name, value in tuning.items()}
+
+
+def hccl_seconds(limit: float) -> str:
+    """Return HCCL_EXEC_TIMEOUT for a limit in seconds, where HCCL's own is 1836.
+
+    A first Ascend takes multiples of 68, at most 17340 (CANN's reference of variables,
+    envref_07_0078).
+    """
+    return str(68 * min(math.ceil(limit / 68), 255))
 
 
 def scheduler_variables(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
@@ -228,15 +240,18 @@ def parse_master(text: str | None) -> tuple[str | None, int | None]:
     return host, parse_port(port, "--master")
 
 
-def network_of_one_host(process: Process) -> Mapping[str, str]:
-    """Return variables that keep gloo and NCCL on the loopback interface.
+def network_of(process: Process) -> Mapping[str, str]:
+    """Return variables that keep gloo and NCCL of one host on the loopback interface.
 
-    Empty if the run has several hosts.
+    With several hosts gloo would take the address of the host's name, which may be a loopback one.
+    It gets the interface from which this host reaches rank 0's; NCCL finds its own.
     """
-    if process.local_world_size < process.world_size:
+    alone = process.local_world_size == process.world_size
+    own = LOOPBACK if alone else own_address("", filter(None, [process.master]))
+    interface = interface_of(own) if own else None
+    if interface is None:
         return {}
-    interface = interface_of(LOOPBACK)
-    return {} if interface is None else _network(interface)
+    return _network(interface) if alone else {"GLOO_SOCKET_IFNAME": interface}
 
 
 def _network(interface: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""Attention by one kernel of an Ascend (FlashAttentionScore): where MindSpore computes it so.
+"""Attention by one kernel that keeps no scores: where a framework has it on a device.
 
-torch chooses such kernels by itself on every kind of device.
+MindSpore has one on Ascends (FlashAttentionScore). torch chooses such kernels by itself, but
+torch_npu has none for the first Ascend 910 (op-plugin's ScaledDotProductAttentionKernelNpuOpApi).
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def suits_attention_kernel(config: ResolvedRun) -> bool:
 
 def with_attention(config: ResolvedRun, kind: str, name: str | None) -> ResolvedRun:
     """Return the run with ``train.fused_attention`` as a device computes attention."""
-    if config.backend != "mindspore" or has_attention_kernel(kind, name):
+    accelerator = find_accelerator(name) if name else None
+    is_first = accelerator is not None and accelerator.name == FIRST_ASCEND
+    if has_attention_kernel(kind, name) or (config.backend == "torch" and not is_first):
         return config
     train = config.train.model_copy(update={"fused_attention": False})
     return config.model_copy(update={"train": train})

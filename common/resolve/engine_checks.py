@@ -257,7 +257,13 @@ def _unmet_need(parallel: ResolvedParallel) -> str | None:
 
 
 def _check_native(config: ResolvedRun) -> None:
-    parallel = config.parallel
+    parallel, train = config.parallel, config.train
+    if train.compile_mode == "reduce-overhead" and train.accumulation_steps > 1:
+        raise ConfigError(
+            "train.compile_mode=reduce-overhead replays graphs that overwrite the gradients of the"
+            f" micro batch before, and a step has {train.accumulation_steps} micro batches; leave"
+            " it out, or raise train.micro_batch_size until one is enough"
+        )
     data, stage = parallel.data_parallel, parallel.zero_stage
     needs = _unmet_need(parallel)
     if needs:

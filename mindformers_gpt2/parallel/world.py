@@ -13,6 +13,7 @@ from typing import TypeVar
 from mindspore.communication import get_group_size, get_rank, init
 
 from common.cluster.environment import Process
+from common.cluster.rank_environment import hccl_seconds
 from common.errors import ConfigError, RunError
 from common.log import LOG
 from common.parallel.arrival import Arrival
@@ -37,6 +38,8 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 """Messages of MindSpore 2.10 when another rank has gone, or did not answer within half a minute."""
+_RANK_TABLE = re.compile("rank_table_file", re.IGNORECASE)
+"""Its message about a file of this host, which names HCCL too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,13 @@ def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -
         with exit_barrier(world.leave):
             yield world
     except RuntimeError as error:
-        if not _LOST.search(str(error)):
+        if "wheel was not installed" in str(error):
+            raise ConfigError(
+                f"rank {process.rank}: CANN's Python package hccl, which MindSpore meets the others"
+                " with, cannot be imported; source CANN's set_env.sh in the shell that starts the"
+                " ranks, or pip install the hccl wheel below CANN's folder"
+            ) from error
+        if not _LOST.search(str(error)) or _RANK_TABLE.search(str(error)):
             raise
         reason = next(line for line in str(error).splitlines() if line.strip(" -"))
         raise RunError(
@@ -136,11 +145,10 @@ def _wait_for_scheduler(process: Process, limit: float) -> None:
     """Wait until the scheduler answers, if there is one, and give MindSpore's own waits the limit.
 
     MindSpore's wait for the other ranks holds Python back: it is told before it begins, and Ctrl-C
-    acts after it. HCCL's limit is at most 17340 s on an Ascend 910A (CANN's reference of variables,
-    envref_07_0078).
+    acts after it.
     """
     os.environ.setdefault("MS_TOPO_TIMEOUT", str(int(limit)))
-    os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(min(int(limit), 17340)))
+    os.environ.setdefault("HCCL_EXEC_TIMEOUT", hccl_seconds(limit))
     address, port = os.environ.get("MS_SCHED_HOST"), os.environ.get("MS_SCHED_PORT")
     if address and port and port.isdecimal():
         arrival = Arrival(process, "MS_SCHED_HOST", address, int(port), limit)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ ms = pytest.importorskip(
     "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
 )
 
+from common.accelerators import GIB  # noqa: E402
 from common.errors import ConfigError, DeviceError, GPT2Error  # noqa: E402
 from common.resolve.vendor_settings import mindspore_context  # noqa: E402
 from mindformers_gpt2.device import (  # noqa: E402
@@ -124,12 +126,28 @@ def test_only_later_ascends_have_bfloat16() -> None:
         ("Ascend910B3", True),
         ("Ascend910A", False),
         ("Ascend910PremiumA", False),
+        ("Ascend910ProA", False),
+        ("Ascend910ProB", False),
+        ("Ascend910B", False),  # B1 to B4-1 are the Atlas A2
+        ("Ascend910B4-1", True),
     ):
         device = MindSporeDevice(kind="npu", index=0, name=name)
-        assert device.supports("bfloat16") is expected
+        assert (device.supports("bfloat16"), device.fused_attention) == (expected, expected)
         if not expected:
             with pytest.raises(DeviceError, match="bfloat16"):
                 check_support(make_config(precision="bf16", device="npu"), device)
+
+
+def test_memory_is_the_tables_until_the_device_says_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = SimpleNamespace(total_memory=0)
+    monkeypatch.setattr(ms.hal, "get_device_properties", lambda _: told)
+    device = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
+    assert device.total_memory() == 64 * GIB
+    assert MindSporeDevice(kind="npu", index=0, name="Ascend?").total_memory() is None
+    told.total_memory = 65_000_000_000
+    assert device.total_memory() == 65_000_000_000
 
 
 def test_the_context_in_mindspores_words() -> None:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import shutil
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,8 @@ from common.cluster.environment import Process
 from common.config.load import build_config
 from common.device import device_index
 from common.errors import ConfigError, DeviceError
-from torch_gpt2.device import TorchDevice, select_device
+from common.resolve.derive import resolve_config
+from torch_gpt2.device import TorchDevice, check_support, select_device
 
 
 def test_cpu() -> None:
@@ -76,6 +79,59 @@ def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         select_device("cuda", index=3)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_float16_products_of_the_first_ascend_are_said(
+    is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    npu = SimpleNamespace(is_bf16_supported=lambda: not is_first)
+    device = TorchDevice(kind="npu", index=0, name="Ascend910", module=npu)
+    tree = {
+        "output_dir": "out",
+        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
+        "train": {"micro_batch_size": 1},
+    }
+    for precision, warned in (("float32", is_first), ("fp16", False)):
+        caplog.clear()
+        config = build_config({**tree, "precision": precision, "optimizer": {"learning_rate": 0.1}})
+        check_support(resolve_config(config), device)
+        assert ("multiplies float32 matrices in float16" in caplog.text) is warned
+
+
+class Opened(Exception):
+    """The device is open."""
+
+
+@pytest.mark.parametrize(
+    ("module", "keeps_cudnn"), [("predict", False), ("evaluate", False), ("train", True)]
+)
+def test_lengths_that_vary_leave_out_cudnns_attention(
+    module: str, keeps_cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = importlib.import_module(f"torch_gpt2.{module}")
+
+    def stop(*_: object, **__: object) -> None:
+        raise Opened
+
+    gpu = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=SimpleNamespace())
+    monkeypatch.setattr("torch_gpt2.device.select_device", lambda *_, **__: gpu)
+    monkeypatch.setattr("torch_gpt2.device.check_support", lambda *_: None)
+    monkeypatch.setattr(program, "check_memory", stop)
+    tree = {
+        "output_dir": "out",
+        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
+    }
+    config = build_config({**tree, "optimizer": {"learning_rate": 0.1}})
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(not keeps_cudnn)
+        open_program = getattr(program, {"predict": "open_runner"}.get(module, module))
+        with pytest.raises(Opened):
+            open_program(config, *([None] if module == "predict" else []))
+        assert torch.backends.cuda.cudnn_sdp_enabled() is keeps_cudnn
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_each_process_has_its_device() -> None:
     tree = {
         "output_dir": "out",
@@ -93,7 +149,9 @@ def test_each_process_has_its_device() -> None:
         device_index(fixed, Process(rank=9, world_size=16, local_rank=1, device_id=5))
 
 
-def test_a_gpu_compiles_where_triton_and_a_c_compiler_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_compiles_where_triton_can_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     gpu, npu = (
         TorchDevice(kind=kind, index=0, name=kind, module=SimpleNamespace())
         for kind in ("cuda", "npu")
@@ -102,6 +160,9 @@ def test_a_gpu_compiles_where_triton_and_a_c_compiler_are(monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
     monkeypatch.setattr(shutil, "which", lambda name: found.get(name))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert not gpu.compiles  # a system's Python without its development package
+    (tmp_path / "Python.h").touch()
     assert gpu.compiles and not npu.compiles and not select_device("cpu").compiles
     del found["gcc"]
     assert not gpu.compiles

@@ -233,13 +233,13 @@ class DeepSpeedEngine(BaseEngine):
             with contextlib.redirect_stdout(io.StringIO()):  # the report has this line
                 loss = self._engine.train_batch(pairs)
             return loss.item(), self._state.norm()
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
         for pair in pairs:
             mean = self._engine(*pair)
             self._engine.backward(mean)
             self._engine.step()
-            total += mean.item()
-        return self.world.sum(total)[0] / (len(pieces) * self.world.size), self._state.norm()
+            total += mean.detach()
+        return self.world.sum(total.item())[0] / (len(pieces) * self.world.size), self._state.norm()
 
     def _mean_losses(self, batches: list[Tokens]) -> list[float]:
         """Return the mean loss of each batch; nothing on a pipeline's stages before the last."""

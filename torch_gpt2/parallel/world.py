@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.cluster.environment import Process, torch_variables
 from common.cluster.pods import in_pod
-from common.cluster.rank_environment import network_of_one_host
+from common.cluster.rank_environment import hccl_seconds, network_of
 from common.errors import ConfigError, RunError
 from common.parallel.arrival import Arrival
 from common.parallel.resolved_run import ResolvedRun
@@ -107,7 +107,7 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
         yield World()
         return
     os.environ.update(torch_variables(process))
-    for name, value in network_of_one_host(process).items():
+    for name, value in network_of(process).items():
         os.environ.setdefault(name, value)
     # a little longer than the launcher waits, which can better tell which rank has failed
     limit = datetime.timedelta(seconds=config.runtime.stall_limit + 30)
@@ -115,6 +115,7 @@ def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> It
         "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
     )
     limit_new_groups(limit)
+    os.environ.setdefault("HCCL_EXEC_TIMEOUT", hccl_seconds(limit.total_seconds()))
     try:
         store = _open_store(process, limit)
         dist.init_process_group(

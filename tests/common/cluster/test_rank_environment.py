@@ -51,6 +51,7 @@ def test_both_frameworks_are_told_the_same() -> None:
         "MASTER_PORT": "4000",
         "HCCL_CONNECT_TIMEOUT": "1800",
         "OMP_NUM_THREADS": "3",
+        "TORCHINDUCTOR_COMPILE_THREADS": "3",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
     }

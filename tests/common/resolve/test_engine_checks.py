@@ -313,6 +313,14 @@ PIPELINE = {"parallel__pipeline_stage": 2}
             ("parallel.shard_size=2 is for backend torch",),
         ),
         (
+            {
+                "engine": "native",
+                "train__compile_mode": "reduce-overhead",
+                "train__accumulation_steps": 2,
+            },
+            ("reduce-overhead replays graphs", "a step has 2 micro batches"),
+        ),
+        (
             {"train__recompute_layers": 1},
             (
                 "train.recompute_layers=1 says how many blocks recompute, and"
