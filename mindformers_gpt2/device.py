@@ -94,7 +94,7 @@ class MindSporeDevice:
             return int(size)
         # 0 until the first operator (mindspore/hal/device.py, get_device_properties)
         accelerator = find_accelerator(self.name)
-        return accelerator and accelerator.memory
+        return None if accelerator is None else accelerator.memory
 
     def seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)
