@@ -75,6 +75,13 @@ def check_engine(config: ResolvedRun) -> None:
             raise ConfigError(f"train.compile=true {reason}")
     if config.parallel.async_tensor_parallel:
         _check_async_tensor_parallel(config)
+    count = config.train.accumulation_steps
+    if config.train.compile_mode == "reduce-overhead" and count > 1:
+        raise ConfigError(
+            "train.compile_mode=reduce-overhead replays graphs that overwrite the gradients of the"
+            f" micro batch before, and a step has {count} micro batches; leave it out, or raise"
+            " train.micro_batch_size until one is enough"
+        )
     if config.quantization is not None:
         _check_quantization(config)
 
@@ -257,13 +264,7 @@ def _unmet_need(parallel: ResolvedParallel) -> str | None:
 
 
 def _check_native(config: ResolvedRun) -> None:
-    parallel, train = config.parallel, config.train
-    if train.compile_mode == "reduce-overhead" and train.accumulation_steps > 1:
-        raise ConfigError(
-            "train.compile_mode=reduce-overhead replays graphs that overwrite the gradients of the"
-            f" micro batch before, and a step has {train.accumulation_steps} micro batches; leave"
-            " it out, or raise train.micro_batch_size until one is enough"
-        )
+    parallel = config.parallel
     data, stage = parallel.data_parallel, parallel.zero_stage
     needs = _unmet_need(parallel)
     if needs:

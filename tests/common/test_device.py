@@ -23,6 +23,7 @@ from common.errors import ConfigError
         ("Ascend910_9362", "Ascend A3", 400.0),
         ("Ascend910ProA", "Ascend 910A", 256.0),
         ("Ascend910", "Ascend 910A", 256.0),
+        ("Ascend910B", "Ascend 910A", 256.0),
         ("NVIDIA A800-SXM4-80GB", "A100 80GB", 312.0),
         ("Tesla V100-PCIE-32GB", "V100 32GB", 125.0),
         ("NVIDIA H800", "H100", 989.4),
@@ -38,7 +39,7 @@ def test_devices_are_known_by_the_name_they_report(
 
 @pytest.mark.parametrize(
     "reported",
-    ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "Ascend910B", "NVIDIA H20", "Ascend310P3"],
+    ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "NVIDIA H20", "Ascend310P3"],
 )
 def test_unknown_devices_have_no_figures(reported: str) -> None:
     assert find_accelerator(reported) is None

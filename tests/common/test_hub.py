@@ -1,5 +1,6 @@
 """Models by name, through huggingface_hub itself, from a hub on loopback."""
 
+import logging
 import re
 import shutil
 import threading
@@ -71,6 +72,10 @@ def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
         monkeypatch.setattr(constants, name, value)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv(COMMITS, "")
+    # a command of an earlier test writes its log to a stream that is closed
+    log = logging.getLogger()
+    kept = [each for each in log.handlers if type(each) is not logging.StreamHandler]
+    monkeypatch.setattr(log, "handlers", kept)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     server.repositories = {"me/small": Repository({**READ, **SAFETENSORS, **NOT_READ})}

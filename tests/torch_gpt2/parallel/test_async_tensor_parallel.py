@@ -145,5 +145,5 @@ def test_a_cpu_is_refused() -> None:
 def test_a_gpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchDevice, "compiles", property(lambda device: False))
     device = replace(select_device("cpu"), kind="cuda", name="NVIDIA H100")
-    with pytest.raises(DeviceError, match="is NVIDIA H100 without Triton or a C compiler"):
+    with pytest.raises(DeviceError, match="NVIDIA H100 without Triton, a C compiler or Python"):
         check_support(resolve(), device)
