@@ -1,6 +1,5 @@
 """Models by name, through huggingface_hub itself, from a hub on loopback."""
 
-import logging
 import re
 import shutil
 import threading
@@ -20,6 +19,7 @@ from huggingface_hub import constants, file_download
 from common.config.load import load_config
 from common.errors import UserError
 from common.hub import COMMITS, SMALL, located
+from common.log import LOG
 from common.tokenizer.folder import BESIDE, VOCABULARIES
 from common.training.foreign import fingerprint
 from common.training.manifest import read_manifest
@@ -73,9 +73,7 @@ def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv(COMMITS, "")
     # a command of an earlier test writes its log to a stream that is closed
-    log = logging.getLogger()
-    kept = [each for each in log.handlers if type(each) is not logging.StreamHandler]
-    monkeypatch.setattr(log, "handlers", kept)
+    monkeypatch.setattr(LOG, "handlers", [])
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     server.repositories = {"me/small": Repository({**READ, **SAFETENSORS, **NOT_READ})}
