@@ -206,8 +206,8 @@ def open_device(
         perhaps_alone=unassigned,
     )
     check_support(config, device)
-    if device.kind == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(not lengths_vary)
+    if lengths_vary and device.kind == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if config.context.max_device_memory:
         limit = float(config.context.max_device_memory.removesuffix("GB")) * GIB
         device.module.set_per_process_memory_fraction(

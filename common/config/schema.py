@@ -859,7 +859,9 @@ class PredictConfig(Section):
     ] = []
     """A text or a list of texts. A continuation ends before the first one that occurs in it."""
     stop_at_end_of_text: bool = True
-    """End a sequence at the end-of-text token."""
+    """End a sequence at an end that generation_config.json beside the weights names, else
+    config.json, else the tokenizer.
+    """
     logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Number of most probable tokens per place whose log-probabilities are written into the JSON
     lines, beside that of the chosen token. They are those of the model, before biases, penalties

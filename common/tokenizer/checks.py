@@ -85,7 +85,7 @@ def decoded_texts(texts: Sequence[str] | Sequence[bytes]) -> list[str]:
 
 
 def refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
-    """Raise TokenizerError with the place of the lone surrogate that a library rejected.
+    """Raise TokenizerError with the place of the surrogate that a library rejected.
 
     Without one, raise ``error``.
     """
@@ -96,7 +96,7 @@ def refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
         name = "the text" if len(texts) == 1 else f"text {number} of the batch"
         line = text.count("\n", 0, at) + 1
         raise TokenizerError(
-            f"{name}, character {at} (line {line}): the lone surrogate U+{ord(text[at]):04X} is"
+            f"{name}, character {at} (line {line}): the surrogate U+{ord(text[at]):04X} is"
             " half a character and has no UTF-8; read the source with its right encoding, or"
             " replace it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
         ) from None
