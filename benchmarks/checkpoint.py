@@ -61,8 +61,8 @@ def stall(engine: Any, folder: Path, passes: int) -> tuple[float, float, float]:
     """
     import torch
 
-    from common.training.checkpoint_writer import CheckpointWriter
-    from common.training.state import TrainState
+    from common.checkpoint.state import TrainState
+    from common.checkpoint.writer import CheckpointWriter
 
     ids = torch.zeros(
         1, engine.config.model.seq_length, dtype=torch.long, device=engine.device.torch_device
@@ -81,8 +81,8 @@ def stall(engine: Any, folder: Path, passes: int) -> tuple[float, float, float]:
 
 
 def write(engine, folder: Path) -> float:  # type: ignore[no-untyped-def]
-    from common.training.checkpoint_writer import CheckpointWriter
-    from common.training.state import TrainState
+    from common.checkpoint.state import TrainState
+    from common.checkpoint.writer import CheckpointWriter
 
     start = time.perf_counter()
     CheckpointWriter(folder, asynchronous=False).save(engine.snapshot(TrainState(step=20)))

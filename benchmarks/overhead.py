@@ -142,12 +142,12 @@ def start_others(ranks: int) -> list[subprocess.Popen[str]]:
 
 def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
     """Train as torch_gpt2/train.py does, over other batches."""
+    from common.checkpoint.state import TrainState
+    from common.checkpoint.writer import CheckpointWriter
     from common.dataset import Batch
-    from common.training.checkpoint_writer import CheckpointWriter
     from common.training.loop import train
     from common.training.metrics import MetricsWriter
     from common.training.start import Start
-    from common.training.state import TrainState
     from common.training.steps import Run
     from torch_gpt2.engine import Engine
 

@@ -59,10 +59,8 @@ def main() -> None:
     from common.conversion.convert import convert
     from common.evaluation import open_task
     from common.resolve.derive import resolve_config
-    from common.systems.direct import accept_foreign_weights
     from common.training.start import checkpoint_to_use
 
-    accept_foreign_weights()
     words = ["device=cpu", *arguments.words]
     task, config = open_task(resolve_config(load_config(arguments.config, words)))
     configs = {

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
-from common.conversion.epoch_models import written_after_epochs
 from common.conversion.export import PROGRAMS, export_program
 from common.errors import RunError
 from common.inference.load import PACKAGES, import_backend, quieten_frameworks
@@ -69,11 +67,7 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
         entry = getattr(importlib.import_module(f"{PACKAGES[config.backend]}.{name}"), name)
     training = name == "train"
     try:
-        if training and config.checkpoint.epoch_models:
-            with written_after_epochs(Path(config.output_dir), active=process.rank == 0):
-                entry(config, process)
-        else:
-            entry(config, process)
+        entry(config, process)
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
         message = out_of_memory(error, config, rank=process.rank % ranks, training=training)
         if message is None:

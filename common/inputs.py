@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.checkpoint.folders import NoCheckpointError, find_checkpoint
 from common.config.resolved import as_run
 from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
@@ -20,7 +21,6 @@ from common.inference.run_modes import program_to_use
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import require_length
 from common.tokenizer import require_files
-from common.training.checkpoint import NoCheckpointError, find_checkpoint
 from common.training.data import open_tokenizer, require_entries, tokenizer_source
 from common.training.start import checkpoint_to_use, require_weights
 

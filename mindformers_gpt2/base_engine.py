@@ -11,18 +11,18 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
+from common.checkpoint.snapshot import EngineState, make_snapshot, true_slice
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import Part, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.resolved_run import TrainingRun
 from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import Schedule
-from common.training.snapshot import EngineState, make_snapshot, true_slice
 from common.training.start import Start
-from common.training.state import TrainState
 from common.weights.pieces import TensorSlice, to_rectangle
 from mindformers_gpt2.checkpoint import (
     fill_moments,

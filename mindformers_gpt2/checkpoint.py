@@ -9,9 +9,9 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from numpy.typing import NDArray
 
+from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.snapshot import padded_rows
 from common.weights.pieces import TensorSlice
 from mindformers_gpt2.optimizer import Optimizer
 

@@ -34,13 +34,13 @@ from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.resolve.derive import resolve_vocabulary
+from common.systems.direct import manifest_of
 from common.training.export import (
     describe_files,
     export_folder,
     put_tokenizer_files,
     refuse_to_replace,
 )
-from common.training.foreign import manifest_of
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device

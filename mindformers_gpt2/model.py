@@ -17,12 +17,12 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.auto_generate import FlashAttentionScore
 
+from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
 from common.parallel.fused_attention import suits_attention_kernel
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
-from common.training.snapshot import padded_rows
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
 from mindformers_gpt2.device import DTYPES, MindSporeDevice

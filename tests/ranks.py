@@ -201,9 +201,7 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: str = "") -> None:
     from common.errors import GPT2Error
     from common.log import start_log
     from common.resolve.derive import resolve_mode
-    from common.systems.direct import accept_foreign_weights
 
-    accept_foreign_weights()
     package = {"mindspore": "mindformers_gpt2"}.get(jobs[0].get("backend", ""), "torch_gpt2")
     for port, tree in zip(ports, jobs, strict=True):
         rank, ranks = int(os.environ["RANK"]), tree.pop("ranks", int(os.environ["WORLD_SIZE"]))

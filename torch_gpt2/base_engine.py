@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.checkpoint.snapshot import EngineState, make_snapshot
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset import Tokens
 from common.errors import CheckpointError
@@ -16,12 +19,9 @@ from common.parallel.resolved_run import TrainingRun
 from common.tensor_files.safetensors_file import Tensors
 from common.training import engine
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import Part, Snapshot
 from common.training.loss_scale import LossScale
 from common.training.schedule import Schedule
-from common.training.snapshot import EngineState, make_snapshot
 from common.training.start import Start
-from common.training.state import TrainState
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import attention_kernel
 from torch_gpt2.parallel.layout import seed_offset

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config.resolved import ResolvedModel
-from common.training.checkpoint_reader import CheckpointReader
-from common.training.snapshot import (
+from common.checkpoint.snapshot import (
     padded_rows,
 )
+from common.config.resolved import ResolvedModel
+from common.training.checkpoint_reader import CheckpointReader
 from common.weights.pieces import TensorSlice
 from torch_gpt2.optimizer import local_shard
 

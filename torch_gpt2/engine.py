@@ -12,6 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.checkpoint.copy_on_write import CopyOnWriteArrays
+from common.checkpoint.snapshot import true_slice
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset import Batch, Tokens
 from common.parallel.packing import Packing
@@ -19,13 +23,9 @@ from common.parallel.resolved_run import TrainingRun
 from common.parallel.sharding import slices_of_rank
 from common.quantization.scheme import frozen_parameters
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import Part, Snapshot
-from common.training.copy_on_write import CopyOnWriteArrays
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.snapshot import true_slice
 from common.training.start import Start
-from common.training.state import TrainState
 from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint.state import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
 from common.config.load import load_config
@@ -31,7 +32,6 @@ from common.training import engine
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
-from common.training.state import TrainState
 from common.weights.initial import initial_rows
 from common.weights.names import parameter_shapes
 from torch_gpt2.compilation import is_compiled

@@ -8,12 +8,12 @@ import re
 import shlex
 from pathlib import Path
 
+from common.checkpoint.folders import NoCheckpointError
 from common.errors import CheckpointError, UserError
 from common.paths import looked_in
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
-from common.training.checkpoint import NoCheckpointError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TOOL = Path("tools") / "convert_weight.py"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import find_checkpoint
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
 from common.files import atomic_write
@@ -20,9 +21,7 @@ from common.generation.generate import Continuation
 from common.generation.prompts import Prompt
 from common.parallel.resolved_run import ResolvedRun
 from common.structured_files import read_json_mapping, shown
-from common.training.agreement import identity_of
-from common.training.checkpoint import find_checkpoint
-from common.training.foreign import fingerprint
+from common.training.agreement import fingerprint, identity_of
 from common.training.start import checkpoint_to_use
 
 RECORD = "generation.json"

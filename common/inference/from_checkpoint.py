@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import find_checkpoint
 from common.config.aliases import Sources
 from common.config.load import model_readers
 from common.errors import ConfigError
 from common.inference.source import Source, find_source, tokenizer_files
 from common.systems.direct import accept_foreign_weights
-from common.training.checkpoint import find_checkpoint
 from common.training.fits import multiple_for
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")

@@ -18,7 +18,6 @@ from common.inference.source import Source, find_source, open_tokenizer
 from common.packages import install
 from common.parallel.resolved_run import ResolvedRun
 from common.resolve.derive import resolve_mode
-from common.systems.direct import accept_foreign_weights
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
 from common.training.fits import multiple_for
@@ -58,7 +57,6 @@ def load_model(
 
     Raises CheckpointError, ConfigError, TokenizerError and DeviceError.
     """
-    accept_foreign_weights()
     source = find_source(Path(path), verify=verify)
     if isinstance(tokenizer, os.PathLike):
         tokenizer = os.fspath(tokenizer)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.config.resolved import ResolvedModel
 from common.conversion.export import RECORD
 from common.conversion.foreign import explain
@@ -20,9 +22,7 @@ from common.systems.table import FORMATS, detect
 from common.systems.weights import checked_model
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.folder import VOCABULARIES
-from common.training.checkpoint import find_checkpoint
 from common.training.data import describe_tokenizer
-from common.training.manifest import MANIFEST, read_manifest
 
 PROGRAMS = ("onnx", "pt2", "mindir")
 """Formats of exports that run without conversion. Others are weights, which a backend loads."""

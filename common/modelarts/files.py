@@ -17,6 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from common.checkpoint.folders import (
+    LATEST,
+    find_checkpoint,
+    point_latest,
+    step_of,
+    whole_checkpoints,
+)
+from common.checkpoint.manifest import MANIFEST
 from common.cluster.environment import in_modelarts
 from common.config.load import flatten
 from common.config.schema import RunConfig
@@ -25,14 +33,6 @@ from common.files import atomic_write
 from common.log import LOG
 from common.modelarts import remote
 from common.modelarts.stores import base_name, is_url, join
-from common.training.checkpoint import (
-    LATEST,
-    find_checkpoint,
-    point_latest,
-    step_of,
-    whole_checkpoints,
-)
-from common.training.manifest import MANIFEST
 
 _DATA_KEYS = ("data.train", "data.validation")
 _CHECKPOINT_KEYS = ("checkpoint.resume", "checkpoint.init_from", "checkpoint.load")

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from common.checkpoint.folders import LATEST
+from common.checkpoint.manifest import MANIFEST
 from common.errors import DataError, StorageError, UserError
 from common.files import atomic_write
 from common.log import LOG
 from common.modelarts.stores import RemoteStore, StoredFile, base_name, find_store
 from common.structured_files import read_json_mapping
-from common.training.checkpoint import LATEST
-from common.training.manifest import MANIFEST
 
 T = TypeVar("T")
 _STARTED = time.time()

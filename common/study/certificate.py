@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import find_checkpoint
 from common.config.schema import RunConfig
 from common.doctor.software import installed_versions
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.training.checkpoint import find_checkpoint
 from common.training.metrics import read_metrics
 
 FILE = "certificate.json"

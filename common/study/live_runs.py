@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checkpoint.folders import require_checkpoint, step_of, whole_checkpoints
 from common.errors import ConfigError, RunError, StorageError
 from common.interrupts import exiting_at_sigterm
 from common.launcher.launch import TOOL
@@ -16,7 +17,6 @@ from common.study.children import LAUNCHER_LOG, judge, run_launches
 from common.study.results import State
 from common.study.starting import Launch
 from common.study.two_runs import RecordedRun
-from common.training.checkpoint import require_checkpoint, step_of, whole_checkpoints
 from common.training.recording import RecordRequest
 
 _QUIET = (

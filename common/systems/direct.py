@@ -1,5 +1,7 @@
 """Weights of other systems in place of a checkpoint of ours. Each rank reads its part from their
 files.
+
+checkpoint.init_from, load and resume take every format of ``FORMATS`` that can be read.
 """
 
 from __future__ import annotations
@@ -8,60 +10,88 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.checkpoint.manifest import MANIFEST, read_manifest
+from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, UserError
 from common.files import reading
-from common.systems.own_folder import manifest_of
+from common.systems import own_folder
 from common.systems.table import FORMATS, detect
 from common.systems.weight_format import WeightFormat
 from common.systems.weights import Weight, Weights, to_type
 from common.tokenizer.folder import Folder
-from common.training.foreign import ForeignCheckpoint, foreign_formats
-from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.weights.names import EMBEDDING, check_tensors
 from common.weights.pieces import TensorSlice
-
-
-def accept_foreign_weights() -> None:
-    """Let checkpoint.init_from, load and resume take the formats of ``FORMATS``."""
-    if not any(isinstance(formats, _Formats) for formats in foreign_formats):
-        foreign_formats.append(_Formats())
-
 
 _OF_HUGGING_FACE = (".safetensors", ".bin", ".index.json")
 """Endings of files that may be named in place of their folder."""
 
 
-class _Formats:
-    def detects(self, path: Path) -> bool:
-        return _find(path) is not None
+class StoredTensors(Protocol):
+    """Tensors of one of our files, as ``ShardedReader`` reads them."""
 
-    @contextmanager
-    def open(self, path: Path, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
-        format = _find(path)
-        if format is None or format.open is None:  # the folder existed when its format was detected
-            raise CheckpointError(
-                f"{path}: its files have changed while the run began; start it again"
+    def __bool__(self) -> bool: ...
+
+    def require(self, expected: Mapping[str, tuple[int, ...]]) -> None: ...
+
+    def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignCheckpoint:
+    manifest: Mapping[str, Any]
+    """Manifest like that of our checkpoints, without the optimizer's file if it holds only weights.
+
+    ``left_out``: data that was not read, and why.
+    """
+    files: Mapping[str, StoredTensors]
+    """Tensors by the names of our files: MODEL_FILE and OPTIMIZER_FILE."""
+
+
+def is_foreign(path: Path) -> bool:
+    """Tell whether a path that is not our checkpoint holds weights of a known format."""
+    return not (path / MANIFEST).is_file() and _find(path) is not None
+
+
+@contextmanager
+def open_foreign(path: Path, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
+    """Open a path that ``is_foreign``. Raises CheckpointError and ConfigError.
+
+    model: the config's, used where the files do not record theirs.
+    """
+    format = _find(path)
+    if format is None or format.open is None:  # the folder existed when its format was detected
+        raise CheckpointError(f"{path}: its files have changed while the run began; start it again")
+    with ExitStack() as stack:
+        opened = format.open_to_compute or format.open
+        with reading(path, CheckpointError):
+            weights = stack.enter_context(
+                format.open_as(path, model) if format.open_as else opened(path)
             )
-        with ExitStack() as stack:
-            opened = format.open_to_compute or format.open
-            with reading(path, CheckpointError):
-                weights = stack.enter_context(
-                    format.open_as(path, model) if format.open_as else opened(path)
-                )
-                weights = _without_padding(weights, model)
-            files = {MODEL_FILE: _Tensors(path, weights.tensors)}
-            if weights.run is not None:
-                files[OPTIMIZER_FILE] = _Tensors(path, weights.moments)
-            manifest = manifest_of(weights) | {
-                "files": {name: {} for name in files},
-                "left_out": dict(weights.ignored),
-            }
-            yield ForeignCheckpoint(manifest=manifest, files=files)
+            weights = _without_padding(weights, model)
+        files = {MODEL_FILE: _Tensors(path, weights.tensors)}
+        if weights.run is not None:
+            files[OPTIMIZER_FILE] = _Tensors(path, weights.moments)
+        manifest = own_folder.manifest_of(weights) | {
+            "files": {name: {} for name in files},
+            "left_out": dict(weights.ignored),
+        }
+        yield ForeignCheckpoint(manifest=manifest, files=files)
+
+
+def manifest_of(path: Path, model: ResolvedModel, *, checksums: bool = True) -> dict[str, Any]:
+    """Return the manifest of our checkpoint or of foreign weights. Raises CheckpointError and
+    ConfigError.
+    """
+    if not is_foreign(path):
+        return read_manifest(path, checksums=checksums)
+    with open_foreign(path, model) as found:
+        return dict(found.manifest)
 
 
 _MOST_RANKS = 8

@@ -11,6 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import find_checkpoint, require_checkpoint
+from common.checkpoint.integers import scheme_of
+from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
+from common.checkpoint.state import TrainState
 from common.errors import ConfigError
 from common.parallel.sharding import slice_of
 from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
@@ -18,11 +23,6 @@ from common.systems.run_state import checked_run, moment_shapes, require_moments
 from common.systems.weight_format import System, WeightFormat
 from common.systems.weights import FLOATS, Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors
-from common.training.checkpoint import find_checkpoint, require_checkpoint
-from common.training.checkpoint_reader import CheckpointReader
-from common.training.manifest import MANIFEST, read_manifest, write_manifest
-from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
-from common.training.state import TrainState
 from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
 
@@ -52,7 +52,7 @@ def open_project(path: Path, *, checksums: bool = True) -> Iterator[Weights]:
             model=model,
             tensors=tensors,
             tokenizer=_tokenizer_of(manifest),
-            scheme=CheckpointReader(checkpoint).scheme(),
+            scheme=scheme_of(checkpoint, manifest),
         )
         if manifest["files"].keys() == {MODEL_FILE}:  # an export, or weights without a run
             yield weights

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from common.checkpoint.manifest import seal, unseal
+from common.checkpoint.snapshot import EngineState
+from common.checkpoint.state import TrainState
 from common.config.resolved import ResolvedModel
 from common.config.update_rules import RULES, RuleName
 from common.errors import ConfigError
 from common.structured_files import shown
 from common.systems.weights import Weight
-from common.training.manifest import seal, unseal
-from common.training.snapshot import EngineState
-from common.training.state import TrainState
 from common.weights.names import check_tensors, parameter_shapes
 
 NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}

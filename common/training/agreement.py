@@ -7,11 +7,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.errors import CheckpointError
 from common.parallel.world import WorldBase
+from common.systems.direct import is_foreign
 from common.tensor_files.checksummed import file_checksum
-from common.training.foreign import fingerprint, is_foreign
-from common.training.manifest import MANIFEST, read_manifest
 
 
 def identity_of(found: Path | None) -> str:
@@ -24,6 +24,15 @@ def identity_of(found: Path | None) -> str:
         return f"{found} {file_checksum(found / MANIFEST):08x}"
     except OSError:
         return f"{found}, not there"
+
+
+def fingerprint(path: Path) -> str:
+    """Return names and sizes of the files, to compare them between hosts. Raises OSError."""
+    if path.parent.name == "snapshots":  # of huggingface_hub, where the name tells the content
+        return path.resolve(strict=True).name
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    sizes = {str(file.relative_to(path)): file.stat().st_size for file in files if file.is_file()}
+    return f"{path} {sizes}"
 
 
 def check_everywhere(

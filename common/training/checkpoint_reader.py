@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from common.config.resolved import ResolvedModel
-from common.config.schema import QuantizationConfig
-from common.errors import CheckpointError, GPT2Error
-from common.parallel.resolved_run import ResolvedRun
-from common.parallel.sharding import slice_of
-from common.quantization.integers import trained_scheme
-from common.quantization.scheme import ActivationScales, quantized_layers
-from common.tensor_files.safetensors_file import shapes_of
-from common.training.foreign import StoredTensors, is_foreign, manifest_of, open_foreign
-from common.training.loss_scale import LossScale
-from common.training.manifest import MANIFEST, read_manifest
-from common.training.snapshot import (
+from common.checkpoint.integers import load_scales, open_integers, scheme_of
+from common.checkpoint.manifest import MANIFEST, read_manifest
+from common.checkpoint.snapshot import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     EngineState,
 )
-from common.training.state import TrainState
+from common.checkpoint.state import TrainState
+from common.config.resolved import ResolvedModel
+from common.errors import CheckpointError
+from common.parallel.resolved_run import ResolvedRun
+from common.parallel.sharding import slice_of
+from common.quantization.scheme import ActivationScales
+from common.systems.direct import StoredTensors, is_foreign, manifest_of, open_foreign
+from common.tensor_files.safetensors_file import shapes_of
+from common.training.loss_scale import LossScale
 from common.weights.names import check_tensors, parameter_shapes
 from common.weights.pieces import TensorSlice, open_stored
 from common.weights.quantized import (
-    QuantizedReader,
     QuantizedWeight,
     Scheme,
-    open_parameters,
 )
 
 Array = NDArray[np.float32]
@@ -50,15 +46,6 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._own = None if is_foreign(folder) else read_manifest(folder, checksums=False)
-
-    @contextmanager
-    def _open_integers(self) -> Iterator[QuantizedReader | None]:
-        """Open the file of a folder with 8-bit weights; None if they are float."""
-        if self._own is None or MODEL_FILE not in self._own["files"]:
-            yield None
-            return
-        with open_parameters(self.folder / MODEL_FILE) as reader:
-            yield reader if isinstance(reader, QuantizedReader) else None
 
     @contextmanager
     def _open(self, model: ResolvedModel, file: str) -> Iterator[StoredTensors]:
@@ -97,13 +84,7 @@ class CheckpointReader:
         """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for
         broken ones.
         """
-        try:
-            scales.load((self._own or {}).get("engine", {}).get("quantization", {}))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.folder / MANIFEST}: broken scales of activations ({error}); use another"
-                " checkpoint"
-            ) from None
+        load_scales(self.folder, self._own or {}, scales)
 
     def weights(
         self, model: ResolvedModel, pieces: Pieces | None = None
@@ -123,7 +104,9 @@ class CheckpointReader:
 
         Raises CheckpointError unless every tensor is there with the model's shape.
         """
-        with self._open_integers() as reader:
+        if self._own is None:
+            return
+        with open_integers(self.folder, self._own) as reader:
             if reader is not None:
                 check_tensors(self.folder, shapes_of(reader), parameter_shapes(model))
                 yield from reader.quantized()
@@ -133,22 +116,7 @@ class CheckpointReader:
 
         Raises CheckpointError and ConfigError.
         """
-        with self._open_integers() as reader:
-            if reader is not None:
-                return reader.scheme
-        config = (self._own or {}).get("config", {})
-        if not config.get("quantization"):
-            return None
-        try:
-            settings = QuantizationConfig.model_validate(config["quantization"])
-            blocks = config["model"]["num_layers"]
-        except (KeyError, TypeError, ValidationError) as error:
-            raise CheckpointError(
-                f"{self.folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint"
-            ) from None
-        scales = ActivationScales(quantized_layers(settings, blocks), settings)
-        self.load_scales(scales)
-        return trained_scheme(self.folder, settings, blocks, scales)
+        return None if self._own is None else scheme_of(self.folder, self._own)
 
     def moments(
         self, config: ResolvedRun, optimizer_steps: int, pieces: Pieces | None = None
@@ -178,19 +146,6 @@ class CheckpointReader:
             for name, piece in (pieces or _whole(shapes)).items():
                 for part in parts:
                     yield name, part, stored.read(f"{name}.{part}", piece)
-
-
-def holds_integers(folder: Path) -> bool:
-    """Tell whether the weights of a folder of ours have 8 bits.
-
-    The file decides; the manifest is not read. A damaged file is reported by the reader.
-    """
-    file = folder / MODEL_FILE
-    with suppress(GPT2Error, OSError):
-        if file.is_file():
-            with open_parameters(file) as reader:
-                return isinstance(reader, QuantizedReader)
-    return False
 
 
 def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:

@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from common.checkpoint.state import TrainState
 from common.config.resolved import as_run
 from common.config.schema import TokenizerConfig
 from common.dataset import (
@@ -41,7 +42,6 @@ from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.paths import looked_in
 from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.training.state import TrainState
 from common.weights.names import count_parameters
 
 _WINDOWS_LOOKED_AT = 64

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import Snapshot
 from common.dataset import Batch, Tokens
-from common.training.checkpoint_writer import Snapshot
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import Schedule
 from common.training.start import Start
-from common.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)

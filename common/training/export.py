@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from common import run_folder
+from common.checkpoint.manifest import write_manifest
+from common.checkpoint.snapshot import MODEL_FILE, SETTINGS_FILE
 from common.errors import ConfigError
 from common.files import atomic_write, whole_folder
 from common.interrupts import exiting_at_sigterm
@@ -25,19 +27,15 @@ from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
 from common.resolve.derive import resolve_vocabulary
+from common.systems.direct import manifest_of
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.tokenizer.copies import companions_in, vocabulary_in
 from common.tokenizer.folder import TOKENIZER_JSON
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.foreign import manifest_of
-from common.training.manifest import write_manifest
-from common.training.snapshot import MODEL_FILE
 from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
-
-SETTINGS_FILE = "model.yaml"
 
 
 def export(config: ResolvedRun) -> None:

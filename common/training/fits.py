@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import MANIFEST
 from common.config.resolved import ResolvedModel
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError
 from common.parallel.resolved_run import ResolvedRun
-from common.training.checkpoint import MANIFEST
 
 _DECISIVE = (
     "num_layers",

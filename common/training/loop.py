@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from common.checkpoint.state import TrainState
 from common.dataset import Tokens
 from common.errors import DivergedError, StopRequested
 from common.log import LOG, progress_bar
@@ -23,7 +24,6 @@ from common.processes.heartbeat import beat
 from common.training.report import make_report
 from common.training.rewind import require_no_rewind
 from common.training.saving import Saver
-from common.training.state import TrainState
 from common.training.steps import Agreements, Run, Steps, ends_epoch
 from common.training.stop import StopSignal
 

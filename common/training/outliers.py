@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.checkpoint.state import TrainState
 from common.config.schema import LoggingConfig
 from common.log import LOG
-from common.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)

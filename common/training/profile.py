@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from common.checkpoint.state import TrainState
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.log import LOG
 from common.parallel.resolved_run import TrainingRun
-from common.training.state import TrainState
 
 Trace = Callable[[Path], AbstractContextManager[None]]
 """Function that traces the steps within its context and writes the trace to a file."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from common.accelerators import GIB
 from common.log import LOG, listed
+from common.parallel.ramp import place_in_epochs
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
-from common.training.epochs import place_in_epochs
 from common.training.metrics import flops_per_token
 
 Row = dict[str, Any]

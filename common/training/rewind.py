@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import step_of, whole_checkpoints
+from common.checkpoint.manifest import read_manifest
+from common.checkpoint.state import TrainState
 from common.errors import CheckpointError, DivergedError
 from common.log import LOG
 from common.parallel.resolved_run import TrainingRun
-from common.training.checkpoint import step_of, whole_checkpoints
-from common.training.manifest import read_manifest
-from common.training.state import TrainState
 
 
 class RewindNeeded(Exception):

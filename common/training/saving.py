@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.log import LOG
 from common.processes.heartbeat import beat
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
-from common.training.state import TrainState
 
 SANE_LOSS = 10.0
 """Limit of a sane loss, as a multiple of a uniform guess's, ln(vocabulary).

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.checkpoint.state import TrainState
 from common.config.resolved import TimedOptimizer
 from common.parallel.learning_rate import learning_rate
-from common.training.state import TrainState
 
 
 class Schedule:

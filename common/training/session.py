@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from common import run_folder
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import CheckpointWriter
 from common.config.load import flatten
 from common.device import Device, resident_bytes
 from common.errors import StopRequested
@@ -14,16 +17,15 @@ from common.log import LOG
 from common.parallel.resolved_run import TrainingRun
 from common.parallel.world import WorldBase
 from common.training.agreement import check_everywhere
-from common.training.checkpoint_writer import CheckpointWriter
 from common.training.data import TrainingData
 from common.training.engine import Engine
+from common.training.epoch_models import write_epoch_models
 from common.training.loop import train as train_loop
 from common.training.memory import record_memory
 from common.training.metrics import MetricsWriter
 from common.training.profile import ProfileWindow, Trace
 from common.training.rewind import RewindNeeded, checkpoint_before, go_back
 from common.training.start import Start, record_start, where_to_start
-from common.training.state import TrainState
 from common.training.steps import Run
 from common.training.summary import announce, draw, finish
 from common.training.trackers import Trackers
@@ -83,6 +85,9 @@ class Session:
         )
         if is_first:
             finish(config, state, summary, peak_memory=device.peak_memory())
+            checkpoint = find_checkpoint(folder)
+            if config.checkpoint.epoch_models and checkpoint:  # an earlier run may have been killed
+                write_epoch_models(checkpoint, missing=True)
 
     def _start_before(self, state: TrainState) -> Start:
         """Return the checkpoint to go back to after an outlier, the same on every rank."""
@@ -106,6 +111,7 @@ class Session:
                 active=is_first,
                 patience=config.runtime.stall_limit,
                 require_folder=run_folder.keeper(folder, self.holders, self.world.rank),
+                after_saving=write_epoch_models if config.checkpoint.epoch_models else None,
             ) as checkpoints,
             MetricsWriter(
                 folder,

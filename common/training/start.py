@@ -14,6 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import (
+    find_checkpoint,
+    point_latest,
+    read_or_name_older,
+    require_checkpoint,
+    step_of,
+)
+from common.checkpoint.integers import holds_integers
+from common.checkpoint.manifest import read_manifest
+from common.checkpoint.snapshot import OPTIMIZER_FILE
 from common.config.load import flatten, save_config
 from common.config.resolved import as_run
 from common.errors import CheckpointError, ConfigError, GPT2Error
@@ -21,20 +31,10 @@ from common.files import clean_up
 from common.log import LOG
 from common.parallel.resolved_run import ResolvedRun
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
-from common.training.checkpoint import (
-    find_checkpoint,
-    point_latest,
-    read_or_name_older,
-    require_checkpoint,
-    step_of,
-)
-from common.training.checkpoint_reader import holds_integers
+from common.systems.direct import is_foreign, manifest_of
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
-from common.training.foreign import is_foreign, manifest_of
-from common.training.manifest import read_manifest
 from common.training.rewind import checkpoint_before, in_spike
-from common.training.snapshot import OPTIMIZER_FILE
 from common.whole_numbers import whole_number
 
 

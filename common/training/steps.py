@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import CheckpointWriter
 from common.dataset import Batch, Tokens
 from common.device import peak_resident_bytes
 from common.log import LOG
+from common.parallel.ramp import epochs_done
 from common.parallel.resolved_run import TrainingRun
 from common.processes.heartbeat import beat
-from common.training.checkpoint_writer import CheckpointWriter
 from common.training.engine import Engine, StepResult
-from common.training.epochs import epochs_done
 from common.training.metrics import MetricsWriter, flops_per_token
 from common.training.outliers import NO_LIMITS, limits_of, record_outlier
 from common.training.profile import ProfileWindow
-from common.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)

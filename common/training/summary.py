@@ -6,18 +6,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.state import TrainState
 from common.dataset import Blend
 from common.errors import CheckpointError
 from common.log import LOG, listed
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.ramp import describe_ramp
 from common.parallel.resolved_run import TrainingRun
-from common.training.checkpoint import find_checkpoint
 from common.training.data import TrainingData, named_parts
 from common.training.plot import plot_loss
 from common.training.report import use_style
 from common.training.start import Start
-from common.training.state import TrainState
 from common.training.stop import StopSignal
 from common.weights.names import count_parameters
 

@@ -16,13 +16,13 @@ pytest.importorskip("huggingface_hub", reason="pip install '.[hub]'")
 
 from huggingface_hub import constants, file_download
 
+from common.checkpoint.manifest import read_manifest
 from common.config.load import load_config
 from common.errors import UserError
 from common.hub import COMMITS, SMALL, located
 from common.log import LOG
 from common.tokenizer.folder import BESIDE, VOCABULARIES
-from common.training.foreign import fingerprint
-from common.training.manifest import read_manifest
+from common.training.agreement import fingerprint
 from gpt2_toolkit import load_model
 from run_gpt2 import main as run_gpt2
 from tests.hub_stand_in import GOOD_TOKEN, Hub, Repository, files_of, hub_running

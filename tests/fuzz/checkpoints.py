@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from common.checkpoint.snapshot import EngineState, make_snapshot
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import CheckpointWriter
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.log import LOG
 from common.resolve.derive import resolve_config
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import CheckpointWriter
 from common.training.loss_scale import LossScale
-from common.training.snapshot import EngineState, make_snapshot
 from common.training.start import where_to_start
-from common.training.state import TrainState
 from common.weights.names import parameter_shapes
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Case

@@ -23,14 +23,14 @@ ms = pytest.importorskip(
 
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.engine  # noqa: E402
+from common.checkpoint.state import TrainState  # noqa: E402
+from common.checkpoint.writer import CheckpointWriter  # noqa: E402
 from common.config.schema import LoggingConfig, LossScaleConfig, RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
-from common.training.checkpoint_writer import CheckpointWriter  # noqa: E402
 from common.training.engine import StepResult  # noqa: E402
 from common.training.loss_scale import LossScale  # noqa: E402
 from common.training.outliers import Limits, limits_of, record_outlier  # noqa: E402
 from common.training.start import Start  # noqa: E402
-from common.training.state import TrainState  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.engine import Engine  # noqa: E402
 from mindformers_gpt2.optimizer import DeviceLossScale  # noqa: E402

@@ -31,6 +31,8 @@ import torch_gpt2.checkpoint  # noqa: E402
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
+from common.checkpoint.folders import require_checkpoint  # noqa: E402
+from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import PredictConfig, RunConfig  # noqa: E402
 from common.errors import (  # noqa: E402
@@ -45,8 +47,6 @@ from common.generation.prompts import Prompt  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from common.run_folder import owned_folder  # noqa: E402
 from common.tensor_files.safetensors_file import write_safetensors  # noqa: E402
-from common.training.checkpoint import require_checkpoint  # noqa: E402
-from common.training.manifest import write_manifest  # noqa: E402
 from gpt2_toolkit import load_model  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 

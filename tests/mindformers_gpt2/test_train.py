@@ -12,8 +12,8 @@ import yaml
 
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
+from common.checkpoint.folders import find_checkpoint
 from common.config.load import dump_config
-from common.training.checkpoint import find_checkpoint
 from common.training.metrics import read_metrics
 from tests.mindformers_gpt2.test_model import make_config
 

@@ -12,10 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.conversion.convert import REPORT  # noqa: E402
 from common.resolve.derive import resolve_mode  # noqa: E402
-from common.training.manifest import write_manifest  # noqa: E402
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 from torch_gpt2.predict import predict  # noqa: E402

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.config.schema import RunConfig
-from common.training.checkpoint import find_checkpoint
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from tests.cluster_tables import write_tutorial_table
 from tests.run_scripts import listening_addresses, pids_with, run_words, start_script, wait_until

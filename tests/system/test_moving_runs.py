@@ -17,10 +17,10 @@ pytest.importorskip("torch")
 if importlib.util.find_spec("mindspore") is None:
     pytest.skip("MindSpore is not installed: pip install '.[mindspore]'", allow_module_level=True)
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.config.load import load_config
 from common.resolve.derive import resolve_config
-from common.training.checkpoint import find_checkpoint
-from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from tests.run_scripts import ROOT, run_words, start_script
 from torch_gpt2.train import train

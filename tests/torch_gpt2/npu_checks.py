@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config, load_config
 from common.config.resolved import as_run
 from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig, RunConfig
@@ -31,8 +33,6 @@ from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.parallel.resolved_run import TrainingRun
 from common.resolve.derive import resolve_config
-from common.training.checkpoint import find_checkpoint
-from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.training.start import Start as StartOfRun
 from tests.config_overrides import changed

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import Batch
@@ -20,7 +21,6 @@ from common.resolve.derive import resolve_config, resolve_length
 from common.training.engine import StepResult
 from common.training.outliers import Limits
 from common.training.start import Start
-from common.training.state import TrainState
 from common.weights.names import decays
 from tests.config_overrides import changed
 from tests.reference import hugging_face_model, hugging_face_names

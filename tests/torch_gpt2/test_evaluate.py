@@ -17,12 +17,12 @@ from transformers import GPT2LMHeadModel
 
 import run_gpt2
 import torch_gpt2.evaluate
+from common.checkpoint.folders import find_checkpoint
 from common.config.load import load_config
 from common.config.schema import ModelConfig, PrecisionConfig
 from common.evaluation import ScoredRow, score_rows, sliding_windows
 from common.resolve.derive import resolve_config
 from common.tokenizer import load_tokenizer
-from common.training.checkpoint import find_checkpoint
 from tests.reference import hugging_face_model
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2

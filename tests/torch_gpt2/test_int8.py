@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import torch_gpt2.int8
+from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.load import build_config
 from common.config.schema import PredictConfig
 from common.conversion.convert import convert
@@ -26,7 +27,6 @@ from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.export import export
-from common.training.manifest import read_manifest, write_manifest
 from common.training.start import where_to_start
 from common.weights.names import parameter_shapes
 from common.weights.quantized import LayerScheme

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.dataset import ShardedSampler, open_samples
 from common.errors import ConfigError
 from common.parallel.ramp import batch_sizes
 from common.resolve.derive import resolve_config, resolve_length
-from common.training.checkpoint import find_checkpoint
-from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.training.start import Start
 from tests.config_overrides import changed

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.dataset import IndexedWriter
 from common.errors import DivergedError
 from common.resolve.derive import resolve_config
-from common.training.checkpoint import find_checkpoint
-from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from tests.config_overrides import changed
 from torch_gpt2.engine import Engine

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process, torch_variables
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError
@@ -32,10 +34,8 @@ from common.parallel.resolved_run import TrainingRun
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import Part, Snapshot
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.state import TrainState
 from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.compilation import compile_model, is_compiled

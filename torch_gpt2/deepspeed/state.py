@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.checkpoint.snapshot import padded_rows, true_slice
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slices_of_rank
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.loss_scale import clip_factor
-from common.training.snapshot import padded_rows, true_slice
 from common.weights.initial import initial_rows
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES

@@ -80,7 +80,7 @@ def _with_export(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Return a configuration of ours for the export that another one names. Raises ConfigError and
     CheckpointError.
     """
-    from common.training.export import SETTINGS_FILE
+    from common.checkpoint.snapshot import SETTINGS_FILE
     from common.yaml_files import read_yaml_mapping
 
     opened = _open(config, overrides)
@@ -132,7 +132,7 @@ def _in_file(config: Path) -> str | None:
 
 def _find_export(folder: Path) -> Path:
     """Return the folder of an export: the given one, or its ``weights``. Raises CheckpointError."""
-    from common.training.export import SETTINGS_FILE
+    from common.checkpoint.snapshot import SETTINGS_FILE
 
     for place in (folder, folder / "weights"):
         if any((place / name).is_file() for name in (SETTINGS_FILE, _RECORD)):

@@ -20,9 +20,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from common.checkpoint.manifest import read_manifest
+from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
+from common.checkpoint.state import TrainState
 from common.config.resolved import ResolvedModel
 from common.errors import StorageError
 from common.files import fsync_folder
+from common.parallel.ramp import place_in_epochs
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import shards_of, split_dim
 from common.parallel.topology import Topology
@@ -33,10 +37,6 @@ from common.systems.name_map import POSITIONS, NameRow
 from common.systems.weights import Weight, arrays_of
 from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.mindspore_strategy import Layout, write_strategy
-from common.training.epochs import place_in_epochs
-from common.training.manifest import read_manifest
-from common.training.snapshot import MODEL_FILE, OPTIMIZER_FILE
-from common.training.state import TrainState
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.pieces import ShardedReader, TensorSlice, open_stored
 

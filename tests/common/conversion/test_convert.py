@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did  # noqa: E402
@@ -37,7 +38,6 @@ from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weight, Weights  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.checkpoint_reader import CheckpointReader  # noqa: E402
-from common.training.manifest import write_manifest  # noqa: E402
 from common.weights.names import parameter_shapes  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402

@@ -15,6 +15,8 @@ import yaml
 torch = pytest.importorskip("torch")
 
 import torch_gpt2.train  # noqa: E402
+from common.checkpoint.folders import require_checkpoint  # noqa: E402
+from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
@@ -24,8 +26,6 @@ from common.systems.table import FORMATS  # noqa: E402
 from common.tensor_files.arrays import TensorKind  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.tensor_files.mindspore_ckpt import stream_mindspore  # noqa: E402
-from common.training.checkpoint import require_checkpoint  # noqa: E402
-from common.training.manifest import write_manifest  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 

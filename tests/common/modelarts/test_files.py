@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from common.checkpoint.folders import find_checkpoint
 from common.config.load import build_config, load_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, DataError, StorageError
 from common.modelarts import files, remote
-from common.training.checkpoint import find_checkpoint
 from common.training.stop import StopSignal
 
 MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32, "vocab_size": 101}

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from common.checkpoint.folders import whole_checkpoints
 from common.errors import ConfigError, DataError, StorageError
 from common.modelarts import remote, stores
 from common.modelarts.stores import StoredFile, join
-from common.training.checkpoint import whole_checkpoints
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.load import build_config
 from common.config.schema import QuantizationConfig
 from common.conversion.convert import convert
@@ -29,7 +30,6 @@ from common.resolve.derive import resolve_config
 from common.systems.onnx.session import logits
 from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
-from common.training.manifest import read_manifest, write_manifest
 from common.weights.names import parameter_shapes
 from tests.reference import hugging_face_model
 from torch_gpt2.device import select_device

@@ -17,13 +17,12 @@ import pytest
 from common.conversion.convert import convert
 from common.errors import CheckpointError
 from common.parallel.sharding import slice_of
-from common.systems.direct import accept_foreign_weights
+from common.systems.direct import manifest_of
 from common.systems.mindformers.rank_files import write_rank_file
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import open_project
 from common.training.checkpoint_reader import CheckpointReader
 from common.training.fits import require_same_model
-from common.training.foreign import foreign_formats, manifest_of
 from common.training.loss_scale import LossScale
 from common.training.metrics import read_metrics
 from common.training.start import require_weights
@@ -35,14 +34,6 @@ from tests.common.systems.mindformers.test_rank_files import MODEL, config_of, w
 from tests.common.systems.openai.test_weights import copy as openai_folder
 from tests.config_overrides import changed
 from tests.ranks import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def accepted() -> Iterator[None]:
-    before = [*foreign_formats]
-    accept_foreign_weights()
-    yield
-    foreign_formats[:] = before
 
 
 def converted_to(format: str, **ranks: int) -> Callable[[Path, Path], Path]:

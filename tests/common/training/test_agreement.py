@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.errors import CheckpointError, ConfigError
 from common.parallel.world import WorldBase
 from common.training import agreement
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 
 T = TypeVar("T")
 HERE = threading.local()

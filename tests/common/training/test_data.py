@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import IndexedWriter
@@ -27,7 +28,6 @@ from common.resolve.derive import resolve_config
 from common.training import data as module
 from common.training.data import open_data, open_tokenizer
 from common.training.start import Start
-from common.training.state import TrainState
 from common.training.summary import announce
 from tests.config_overrides import changed
 

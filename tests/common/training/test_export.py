@@ -18,15 +18,15 @@ import yaml
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError
 from common.resolve.derive import resolve_mode
-from common.training.checkpoint import find_checkpoint
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from common.training.export import export
-from common.training.manifest import MANIFEST, read_manifest, write_manifest
 from common.weights.names import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.folders import whole_checkpoints
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.load import build_config
 from common.dataset import Batch, Tokens
 from common.resolve.derive import resolve_config, resolve_length
-from common.training.checkpoint import whole_checkpoints
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.engine import StepResult
 from common.training.loop import perplexity, train
 from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow
-from common.training.state import TrainState
 from common.training.steps import Agreements, Run
 from tests.config_overrides import changed
 

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
+from common.checkpoint.state import TrainState
 from common.config.schema import LoggingConfig
 from common.training.outliers import NO_LIMITS, Limits, limits_of, record_outlier
-from common.training.state import TrainState
 
 
 def after(losses: list[float], config: LoggingConfig) -> tuple[TrainState, list[bool]]:

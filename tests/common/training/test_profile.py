@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.profile import ProfileWindow
-from common.training.state import TrainState
 
 
 def make_config(**profile: int) -> RunConfig:

@@ -17,9 +17,8 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG, start_log
-from common.parallel.ramp import batch_sizes
+from common.parallel.ramp import batch_sizes, epochs_done
 from common.resolve.derive import resolve_config, resolve_length
-from common.training.epochs import epochs_done
 from common.training.loop import validation_figures
 from common.training.report import STYLES, make_report, use_style
 from tests.config_overrides import changed

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 
 from common import run_folder
+from common.checkpoint.folders import find_checkpoint, whole_checkpoints
+from common.checkpoint.manifest import read_manifest
+from common.checkpoint.snapshot import EngineState, make_snapshot
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.load import build_config
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
 from common.resolve.derive import resolve_config, resolve_length
-from common.training.checkpoint import find_checkpoint, whole_checkpoints
 from common.training.checkpoint_reader import CheckpointReader
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.engine import StepResult
 from common.training.loop import train
 from common.training.loss_scale import LossScale
-from common.training.manifest import read_manifest
 from common.training.metrics import MetricsWriter, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.snapshot import EngineState, make_snapshot
-from common.training.state import TrainState
 from common.training.steps import Run
 from tests.config_overrides import changed
 

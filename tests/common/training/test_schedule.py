@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
 from common.parallel.resolved_run import TrainingRun
 from common.resolve.derive import resolve_config, resolve_length
 from common.training.schedule import Schedule
-from common.training.state import TrainState
 
 UPDATES = 30
 SKIPPED = (0, 1, 2, 7, 20, 33)

@@ -14,14 +14,14 @@ os.environ.setdefault("GLOG_v", "3")
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 pytest.importorskip("torch")
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import slice_of
 from common.parallel.topology import Topology
 from common.resolve.derive import resolve_config, resolve_length
 from common.systems.mindformers.read import open_mindformers
-from common.training.checkpoint import find_checkpoint
-from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.load import build_config
 from common.errors import CheckpointError
 from common.resolve.derive import resolve_config, resolve_mode
-from common.training.checkpoint import find_checkpoint
 from common.training.export import export
-from common.training.manifest import read_manifest, write_manifest
 from common.training.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.torch_gpt2.parallel.test_layouts import PIPELINE, SEQUENCE, SPLIT, TENSOR, tree

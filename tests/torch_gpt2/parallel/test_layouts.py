@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import slice_of
 from common.resolve.derive import resolve_config
-from common.training.checkpoint import find_checkpoint
-from common.training.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.training.checkpoint import find_checkpoint
-from common.training.manifest import read_manifest
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.training.metrics import read_metrics
 from common.weights.initial import initial_rows
 from common.weights.names import parameter_shapes

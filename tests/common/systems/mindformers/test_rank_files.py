@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
 from common.parallel.resolved_run import ResolvedRun
@@ -20,7 +21,6 @@ from common.systems.own_folder import open_project, write_project
 from common.systems.run_state import NO_SCALE, new_run
 from common.systems.weights import Weight, Weights, checked_model
 from common.tensor_files.containers import open_tensors
-from common.training.state import TrainState
 from common.weights.names import parameter_shapes
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 101}

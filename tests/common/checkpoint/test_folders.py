@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.folders import find_checkpoint, whole_checkpoints
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.load import build_config
 from common.errors import CheckpointError, ConfigError, UserError
 from common.log import LOG
 from common.resolve.derive import resolve_config
-from common.training.checkpoint import find_checkpoint, whole_checkpoints
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
 from common.training.start import Start, where_to_start
 
 TREE: dict[str, Any] = {

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import common.training.checkpoint_writer as module
+import common.checkpoint.writer as module
+from common.checkpoint.copy_on_write import CopyOnWriteArrays
+from common.checkpoint.folders import find_checkpoint, whole_checkpoints
+from common.checkpoint.manifest import read_manifest
+from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.errors import CheckpointError, StorageError
-from common.training.checkpoint import find_checkpoint, whole_checkpoints
-from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
-from common.training.copy_on_write import CopyOnWriteArrays
-from common.training.manifest import read_manifest
 from common.weights.pieces import TensorSlice, open_stored
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,7 +125,7 @@ _SAVE_FOREVER = """
 import sys
 from pathlib import Path
 import numpy as np
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 writer = CheckpointWriter(Path(sys.argv[1]), keep=2)
 step = int(sys.argv[2])
 while True:
@@ -256,7 +256,7 @@ def test_a_writer_that_fails_gives_back_what_was_lent(
         next(iter(tensors.values()))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("common.training.checkpoint_writer.write_safetensors", fails)
+    monkeypatch.setattr("common.checkpoint.writer.write_safetensors", fails)
     lent = Snapshot(
         files={"model.safetensors": CopyOnWriteArrays({"w": np.zeros(3, np.float32)})},
         manifest={"state": {"step": 1}},
@@ -307,7 +307,7 @@ _DIE_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from common.training.checkpoint_writer import CheckpointWriter, Part, Snapshot
+from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 
 folder, rank, dying, moment = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 

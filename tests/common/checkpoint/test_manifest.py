@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.checkpoint.folders import read_or_name_older
+from common.checkpoint.manifest import MANIFEST, read_manifest, seal, unseal, write_manifest
+from common.checkpoint.snapshot import EngineState, make_snapshot
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.load import build_config
 from common.errors import CheckpointError
 from common.resolve.derive import resolve_config
-from common.training.checkpoint import read_or_name_older
-from common.training.checkpoint_writer import CheckpointWriter, Snapshot
-from common.training.manifest import MANIFEST, read_manifest, seal, unseal, write_manifest
-from common.training.snapshot import EngineState, make_snapshot
-from common.training.state import TrainState
 
 
 def record(step: int = 10) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def test_missing_and_unreadable_inputs_are_named(
     def refused(path: Path) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("common.training.manifest.file_checksum", refused)
+    monkeypatch.setattr("common.checkpoint.manifest.file_checksum", refused)
     with pytest.raises(
         CheckpointError,
         match=r"model\.safetensors: cannot be read: Permission denied; allow this user to read it",

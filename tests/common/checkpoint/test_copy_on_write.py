@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from common.checkpoint.copy_on_write import CopyOnWriteArrays
 from common.tensor_files.safetensors_file import write_safetensors
-from common.training.copy_on_write import CopyOnWriteArrays
 
 
 def arrays() -> dict[str, np.ndarray]:

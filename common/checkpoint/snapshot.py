@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.checkpoint.state import TrainState
+from common.checkpoint.writer import Part, Snapshot
 from common.config.resolved import ResolvedModel
 from common.parallel.resolved_run import ResolvedRun
 from common.tensor_files.safetensors_file import Tensors
-from common.training.checkpoint_writer import Part, Snapshot
-from common.training.state import TrainState
 from common.weights.names import EMBEDDING
 from common.weights.pieces import TensorSlice
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+SETTINGS_FILE = "model.yaml"
+"""Settings with which an export generates."""
 
 Array = NDArray[np.float32]
 

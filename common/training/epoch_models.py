@@ -4,37 +4,16 @@ folders of transformers in output_dir.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.files import whole_folder
 from common.log import LOG
-from common.parallel.ramp import batch_sizes
+from common.parallel.ramp import batch_sizes, epochs_done
 from common.systems.hugging_face.config import CONFIG
 from common.systems.hugging_face.tokenizer import put_tokenizer
 from common.systems.hugging_face.write import write_with_pickle
 from common.systems.own_folder import open_project
-from common.training.checkpoint import find_checkpoint
-from common.training.checkpoint_writer import after_saving
-from common.training.epochs import epochs_done
-from common.training.manifest import MANIFEST, read_manifest
-
-
-@contextmanager
-def written_after_epochs(run_folder: Path, *, active: bool) -> Iterator[None]:
-    """Write the folders during the run of this block.
-
-    At the end the folders of the last checkpoint are written too, in case an earlier run was killed
-    before it could write them. active: true on rank 0.
-    """
-    after_saving.append(write_epoch_models)
-    try:
-        yield
-    finally:
-        after_saving.remove(write_epoch_models)
-    if active and (checkpoint := find_checkpoint(run_folder)):
-        write_epoch_models(checkpoint, missing=True)
 
 
 def write_epoch_models(checkpoint: Path, *, missing: bool = False) -> None:

@@ -31,30 +31,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.errors import CheckpointError, GPT2Error, StorageError
-from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
-from common.log import LOG
-from common.run_folder import LostFolderError
-from common.structured_files import MalformedError, parse_json
-from common.tensor_files.safetensors_file import Tensors, write_safetensors
-from common.training.checkpoint import (
+from common.checkpoint.copy_on_write import CopyOnWriteArrays
+from common.checkpoint.folders import (
     LATEST,
     folder_of_step,
     point_latest,
     step_of,
     whole_checkpoints,
 )
-from common.training.copy_on_write import CopyOnWriteArrays
-from common.training.manifest import MANIFEST, write_manifest
+from common.checkpoint.manifest import MANIFEST, write_manifest
+from common.errors import CheckpointError, GPT2Error, StorageError
+from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
+from common.log import LOG
+from common.run_folder import LostFolderError
+from common.structured_files import MalformedError, parse_json
+from common.tensor_files.safetensors_file import Tensors, write_safetensors
 from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
-
-after_saving: list[Callable[[Path], None]] = []
-"""Functions called on rank 0 with the folder of each complete checkpoint, before the next one
-begins.
-
-An entry script adds what higher layers write.
-"""
 
 PATIENCE_AFTER_FAILURE = 60.0
 """Seconds that rank 0 waits for the parts of others after its own run has failed, since they may be
@@ -119,17 +112,20 @@ class CheckpointWriter:
         active: bool = True,
         patience: float = 3600.0,
         require_folder: Callable[[], None] = lambda: None,
+        after_saving: Callable[[Path], None] | None = None,
     ) -> None:
         """Create a writer.
 
         active: False on ranks other than 0, which must not change the folder. patience: seconds
         within which all ranks must have written their parts after rank 0. require_folder: raises
-        LostFolderError if the folder is no longer this run's. Raises CheckpointError if the folder
+        LostFolderError if the folder is no longer this run's. after_saving: called on rank 0 with
+        each complete checkpoint, before the next one begins. Raises CheckpointError if the folder
         cannot be read.
         """
         self._patience = patience
         self.folder = Path(folder)
         self.require_folder = require_folder
+        self._after_saving = after_saving
         self._keep = keep
         self._asynchronous = asynchronous
         self._thread: threading.Thread | None = None
@@ -243,8 +239,8 @@ class CheckpointWriter:
             self._await_whole(temporary, target)
             snapshot.also_write(target)
         if snapshot.part is None or snapshot.part.rank == 0:
-            for write in after_saving:
-                write(target)
+            if self._after_saving is not None:
+                self._after_saving(target)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
         part = snapshot.part

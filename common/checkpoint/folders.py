@@ -1,7 +1,7 @@
 """Existing checkpoint folders, found by step, by ``latest`` or in a run folder.
 
 A folder that cannot be read is an error, never an empty folder: a run must not start over because a
-disk answers late. ``common.training.checkpoint_writer`` describes how the folders are written.
+disk answers late. ``common.checkpoint.writer`` describes how the folders are written.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.errors import CheckpointError
 from common.files import atomic_write
 from common.log import LOG
-from common.training.manifest import MANIFEST, read_manifest
 
 LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,18})")
