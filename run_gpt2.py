@@ -56,27 +56,23 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
 def show_config(arguments: argparse.Namespace) -> None:
     """Print the configuration in this project's words, and start nothing."""
     from common.config.load import dump_config
-    from common.inference.from_checkpoint import accept_models_of_checkpoints
-    from common.systems.config import open_config
+    from common.run_config import read_config
 
     raise_interrupts()
-    accept_models_of_checkpoints()
-    opened = open_config(arguments.config, arguments.overrides)
+    opened = read_config(arguments.config).open(arguments.overrides)
     sys.stdout.write(opened.yaml or dump_config(opened.config))
 
 
 def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Print what the run would be, and start nothing. Of a dry run of several ranks rank 0 does."""
     from common.cluster.environment import find_process
-    from common.inference.from_checkpoint import accept_models_of_checkpoints
     from common.planner.show import plan_text
-    from common.systems.config import accept_foreign_configs
+    from common.run_config import load_config
 
     raise_interrupts()
-    accept_foreign_configs()
-    accept_models_of_checkpoints()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
-    text = plan_text(Path(arguments.config), arguments.overrides, environ, **options)
+    path, overrides = Path(arguments.config), arguments.overrides
+    text = plan_text(load_config(path, overrides), path, overrides, environ, **options)
     if arguments.run_mode == "plan" or find_process(environ).rank == 0:
         sys.stdout.write(text)
 
@@ -86,15 +82,11 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     import subprocess
 
     from common.cluster.environment import find_process
-    from common.config.load import load_config
     from common.errors import ConfigError
-    from common.inference.from_checkpoint import accept_models_of_checkpoints
+    from common.run_config import load_config
     from common.study.certificate import certify as certify_run
-    from common.systems.config import accept_foreign_configs
 
     raise_interrupts()
-    accept_foreign_configs()
-    accept_models_of_checkpoints()
     if find_process(environ).world_size > 1:
         raise ConfigError(
             "--certify starts the run twice, so give it to scripts/run_distribute.sh, which starts"
@@ -110,36 +102,25 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> None:
-    """Load and resolve the config and run the mode, between the copies of a ModelArts job."""
-    from common.backends import run_backend, serve_as_scheduler
-    from common.cluster.environment import is_scheduler
-    from common.config.load import load_config
-    from common.inference.from_checkpoint import accept_models_of_checkpoints
-    from common.log import LOG, start_log
-    from common.modelarts import job as modelarts
+    """Read and resolve the configuration, and run the mode; ModelArts does more around it."""
+    from common.backends import begin, run_backend, serve_as_scheduler
+    from common.cluster.environment import find_process, is_scheduler
+    from common.modelarts.job import is_asked_for, run_job
     from common.resolve.derive import resolve_mode
-    from common.systems.config import accept_foreign_configs, describe_origin
+    from common.run_config import read_config
 
     raise_interrupts()
-    accept_foreign_configs()
-    accept_models_of_checkpoints()
-    path, mode, overrides = Path(arguments.config), arguments.run_mode, arguments.overrides
-    process = modelarts.process_of_job(environ)
-    start_log(rank=process.rank)
-    for remark in (*job.remarks, *process.remarks) if process.rank == 0 else ():
-        LOG.warning(remark)
-    if process.rank == 0 and (origin := describe_origin(path, overrides)):
-        LOG.info(origin)
-    os.environ.update(modelarts.platform_variables(process, environ))
-    if is_scheduler(environ):  # msrun starts it with the same command as the ranks
-        serve_as_scheduler(mode, load_config(path, overrides))
+    file, mode, overrides = read_config(arguments.config), arguments.run_mode, arguments.overrides
+    opened = file.open(overrides)
+    if is_asked_for(opened.config, job, environ):
+        run_job(file, opened, mode, overrides, job, environ)
         return
-    with modelarts.files_here(path, overrides, job, process, environ) as (config, overrides, url):
-        if modelarts.must_start_ranks(environ) and not job.one_process:
-            modelarts.start_ranks(path, mode, overrides, environ, url=url)
-        else:
-            config = resolve_mode(config, mode, world_size=process.world_size)
-            run_backend(mode, config, process)
+    process = find_process(environ)
+    begin(process, job.remarks, opened.remark)
+    if is_scheduler(environ):  # msrun starts it with the same command as the ranks
+        serve_as_scheduler(mode, opened.config)
+        return
+    run_backend(mode, resolve_mode(opened.config, mode, world_size=process.world_size), process)
 
 
 if __name__ == "__main__":

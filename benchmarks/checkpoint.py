@@ -29,8 +29,8 @@ def make_engine(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     """An engine in the middle of training, of random numbers."""
     import torch
 
-    from common.config.load import load_config
     from common.resolve.derive import resolve_config, resolve_length
+    from common.run_config import load_config
     from torch_gpt2.device import open_device
     from torch_gpt2.engine import Engine
 

@@ -33,8 +33,8 @@ from benchmarks.table import report
 def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> None:
     import numpy as np
 
-    from common.config.load import load_config
     from common.resolve.derive import resolve_config
+    from common.run_config import load_config
     from common.systems.hugging_face.write import write_hugging_face
     from common.systems.weights import Weight, Weights
     from common.weights.names import parameter_shapes

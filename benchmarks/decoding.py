@@ -44,8 +44,8 @@ BARS = (
 
 
 def resolve(arguments: argparse.Namespace, precision: str = "float32") -> Any:
-    from common.config.load import load_config
     from common.resolve.derive import resolve_config
+    from common.run_config import load_config
 
     words = ["device=cpu", "output_dir=unused", f"precision={precision}"]
     return resolve_config(load_config(CONFIG, [*words, f"runtime.threads={arguments.threads}"]))

@@ -37,8 +37,8 @@ def work(arguments: argparse.Namespace) -> None:
     """Answer each turn with the seconds of a call, its tokens (B, new tokens) and the most memory
     so far.
     """
-    from common.config.load import load_config
     from common.resolve.derive import resolve_config
+    from common.run_config import load_config
     from torch_gpt2.device import open_device
     from torch_gpt2.model import build_model, initialise
 

@@ -83,9 +83,9 @@ class Turns:
 def work(arguments: argparse.Namespace) -> None:
     others = start_others(arguments.ranks) if "RANK" not in os.environ else []
     from common.cluster.environment import find_process
-    from common.config.load import load_config
     from common.log import start_log
     from common.resolve.derive import resolve_config, resolve_length
+    from common.run_config import load_config
     from torch_gpt2.device import open_device
     from torch_gpt2.parallel.world import open_world
 

@@ -55,10 +55,10 @@ def main() -> None:
         "words", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
     )
     arguments = parser.parse_args()
-    from common.config.load import load_config
     from common.conversion.convert import convert
     from common.evaluation import open_task
     from common.resolve.derive import resolve_config
+    from common.run_config import load_config
     from common.training.start import checkpoint_to_use
 
     words = ["device=cpu", *arguments.words]

@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from common.accelerators import Accelerator, require_accelerator
-from common.config.load import load_config
 from common.interrupts import run_script
 from common.parallel.loss_rows import loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.fitting import with_fitting
 from common.planner.plan import table
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.weights.names import count_parameters
 from torch_gpt2.float8 import convert_linear_layers
 from torch_gpt2.model import build_meta_model, round_linear_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
@@ -10,9 +11,9 @@ from common.conversion.export import PROGRAMS, export_program
 from common.errors import RunError
 from common.inference.load import PACKAGES, import_backend, quieten_frameworks
 from common.inference.run_modes import program_to_use, run_program
-from common.inputs import check_inputs, with_models_here
+from common.inputs import check_inputs, with_inputs_here
 from common.interrupts import ending_at_interrupts
-from common.log import LOG
+from common.log import LOG, start_log
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import out_of_memory
 from common.resolve.derive import ONE_DEVICE_MODES, export_format
@@ -32,6 +33,19 @@ _ENTRIES = {
 """Run mode -> module of a backend, with a function of that name."""
 
 
+def begin(process: Process, remarks: Iterable[str], origin: str | None) -> None:
+    """Start the log of a process. Rank 0 says what its arguments and its configuration leave out.
+
+    origin: line about the configuration of another system.
+    """
+    start_log(rank=process.rank)
+    if process.rank == 0:
+        for remark in (*remarks, *process.remarks):
+            LOG.warning(remark)
+        if origin:
+            LOG.info(origin)
+
+
 def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
     """Run a mode in the backend of a resolved config. An export of weights needs no backend."""
     quieten_frameworks()
@@ -42,7 +56,7 @@ def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
             f" {process.rank} has nothing to do"
         )
         return
-    config = with_models_here(config)
+    config = with_inputs_here(config)
     if run_mode == "export" and export_format(config) == "safetensors":
         check_inputs(run_mode, config)
         export(config)

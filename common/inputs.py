@@ -12,7 +12,7 @@ from common.checkpoint.folders import NoCheckpointError, find_checkpoint
 from common.config.resolved import as_run
 from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, DataError
 from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
 from common.generation.prompts import encode_prompts, given_prompts
@@ -37,11 +37,12 @@ def check_inputs(run_mode: str, config: ResolvedRun) -> None:
         raise explained(error) from None
 
 
-def with_models_here(config: ResolvedRun) -> ResolvedRun:
-    """Return the config with folders in place of the models that it names on the hub.
+def with_inputs_here(config: ResolvedRun) -> ResolvedRun:
+    """Return the config with folders in place of the models that it names on the hub, and with
+    data sets in place of the folders that hold them.
 
-    checkpoint.init_from stays a name where output_dir holds a run. Raises ConfigError and
-    CheckpointError.
+    checkpoint.init_from stays a name where output_dir holds a run. Raises ConfigError, DataError
+    and CheckpointError.
     """
     settings, wish = config.checkpoint, config.data.tokenizer
     paths = {key: Path(getattr(settings, key) or "") for key in ("load", "resume", "init_from")}
@@ -52,14 +53,39 @@ def with_models_here(config: ResolvedRun) -> ResolvedRun:
     if wish is not None and wish.folder is not None:
         folder = str(located(Path(wish.folder), weights=False))
         wish = wish.model_copy(update={"folder": folder})
-    return as_run(ResolvedRun, config, checkpoint=checkpoint, data={"tokenizer": wish})
+    data = {"tokenizer": wish} | {
+        name: [_corpus_in(entry, f"data.{name}") for entry in entries]
+        for name in ("train", "validation")
+        if (entries := getattr(config.data, name)) is not None
+    }
+    return as_run(ResolvedRun, config, checkpoint=checkpoint, data=data)
+
+
+def _corpus_in(entry: str | float, key: str) -> str | float:
+    """Return the prefix of the only .bin/.idx pair below an entry that is a folder. An entry
+    without any stays, as a folder of MindRecord. Raises DataError.
+    """
+    if not isinstance(entry, str) or not (folder := Path(entry)).is_dir():
+        return entry
+    if folder.with_name(f"{folder.name}.idx").is_file():
+        return entry
+    prefixes = sorted(
+        path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file()
+    )
+    if len(prefixes) > 1:
+        shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
+        raise DataError(
+            f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a"
+            " folder with one"
+        )
+    return str(prefixes[0]) if prefixes else entry
 
 
 def check_before_ranks(run_mode: str, config: ResolvedRun) -> None:
     """Check in the process that starts the ranks what rank 0 would, and fetch the models that the
     config names. Raises as ``check_inputs``.
     """
-    config = with_models_here(config)
+    config = with_inputs_here(config)
     takes_program = run_mode in ("eval", "predict", "serve")
     if not takes_program or program_to_use(config) is None:
         check_inputs(run_mode, config)

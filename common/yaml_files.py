@@ -43,10 +43,15 @@ def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> di
 
     Raises ``error``.
     """
-    return read_yaml_lines(path, error=error)[0]
+    try:
+        text = read_text(path, limit=MAX_YAML_BYTES, error=error)
+    except MalformedError as reason:
+        raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
+    return parse_yaml_lines(text, path, error=error)[0]
 
 
-def read_yaml_lines(
+def parse_yaml_lines(
+    text: str,
     path: Path,
     *,
     error: type[UserError] = ConfigError,
@@ -59,7 +64,6 @@ def read_yaml_lines(
     """
     lines: dict[KeyPath, int] = {}
     try:
-        text = read_text(path, limit=MAX_YAML_BYTES, error=error)
         found = parse_yaml(text, lines, carriers, is_text)
     except MalformedError as reason:
         raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None

@@ -32,9 +32,9 @@ LAYERS = (
     ("generation", "evaluation"),
     ("conversion", "serving"),
     ("inference",),
-    ("inputs", "modelarts", "bundle"),
+    ("inputs", "run_config", "bundle"),
     ("backends",),
-    ("study",),
+    ("modelarts", "study"),
 )
 """The folders and files of common/, lower ones first. Each imports only what is below it."""
 

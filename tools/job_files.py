@@ -34,10 +34,8 @@ if __name__ == "__main__":
 
 from common import whole_numbers
 from common.command_line import RUN_MODES
-from common.config.load import load_config
 from common.errors import ConfigError, GPT2Error, report
 from common.files import atomic_write
-from common.inference.from_checkpoint import accept_models_of_checkpoints
 from common.launcher.job_files import (
     ASCEND,
     RANK_TABLE,
@@ -47,7 +45,7 @@ from common.launcher.job_files import (
     volcano_job,
 )
 from common.resolve.derive import resolve_mode
-from common.systems.config import accept_foreign_configs
+from common.run_config import load_config
 
 GPU = "nvidia.com/gpu"
 
@@ -78,8 +76,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check_config(arguments: argparse.Namespace, job: JobRequest) -> PurePosixPath:
     """Return the output folder in the pod. Raises ConfigError for a layout that does not fit."""
-    accept_foreign_configs()
-    accept_models_of_checkpoints()
     config = load_config(arguments.config, list(job.words))
     resolve_mode(config, job.mode, world_size=job.nodes * job.devices)
     return PurePosixPath(job.workdir) / str(config.output_dir)

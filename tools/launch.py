@@ -41,13 +41,11 @@ if __name__ == "__main__":
 import run_gpt2
 from common import whole_numbers
 from common.command_line import RUN_MODES
-from common.config.load import load_config
 from common.errors import ConfigError, GPT2Error
-from common.inference.from_checkpoint import accept_models_of_checkpoints
 from common.inputs import check_before_ranks
 from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
-from common.launcher.launch import distribute, standalone
+from common.launcher.launch import Load, distribute, standalone
 from common.launcher.request import (
     LaunchRequest,
     is_asked,
@@ -55,8 +53,8 @@ from common.launcher.request import (
     parse_standalone,
 )
 from common.launcher.terminal import open_standard_streams, tell
+from common.run_config import read_config
 from common.study.certificate import certify
-from common.systems.config import accept_foreign_configs
 
 _ABOUT_STANDALONE = """Start one process on one device and wait for it, from any folder.
 
@@ -191,21 +189,21 @@ def launch(kind: str, words: list[str]) -> int:
     positional = arguments.pop("words")
     arguments.pop("follow")
     argv = (kind, *words)
-    accept_foreign_configs()
-    accept_models_of_checkpoints()
     request = (parse_standalone if kind == "standalone" else parse_distribute)(
         positional, RUN_MODES, argv=argv, **arguments
     )
-    return _start(kind, request) if request.certify is None else _certify(kind, request)
+    file = read_config(request.config)
+    start = _certify if request.certify is not None else _start
+    return start(kind, request, lambda words: file.open(words).config)
 
 
-def _start(kind: str, request: LaunchRequest) -> int:
+def _start(kind: str, request: LaunchRequest, load: Load) -> int:
     if kind == "standalone":
-        return standalone(request, run_gpt2.main, check_before_ranks)
-    return distribute(request, check_before_ranks)
+        return standalone(request, load, run_gpt2.main, check_before_ranks)
+    return distribute(request, load, check_before_ranks)
 
 
-def _certify(kind: str, request: LaunchRequest) -> int:
+def _certify(kind: str, request: LaunchRequest, load: Load) -> int:
     """Start the run twice and compare the two. Raises ConfigError."""
     several = request.hosts or request.node_ips or request.rank_size or (request.nnodes or 1) > 1
     if request.mode not in RESTARTABLE or several or is_asked("DETACH") or is_asked("DRY_RUN"):
@@ -216,9 +214,9 @@ def _certify(kind: str, request: LaunchRequest) -> int:
     steps = request.certify or 1
     plain = replace(request, certify=None)
     return certify(
-        load_config(request.config, request.overrides),
+        load(request.overrides),
         steps,
-        lambda more: _start(kind, replace(plain, overrides=(*request.overrides, *more))),
+        lambda more: _start(kind, replace(plain, overrides=(*request.overrides, *more)), load),
     )
 
 

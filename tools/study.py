@@ -31,10 +31,8 @@ if __name__ == "__main__":
     end_at_interrupts()
 
 from common.errors import GPT2Error
-from common.inference.from_checkpoint import accept_models_of_checkpoints
 from common.log import start_log
 from common.study.command import StudyRequest, run_study
-from common.systems.config import accept_foreign_configs
 
 
 def parse_arguments(words: list[str] | None = None) -> StudyRequest:
@@ -112,8 +110,6 @@ def parse_arguments(words: list[str] | None = None) -> StudyRequest:
 def main(words: list[str] | None = None) -> int:
     request = parse_arguments(words)
     start_log()
-    accept_foreign_configs()
-    accept_models_of_checkpoints()
     try:
         return run_study(request, sys.stdout.write)
     except (GPT2Error, OSError) as error:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from common.checkpoint.state import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
-from common.config.load import load_config
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, GPT2Error
 from common.log import start_log
@@ -26,6 +25,7 @@ from common.parallel.learning_rate import learning_rate
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.processes.heartbeat import start_heartbeat
 from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 from common.systems.hugging_face.names import NAME_MAPS
 from common.systems.weights import Weight, export_names
 from common.training import engine

@@ -238,9 +238,9 @@ class CheckpointWriter:
         if snapshot.also_write is not None:
             self._await_whole(temporary, target)
             snapshot.also_write(target)
-        if snapshot.part is None or snapshot.part.rank == 0:
-            if self._after_saving is not None:
-                self._after_saving(target)
+        is_first = snapshot.part is None or snapshot.part.rank == 0
+        if is_first and self._after_saving is not None:
+            self._after_saving(target)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
         part = snapshot.part

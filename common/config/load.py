@@ -23,8 +23,14 @@ from common.config.schema import RunConfig, expand_model, expand_precision, expa
 from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in
-from common.structured_files import MAX_DEPTH, MalformedError
-from common.yaml_files import IsText, dump_yaml, parse_yaml, read_yaml_lines
+from common.structured_files import MAX_DEPTH, MalformedError, read_text
+from common.yaml_files import (
+    MAX_YAML_BYTES,
+    IsText,
+    dump_yaml,
+    parse_yaml,
+    parse_yaml_lines,
+)
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16``
 # instead of replacing it.
@@ -50,44 +56,19 @@ _LIST = re.compile(rf"\s*\[\s*(?:{_ITEM}\s*(?:,\s*{_ITEM}\s*)*)?\]\s*", re.S)
 
 _Read = tuple[dict[str, Any], Sources]
 
-foreign_readers: list[Callable[[Path, Sequence[str]], _Read | None]] = []
-"""Readers of other systems' configurations, tried first. Each returns None for any other file.
-
-``common.systems.config.accept_foreign_configs`` adds one; the entry scripts call it.
-"""
-
-model_readers: list[Callable[[dict[str, Any], Sources], None]] = []
-"""Functions that fill in a model without sizes from the checkpoint that its configuration names.
-
-``common.inference.from_checkpoint.accept_models_of_checkpoints`` adds one; the entry scripts call
-it.
-"""
+Fill = Callable[[dict[str, Any], Sources], None]
+"""Function that fills in a model without sizes from the checkpoint that its configuration names."""
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read ``path`` and the files of its ``base:`` list (the main file wins), then apply overrides.
+def read_own_config(path: Path, text: str | None = None) -> _Read:
+    """Read a file with our own keys and the files of its ``base:`` list, of which it wins.
 
-    Raises ConfigError naming file, line and key of each fault.
+    Returns the values, not yet checked, and the source of each key. text: content of ``path``, if
+    it has been read. Raises ConfigError.
     """
-    return build_config(*read_config(path, overrides))
-
-
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
-    """Return the values from files and command line, not yet checked, and the source of each
-    key.
-    """
-    for reader in foreign_readers:
-        if (found := reader(Path(path), overrides)) is not None:
-            return found
-    return read_own_config(path, overrides)
-
-
-def read_own_config(path: str | Path, overrides: Sequence[str] = ()) -> _Read:
-    """Read a file with our own keys, without asking ``foreign_readers``."""
-    tree, sources = _read_with_bases(Path(path), (), {})
+    tree, sources = _read_with_bases(path, (), {}, text)
     _find_inputs(tree)
-    apply_overrides(tree, sources, overrides)
     return tree, sources
 
 
@@ -156,16 +137,22 @@ def _settle_lengths(tree: dict[str, Any], sources: Sources) -> None:
             values.pop("num_samples", None)
 
 
-def build_config(tree: Mapping[str, Any], sources: Sources | None = None) -> RunConfig:
-    """Validate a plain mapping. sources: where each key was read, for error messages."""
+def build_config(
+    tree: Mapping[str, Any], sources: Sources | None = None, fill: Fill | None = None
+) -> RunConfig:
+    """Validate a plain mapping. sources: where each key was read, for error messages. fill: gives
+    sizes to a model that has none.
+    """
     whole, places = copy.deepcopy(dict(tree)), dict(sources or {})
     merge_aliases(whole, places)
     model = _expanded(("model",), whole.get("model"))
-    if model is None or (isinstance(model, dict) and not any(model.get(key) for key in _SIZES)):
+    is_empty = model is None or (
+        isinstance(model, dict) and not any(model.get(key) for key in _SIZES)
+    )
+    if is_empty and fill is not None:
         if model is not None:
             whole["model"] = model
-        for fill in model_readers:
-            fill(whole, places)
+        fill(whole, places)
     try:
         config = RunConfig.model_validate(whole)
     except ValidationError as error:
@@ -233,7 +220,9 @@ def parse_scalar(text: str, where: str) -> Any:
 # ---- files ----
 
 
-def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Read]) -> _Read:
+def _read_with_bases(
+    path: Path, parents: tuple[str, ...], known: dict[str, _Read], text: str | None = None
+) -> _Read:
     """Return the values of a file and its bases. ``known`` caches files by real path."""
     real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # read_yaml rejects it
     if real in parents:
@@ -245,7 +234,7 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
             f"{path}: base files are nested more than {MAX_DEPTH} levels; put their keys"
             " into fewer files"
         )
-    own, own_sources = read_yaml(path, is_text=_takes_text)
+    own, own_sources = read_yaml(path, is_text=_takes_text, text=text)
     rename_keys(own, own_sources)
     bases = own.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -278,14 +267,26 @@ def _read_with_bases(path: Path, parents: tuple[str, ...], known: dict[str, _Rea
     return known[real]
 
 
-def read_yaml(path: Path, carriers: set[str] | None = None, is_text: IsText | None = None) -> _Read:
-    """Return the keys and values of a YAML file, and ``file:line`` of every key.
-
-    carriers, is_text: as of ``parse_yaml``. Raises ConfigError, also for a key given twice.
-    """
+def read_yaml_text(path: Path) -> str:
+    """Return the content of a YAML file. Raises ConfigError."""
     if "\0" not in str(path) and not os.path.lexists(path):
         raise ConfigError(_absent(path))
-    tree, lines = read_yaml_lines(path, carriers=carriers, is_text=is_text)
+    return read_text(path, limit=MAX_YAML_BYTES, error=ConfigError)
+
+
+def read_yaml(
+    path: Path,
+    carriers: set[str] | None = None,
+    is_text: IsText | None = None,
+    text: str | None = None,
+) -> _Read:
+    """Return the keys and values of a YAML file, and ``file:line`` of every key.
+
+    carriers, is_text: as of ``parse_yaml``. text: content of the file, if it has been read. Raises
+    ConfigError, also for a key given twice.
+    """
+    text = read_yaml_text(path) if text is None else text
+    tree, lines = parse_yaml_lines(text, path, carriers=carriers, is_text=is_text)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 

@@ -8,26 +8,14 @@ from typing import Any
 
 from common.checkpoint.folders import find_checkpoint
 from common.config.aliases import Sources
-from common.config.load import model_readers
 from common.errors import ConfigError
 from common.inference.source import Source, find_source, tokenizer_files
-from common.systems.direct import accept_foreign_weights
 from common.training.fits import multiple_for
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
 
-def accept_models_of_checkpoints() -> None:
-    """Let configurations take their model from the checkpoint from now on.
-
-    checkpoint.init_from, load and resume accept weights of other systems too.
-    """
-    accept_foreign_weights()
-    if _fill_model not in model_readers:
-        model_readers.append(_fill_model)
-
-
-def _fill_model(tree: dict[str, Any], sources: Sources) -> None:
+def fill_model(tree: dict[str, Any], sources: Sources) -> None:
     """Fill in the keys of the model that ``tree`` leaves out, if it names a checkpoint.
 
     Raises CheckpointError and ConfigError when the checkpoint cannot be read.

@@ -30,7 +30,6 @@ from common.cluster.rank_environment import (
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.cluster.rank_table_formats import NotReadyError
-from common.config.load import load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.attempts import RESTARTABLE, Attempt, Prepare, run_attempts
@@ -54,12 +53,15 @@ TOOL = ROOT / "tools" / "launch.py"
 
 Check = Callable[[str, ResolvedRun], None]
 """Check of the inputs of a run mode, which raises GPT2Error."""
+Load = Callable[[Sequence[str]], RunConfig]
+"""Function that applies overrides to the configuration of the launch. Raises ConfigError."""
 
 
-def distribute(request: LaunchRequest, check: Check) -> int:
+def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
     """Plan, show, or start and supervise the ranks of this host. Returns the exit code.
 
-    check: what rank 0 checks first, so that a refusal comes once, before there are ranks.
+    load: of the request's configuration. check: what rank 0 checks first, so that a refusal comes
+    once, before there are ranks.
     """
     _check_options(request)
     starts = request.mode != "plan" and not is_asked("DRY_RUN") and request.hosts is None
@@ -70,9 +72,9 @@ def distribute(request: LaunchRequest, check: Check) -> int:
         if not starts:
             raise
         # including the wait
-        return _detach(log_folder(request, load_config(request.config, request.overrides)), request)
+        return _detach(log_folder(request, load(request.overrides)), request)
     if request.hosts is not None:
-        return _start_hosts(request.hosts, request, table)
+        return _start_hosts(request.hosts, request, table, load)
     request = settle_nodes(request, meet=waits)
     master, port = parse_master(request.master)
     places = find_places(
@@ -84,11 +86,12 @@ def distribute(request: LaunchRequest, check: Check) -> int:
         node_rank=request.node_rank,
         pod=None if table is None else server_of_pod(table, os.environ),
     )
+    resolve = partial(_resolve, request, load)
     if request.mode == "plan":
-        config = _resolve(request, (), places.world_size)
+        config = resolve((), places.world_size)
         _say(_plan(request, config, places, table))
         return 0
-    choice = HostChoice(places, partial(_resolve, request), _min_nodes(request, places))
+    choice = HostChoice(places, resolve, _min_nodes(request, load, places))
     config = choice.nominal.config
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
@@ -109,16 +112,16 @@ def distribute(request: LaunchRequest, check: Check) -> int:
     )
 
 
-def standalone(request: LaunchRequest, plan: Callable[[list[str]], int], check: Check) -> int:
+def standalone(
+    request: LaunchRequest, load: Load, plan: Callable[[list[str]], int], check: Check
+) -> int:
     """Show, or start and supervise, one process on one device. Returns the exit code.
 
-    plan: ``run_gpt2.main`` for a plan, which needs no process of its own. check: as in
+    plan: ``run_gpt2.main`` for a plan, which needs no process of its own. load, check: as in
     ``distribute``.
     """
     command = rank_command(request.config, request.mode, request.overrides)
-    config = resolve_mode(
-        load_config(request.config, request.overrides), request.mode, world_size=1
-    )
+    config = resolve_mode(load(request.overrides), request.mode, world_size=1)
     if request.mode == "plan":
         return plan(list(command[2:]))  # an additional process would outlive a killed launcher
     places = find_places(request.numbers)
@@ -139,15 +142,17 @@ def standalone(request: LaunchRequest, plan: Callable[[list[str]], int], check: 
     return _supervise(lambda number: Attempt(job=job(), number=number), request, config)
 
 
-def _resolve(request: LaunchRequest, overrides: Sequence[str], world_size: int) -> ResolvedRun:
-    config = load_config(request.config, (*request.overrides, *overrides))
+def _resolve(
+    request: LaunchRequest, load: Load, overrides: Sequence[str], world_size: int
+) -> ResolvedRun:
+    config = load((*request.overrides, *overrides))
     return resolve_mode(config, request.mode, world_size=world_size)
 
 
-def _min_nodes(request: LaunchRequest, places: Placement) -> int | None:
+def _min_nodes(request: LaunchRequest, load: Load, places: Placement) -> int | None:
     if len(places.hosts) == 1 or request.mode not in RESTARTABLE:
         return None
-    return load_config(request.config, request.overrides).runtime.min_nodes
+    return load(request.overrides).runtime.min_nodes
 
 
 def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:
@@ -235,7 +240,7 @@ def _check_first(config: ResolvedRun, request: LaunchRequest, check: Check) -> N
         check(request.mode, config)
 
 
-def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) -> int:
+def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, load: Load) -> int:
     """Show, or run over ssh, one run_distribute.sh per host."""
     if request.nnodes is not None or request.node_rank is not None or request.node_ips:
         raise ConfigError(
@@ -277,7 +282,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None) ->
         _say(f"# host {node}: {part.host}\n{commands[-1].text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
         return 0
-    config = load_config(request.config, request.overrides)  # each host checks the layout
+    config = load(request.overrides)  # each host checks the layout
     job = Job(
         children=tuple(_over_ssh(node, command) for node, command in enumerate(commands)),
         log_folder=log_folder(request, config),

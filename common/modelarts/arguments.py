@@ -124,8 +124,8 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
     A YAML that names torch wins, with a warning.
     """
     # not at the top: --help of run_gpt2.py, which imports this file, loads no library
-    from common.config.load import build_config, read_config
     from common.log import LOG
+    from common.run_config import read_config
 
     if any(re.match("(--)?backend(=|$)", word) for word in argv):
         return False
@@ -137,13 +137,11 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
     asked += [_value_of(name, argv) or "" for name in ("device_target", "context.device_target")]
     name = _value_of("config", argv) or ""
     try:
-        tree, sources = read_config(name if Path(name).is_file() else ROOT / name)
-        config = build_config(tree, sources)
+        opened = read_config(name if Path(name).is_file() else ROOT / name).open()
     except ConfigError:  # read again later, with all overrides
         return "Ascend" in asked
-    if "Ascend" not in (
-        asked if any(asked) else [(tree.get("context") or {}).get("device_target")]
-    ):
+    config, context = opened.config, opened.ours.tree.get("context") or {}
+    if "Ascend" not in (asked if any(asked) else [context.get("device_target")]):
         return False
     if "backend" not in config.model_fields_set:
         return True

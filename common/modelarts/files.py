@@ -28,7 +28,7 @@ from common.checkpoint.manifest import MANIFEST
 from common.cluster.environment import in_modelarts
 from common.config.load import flatten
 from common.config.schema import RunConfig
-from common.errors import CheckpointError, ConfigError, DataError, StorageError
+from common.errors import CheckpointError, ConfigError, StorageError
 from common.files import atomic_write
 from common.log import LOG
 from common.modelarts import remote
@@ -87,9 +87,9 @@ def bring_files(
 
 
 def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
-    """Return overrides with local paths, for keys whose value is a URL or a folder with a corpus.
+    """Return overrides with local paths, for keys whose value is a URL.
 
-    Raises ConfigError for a key that cannot be a URL, DataError, CheckpointError, StorageError.
+    Raises ConfigError for a key that cannot be a URL, CheckpointError, StorageError.
     """
     found = []
     for key, value in flatten(config.model_dump()):
@@ -104,8 +104,8 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
 
 def _brought(key: str, value: Any, environ: Mapping[str, str]) -> Any:
     if key in _DATA_KEYS and value is not None:
-        return [_corpus(key, item, environ) if isinstance(item, str) else item for item in value]
-    if not isinstance(value, str) or not is_url(value) or key == "output_dir":
+        return [str(_bring(item, environ)) if _is_url(item) else item for item in value]
+    if not _is_url(value) or key == "output_dir":
         return value
     if key in _CHECKPOINT_KEYS:
         return str(_bring(checkpoint_url(key, value, environ), environ))
@@ -117,33 +117,20 @@ def _brought(key: str, value: Any, environ: Mapping[str, str]) -> Any:
     )
 
 
+def _is_url(value: Any) -> bool:
+    return isinstance(value, str) and is_url(value)
+
+
+def names_urls(config: RunConfig) -> bool:
+    """Tell whether a key of the configuration is a URL."""
+    return any(
+        any(map(_is_url, value or ())) if key in _DATA_KEYS else _is_url(value)
+        for key, value in flatten(config.model_dump())
+    )
+
+
 def _bring(url: str, environ: Mapping[str, str]) -> Path:
     return remote.pull_once(url, local_folder(url, environ), environ)
-
-
-def _corpus(key: str, value: str, environ: Mapping[str, str]) -> str:
-    place = _bring(value, environ) if is_url(value) else Path(value)
-    if not place.is_dir() or place.with_name(f"{place.name}.idx").is_file():
-        return str(place) if is_url(value) else value
-    found = corpus_in(place, key)
-    return value if Path(found) == Path(value) else found
-
-
-def corpus_in(folder: Path, key: str = "data.train") -> str:
-    """Return the prefix of the only .bin/.idx pair below a folder, or the folder if there is none.
-
-    A folder of MindRecord has none. Raises DataError.
-    """
-    prefixes = sorted(
-        path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file()
-    )
-    if len(prefixes) > 1:
-        shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
-        raise DataError(
-            f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a"
-            " folder with one"
-        )
-    return str(prefixes[0] if prefixes else folder)
 
 
 def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.backends import begin, run_backend, serve_as_scheduler
 from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
-from common.config.load import load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
@@ -22,42 +22,51 @@ from common.modelarts.files import (
     bring_files,
     bring_output,
     local_folder,
+    names_urls,
     output_copied,
     output_url,
     send_checkpoint,
 )
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
+from common.systems.config import ConfigFile
+from common.systems.opened import Opened
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 
-def process_of_job(environ: Mapping[str, str]) -> Process:
-    """Return the place of this process; a single one if the ranks of its host have yet to be
-    started.
-    """
-    return ALONE if must_start_ranks(environ) else find_process(environ)
+def is_asked_for(config: RunConfig, job: ModelArtsJob, environ: Mapping[str, str]) -> bool:
+    """Tell whether a run needs this module: on ModelArts, and where something is a URL."""
+    return in_modelarts(environ) or job.output_url is not None or names_urls(config)
 
 
-@contextmanager
-def files_here(
-    config_path: Path,
+def run_job(
+    file: ConfigFile,
+    opened: Opened,
+    run_mode: str,
     overrides: Sequence[str],
     job: ModelArtsJob,
-    process: Process,
     environ: Mapping[str, str],
-) -> Iterator[tuple[RunConfig, list[str], str | None]]:
-    """Copy the input of a run to this host, and its output back when the block ends.
+) -> None:
+    """Run a mode between the copies of its files, or start the ranks that do.
 
-    Yields the config and the overrides that name the files and folders of this host, and the URL of
-    the output, if there is one.
+    opened: the configuration of ``file`` with these overrides.
     """
-    config = load_config(config_path, overrides)
-    url = output_url(config, job.output_url)
+    process = ALONE if must_start_ranks(environ) else find_process(environ)
+    begin(process, job.remarks, opened.remark)
+    os.environ.update(platform_variables(process, environ))
+    if is_scheduler(environ):  # msrun starts it with the same command as the ranks
+        serve_as_scheduler(run_mode, opened.config)
+        return
+    url = output_url(opened.config, job.output_url)
     ranks = () if url is None else ranks_to_copy(process, environ, one_process=job.one_process)
-    found = [*overrides, *bring_files(config, overrides, url, ranks, environ)]
-    config = load_config(config_path, found)
+    words = [*overrides, *bring_files(opened.config, overrides, url, ranks, environ)]
+    config = file.open(words).config
     with output_copied(url, Path(config.output_dir), ranks, environ):
-        yield config, found, url
+        if must_start_ranks(environ) and not job.one_process:
+            start_ranks(file, run_mode, words, environ, url=url)
+        else:
+            config = resolve_mode(config, run_mode, world_size=process.world_size)
+            run_backend(run_mode, config, process)
 
 
 def ranks_to_copy(
@@ -122,7 +131,7 @@ def must_start_ranks(environ: Mapping[str, str]) -> bool:
 
 
 def start_ranks(
-    config_path: Path,
+    file: ConfigFile,
     run_mode: str,
     overrides: Sequence[str],
     environ: Mapping[str, str],
@@ -141,9 +150,7 @@ def start_ranks(
     from common.launcher.supervisor import Job, connect_limit
 
     table_file, places = find_places(environ)
-    config = resolve_mode(
-        load_config(config_path, overrides), run_mode, world_size=places.world_size
-    )
+    config = resolve_mode(file.open(overrides).config, run_mode, world_size=places.world_size)
     addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
     most = config.runtime.max_restarts if run_mode in RESTARTABLE else 0
 
@@ -158,7 +165,7 @@ def start_ranks(
         )
         job = Job(
             children=make_children(
-                places, rendezvous, rank_command(config_path, run_mode, overrides), environ=environ
+                places, rendezvous, rank_command(file.path, run_mode, overrides), environ=environ
             ),
             log_folder=Path(config.output_dir),
             stall_limit=config.runtime.stall_limit,

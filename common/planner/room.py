@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import re
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.accelerators import GIB
 from common.cluster.environment import Process
@@ -21,7 +21,8 @@ from common.parallel.loss_rows import with_loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.memory import Memory, memory_of
 from common.resolve.auto_device import sees_accelerator
-from common.resolve.derive import resolve_config
+from common.resolve.derive import with_micro_batch, with_recompute
+from common.resolve.engine_checks import check_engine
 
 HOPELESS = 4
 """Factor by which a plan must exceed the memory to be rejected.
@@ -112,28 +113,25 @@ def check_room(
     need = need_of(config, place, ranks if on_cpu else 1, training=training)
     has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
     who = f"{need.ranks} ranks need" if need.ranks > 1 else "a rank needs"
-    helps = advice(config, training=training, place=place)
+    part = "weights and optimizer state" if training else "weights"
+    by_plan = f"{who} {gibibytes(need.likely)} by the plan"
     if need.certain > there:
-        part = "weights and optimizer state" if training else "weights"
-        raise ConfigError(
-            f"the run does not fit: {who} {gibibytes(need.certain)} for its {part}, but {has};"
-            f" {helps}"
+        said = f"the run does not fit: {who} {gibibytes(need.certain)} for its {part}, but {has};"
+    elif need.likely > there:
+        certainty = "does not" if need.likely > HOPELESS * there else "may not"
+        said = f"the run {certainty} fit: {by_plan}, but {has};"
+    else:
+        free = _of_meminfo(Path("/"), "MemAvailable") if on_cpu else None
+        if free is None or need.likely <= free:
+            return None
+        said = (
+            f"memory is short: {by_plan}, and {gibibytes(free)} of this machine's"
+            f" {gibibytes(there)} are free; end other programs, or"
         )
-    if need.likely > HOPELESS * there:
-        raise ConfigError(
-            f"the run does not fit: {who} {gibibytes(need.likely)} by the plan, but {has}; {helps}"
-        )
-    if need.likely > there:
-        return (
-            f"the run may not fit: {who} {gibibytes(need.likely)} by the plan, but {has}; {helps}"
-        )
-    free = _of_meminfo(Path("/"), "MemAvailable") if on_cpu else None
-    if free is not None and need.likely > free:
-        return (
-            f"memory is short: {who} {gibibytes(need.likely)} by the plan, and {gibibytes(free)} of"
-            f" this machine's {gibibytes(there)} are free; end other programs, or {helps}"
-        )
-    return None
+    message = f"{said} {advice(config, training=training, place=place)}"
+    if need.certain > there or need.likely > HOPELESS * there:
+        raise ConfigError(message)
+    return message
 
 
 def check_memory(
@@ -229,15 +227,18 @@ def advice(config: ResolvedRun, *, training: bool = True, place: int = 0) -> str
     wishes = []
     if train.micro_batch_size > 1:
         size = max(n for n in divisors(train.micro_batch_size) if n < train.micro_batch_size)
-        freed = _freed(config, place, train={"micro_batch_size": size}, to=f"to {size} ")
+        freed = _freed(config, place, lambda: with_micro_batch(config, size), f"to {size} ")
         wishes.append(f"lower train.micro_batch_size (now {train.micro_batch_size}){freed}")
     if train.accumulation_steps > 10_000:
         wishes.append(f"lower train.global_batch_size (now {train.global_batch_size})")
     if train.recompute != "full" or train.recompute_layers is not None:
-        freed = _freed(config, place, train={"recompute": "full", "recompute_layers": None})
+        freed = _freed(config, place, lambda: with_recompute(config, "full"))
         wishes.append(f"set train.recompute=full{freed}")
-    stage = (parallel.zero_stage or 0) + 1
-    freed = _freed(config, place, parallel={"zero_stage": stage}, to=f"to {stage} ")
+    stage = parallel.zero_stage + 1
+    can_split = stage < 4 and parallel.data_parallel > 1
+    freed = (
+        _freed(config, place, lambda: _split(config, stage), f"to {stage} ") if can_split else ""
+    )
     wishes.append(
         f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}){freed},"
         " model_parallel or pipeline_stage"
@@ -247,19 +248,15 @@ def advice(config: ResolvedRun, *, training: bool = True, place: int = 0) -> str
     )
 
 
-def _freed(
-    config: ResolvedRun,
-    place: int,
-    *,
-    to: str = "",
-    train: dict[str, Any] | None = None,
-    parallel: dict[str, Any] | None = None,
-) -> str:
+def _split(config: ResolvedRun, stage: int) -> ResolvedRun:
+    return as_run(ResolvedRun, config, parallel={"zero_stage": stage})
+
+
+def _freed(config: ResolvedRun, place: int, change: Callable[[], ResolvedRun], to: str = "") -> str:
     """Return what the plan's peak loses by a change, and nothing if that does not help or fit."""
-    steps = {"accumulation_steps": None, **(train or {})}
-    written = as_run(ResolvedRun, config, train=steps, parallel=parallel or {})
     try:
-        tried = resolve_config(written, world_size=config.topology.world_size)
+        tried = change()
+        check_engine(tried)
     except ConfigError:
         return ""
     less = _memory(config, place).peak - _memory(tried, place).peak

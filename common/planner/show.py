@@ -10,7 +10,7 @@ from pathlib import Path
 from common.accelerators import require_accelerator
 from common.cluster.environment import announced_world_size
 from common.cluster.rank_table_files import read_table
-from common.config.load import load_config
+from common.config.schema import RunConfig
 from common.parallel.fused_attention import on_accelerator
 from common.parallel.loss_rows import with_loss_rows
 from common.planner.cluster import describe_cluster, places_of_plan
@@ -22,6 +22,7 @@ from common.resolve.derive import resolve_config, written_ranks
 
 
 def plan_text(
+    written: RunConfig,
     config_path: Path,
     overrides: Sequence[str],
     environ: Mapping[str, str],
@@ -33,9 +34,9 @@ def plan_text(
     """Return the plan of the processes that a launcher announces, else of those that the layout
     needs.
 
-    accelerator: whose step time to estimate. devices: how many of it to suggest layouts for.
+    written: the configuration of these words. accelerator: whose step time to estimate. devices:
+    how many of it to suggest layouts for.
     """
-    written = load_config(config_path, overrides)
     device = require_accelerator(accelerator) if accelerator else None
     config = resolve_config(
         written, world_size=announced_world_size(environ) or written_ranks(written)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common.config.load import apply_overrides, flatten, load_config
+from common.config.load import apply_overrides, flatten
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.resolved_run import ResolvedRun
 from common.paths import ROOT
 from common.resolve.derive import resolve_mode, written_ranks
+from common.run_config import read_config
 from common.study.definition import SPECIAL, Condition, Definition, label, labels_of
 from common.study.loading import base_of
 from common.study.measure import TRACED_STEPS, trace_settings
 from common.study.results import Cell
+from common.systems.config import ConfigFile
 
 MOST_CELLS = 1000
+Read = Callable[[Path], ConfigFile]
 _LONGEST_ID = 120
 _SHORT = {
     "data_parallel": "dp",
@@ -89,8 +93,9 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
     names = _names(points, axes, definition, config)
     baselines = _baselines(points, names, definition)
     groups = _groups(points, definition)
+    read = cache(read_config)
     return [
-        _plan(definition, config, point, name, group, baseline)
+        _plan(definition, config, read, point, name, group, baseline)
         for point, name, group, baseline in zip(points, names, groups, baselines, strict=True)
     ]
 
@@ -226,9 +231,9 @@ def _words(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(as_word(key, value) for key, value in settings.items())
 
 
-def _load(base: Path, settings: Mapping[str, Any], name: str, study: Path) -> RunConfig:
+def _open(read: Read, base: Path, settings: Mapping[str, Any], name: str, study: Path) -> RunConfig:
     try:
-        return load_config(base, (*_words(settings), f"output_dir={name}"))
+        return read(base).open((*_words(settings), f"output_dir={name}")).config
     except ConfigError as error:
         # the settings of a cell stand in the study, although a run takes them as words
         lines = (line.removeprefix("command line: ") for line in str(error).splitlines())
@@ -238,6 +243,7 @@ def _load(base: Path, settings: Mapping[str, Any], name: str, study: Path) -> Ru
 def _plan(
     definition: Definition,
     study: Path,
+    read: Read,
     point: Mapping[str, str],
     name: str,
     group: str | None,
@@ -248,11 +254,11 @@ def _plan(
     steps = definition.warmup_steps + definition.measured_steps
     settings["train.max_steps"] = steps
     base = base_of(special.get("base") or definition.base, study)
-    written = _load(base, settings, name, study)
+    written = _open(read, base, settings, name, study)
     if definition.trace and not any(key.startswith("profile.") for key in settings):
         settings |= trace_settings(written.backend, steps + 1)
         settings["train.max_steps"] = steps + TRACED_STEPS
-        written = _load(base, settings, name, study)
+        written = _open(read, base, settings, name, study)
     words = _words(settings)
     ranks, hosts = special.get("ranks") or written_ranks(written), special.get("hosts") or 1
     cell = Cell(

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config.load import load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
+from common.run_config import load_config
 from common.structured_files import read_json_mapping
 from common.study.results import Cell, Measured
 from common.study.traces import Trace, TraceFile, find_traces, read_trace

@@ -19,17 +19,21 @@ _LIKE = 0.75
 
 
 def read_with_bases(
-    path: Path, base: str, sections: Collection[str] = (), parents: tuple[str, ...] = ()
+    path: Path,
+    base: str,
+    sections: Collection[str] = (),
+    parents: tuple[str, ...] = (),
+    text: str | None = None,
 ) -> tuple[dict[str, Any], Sources]:
     """Return a file merged over the files that its key ``base`` names. Its own values win, section
     by section. Raises ConfigError.
 
     sections: keys at the top that the system has. Another one is left out if aliases use its
-    anchors.
+    anchors. text: content of the file, if it has been read.
     """
     chain = (*parents, os.path.realpath(path))
     carriers: set[str] = set()
-    own, sources = read_yaml(path, carriers)
+    own, sources = read_yaml(path, carriers, text=text)
     for name in carriers if sections else ():
         if not difflib.get_close_matches(name, sections, n=1, cutoff=_LIKE):
             del own[name]

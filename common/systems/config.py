@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.config.hints import schema_keys
 from common.config.load import (
+    Fill,
     apply_overrides,
     build_config,
-    foreign_readers,
     read_own_config,
     read_yaml,
+    read_yaml_text,
 )
 from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
@@ -55,73 +58,89 @@ FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
 
 
-def accept_foreign_configs() -> None:
-    """Let ``load_config`` read files in other systems' words from now on."""
-    if _read_foreign not in foreign_readers:
-        foreign_readers.append(_read_foreign)
+@dataclass(frozen=True, kw_only=True)
+class ConfigFile:
+    """A configuration of ours or of another system, read once. ``open`` applies overrides to it.
+
+    dialect: the system whose words it has, None for ours; flags: of a file of flags. fill: see
+    ``common.config.load.Fill``.
+    """
+
+    path: Path
+    fill: Fill | None
+    where: str = ""
+    program: str = ""
+    flags: Sequence[str] | None = None
+    dialect: FileDialect | None = None
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    sources: Sources = field(default_factory=dict)
+    has_parts: bool = False
+    """Whether a file of ours has sections of MindFormers'."""
+
+    @classmethod
+    def read(cls, path: Path, fill: Fill | None = None) -> ConfigFile:
+        """Read a file and those that it extends. Raises ConfigError."""
+        if path.suffix in FLAG_FILES:
+            where, program, flags = read_command(path, OTHER_PROGRAMS)
+            return cls(path=path, fill=fill, where=where, program=program, flags=flags)
+        fleetx.require_checkout(path)
+        text = read_yaml_text(path)
+        own, places = read_yaml(path, text=text)
+        dialect = find_dialect(path, own, places)
+        if dialect is None:
+            tree, sources = read_own_config(path, text)
+        else:
+            tree, sources = read_with_bases(path, dialect.BASE, _sections(dialect), text=text)
+        return cls(
+            path=path,
+            fill=fill,
+            where=str(path),
+            dialect=dialect,
+            tree=tree,
+            sources=sources,
+            has_parts=_has_parts(own),
+        )
+
+    def open(self, overrides: Sequence[str] = ()) -> Opened:
+        """Return the configuration with words ``section.key=value``, whose keys are ours or of the
+        file's system. Raises ConfigError.
+        """
+        if self.flags is not None:
+            system = find_command_line(self.flags, self.program)
+            return open_flags(system, self.flags, overrides, self.where, self.fill)
+        tree, sources = copy.deepcopy(dict(self.tree)), dict(self.sources)
+        if self.dialect is None:
+            return self._open_own(tree, sources, overrides)
+        own = []
+        for word in overrides:
+            if _is_theirs(self.dialect, word):
+                _override(tree, sources, word, self.dialect.TABLE)
+            else:
+                own.append(word)
+        return _finish(self.dialect, self.where, tree, sources, own, self.fill)
+
+    def _open_own(self, tree: dict[str, Any], sources: Sources, overrides: Sequence[str]) -> Opened:
+        """Remove keys of MindFormers' sections that have no effect in this run."""
+        apply_overrides(tree, sources, overrides)
+        ours = Translation(tree, sources)
+        if self.has_parts:
+            ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
+            mindformers.settle(ours, whole=False)
+        config = build_config(ours.tree, ours.sources, self.fill)
+        return Opened(config, ours, origin=self.where, parts_of=mindformers.SYSTEM)
 
 
 def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
-    """Read a configuration of ours or of another system. Raises ConfigError.
-
-    overrides: words ``section.key=value``, with keys of ours or of the file's system.
-    """
-    path = Path(path)
-    if path.suffix in FLAG_FILES:
-        where, program, flags = read_command(path, OTHER_PROGRAMS)
-        return open_flags(find_command_line(flags, program), flags, overrides, where)
-    dialect = find_dialect(path)
-    if dialect is None:
-        return _open_own(path, overrides)
-    tree, sources = read_with_bases(path, dialect.BASE, _sections(dialect))
-    own = []
-    for word in overrides:
-        if _is_theirs(dialect, word):
-            _override(tree, sources, word, dialect.TABLE)
-        else:
-            own.append(word)
-    return _finish(dialect, str(path), tree, sources, own)
+    """Read a configuration, whose model has sizes, and apply overrides. Raises ConfigError."""
+    return ConfigFile.read(Path(path)).open(overrides)
 
 
-def _open_own(path: Path, overrides: Sequence[str]) -> Opened:
-    """Read a file of ours. Remove keys of MindFormers' sections that have no effect in this run."""
-    tree, sources = read_own_config(path, overrides)
-    ours = Translation(tree, sources)
-    if _has_parts(path):
-        ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
-        mindformers.settle(ours, whole=False)
-    return Opened(build_config(ours.tree, ours.sources), ours, parts_of=mindformers.SYSTEM)
-
-
-def _has_parts(path: Path) -> bool:
+def _has_parts(tree: Mapping[str, Any]) -> bool:
     """Tell whether a file of ours has sections of MindFormers'."""
-    tree = read_yaml(path)[0]
     context = tree.get("context")
     return not mindformers.PARTS.isdisjoint(tree) or (
         isinstance(context, Mapping) and "device_target" in context
     )
-
-
-def describe_origin(path: Path, overrides: Sequence[str]) -> str | None:
-    """Return a line for the log about keys of another system without effect here. It is None where
-    there are none.
-    """
-    opened = open_config(path, overrides)
-    count = opened.without_effect
-    without = f"{count} of its keys have no effect here, and " if count else ""
-    if opened.system is None:
-        return f"{path}: {without}--show_config lists them" if count else None
-    return (
-        f"{opened.origin}: read as {opened.system}'s; {without}--show_config shows"
-        f" {'them and ' if count else ''}the YAML that it became"
-    )
-
-
-def _read_foreign(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Sources] | None:
-    if path.suffix not in FLAG_FILES and find_dialect(path) is None and not _has_parts(path):
-        return None
-    opened = open_config(path, overrides)
-    return opened.ours.tree, opened.ours.sources
 
 
 def _is_theirs(dialect: FileDialect, word: str) -> bool:
@@ -162,7 +181,11 @@ def _is_flag_of(dialect: CommandLine, name: str) -> bool:
 
 
 def open_flags(
-    system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = COMMAND_LINE
+    system: str,
+    words: Sequence[str],
+    overrides: Sequence[str] = (),
+    where: str = COMMAND_LINE,
+    fill: Fill | None = None,
 ) -> Opened:
     """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises
     ConfigError.
@@ -180,7 +203,7 @@ def open_flags(
             )
     by_hand = (getattr(dialect, name, ()) for name in ("VALUED", "SWITCHES"))
     check_values(tree, sources, dialect.TABLE, *by_hand)
-    opened = _finish(dialect, where, tree, sources, overrides)
+    opened = _finish(dialect, where, tree, sources, overrides, fill)
     opened.ours.without_effect.update(replaced)
     return opened
 
@@ -191,21 +214,20 @@ def _finish(
     tree: dict[str, Any],
     sources: Sources,
     overrides: Sequence[str],
+    fill: Fill | None,
 ) -> Opened:
     ours = dialect.translate(tree, sources)
     ours.join_dropout()
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
     ours.drop_own_defaults()
-    return Opened(build_config(ours.tree, ours.sources), ours, dialect.SYSTEM, origin)
+    return Opened(build_config(ours.tree, ours.sources, fill), ours, dialect.SYSTEM, origin)
 
 
-def find_dialect(path: Path) -> FileDialect | None:
+def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> FileDialect | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
     several systems.
     """
-    fleetx.require_checkout(path)
-    tree, sources = read_yaml(path)
     found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
     found = [(dialect, marks) for dialect, marks in found if marks]
     if not found:

@@ -28,9 +28,16 @@ class Opened:
     parts_of: str = ""
 
     @property
-    def without_effect(self) -> int:
-        """Number of another system's keys without effect here."""
-        return len(self.ours.without_effect)
+    def remark(self) -> str | None:
+        """Line for the log about keys of another system without effect here; None without any."""
+        count = len(self.ours.without_effect)
+        without = f"{count} of its keys have no effect here, and " if count else ""
+        if self.system is None:
+            return f"{self.origin}: {without}--show_config lists them" if count else None
+        return (
+            f"{self.origin}: read as {self.system}'s; {without}--show_config shows"
+            f" {'them and ' if count else ''}the YAML that it became"
+        )
 
     @property
     def yaml(self) -> str:

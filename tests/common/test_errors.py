@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.config.load import load_config
 from common.errors import ConfigError, DataError
+from common.run_config import load_config
 
 
 def test_a_long_line_loses_its_middle() -> None:

@@ -17,10 +17,10 @@ pytest.importorskip("huggingface_hub", reason="pip install '.[hub]'")
 from huggingface_hub import constants, file_download
 
 from common.checkpoint.manifest import read_manifest
-from common.config.load import load_config
 from common.errors import UserError
 from common.hub import COMMITS, SMALL, located
 from common.log import LOG
+from common.run_config import load_config
 from common.tokenizer.folder import BESIDE, VOCABULARIES
 from common.training.agreement import fingerprint
 from gpt2_toolkit import load_model

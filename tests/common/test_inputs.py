@@ -10,8 +10,8 @@ import pytest
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.errors import UserError
-from common.inputs import check_inputs
+from common.errors import DataError, UserError
+from common.inputs import check_inputs, with_inputs_here
 from common.resolve.derive import resolve_config
 from run_gpt2 import main
 from tests.config_overrides import changed
@@ -123,3 +123,22 @@ def test_the_front_door_says_it_before_it_imports_a_framework(
     ):
         assert main(["--config", str(preset), "--run_mode", mode, *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_data_of_a_folder(tmp_path: Path) -> None:
+    def found() -> list[str | float] | None:
+        return with_inputs_here(config(data__train=str(tmp_path / "data"))).data.train
+
+    folder = tmp_path / "data"
+    (folder / "inner").mkdir(parents=True)
+    assert found() == [str(folder)]  # of MindRecord files, whose reader walks it
+    for name in ("a.idx", "a.bin", "no_bin.idx"):
+        (folder / "inner" / name).touch()
+    assert found() == [str(folder / "inner" / "a")]
+    (folder / "b.idx").touch()
+    (folder / "b.bin").touch()
+    message = r"holds 2 corpora \(b, inner/a\); give one as data.train=FOLDER/NAME"
+    with pytest.raises(DataError, match=message):
+        found()
+    (tmp_path / "data.idx").touch()
+    assert found() == [str(folder)], "a prefix that is a folder's name too"

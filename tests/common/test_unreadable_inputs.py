@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from common.cluster.rank_table_files import read_table
-from common.config.load import load_config
 from common.conversion.convert import convert
 from common.dataset.corpus import open_corpus
 from common.dataset.indexed import IndexedDataset
@@ -23,6 +22,7 @@ from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord_file import MindRecordFile
 from common.errors import UserError
 from common.generation.prompts import read_prompts
+from common.run_config import load_config
 from common.systems.hugging_face.config import read_config as read_hugging_face
 from common.systems.model_yaml import read_model_yaml
 from common.tensor_files.containers import open_tensors

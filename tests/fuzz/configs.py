@@ -16,10 +16,11 @@ import numpy as np
 import yaml
 from pydantic import BaseModel
 
-from common.config.load import load_config, save_config
+from common.config.load import save_config
 from common.config.schema import RunConfig
 from common.planner.plan import describe_plan, make_plan
 from common.resolve.derive import resolve_mode, written_ranks
+from common.run_config import load_config
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import ROOT, Case
 from tests.fuzz.mutations import (

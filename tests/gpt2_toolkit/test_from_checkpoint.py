@@ -8,9 +8,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.schema import ModelConfig
-from common.inference.from_checkpoint import accept_models_of_checkpoints
+from common.inference.from_checkpoint import fill_model
+from common.run_config import load_config
 from run_gpt2 import main
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary
 
@@ -35,8 +36,7 @@ def tree(folder: Path, **sections: Any) -> dict[str, Any]:
 
 
 def model_of(folder: Path, **sections: Any) -> ModelConfig:
-    accept_models_of_checkpoints()
-    return build_config(tree(folder, **sections)).model
+    return build_config(tree(folder, **sections), fill=fill_model).model
 
 
 def test_sizes_come_from_the_checkpoint_and_given_keys_win(source: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.config.load import flatten, read_own_config
+from common.config.load import apply_overrides, flatten, read_own_config
 from tests.pages.blocks import ROOT
 
 _PROGRAM = re.compile(r"run_gpt2\.py|scripts/run_(?:distribute|standalone|slurm)\.sh")
@@ -43,7 +43,8 @@ def inputs_of(command: str, files: dict[str, Path]) -> Iterator[str]:
         yield str(Path(configs[0]).parent)
         return
     changes = [word for word in words if re.match(r"[a-z_]+(?:\.[a-z_]+)*=", word)]
-    tree, _ = read_own_config(path, changes)
+    tree, sources = read_own_config(path)
+    apply_overrides(tree, sources, changes)
     for key, value in flatten(tree):
         if _INPUTS.fullmatch(key) and value is not None:
             for entry in value if isinstance(value, list) else [value]:

@@ -9,7 +9,7 @@ import shlex
 
 import yaml
 
-from common.config.load import load_config
+from common.run_config import load_config
 from tests.pages import exemptions
 from tests.pages.blocks import ROOT, SHOWN, Block, blocks, commands, read
 from tests.pages.printed import missing

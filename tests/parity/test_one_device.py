@@ -22,9 +22,10 @@ import torch_gpt2.device  # noqa: E402
 import torch_gpt2.evaluate  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
-from common.config.load import build_config, load_config  # noqa: E402
+from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
+from common.run_config import load_config  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 from tests.reference import hugging_face_model, hugging_face_names  # noqa: E402

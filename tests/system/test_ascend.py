@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import load_config
 from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 from tests.pages.blocks import blocks, commands, read
 from tools import doctor
 

@@ -19,8 +19,8 @@ if importlib.util.find_spec("mindspore") is None:
 
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
-from common.config.load import load_config
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.run_scripts import ROOT, run_words, start_script
 from torch_gpt2.train import train

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.command_line import parse_arguments
-from common.config.load import load_config
 from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

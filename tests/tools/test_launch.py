@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from common.cluster import hccn
-from common.config.load import load_config
 from common.launcher import attempts, launch as launching
 from common.launcher.supervisor import Job, Outcome
+from common.run_config import load_config
 from common.run_folder import owned_folder
 from tests.cluster_tables import write_tutorial_table
 from tests.run_scripts import clean_environment

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.resolved import as_run
 from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig, RunConfig
 from common.dataset import Batch
@@ -33,6 +33,7 @@ from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.parallel.resolved_run import TrainingRun
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.training.metrics import read_metrics
 from common.training.start import Start as StartOfRun
 from tests.config_overrides import changed

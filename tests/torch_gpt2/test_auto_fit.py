@@ -12,13 +12,14 @@ import torch
 
 import torch_gpt2.train
 from common.cluster.environment import ALONE
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.errors import ConfigError
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.world import WorldBase
 from common.planner import fitting
 from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, resolve_length, with_micro_batch
+from common.run_config import load_config
 from common.training.auto_fit import settle_auto
 from tests.ranks import run_ranks
 from tests.torch_gpt2.test_ramp import make_tree, require_equal, rows_of

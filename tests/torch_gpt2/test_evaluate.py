@@ -18,10 +18,10 @@ from transformers import GPT2LMHeadModel
 import run_gpt2
 import torch_gpt2.evaluate
 from common.checkpoint.folders import find_checkpoint
-from common.config.load import load_config
 from common.config.schema import ModelConfig, PrecisionConfig
 from common.evaluation import ScoredRow, score_rows, sliding_windows
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.tokenizer import load_tokenizer
 from tests.reference import hugging_face_model
 from torch_gpt2.device import select_device

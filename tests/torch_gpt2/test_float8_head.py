@@ -12,10 +12,11 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from common.checkpoint.folders import find_checkpoint  # noqa: E402
-from common.config.load import build_config, load_config  # noqa: E402
+from common.config.load import build_config  # noqa: E402
 from common.errors import ConfigError, DeviceError  # noqa: E402
 from common.parallel.packing import UNCOUNTED  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
+from common.run_config import load_config  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 from tests.run_scripts import run_words, start_script  # noqa: E402

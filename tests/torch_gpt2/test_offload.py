@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from common.accelerators import require_accelerator
-from common.config.load import load_config
 from common.errors import ConfigError
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.plan import describe_plan, make_plan, time_of
 from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 from tests.torch_gpt2.test_planner import make
 from torch_gpt2 import offload
 from torch_gpt2.compilation import compile_model

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.errors import ConfigError, DataError
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.study.step_records import StepReader, compare_records, difference
 from common.training.recording import VARIABLE, RecordRequest, find_request
 from tests.config_overrides import changed

@@ -16,11 +16,12 @@ from safetensors.numpy import load_file
 
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.dataset import IndexedDataset
 from common.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
 from common.log import LOG, start_log
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.training.metrics import MetricsWriter, read_metrics
 from tests.config_overrides import changed
 from torch_gpt2.engine import Engine

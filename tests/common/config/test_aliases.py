@@ -11,10 +11,11 @@ import yaml
 from common.config.aliases import ALIASES
 from common.config.explain import explain_key
 from common.config.hints import schema_keys
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config, resolve_length
+from common.run_config import load_config
 
 TREE: dict[str, Any] = {
     "output_dir": "out",

@@ -17,9 +17,9 @@ from common.config.hints import (
     schema_keys,
     unknown_arguments,
 )
-from common.config.load import load_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
+from common.run_config import load_config
 
 TABLE = {**HERE, **HERE_IN}
 WORDS_BETWEEN = {"and", "or", "times"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import load_config
 from common.errors import ConfigError
+from common.run_config import load_config
 
 MINIMAL = """
 output_dir: out

@@ -7,8 +7,9 @@ import pytest
 import yaml
 from hypothesis import given, strategies as st
 
-from common.config.load import dump_config, flatten, load_config, parse_scalar
+from common.config.load import dump_config, flatten, parse_scalar
 from common.errors import ConfigError
+from common.run_config import load_config
 
 MINIMAL = """
 output_dir: out

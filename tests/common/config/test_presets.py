@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config.load import flatten, load_config
+from common.config.load import flatten
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.weights.names import count_parameters
 from tests.config_overrides import sizes_of
 from tools.config_schema import config_schema

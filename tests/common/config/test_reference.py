@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from common.config.hints import schema_keys
-from common.config.load import load_config
 from common.config.reference import COMPILED_TOO, TORCH_ONLY, config_reference
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from tools.config_schema import main
 
 ROOT = Path(__file__).resolve().parents[3]

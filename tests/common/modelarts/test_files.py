@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from common.checkpoint.folders import find_checkpoint
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.errors import CheckpointError, ConfigError, DataError, StorageError
+from common.errors import CheckpointError, ConfigError, StorageError
 from common.modelarts import files, remote
+from common.run_config import load_config
 from common.training.stop import StopSignal
 
 MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32, "vocab_size": 101}
@@ -56,20 +57,6 @@ def make_run(folder: Path, *steps: int, latest: int | None = None, mark: str = "
 # ---- input ----
 
 
-def test_the_data_of_a_folder(tmp_path: Path) -> None:
-    assert files.corpus_in(tmp_path) == str(tmp_path)  # of MindRecord files, whose reader walks it
-    (tmp_path / "inner").mkdir()
-    for name in ("a.idx", "a.bin", "no_bin.idx"):
-        (tmp_path / "inner" / name).touch()
-    assert files.corpus_in(tmp_path) == str(tmp_path / "inner" / "a")
-    (tmp_path / "b.idx").touch()
-    (tmp_path / "b.bin").touch()
-    with pytest.raises(
-        DataError, match=r"holds 2 corpora \(b, inner/a\); give one as data.train=FOLDER/NAME"
-    ):
-        files.corpus_in(tmp_path)
-
-
 def test_urls_of_a_yaml_and_of_a_blend_are_pulled(
     bucket: Path, tmp_path: Path, environ: dict[str, str]
 ) -> None:
@@ -87,7 +74,8 @@ def test_urls_of_a_yaml_and_of_a_blend_are_pulled(
     config = load_config(tmp_path / "run.yaml", [*words, *files.bring_input(config, environ)])
     (train,), (first, c, second, d) = config.data.train or [], config.data.validation or []
     assert (first, second) == (0.7, 0.3) and train == c
-    assert [Path(f"{prefix}.bin").read_text() for prefix in (c, d)] == ["c", "d"]
+    found = [Path(str(folder), f"{name}.bin").read_text() for folder, name in ((c, "c"), (d, "d"))]
+    assert found == ["c", "d"]
     assert (
         config.data.tokenizer is not None
         and (Path(config.data.tokenizer.folder or "") / "d.idx").is_file()
@@ -96,16 +84,6 @@ def test_urls_of_a_yaml_and_of_a_blend_are_pulled(
         config.predict.prompt_file or ""
     ).read_text() == "Hello" and config.predict.prompt == ["obs://is text"]
     assert files.bring_input(config, environ) == [], "nothing is left to do"
-
-
-def test_the_corpus_in_a_folder_of_this_host(bucket: Path, environ: dict[str, str]) -> None:
-    assert files.bring_input(config_of(data={"train": str(bucket / "c")}), environ) == [
-        f"data.train={bucket}/c/c"
-    ]
-    (bucket / "c.idx").touch()
-    assert files.bring_input(config_of(data={"train": str(bucket / "c")}), environ) == [], (
-        "a prefix that is a folder's name too"
-    )
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from common.accelerators import require_accelerator
-from common.config.load import load_config
 from common.parallel.fused_attention import on_accelerator, with_attention
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from tests.common.config.test_presets import ROOT
 
 PRESET = ROOT / "configs/gpt2/run_gpt2_124m.yaml"

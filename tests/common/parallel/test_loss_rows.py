@@ -3,10 +3,10 @@
 import pytest
 
 from common.accelerators import GIB
-from common.config.load import load_config
 from common.parallel.loss_rows import loss_rows, with_loss_rows
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from tests.common.config.test_presets import ROOT
 
 PRESET = ROOT / "configs/gpt2/run_gpt2_124m.yaml"

@@ -10,11 +10,11 @@ import pytest
 from common.cluster.places import find_places
 from common.cluster.rank_environment import make_rendezvous
 from common.cluster.rank_table_files import read_table
-from common.config.load import load_config
 from common.launcher.children import make_children, make_hosts
 from common.parallel.topology import Topology
 from common.planner.cluster import describe_cluster, layout_warnings, places_of_plan
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from tests.cluster_tables import write_tutorial_table
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from common.accelerators import require_accelerator
-from common.config.load import load_config
 from common.parallel.loss_rows import with_loss_rows
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.fitting import fitting_by_plan, rank_memory, time_within, with_fitting
 from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, with_micro_batch, with_recompute
+from common.run_config import load_config
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 H100, A100 = require_accelerator("H100"), require_accelerator("A100")

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from common.accelerators import require_accelerator
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.planner.plan import Plan, describe_plan, make_plan, time_of
 from common.resolve.derive import resolve_config, written_ranks
+from common.run_config import load_config
 from common.weights.names import count_parameters, parameter_shapes
 from tests.config_overrides import sizes_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.accelerators import require_accelerator
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.loss_rows import with_loss_rows
@@ -25,6 +25,7 @@ from common.planner.suggest import (
     suggest,
 )
 from common.resolve.derive import resolve_config, with_micro_batch, written_ranks
+from common.run_config import load_config
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 ASCEND = require_accelerator("Ascend 910A")

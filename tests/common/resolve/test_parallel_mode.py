@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.operator_plan import splits_vocabulary
@@ -17,6 +17,7 @@ from common.resolve.derive import resolve_config, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import semi_auto_settings
+from common.run_config import load_config
 from tests.config_overrides import changed
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from common.config.load import load_config
 from common.errors import ConfigError
+from common.run_config import load_config
 from common.study.cells import PlannedCell, as_word, expand
 from common.study.definition import Definition
 

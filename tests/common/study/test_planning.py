@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from common.accelerators import require_accelerator
-from common.config.load import load_config
 from common.planner.plan import make_plan, time_of
 from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 from common.study.cells import PlannedCell, expand
 from common.study.definition import Definition
 from common.study.planning import describe_cells, predict

@@ -16,12 +16,13 @@ import yaml
 
 import run_gpt2
 from common.config.hints import hint, schema_keys
-from common.config.load import dump_config, flatten, load_config
+from common.config.load import dump_config, flatten
 from common.errors import ConfigError
 from common.parallel.learning_rate import learning_rate
 from common.resolve.derive import resolve_config, resolve_length, resolve_mode
 from common.resolve.engine_checks import check_here
-from common.systems.config import describe_origin, find_dialect, open_config, open_flags
+from common.run_config import load_config
+from common.systems.config import open_config, open_flags
 from common.systems.dialect import To
 from common.systems.flag_scripts import main_with_flags
 from common.systems.flags import read_command, read_flag_file
@@ -219,7 +220,7 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path, 
     parts = {"data_parallel", "model_parallel", "pipeline_stage", "zero_stage"}
     assert found.parallel.model_dump(include=parts) == shipped.parallel.model_dump(include=parts)
     assert found.train.global_batch_size == 192 and found.train.recompute == "full"
-    line = describe_origin(path, words)
+    line = opened.remark
     if words:
         assert "parallel.full_batch" in opened.yaml and "have no effect here" in (line or "")
     else:  # on Ascends all of it acts
@@ -528,7 +529,7 @@ def test_files_of_convert_config_read_back_equal(name, tmp_path, capsys) -> None
     )
     written = load_config(tmp_path / "ours.yaml")
     assert written == open_config(ORIGINALS / name, ["seed=7"]).config
-    assert find_dialect(tmp_path / "ours.yaml") is None
+    assert open_config(tmp_path / "ours.yaml").system is None
     other = "mindformers" if "fleetx" in name else "fleetx"
     assert convert_config.main(["--from", other, str(ORIGINALS / name)]) == 2
     assert f"not in those of --from {other}" in capsys.readouterr().err

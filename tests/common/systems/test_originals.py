@@ -15,9 +15,10 @@ import pytest
 
 from common.config.foreign_names import ABSENT, HERE, HERE_IN
 from common.config.hints import hint, schema_keys
-from common.config.load import build_config, flatten, load_config
+from common.config.load import build_config, flatten
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.systems import config as systems
 from common.systems.bases import read_with_bases
 from common.systems.config import COMMAND_LINES, DIALECTS, open_config, open_flags
@@ -212,7 +213,8 @@ def test_a_typing_error_among_flags_without_effect_is_an_error() -> None:
     base = SMALLEST.format(rate="--lr").split()
     with pytest.raises(ConfigError, match=r"log_intervals: unknown key; did you mean log_interval"):
         open_flags("megatron", [*base, "--log-intervals", "5"])
-    assert open_flags("megatron", [*base, "--log-throughput"]).without_effect == 1
+    opened = open_flags("megatron", [*base, "--log-throughput"])
+    assert len(opened.ours.without_effect) == 1
 
 
 def each_key(dialect: ModuleType) -> Iterator[tuple[str, str, Any]]:
@@ -259,7 +261,7 @@ def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
             dialect = COMMAND_LINES[systems.find_command_line(words)]
             yield name, dialect, *read_flags(words, str(path), (), dialect.TABLE)[:2]
         else:
-            found = systems.find_dialect(path)
+            found = systems.ConfigFile.read(path).dialect
             assert found is not None
             tree, sources = read_with_bases(path, found.BASE)
             yield name, found, tree, sources

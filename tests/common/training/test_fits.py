@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.config.load import load_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError
 from common.resolve.derive import resolve_config, resolve_vocabulary
+from common.run_config import load_config
 from common.training.fits import require_same_model
 
 CONFIG = """

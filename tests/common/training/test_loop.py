@@ -315,7 +315,7 @@ def test_taking_up_a_run_drops_rows_that_will_come_again(tmp_path: Path) -> None
 
 def test_gpt2_flops_per_token_are_the_published_figure() -> None:
     """0.855 GFLOP a token for 124M at 1024 (6 (N - positions) + 12 L h T)."""
-    from common.config.load import load_config
+    from common.run_config import load_config
 
     root = Path(__file__).resolve().parents[3]
     model = resolve_config(load_config(root / "configs" / "gpt2" / "run_gpt2_124m.yaml")).model

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.load import build_config, load_config
+from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind, Topology
 from common.resolve.derive import resolve_config, written_ranks
+from common.run_config import load_config
 from common.weights.names import EMBEDDING, decays
 
 ROOT = Path(__file__).resolve().parents[3]

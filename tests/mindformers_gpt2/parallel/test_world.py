@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed")
 
 from common.cluster.environment import Process
-from common.config.load import load_config
 from common.errors import ConfigError, RunError
 from common.processes.addresses import free_port, listen
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.parallel import world
 from mindformers_gpt2.parallel.world import _wait_for_scheduler

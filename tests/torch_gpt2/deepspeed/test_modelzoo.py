@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint.folders import find_checkpoint
-from common.config.load import load_config
+from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.torch_gpt2.deepspeed.test_engine import TOLERANCE, steps_of, tensors_of

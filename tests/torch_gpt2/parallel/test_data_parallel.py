@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from common.checkpoint.folders import find_checkpoint
-from common.config.load import load_config
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.config_overrides import blended, changed
 from tests.ranks import end_ranks, run_ranks, start_ranks

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.config.load import load_config
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.study.measure import measure
 from common.study.results import Cell
 from tests.config_overrides import changed

@@ -1,0 +1,77 @@
+"""A program opens each file of its configuration once, and resolves the configuration once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.reference import MERGES, write_vocabulary
+from tests.run_scripts import ROOT, clean_environment, run_words
+
+CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
+LARGE = "configs/gpt2/run_gpt2_13b.yaml"
+STUDY = f"""\
+title: Opened once
+base: {ROOT}/{LARGE}
+axes:
+  train.recompute: [none, full]
+  parallel.model_parallel: [1, 2]
+"""
+PROGRAM = """
+import collections, importlib, json, os, sys
+found = []
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".yaml") and not arguments[2] & os.O_WRONLY:
+        opened[os.path.realpath(arguments[0])] += 1
+opened, resolved = collections.Counter(), []
+sys.addaudithook(note)
+from common.resolve import derive
+resolve = derive.resolve_config
+def counted(config, **options):
+    resolved.append(config)
+    return resolve(config, **options)
+derive.resolve_config = counted
+for module, words in json.loads(sys.argv[1]):
+    opened.clear(); resolved.clear()
+    os.environ["DRY_RUN"] = "1" if module == "tools.launch" else ""
+    code = importlib.import_module(module).main(words)
+    found.append([code, max(opened.values()), len(opened), len(resolved)])
+print(json.dumps(found), file=sys.stderr)
+"""
+
+
+def test_each_file_is_opened_once(tmp_path: Path, corpus_prefix: Path) -> None:
+    vocabulary = write_vocabulary(tmp_path / "vocabulary", MERGES)
+    run = run_words(tmp_path / "run", corpus_prefix)
+    run += [
+        f"data.tokenizer={vocabulary}",
+        "train.max_steps=2",
+        "predict.prompt=ab",
+        "model.vocab_size=262",
+    ]
+    (tmp_path / "study.yaml").write_text(STUDY)
+    programs = {
+        "train": ("run_gpt2", ["--config", CONFIG, "--run_mode", "train", *run]),
+        "resume": ("run_gpt2", ["--config", CONFIG, "--run_mode", "train", *run]),
+        "eval": ("run_gpt2", ["--config", CONFIG, "--run_mode", "eval", *run]),
+        "predict": ("run_gpt2", ["--config", CONFIG, "--run_mode", "predict", *run]),
+        "plan": ("run_gpt2", ["--config", LARGE, "--run_mode", "plan"]),
+        "launch": ("tools.launch", ["distribute", "none", CONFIG, "[0,2]", "train", *run]),
+        "study": ("tools.study", ["--config", f"{tmp_path}/study.yaml", "--plan"]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([*programs.values()])],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(programs, json.loads(done.stderr.splitlines()[-1]), strict=True))
+    assert {name: row[:2] for name, row in found.items()} == {name: [0, 1] for name in programs}
+    files = {name: row[2] for name, row in found.items()}
+    assert files == dict.fromkeys(programs, 1) | {"plan": 6, "study": 7}
+    resolved = {name: row[3] for name, row in found.items()}
+    assert resolved == dict.fromkeys(programs, 1) | {"study": 4}, "a cell each"
