@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.numpy import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.config.load import build_config, load_config
@@ -29,6 +30,7 @@ from common.dataset import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
+from common.parallel.packing import KEYS
 from common.parallel.resolved_run import TrainingRun
 from common.resolve.derive import resolve_config
 from common.training.checkpoint import find_checkpoint
@@ -37,6 +39,7 @@ from common.training.metrics import read_metrics
 from common.training.start import Start as StartOfRun
 from tests.config_overrides import changed
 from tests.host_waits import counted
+from tests.mixed_load import prompts as mixed_load, run
 from torch_gpt2 import offload
 from torch_gpt2.device import TorchDevice, open_device, select_device
 from torch_gpt2.engine import Engine
@@ -44,6 +47,7 @@ from torch_gpt2.evaluate import evaluate
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer
 from torch_gpt2.predict import Decoder, predict
+from torch_gpt2.slots import Slots
 from torch_gpt2.train import train
 
 Start = Callable[..., Path]
@@ -64,6 +68,9 @@ BITWISE: dict[str, dict[str, Any]] = {
     "recompute": SGD | {"train__recompute": "selective"},
     "bf16": SGD | {"precision": "bf16"},
     "bf16 weights": SGD | {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
+    "documents kept apart": SGD
+    | dict.fromkeys(map("data__{}".format, KEYS), True)
+    | {"data__eod_id": 3},
     "fp16 that overflows": SGD
     | {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}}
     | {"optimizer__schedule": "linear", "optimizer__warmup_steps": 3},
@@ -208,13 +215,31 @@ def test_a_memory_limit(config: Callable[..., RunConfig]) -> None:
     assert torch.npu.get_per_process_memory_fraction() == 0.25  # of 8 GiB
 
 
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype | None]:
+    """Types of the masks that an NPU's attention gets. It has a kernel for bool and none only."""
+    attend, found = F.scaled_dot_product_attention, set()
+
+    def noted(q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        if q.device.type == "npu":
+            mask = options.get("attn_mask")
+            found.add(None if mask is None else mask.dtype)
+        return attend(q, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    return found
+
+
 @pytest.mark.parametrize("name", BITWISE)
-def test_a_run_equals_the_cpu_s_bit_for_bit(start: Start, name: str) -> None:
+def test_a_run_equals_the_cpu_s_bit_for_bit(
+    start: Start, name: str, masks: set[torch.dtype | None]
+) -> None:
     """Equal kernels in equal order: a difference in a bit would be a difference in what is
     computed.
     """
     npu, cpu = (start(device, device, **BITWISE[name]) for device in ("npu", "cpu"))
     assert_same_run(npu, cpu)
+    assert masks == {torch.bool if "documents" in name else None}
     rows = [row for row in rows_of(npu) if "loss" in row]
     assert len(rows) == 8
     if name == "sgd with clip":
@@ -509,7 +534,7 @@ def test_prediction(
     assert printed[0] == printed[1] and "Generation: Hello world" in printed[0]
 
 
-def test_greedy_tokens_of_prompts_of_different_lengths() -> None:
+def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | None]) -> None:
     """The CPU's are held against transformers elsewhere; here transformers would look for more of
     torch_npu than is simulated.
     """
@@ -538,7 +563,10 @@ def test_greedy_tokens_of_prompts_of_different_lengths() -> None:
         tokens.append(
             [each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, ends=())]
         )
+        slots = Slots(copy.deepcopy(model).to(device.torch_device), device, 3)
+        tokens[-1] += run(slots, mixed_load(101, settings.max_positions)[:6], None)[0]
     assert tokens[0] == tokens[1]
+    assert masks == {None, torch.bool}
 
 
 def test_a_trace(start: Start) -> None:
