@@ -50,6 +50,15 @@ def attention_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
+def wide_type(device: torch.device) -> torch.dtype:
+    """Return the type of the few numbers of a step, such as its loss: float64, on an NPU float32.
+
+    torch_npu makes float32 of a cast to float64 (csrc/aten/common/ToKernelNpu.cpp), and many of
+    Ascend's operators do not take it.
+    """
+    return torch.float32 if device.type == "npu" else torch.float64
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchDevice:
     """See ``common.device.Device``. ``module`` is torch's namespace of this kind of device."""

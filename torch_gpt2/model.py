@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
+from common.parallel.fused_attention import keeps_no_scores, with_attention
 from common.parallel.packing import Packing
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
@@ -290,7 +291,7 @@ def attention_kernel(config: ResolvedRun, device: TorchDevice) -> str:
     packing = config.packing
     if packing is not None and packing.attention and BlockAttention.suits(config, device):
         return "FlexAttention"
-    fused = config.train.fused_attention and config.precision.softmax == "float32"
+    fused = keeps_no_scores(with_attention(config, device.kind, device.name))
     return "scaled_dot_product_attention" if fused else "written out"
 
 
