@@ -378,15 +378,21 @@ BATCH = Batch(
 def test_kernels_that_config_yaml_names(
     config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def optimizer(**changes: Any) -> str:
+    def kernels(**changes: Any) -> dict[str, str]:
         engine = Engine(as_run(TrainingRun, config("none", "npu", **changes)), select_device("npu"))
         engine.begin(StartOfRun())
-        return engine.kernels()["optimizer"]
+        return engine.kernels()
+
+    def optimizer(**changes: Any) -> str:
+        return kernels(**changes)["optimizer"]
 
     assert optimizer() == "AdamW by a kernel per tensor (aclnnApplyAdamWV2)"
     assert optimizer(**SGD) == "SGD over lists of tensors"
     monkeypatch.setattr(TorchDevice, "adam_kernel", False)
     assert optimizer() == "AdamW over lists of tensors"
+    assert kernels()["attention"] == "scaled_dot_product_attention"
+    monkeypatch.setattr(torch.npu, "get_device_name", lambda *_: "Ascend910A")
+    assert kernels()["attention"] == "written out", "within torch's function"
 
 
 def test_ascend_ignores_the_flag_that_skips_a_fused_step() -> None:
