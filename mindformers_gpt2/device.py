@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def open_device(config: ResolvedRun, process: Process = ALONE) -> MindSporeDevic
         _make_folder(settings["save_graphs_path"])
     ms.set_recursion_limit(settings.pop("max_call_depth"))  # set_context warns of it
     ms.set_context(**settings)
+    if config.context.max_device_memory:
+        _limit_memory(config.context.max_device_memory)
     # it may be set once in a process
     if config.train.deterministic and ms.get_context("deterministic") != "ON":
         ms.set_deterministic(True)
@@ -178,6 +181,12 @@ def check_support(config: ResolvedRun, device: MindSporeDevice) -> None:
                 )
 
 
+@cache
+def _limit_memory(size: str) -> None:
+    """Limit the memory of the device, which may be done once in a process."""
+    ms.runtime.set_memory(max_size=size)
+
+
 def _refuse_cached_graphs() -> None:
     """Refuse MindSpore's compile cache, which can compute with another function's graph.
 
@@ -203,6 +212,6 @@ def _make_folder(path: str) -> None:
 
 def _available(kind: str) -> bool:
     try:
-        return bool(ms.hal.is_available(_TARGETS[kind])) if kind != "cpu" else True
+        return bool(getattr(ms.device_context, _TARGETS[kind].lower()).is_available())
     except (ValueError, RuntimeError, TypeError):
         return False

@@ -37,6 +37,28 @@ _CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 """Set by CANN's set_env.sh."""
 
 
+def attention_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask (..., T, K) that attention takes, given which keys a query sees, bool.
+
+    It is added to scores of this type: 0, or -inf. torch would make it of a bool mask in every
+    block. Ascend's kernel takes none but bool (op-plugin, ScaledDotProductAttentionKernelNpuOpApi).
+    """
+    if seen.device.type == "npu":
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
+        ~seen, float("-inf")
+    )
+
+
+def wide_type(device: torch.device) -> torch.dtype:
+    """Return the type of the few numbers of a step, such as its loss: float64, on an NPU float32.
+
+    torch_npu makes float32 of a cast to float64 (csrc/aten/common/ToKernelNpu.cpp), and many of
+    Ascend's operators do not take it.
+    """
+    return torch.float32 if device.type == "npu" else torch.float64
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchDevice:
     """See ``common.device.Device``. ``module`` is torch's namespace of this kind of device."""

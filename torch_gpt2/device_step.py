@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, assert_never
 
 import torch
@@ -57,14 +58,17 @@ class DeviceStep:
             optimizer.found_inf = (~applied).float()
             optimizer.step()
             return
-        if self._adam_kernel and not applied:  # waits for the device
-            return
+        known: Tensor | float = factor.float()
+        if self._adam_kernel:
+            known = factor.masked_fill(~applied, math.nan).item()  # waits for the device
+            if math.isnan(known):
+                return
         if self._config.rule.counts_updates:
             self._count(applied)
         for group in optimizer.param_groups:
             parameters = [each for each in group["params"] if each.grad is not None]
             if parameters:
-                self._update(group, parameters, applied, factor.float())
+                self._update(group, parameters, applied, known)
 
     def _count(self, applied: Tensor) -> None:
         states = self._optimizer.state.values()
@@ -80,18 +84,24 @@ class DeviceStep:
         self._known_updates += 1
 
     def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], applied: Tensor, factor: Tensor
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        applied: Tensor,
+        factor: Tensor | float,
     ) -> None:
         config, rate = self._config, float(group["lr"])
         weights = [local_shard(each.detach()) for each in parameters]
         gradients = [local_shard(each.grad) for each in parameters if each.grad is not None]
         foreach_multiply(gradients, factor)
         decay = group["weight_decay"]
-        for weight, gradient in zip(weights, gradients, strict=True):
-            if decay and not config.rule.decouples_decay:
+        if decay and not config.rule.decouples_decay:
+            for weight, gradient in zip(weights, gradients, strict=True):
                 gradient.add_(weight, alpha=decay)
-            if not self._adam_kernel:
-                gradient.masked_fill_(~applied, 0.0)  # 0 times what is not finite would not be 0
+        if not self._adam_kernel:
+            skipped = ~applied
+            for gradient in gradients:
+                gradient.masked_fill_(skipped, 0.0)  # 0 times what is not finite would not be 0
         moments = [self._moments(parameters, name) for name in config.state_parts]
         match config.name:
             case "sgd":
@@ -130,7 +140,12 @@ class DeviceStep:
                 decay=decay,
             )
             return
-        count = self._updates.double().clamp(min=1.0)
+        count = self._updates.clamp(min=1.0)
+        # 1 - beta^count, which float32 does not hold near 1
+        first_part, second_part = (
+            -torch.expm1(count * (math.log(beta) if beta else -math.inf)) for beta in betas
+        )
+        made = applied.float()
         foreach_adam(
             weights,
             gradients,
@@ -139,9 +154,9 @@ class DeviceStep:
             betas=betas,
             kept=tuple(torch.where(applied, beta, 1.0) for beta in betas),
             epsilon=config.epsilon,
-            root=(1.0 - config.beta2**count).sqrt().float(),
-            rate=(rate * applied.double() / (1.0 - config.beta1**count)).float(),
-            decay=1.0 - rate * decay * applied.double() if decay else None,
+            root=second_part.sqrt(),
+            rate=rate * made / first_part,
+            decay=1.0 - rate * decay * made if decay else None,
         )
 
     def _moments(self, parameters: list[Tensor], name: str) -> list[Tensor]:

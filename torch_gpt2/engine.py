@@ -266,7 +266,7 @@ class Engine(BaseEngine):
         if recorder is not None:
             recorder.end(loss, self.master.tensors, gradients, self._owned_pieces())
         if self._gradient_sync.alone:
-            norm = self._data_parallel.norm(global_norm(list(gradients.values()))).double() / scale
+            norm = self._data_parallel.norm(global_norm(list(gradients.values()))) / scale
         else:
             norm = self._gradient_sync.norm(gradients) / scale
         finite = (norm < math.inf) & (loss.abs() < math.inf)
@@ -276,7 +276,7 @@ class Engine(BaseEngine):
         factor = clip_factor(norm, self.config.optimizer.clip_grad) / scale
         self._update(list(gradients.values()), applied, factor, rate)
         self._device_scale.update(finite)
-        numbers = self.device.fetch(torch.stack([loss, norm, applied.double()]))
+        numbers = self.device.fetch(torch.stack([loss, norm, applied.to(norm.dtype)]))
         self._under_way = lambda: self._result(numbers(), rate, batch.samples)
         return results
 
@@ -324,8 +324,8 @@ class Engine(BaseEngine):
         quantization.begin_step()
 
     def _accumulate_gradients(self, tokens: Tokens, scale: Tensor) -> Tensor:
-        """Mean loss of the global batch, float64; its gradient, times ``scale``, is left in the
-        parameters.
+        """Return the mean loss of the global batch, of ``wide_type``. Its gradient, times
+        ``scale``, is left in the parameters.
         """
         micro, packing = self.config.train.micro_batch_size, self.config.packing
         watch = self.recorder.watch if self.recorder is not None else _ignore

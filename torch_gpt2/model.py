@@ -19,17 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
+from common.parallel.fused_attention import keeps_no_scores, with_attention
 from common.parallel.packing import Packing
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
-from torch_gpt2.device import DTYPES, TorchDevice
+from torch_gpt2.device import DTYPES, TorchDevice, attention_mask
 from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
 from torch_gpt2.offload import HostMemory
 from torch_gpt2.packing import (
     BlockAttention,
-    additive_mask,
+    document_mask,
     document_numbers,
     document_positions,
 )
@@ -105,8 +106,8 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         """Causal attention of queries that are all the positions of the keys, or the last ones.
 
-        mask: (..., T, K) of the type of q, added to the scores. Of several queries that are not all
-        the positions it hides what comes later. With ``blocked`` it is that one's mask instead.
+        mask: (..., T, K), as ``attention_mask`` returns it. Of several queries that are not all the
+        positions it hides what comes later. With ``blocked`` it is that one's mask instead.
         """
         if self.blocked is not None and mask is not None:
             return self.blocked.attend(q, k, v, block_mask=mask)
@@ -121,9 +122,10 @@ class Attention(nn.Module):
         q = q / math.sqrt(self.head_size)  # before the product, which float16 could not hold
         scores = (q @ k.transpose(-2, -1)).to(self.softmax_dtype)  # (B, nh, T, T)
         if causal:
-            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(later, float("-inf"))
-        if mask is not None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        elif mask is not None:
             scores = scores + mask.to(self.softmax_dtype)
         return F.dropout(scores.softmax(-1).to(v.dtype), dropout) @ v
 
@@ -203,7 +205,7 @@ class GPT2(nn.Module):
         documents = document_numbers(tokens, self.packing.eod)
         if self.blocked is not None:
             return self.blocked.mask(documents)
-        return additive_mask(documents, self.compute_dtype)
+        return attention_mask(document_mask(documents), self.compute_dtype)
 
     def blocks(self, x: Tensor, mask: Any = None) -> Tensor:
         for block in self.h:
@@ -289,7 +291,7 @@ def attention_kernel(config: ResolvedRun, device: TorchDevice) -> str:
     packing = config.packing
     if packing is not None and packing.attention and BlockAttention.suits(config, device):
         return "FlexAttention"
-    fused = config.train.fused_attention and config.precision.softmax == "float32"
+    fused = keeps_no_scores(with_attention(config, device.kind, device.name))
     return "scaled_dot_product_attention" if fused else "written out"
 
 

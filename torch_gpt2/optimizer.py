@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common.config.schema import LossScaleConfig, OptimizerConfig
 from common.training.loss_scale import LossScale
 from common.weights.names import decays
+from torch_gpt2.device import wide_type
 from torch_gpt2.private_api import foreach_copy, foreach_multiply, foreach_norm
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 class DeviceLossScale:
     """``common.training.loss_scale.LossScale`` on the device, which updates it without the host.
-    ``value`` is a float64 scalar.
+    ``value`` is a scalar of ``wide_type``.
     """
 
     value: Tensor
@@ -53,7 +54,7 @@ class DeviceLossScale:
         def number(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((), value, dtype=dtype, device=self._device)
 
-        self.value = number(state.value, torch.float64)
+        self.value = number(state.value, wide_type(self._device))
         self.finite_steps = number(state.finite_steps, torch.int32)
         self.overflows = number(state.overflows, torch.int32)
 

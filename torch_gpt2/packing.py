@@ -37,16 +37,11 @@ def document_positions(ids: Tensor, eod: int) -> Tensor:
     return places - starts
 
 
-def additive_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores: 0 within a document up to the query, else -inf.
-
-    (B, T) -> (B, 1, T, T).
-    """
+def document_mask(documents: Tensor) -> Tensor:
+    """Return what each query sees, bool: its document up to itself, (B, T) -> (B, 1, T, T)."""
     length = documents.shape[1]
     earlier = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    seen = (documents[:, :, None] == documents[:, None, :]) & earlier
-    mask = torch.zeros(seen.shape, dtype=dtype, device=documents.device)
-    return mask.masked_fill(~seen, float("-inf"))[:, None]
+    return ((documents[:, :, None] == documents[:, None, :]) & earlier)[:, None]
 
 
 class BlockAttention:

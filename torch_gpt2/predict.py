@@ -17,7 +17,7 @@ from common.inference.run_modes import continue_prompts
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.start import weights_to_use
-from torch_gpt2.device import TorchDevice, open_device
+from torch_gpt2.device import TorchDevice, attention_mask, open_device
 from torch_gpt2.evaluate import make_scorer
 from torch_gpt2.int8 import Int8Linear, head_product, load_model, product_of
 from torch_gpt2.model import GPT2, Block, Linear
@@ -95,11 +95,9 @@ class Decoder:
             )
         self._mask = None
         if any(self._begins):
-            hidden = torch.arange(shape[2])[None] < torch.tensor(self._begins)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=self._model.compute_dtype).masked_fill(
-                hidden, float("-inf")
-            )
-            self._mask = mask[:, None, None].to(self._device)  # (B, 1, 1, K)
+            seen = torch.arange(shape[2])[None] >= torch.tensor(self._begins)[:, None]
+            mask = attention_mask(seen.to(self._device), self._model.compute_dtype)
+            self._mask = mask[:, None, None]  # (B, 1, 1, K)
         # Prompts are padded on the right, where a causal mask hides the padding from all tokens
         # that count.
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)

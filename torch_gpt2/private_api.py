@@ -264,7 +264,7 @@ def foreach_adam(
     learning rate over the first moment's; 0 leaves the weights. decay: factor of the weights.
     """
     if decay is not None:
-        torch._foreach_mul_(weights, decay.float())
+        torch._foreach_mul_(weights, decay)
     torch._foreach_mul_(first, kept[0])
     torch._foreach_add_(first, gradients, alpha=1.0 - betas[0])
     torch._foreach_mul_(second, kept[1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.generation.sampling import Logits
-from torch_gpt2.device import TorchDevice
+from torch_gpt2.device import TorchDevice, attention_mask
 from torch_gpt2.int8 import head_product
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2
@@ -58,9 +58,8 @@ class Slots:
         x = self._model.embed(torch.tensor(ids[reuse:], device=self._device)[None], places)
         mask = None
         if reuse:
-            later = torch.arange(end, device=self._device)[None] > places[:, None]
-            mask = torch.zeros(later.shape, dtype=x.dtype, device=self._device)
-            mask = mask.masked_fill(later, float("-inf"))
+            seen = torch.arange(end, device=self._device)[None] <= places[:, None]
+            mask = attention_mask(seen, x.dtype)
         for layer in self._layers:
             q, k, v = layer.heads(x)
             layer.keys[rows, :, reuse:end], layer.values[rows, :, reuse:end] = k, v
@@ -80,11 +79,10 @@ class Slots:
         at[rows] = torch.tensor(places)
         ids, column = torch.zeros_like(at), torch.full_like(at, self._unread)
         ids[rows], column[rows] = torch.tensor(tokens), at[rows]
-        later = torch.arange(end)[None] > at[:, None]
+        seen = torch.arange(end)[None] <= at[:, None]
         mask = None
-        if later.any():
-            mask = torch.zeros(later.shape, dtype=self._model.compute_dtype)
-            mask = mask.masked_fill(later, float("-inf"))[:, None, None].to(self._device)
+        if not seen.all():
+            mask = attention_mask(seen.to(self._device), self._model.compute_dtype)[:, None, None]
         every = torch.arange(first, last + 1, device=self._device)
         column = column.to(self._device)
         x = self._model.embed(ids.to(self._device)[:, None], at.to(self._device)[:, None])

@@ -81,9 +81,10 @@ class Facts:
     @cached_property
     def imports(self) -> tuple[list[Check], dict[str, int]]:
         wanted = software.BACKENDS[self.asked.backend] if self.asked.backend else software.IMPORTED
-        return software.check_imports(
-            [name for name in wanted if self.versions[name]], IMPORT_SECONDS
-        )
+        names = [name for name in wanted if self.versions[name]]
+        if "mindspore" in names and self.npus:
+            names.append("hccl")  # CANN's, by which MindSpore's ranks meet
+        return software.check_imports(names, IMPORT_SECONDS)
 
     @cached_property
     def devices(self) -> tuple[list[Check], int]:

@@ -227,7 +227,9 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
             return ok(f"import {name}", f"works, {seconds:.1f} s"), devices
         how = f"ended by signal {-code}" if code and code < 0 else "failed"
         remedy = f'for the full output: {sys.executable} -c "import {name}"'
-        if re.search(r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND", errors):
+        if name == "hccl":
+            remedy = "source CANN's set_env.sh, or pip install the hccl wheel below CANN's folder"
+        elif re.search(_OF_CANN, errors):
             remedy = (
                 "source CANN's set_env.sh; to run without the NPU: export"
                 " TORCH_DEVICE_BACKEND_AUTOLOAD=0"
@@ -241,6 +243,9 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
         counts |= devices
     return [check for check, _ in results], counts
 
+
+_OF_CANN = r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND"
+"""Pattern of an error that CANN's libraries are not found."""
 
 _COUNT = {
     "torch": "devices = {'cuda': torch.cuda.device_count()}",

@@ -1,7 +1,10 @@
 """Attention by one kernel that keeps no scores: where a framework has it on a device.
 
-MindSpore has one on Ascends (FlashAttentionScore). torch chooses such kernels by itself, but
-torch_npu has none for the first Ascend 910 (op-plugin's ScaledDotProductAttentionKernelNpuOpApi).
+MindSpore has one on Ascends (FlashAttentionScore). torch chooses such kernels by itself, with and
+without a mask, where they are:
+
+- torch_npu has none for the first Ascend 910 (op-plugin's ScaledDotProductAttentionKernelNpuOpApi);
+- a CPU's has no dropout (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ FIRST_ASCEND = "Ascend 910A"
 
 
 def has_attention_kernel(kind: str, name: str | None) -> bool:
-    """Return whether a device has the kernel. name: of the device, None if it is not known.
+    """Return whether MindSpore has its kernel on a device. name: None if it is not known.
 
     kind: may be auto, which counts as an Ascend.
     """
@@ -39,8 +42,13 @@ def suits_attention_kernel(config: ResolvedRun) -> bool:
 def with_attention(config: ResolvedRun, kind: str, name: str | None) -> ResolvedRun:
     """Return the run with ``train.fused_attention`` as a device computes attention."""
     accelerator = find_accelerator(name) if name else None
-    is_first = accelerator is not None and accelerator.name == FIRST_ASCEND
-    if has_attention_kernel(kind, name) or (config.backend == "torch" and not is_first):
+    if config.backend == "mindspore":
+        found = has_attention_kernel(kind, name)
+    elif kind == "cpu":
+        found = not config.model.attention_dropout
+    else:
+        found = accelerator is None or accelerator.name != FIRST_ASCEND
+    if found:
         return config
     train = config.train.model_copy(update={"fused_attention": False})
     return config.model_copy(update={"train": train})

@@ -12,6 +12,7 @@ from itertools import chain
 from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
 from common.parallel.batch import BatchPlan
+from common.parallel.fused_attention import FIRST_ASCEND
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.ramp import describe_ramp
@@ -120,6 +121,7 @@ def describe_plan(
         "",
         *_memory_lines(plan, config),
         *_room(plan, config, device),
+        *_kernels_to_check(config, device),
         "",
         *_traffic_lines(plan),
     ]
@@ -230,6 +232,15 @@ def _room(plan: Plan, config: ResolvedRun, device: Accelerator | None) -> list[s
         f"does not fit: {what} is {-room / GIB:.2f} GiB short; raise model_parallel, pipeline_stage"
         " or zero_stage, or recompute more"
     ]
+
+
+def _kernels_to_check(config: ResolvedRun, device: Accelerator | None) -> Iterable[str]:
+    """Say that MindSpore may have left the first Ascend (docs/ascend.md)."""
+    if config.backend == "mindspore" and device is not None and device.name == FIRST_ASCEND:
+        yield (
+            "MindSpore's pages name only Atlas A2 and A3 servers; check in its release notes that"
+            f" your version still has kernels for the {device.name}"
+        )
 
 
 RESERVED = 0.06

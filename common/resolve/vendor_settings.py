@@ -12,7 +12,9 @@ from common.parallel.resolved_run import ResolvedRun
 
 
 def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
-    """Return the arguments of mindspore.set_context, without the device, which set_device takes."""
+    """Return the arguments of mindspore.set_context. It has other functions for the device and its
+    memory.
+    """
     context = config.context
     settings: dict[str, Any] = {
         "mode": {"graph": 0, "pynative": 1}[context.mode],
@@ -27,8 +29,6 @@ def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
         settings |= {"jit_config": {"jit_level": "O1"}}  # enable_graph_kernel is its old name
         if context.graph_kernel_flags:
             settings |= {"graph_kernel_flags": context.graph_kernel_flags}
-    if context.max_device_memory:
-        settings |= {"max_device_memory": context.max_device_memory}
     return settings
 
 

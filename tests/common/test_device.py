@@ -20,7 +20,12 @@ from common.errors import ConfigError
         ("Ascend910B2C", "Ascend 910B2", 376.0),
         ("Ascend910B3", "Ascend 910B3", 313.0),
         ("Ascend910B4", "Ascend 910B4", 280.0),
-        ("Ascend910_9362", "Ascend A3", 400.0),
+        # with those below, each of torch_npu's NpuVariables.cpp
+        ("Ascend910B2", "Ascend 910B2", 376.0),
+        ("Ascend910B4-1", "Ascend 910B4", 280.0),
+        *((f"Ascend910_{n}", "Ascend A3", 400.0) for n in (9362, 9372, 9381, 9382, 9391, 9392)),
+        ("Ascend910PremiumA", "Ascend 910A", 256.0),
+        ("Ascend910ProB", "Ascend 910A", 256.0),
         ("Ascend910ProA", "Ascend 910A", 256.0),
         ("Ascend910", "Ascend 910A", 256.0),
         ("Ascend910B", "Ascend 910A", 256.0),

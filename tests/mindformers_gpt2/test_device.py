@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -156,7 +157,6 @@ def test_the_context_in_mindspores_words() -> None:
     full = make_config(
         context={
             "mode": 1,
-            "max_device_memory": "31GB",
             "max_call_depth": 2000,
             "save_graphs": True,
             "enable_graph_kernel": True,
@@ -170,7 +170,6 @@ def test_the_context_in_mindspores_words() -> None:
         "save_graphs_path": "unused/graph",
         "jit_config": {"jit_level": "O1"},
         "graph_kernel_flags": "--opt_level=2",
-        "max_device_memory": "31GB",
     }
     known = ms.set_context.__doc__
     assert all(
@@ -178,6 +177,16 @@ def test_the_context_in_mindspores_words() -> None:
         for name in mindspore_context(full)
         if not name.startswith("graph_kernel")
     )
+
+
+def test_the_memory_limit_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the function that MindSpore names in place of set_context; it refuses a second call."""
+    ascend = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
+    monkeypatch.setattr("mindformers_gpt2.device.select_device", lambda *_, **__: ascend)
+    monkeypatch.setattr(ms.runtime, "set_memory", create_autospec(ms.runtime.set_memory))
+    for _ in range(2):
+        open_device(make_config(device="npu", context={"max_device_memory": "31GB"}))
+    ms.runtime.set_memory.assert_called_once_with(max_size="31GB")
 
 
 def test_graphs_have_the_level_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:

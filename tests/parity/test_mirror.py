@@ -45,6 +45,7 @@ DIFFERENCES = {
     "device.py": {
         "TorchDevice": "the device record, under the framework's name",
         "MindSporeDevice": "the device record, under the framework's name",
+        "attention_mask": "MindSpore's model makes its kernel's form itself",
     },
     "parallel/data_parallel.py": {
         "LossSum": "what DDP wraps",
@@ -70,7 +71,7 @@ DIFFERENCES = {
         "takes_fused_attention": "torch chooses the kernel within scaled_dot_product_attention",
     },
     "packing.py": {
-        "additive_mask": "MindSpore's model adds documents to its causal mask",
+        "document_mask": "MindSpore's model adds documents to its causal mask",
         "BlockAttention": "MindSpore has no such kernels",
     },
     "predict.py": {"Layer": "MindSpore's graphs fuse products by themselves"},

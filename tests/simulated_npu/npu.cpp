@@ -6,6 +6,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_to_copy_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
@@ -160,6 +161,17 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
+// As torch_npu's ToKernelNpu.cpp: a cast that gives only a type makes float32 of float64.
+at::Tensor to_copy(
+    const at::Tensor& from, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout, std::optional<at::Device> device,
+    std::optional<bool> pinned, bool non_blocking, std::optional<at::MemoryFormat> format) {
+  if (dtype == at::kDouble && !device) {
+    TORCH_WARN_ONCE("Device do not support double dtype now, dtype cast replace with float.");
+    dtype = at::kFloat;
+  }
+  return at::native::_to_copy(from, dtype, layout, device, pinned, non_blocking, format);
+}
+
 at::Scalar local_scalar(const at::Tensor& tensor) { return on_host(tensor).item(); }
 
 // As on a device: operands lie on one place, but for scalars held by the host, and indices where torch allows them.
@@ -169,6 +181,8 @@ void require_one_place(const std::string& name, const c10::IValue& value, std::o
   } else if (value.isTensor() && value.toTensor().defined()) {
     const auto& tensor = value.toTensor();
     if (tensor.is_cpu() && (tensor.dim() == 0 || name.find("index") != std::string::npos)) return;
+    // few of Ascend's operators take it, and an error comes later than the call
+    TORCH_CHECK(tensor.is_cpu() || tensor.scalar_type() != at::kDouble, name, ": float64 on an Ascend");
     if (!place) place = tensor.device();
     TORCH_CHECK(*place == tensor.device(), name, ": tensors on ", *place, " and on ", tensor.device());
   }
@@ -185,7 +199,10 @@ struct Drawing {
   at::Tensor before;
 };
 
+std::atomic<int64_t> launched{};
+
 void by_cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  ++launched;
   const auto& name = op.operator_name().name;
   TORCH_CHECK(name.rfind("aten::_fused_adam", 0) && name.rfind("aten::_fused_sgd", 0), name, ": Ascend has no such fused optimizer");
   const auto& arguments = op.schema().arguments();
@@ -217,6 +234,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("_to_copy", &to_copy);
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
@@ -227,6 +245,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   // without this torch would compose it of smaller operators, and round otherwise than the CPU
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&by_cpu_kernel>());
+  // and this of a loop over the list, as it does on an Ascend for a factor that is a tensor (op_plugin_functions.yaml)
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.name.rfind("aten::_foreach_", 0) == 0 && (op.overload_name != "Tensor" || op.name.find("_addc") != std::string::npos))
+      m.impl(c10::toString(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&by_cpu_kernel>());
   m.impl("record_stream", +[](at::Tensor&, at::Stream) {});
 }
 
@@ -240,6 +262,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_allocated", [](int index) { return held.at(index).load(); });
   m.def("max_memory_allocated", [](int index) { return peak.at(index).load(); });
   m.def("reset_peak_memory", [](int index) { peak.at(index) = held.at(index).load(); });
+  m.def("launched", [] { return launched.load(); });
   m.def("generator", [](int index) { return hooks().getDefaultGenerator(c10::DeviceIndex(index)); });
   m.def("hccl", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Hccl>(std::move(gloo));

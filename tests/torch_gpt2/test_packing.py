@@ -23,12 +23,12 @@ from tests.config_overrides import changed
 from tests.packed_corpus import EOD, FLAGS, write_packed_corpus
 from tests.reference import hugging_face_model, hugging_face_names
 from torch_gpt2.data import split
-from torch_gpt2.device import select_device
+from torch_gpt2.device import attention_mask, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate, make_scorer
 from torch_gpt2.loss import cross_entropy_sum
 from torch_gpt2.model import GPT2, Attention
-from torch_gpt2.packing import BlockAttention, additive_mask, document_numbers, document_positions
+from torch_gpt2.packing import BlockAttention, document_mask, document_numbers, document_positions
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
 from torch_gpt2.train import train
@@ -92,16 +92,34 @@ def test_masks_and_positions_are_megatrons() -> None:
     )
     config = make_config()
     ids, targets = split(windows(), config.packing)
-    mask = additive_mask(document_numbers(ids, EOD), torch.float32)
+    seen = document_mask(document_numbers(ids, EOD))
     for row, data in enumerate(ids):
         hidden, counted, positions = megatron._get_ltor_masks_and_position_ids(
             data, EOD, True, True, True, True
         )
         assert torch.equal(document_positions(ids, EOD)[row], positions)
-        assert torch.equal(mask[row] == float("-inf"), hidden)
+        assert torch.equal(~seen[row], hidden)
         assert torch.equal((targets[row] >= 0).float(), counted)
     assert config.packing is not None
     assert config.packing.counted(windows().int().numpy()) == int((targets >= 0).sum())
+
+
+@pytest.mark.parametrize("softmax", ["float32", "bfloat16"])
+def test_a_bool_mask_and_what_is_added_to_the_scores_are_the_same_bit_for_bit(softmax: Any) -> None:
+    """An NPU gets the first, other devices the second; fused, and written out."""
+    model = make_model(make_config(precision={"compute": "bfloat16", "softmax": softmax}))
+    ids, _ = split(windows(), make_config().packing)
+    seen = document_mask(document_numbers(ids, EOD))
+    added = attention_mask(seen, torch.bfloat16)
+    assert added.dtype == torch.bfloat16 and set(added.unique().tolist()) == {0.0, -torch.inf}
+    found = []
+    for mask in (seen, added):
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(4, 2, LENGTH, 16).bfloat16().requires_grad_() for _ in range(3))
+        y = model.h[0].attn.attend(q, k, v, mask)  # type: ignore[operator, union-attr]
+        y.float().square().sum().backward()
+        found.append([y, q.grad, k.grad, v.grad])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.fixture

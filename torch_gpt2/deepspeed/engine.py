@@ -43,7 +43,7 @@ from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.deepspeed.pipeline import build_pipeline, give_tokens, grid_of, mark_split
 from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave_out_shared_memory
 from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
-from torch_gpt2.device import TorchDevice
+from torch_gpt2.device import TorchDevice, wide_type
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer, parameter_groups
 from torch_gpt2.parallel.data_parallel import LossSum
@@ -233,7 +233,8 @@ class DeepSpeedEngine(BaseEngine):
             with contextlib.redirect_stdout(io.StringIO()):  # the report has this line
                 loss = self._engine.train_batch(pairs)
             return loss.item(), self._state.norm()
-        total = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
+        at = self.device.torch_device
+        total = torch.zeros((), dtype=wide_type(at), device=at)
         for pair in pairs:
             mean = self._engine(*pair)
             self._engine.backward(mean)

@@ -103,8 +103,8 @@ class GradientSync:
             sum_over(self._copies_of_embedding, [gradients[EMBEDDING]])
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Euclidean norm over the gradients of all ranks, each element counted once; float64
-        scalar.
+        """Euclidean norm over the gradients of all ranks, each element counted once; scalar of
+        ``wide_type``.
         """
         mine = [
             gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()

@@ -24,7 +24,7 @@ from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from common.processes.addresses import LOOPBACK, is_loopback, listen
 from common.whole_numbers import rank_names
-from torch_gpt2.device import TorchDevice
+from torch_gpt2.device import TorchDevice, wide_type
 from torch_gpt2.private_api import limit_new_groups
 
 T = TypeVar("T")
@@ -56,18 +56,20 @@ class World(WorldBase):
         return int(tensor)
 
     def total(self, value: Tensor, power: int = 1) -> Tensor:
-        """Return the sum of value ** power over all ranks, float64, with the same bits on each.
+        """Return the sum of value ** power over all ranks, with the same bits on each.
 
-        value: float32 scalar on the device. The host waits only if the device is a CPU.
+        value: float32 scalar on the device; the sum is of its ``wide_type``. The host waits only if
+        the device is a CPU.
         """
+        dtype = wide_type(value.device)
         if self.size == 1 or not self._runs_ahead:
-            wide = value.double() ** power
+            wide = value.to(dtype) ** power
             if self.size > 1:
                 dist.all_reduce(wide)
             return wide
         values = value.new_empty(self.size)  # float32, since Ascend's network sums no float64
         gather_parts(values, value.reshape(1), group=self._everyone)
-        return (values.double() ** power).sum()
+        return (values.to(dtype) ** power).sum()
 
     def start_max(self, value: int) -> Callable[[], int]:
         if self.size == 1 or not self._runs_ahead:

@@ -17,6 +17,7 @@ from common.cluster.environment import find_process
 from common.cluster.places import Placement, RankPlacement, find_places
 from common.cluster.rank_environment import (
     ROOT,
+    hccl_seconds,
     make_rendezvous,
     parse_master,
     rank_command,
@@ -219,3 +220,11 @@ def test_master() -> None:
             parse_master(text)
     with pytest.raises(ConfigError, match="environment: MASTER_PORT: 'x' is not a usable port"):
         variables(find_places(range(2)), 0, MASTER_PORT="x")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"), [(3630, "3672"), (68, "68"), (77.0, "136"), (17341, "17340")]
+)
+def test_hccl_waits_in_multiples_of_68(limit: float, seconds: str) -> None:
+    """No less than the limit, unless that is more than a first Ascend can."""
+    assert hccl_seconds(limit) == seconds

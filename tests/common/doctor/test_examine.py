@@ -57,3 +57,14 @@ def test_facts_are_found_once_and_only_where_they_are_needed(
     assert calls == ["versions", "npus"]
     assert facts.places is None and module.check_all_reduce(facts) == []
     assert calls == ["versions", "npus", "imports"]
+
+
+@pytest.mark.parametrize(("npus", "imported"), [([0], ["mindspore", "hccl"]), ([], ["mindspore"])])
+def test_mindspore_on_an_ascend_needs_the_package_hccl(
+    npus: list[int], imported: list[str], monkeypatch: pytest.MonkeyPatch, asked: DoctorRequest
+) -> None:
+    versions = dict.fromkeys(software.PACKAGES) | {"mindspore": "2.10.0"}
+    monkeypatch.setattr(software, "installed_versions", lambda: versions)
+    monkeypatch.setattr(software, "check_imports", lambda names, limit: (names, {}))
+    monkeypatch.setattr(hccn, "npu_numbers", lambda: npus)
+    assert Facts(asked).imports[0] == imported

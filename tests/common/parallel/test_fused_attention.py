@@ -1,11 +1,11 @@
-"""Devices and models on which MindSpore's attention is one kernel, and the plan's bytes of both."""
+"""Devices, frameworks and models whose attention is one kernel, and the plan's bytes of both."""
 
 from typing import Any
 
 import pytest
 
 from common.accelerators import require_accelerator
-from common.parallel.fused_attention import on_accelerator, with_attention
+from common.parallel.fused_attention import keeps_no_scores, on_accelerator, with_attention
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
@@ -53,12 +53,45 @@ def test_the_device_decides(kind: str, name: str | None, fused: bool) -> None:
     assert here.train.fused_attention is fused
     most = saved(config(*MINDSPORE, "train.fused_attention=false"))
     assert saved(here) == (most - scores(run) if fused else most)
-    torch = config()
-    there = with_attention(torch, kind, name)
-    if name != "Ascend910A":
-        assert there is torch
-    else:
-        assert saved(there) == saved(config("train.fused_attention=false")) > saved(torch)
+
+
+PACKED = ("data.reset_attention_mask=true", "data.eod_id=50256")
+DROPS = ("model.attention_dropout=0.1",)
+
+
+@pytest.mark.parametrize("mask", [(), PACKED], ids=["causal", "packed"])
+@pytest.mark.parametrize("backend", ["torch", "mindspore"])
+@pytest.mark.parametrize(
+    ("kind", "name", "torch", "torch_drops", "mindspore"),
+    [
+        ("npu", "Ascend910B2", True, True, True),
+        ("npu", "Ascend910A", False, False, False),
+        ("npu", None, True, True, True),
+        ("cuda", "NVIDIA H100 80GB HBM3", True, True, False),
+        ("cpu", "AMD EPYC", True, False, False),
+    ],
+)
+def test_device_framework_and_mask_decide(
+    kind: str,
+    name: str | None,
+    torch: bool,
+    torch_drops: bool,
+    mindspore: bool,
+    backend: str,
+    mask: tuple[str, ...],
+) -> None:
+    """Whether the plan counts no scores. torch's kernel on a CPU has no dropout, MindSpore's none;
+    both have masks, and so has the NPU's as bool (tests/torch_gpt2/npu_checks.py).
+    """
+    words = ("precision.compute=bfloat16", f"backend={backend}", "model.attention_dropout=0", *mask)
+    for drops, fused in (
+        ((), torch if backend == "torch" else mindspore),
+        (DROPS, torch_drops and backend == "torch"),
+    ):
+        run = with_attention(config(*words, *drops), kind, name)
+        assert keeps_no_scores(run) is fused
+        written = saved(config(*words, *drops, "train.fused_attention=false"))
+        assert saved(run) < written if fused else saved(run) == written
 
 
 @pytest.mark.parametrize(

@@ -486,6 +486,23 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("backend", "name", "says"),
+    [
+        ("mindspore", "Ascend 910A", True),
+        ("mindspore", "Ascend 910B3", False),
+        ("torch", "Ascend 910A", False),
+    ],
+)
+def test_the_plan_says_that_mindspore_may_have_left_an_ascend(
+    backend: str, name: str, says: bool
+) -> None:
+    config = preset("run_gpt2_124m", f"backend={backend}", "precision=fp16")
+    lines = text(make_plan(config), config, device=require_accelerator(name))
+    found = [line for line in lines if line.endswith(f"still has kernels for the {name}")]
+    assert len(found) == says
+
+
 def test_text_of_a_device_and_of_a_schedule_that_does_not_run() -> None:
     config = small(pipeline=4, train={"accumulation_steps": 2})
     lines = text(make_plan(config), config, device=require_accelerator("H100"))

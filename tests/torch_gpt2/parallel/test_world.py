@@ -1,8 +1,10 @@
 """Ranks that meet, as threads with a store over the loopback interface; limits of groups."""
 
 import datetime
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -13,6 +15,11 @@ import torch.distributed as dist  # noqa: E402
 from common.cluster.environment import Process, torch_variables  # noqa: E402
 from common.errors import ConfigError, RunError  # noqa: E402
 from common.processes.addresses import free_port  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
+from common.run_config import load_config  # noqa: E402
+from tests.common.config.test_presets import ROOT  # noqa: E402
+from torch_gpt2.device import select_device  # noqa: E402
+from torch_gpt2.parallel import world  # noqa: E402
 from torch_gpt2.parallel.world import _open_store  # noqa: E402
 from torch_gpt2.private_api import limit_new_groups  # noqa: E402
 
@@ -97,3 +104,19 @@ def test_groups_without_a_limit_get_that_of_the_run() -> None:
     finally:
         dist.destroy_process_group()
         limit_new_groups(usual)
+
+
+def test_hccl_waits_as_long_as_the_run(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own limit is 1836 s, and runtime.stall_limit 3600 s with a margin of 30."""
+    monkeypatch.setattr(world, "limit_new_groups", lambda _: None)
+    monkeypatch.setattr(world, "_open_store", Mock(side_effect=ConfigError("enough")))
+    config = resolve_config(load_config(ROOT / "configs/gpt2/run_gpt2_tiny.yaml", ()))
+    for given, found in (({}, "3672"), ({"HCCL_EXEC_TIMEOUT": "60"}, "60")):
+        variables = {key: os.environ[key] for key in os.environ if key != "HCCL_EXEC_TIMEOUT"}
+        with patch.dict(os.environ, variables | given, clear=True):
+            with (
+                pytest.raises(ConfigError, match="enough"),
+                world.open_world(config, process, select_device("cpu")),
+            ):
+                pass
+            assert os.environ["HCCL_EXEC_TIMEOUT"] == found
