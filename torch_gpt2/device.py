@@ -107,6 +107,10 @@ class TorchDevice:
         self.module.set_device(self.index)  # a new thread has the first device
         return tensor.pin_memory()
 
+    def send(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host on the device. The host does not wait for an accelerator."""
+        return self.pin(tensor).to(self.torch_device, non_blocking=True)
+
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Start to copy a tensor (n,) to the host; the function that is returned waits for it."""
         copied = self.to_host(numbers)
@@ -118,12 +122,26 @@ class TorchDevice:
             return lambda: tensor
         place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         place.copy_(tensor, non_blocking=True)
-        copied = self.module.Event()
-        copied.record()
+        copied = self.mark()
 
         def wait() -> Tensor:
-            copied.synchronize()
+            copied()
             return place
+
+        return wait
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits for what the device has been given so far. Any thread may
+        call it.
+        """
+        if self.kind == "cpu":
+            return lambda: None
+        event = self.module.Event()
+        event.record()
+
+        def wait() -> None:
+            self.module.set_device(self.index)  # a new thread has the first device
+            event.synchronize()
 
         return wait
 

@@ -68,7 +68,7 @@ class Decoder:
     def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
         self.rows = rows
         self._layers = Layers(model, device, rows)
-        self._device = device.torch_device
+        self._device = device
         self._step = DecodeStep(self._layers, rows) if device.runs_ahead else None
 
     @torch.inference_mode()
@@ -85,19 +85,20 @@ class Decoder:
             mask = torch.zeros(hidden.shape, dtype=self._layers.dtype).masked_fill(
                 hidden, float("-inf")
             )
-            self._mask = mask[:, None, None].to(self._device)  # (B, 1, 1, K)
+            self._mask = self._device.send(mask[:, None, None])  # (B, 1, 1, K)
         # Prompts are padded on the right, where a causal mask hides the padding from all tokens
         # that count.
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         x = self._forward(
-            ids.to(self._device),
-            torch.arange(longest, device=self._device),
+            self._device.send(ids),
+            torch.arange(longest, device=self._device.torch_device),
             keep=begins if room else (),
         )
-        last = torch.tensor(self._lengths) - 1
-        return self._layers.read_logits(x[torch.arange(len(prompts)), last])
+        every = torch.arange(len(prompts), device=x.device)
+        last = self._device.send(torch.tensor(self._lengths) - 1)
+        return self._layers.read_logits(x[every, last])
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Logits:
@@ -105,15 +106,14 @@ class Decoder:
         if self._step is not None:
             return self._step(range(len(tokens)), tokens, lengths)
         positions = [[min(length, self._layers.unread - 1)] for length in lengths]
-        ids = torch.tensor(tokens, device=self._device)[:, None]
-        x = self._forward(ids, torch.tensor(positions, device=self._device))
+        x = self._forward(torch.tensor(tokens)[:, None], torch.tensor(positions))
         return self._layers.read_logits(x[:, -1])
 
     @torch.inference_mode()
     def reorder(self, parents: Sequence[int]) -> None:
         if list(parents) == list(range(len(parents))):
             return
-        rows = torch.tensor(parents, device=self._device)
+        rows = self._device.send(torch.tensor(parents))
         for layer in self._layers.blocks:
             if self._step is None:
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]

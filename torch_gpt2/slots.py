@@ -26,7 +26,7 @@ class Slots:
     def __init__(self, model: GPT2, device: TorchDevice, count: int) -> None:
         self.count = count
         self._layers = Layers(model, device, count)
-        self._device = device.torch_device
+        self._device = device
         self._step = DecodeStep(self._layers, count)
         self._fixed = device.runs_ahead
 
@@ -39,12 +39,12 @@ class Slots:
         observe: Callable[[int, Logits], None] | None,
     ) -> Logits:
         end, rows = len(ids), slice(slot, slot + 1)
-        places = torch.arange(reuse, end, device=self._device)
-        x = self._layers.embed(torch.tensor(ids[reuse:], device=self._device)[None], places)
+        places = torch.arange(reuse, end, device=self._device.torch_device)
+        x = self._layers.embed(self._device.send(torch.tensor(ids[reuse:]))[None], places)
         mask = None
         if reuse:
-            later = torch.arange(end, device=self._device)[None] > places[:, None]
-            mask = torch.zeros(later.shape, dtype=x.dtype, device=self._device)
+            later = torch.arange(end, device=x.device)[None] > places[:, None]
+            mask = torch.zeros(later.shape, dtype=x.dtype, device=x.device)
             mask = mask.masked_fill(later, float("-inf"))
         for layer in self._layers.blocks:
             q, k, v = layer.heads(x)
