@@ -94,6 +94,7 @@ class DecodeStep:
             2, rows, dtype=torch.long, device=self._device.torch_device
         )  # tokens and columns
         self._steps: dict[int, Callable[[], Tensor]] = {}
+        self._memory = self._device.graph_memory()
 
     def __call__(
         self, rows: Sequence[int], tokens: Sequence[int], columns: Sequence[int]
@@ -110,7 +111,8 @@ class DecodeStep:
         last = max((column for column in columns if column < unread), default=0)
         keys = min(unread, max(_FEWEST_KEYS, 1 << last.bit_length()))
         if keys not in self._steps:
-            self._steps[keys] = self._device.capture(partial(self.compute, self._inputs, keys))
+            step = partial(self.compute, self._inputs, keys)
+            self._steps[keys] = self._device.capture(step, self._memory)
         return self._layers.read(self._steps[keys]())[list(rows)]
 
     def compute(self, inputs: Tensor, keys: int) -> Tensor:

@@ -6,12 +6,9 @@ import base64
 import importlib
 import importlib.util
 import os
-import shutil
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +18,13 @@ from torch import Tensor
 from common.accelerators import GIB, accelerator_flops
 from common.cluster.environment import ALONE, Process
 from common.config.schema import PrecisionConfig
-from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import (
+    device_index,
+    keep_freed_memory,
+    missing_for_kernels,
+    peak_resident_bytes,
+    processor_name,
+)
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.packages import require_package
@@ -80,15 +83,11 @@ class TorchDevice:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile generates fast kernels here: Triton's, which need a C compiler and
-        Python's headers (triton 3.7.1, runtime/build.py).
-        """
-        compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+        """Whether torch.compile generates fast kernels here, which are Triton's."""
         return (
             self.kind == "cuda"
             and importlib.util.find_spec("triton") is not None
-            and any(shutil.which(name) for name in compilers if name)
-            and Path(sysconfig.get_path("include"), "Python.h").is_file()
+            and missing_for_kernels() is None
         )
 
     @property
@@ -145,11 +144,15 @@ class TorchDevice:
 
         return wait
 
-    def capture(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def graph_memory(self) -> Any:
+        """Return the memory that graphs share which live equally long and run in turns."""
+        return self.module.graph_pool_handle() if self.kind == "cuda" else None
+
+    def capture(self, step: Callable[[], Tensor], memory: Any) -> Callable[[], Tensor]:
         """Return ``step`` as a CUDA graph, or as it is on other devices.
 
-        It works on the same memory in every call, and repeating it with the same input changes
-        nothing. Its result lives until the next call of any captured step.
+        It works on the same tensors in every call, and repeating it with the same input changes
+        nothing. Its result lives until the next call of a step with the same ``memory``.
         """
         if self.kind != "cuda":
             return step
@@ -159,7 +162,7 @@ class TorchDevice:
             step()  # what libraries allocate or choose at first must not be in the graph
         current.wait_stream(aside)
         graph = self.module.CUDAGraph()
-        with self.module.graph(graph, pool=self._graph_memory):
+        with self.module.graph(graph, pool=memory):
             result = step()
 
         def replay() -> Tensor:
@@ -167,11 +170,6 @@ class TorchDevice:
             return result
 
         return replay
-
-    @cached_property
-    def _graph_memory(self) -> Any:
-        """Memory that the graphs share, since one runs at a time."""
-        return self.module.graph_pool_handle()
 
     @property
     def profiler(self) -> Any:
@@ -325,8 +323,8 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " needs less memory"
             )
         _check_float8(config.precision, device)
-        if device.kind == "npu" and not device.supports("bfloat16"):  # the first Ascend 910
-            _warn_of_float16_products(config.precision)
+        if config.precision.compute == "float32":
+            _warn_of_rounded_products(device)
         if config.parallel.async_tensor_parallel:
             _check_async_tensor_parallel(device)
         for part, float_name in config.precision.model_dump(
@@ -339,14 +337,22 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 )
 
 
-def _warn_of_float16_products(precision: PrecisionConfig) -> None:
-    """Warn where torch_npu's default makes float16 of float32 (allow_fp32_to_fp16 before the Atlas
-    A2; Ascend/pytorch, csrc/framework/LazyInitAclops.cpp).
+def _warn_of_rounded_products(device: TorchDevice) -> None:
+    """Warn where float32 matrices are rounded before they are multiplied.
+
+    torch_npu makes them float16 before the Atlas A2 (allow_fp32_to_fp16; Ascend/pytorch,
+    csrc/framework/LazyInitAclops.cpp). NVIDIA's images of torch ask for TF32 (docs.monai.io,
+    precision_accelerating.md).
     """
-    if precision.compute == "float32":
+    if device.kind == "npu" and not device.supports("bfloat16"):  # the first Ascend 910
         LOG.warning(
             "precision.compute=float32: on this Ascend torch_npu multiplies float32 matrices in"
             " float16; set precision=fp16 to have its loss scale too, or backend=mindspore"
+        )
+    if device.kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        LOG.warning(
+            "precision.compute=float32: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 multiplies float32"
+            " matrices in TF32, with 10 bits of fraction; unset it to have all 23"
         )
 
 

@@ -31,7 +31,7 @@ class Accelerator(TorchDevice):
     runs_ahead = True
     compiled = False
 
-    def capture(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, step: Callable[[], Tensor], memory: Any) -> Callable[[], Tensor]:
         captured.append(step)
         return torch.compile(step, backend="eager", fullgraph=True) if self.compiled else step
 
@@ -129,14 +129,13 @@ def test_a_gpu_replays_what_it_has_captured() -> None:
     def stream(name: str) -> Any:
         return SimpleNamespace(wait_stream=lambda other: said.append(f"{name} waits"))
 
-    pools = iter(range(9))
     module = SimpleNamespace(
         CUDAGraph=Graph,
         current_stream=lambda: stream("current"),
         Stream=lambda: stream("aside"),
         stream=lambda _: within("stream"),
         graph=lambda _, pool: within("graph", pool=pool),
-        graph_pool_handle=lambda: next(pools),
+        graph_pool_handle=lambda: 7,
     )
     device = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=module)
     number = torch.zeros(())
@@ -146,10 +145,11 @@ def test_a_gpu_replays_what_it_has_captured() -> None:
         return number
 
     before = ["aside waits", "begin stream", "step", "end stream", "current waits"]
-    before += ["begin graph 0", "step", "end graph"]
+    before += ["begin graph 7", "step", "end graph"]
+    memory = device.graph_memory()
     for _ in range(2):
         said.clear()
-        run = device.capture(step)
+        run = device.capture(step, memory)
         assert said == before
         assert run() is number and run() is number
         assert said == [*before, "replay", "replay"]
