@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import resource
+import shutil
 import sys
+import sysconfig
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +57,17 @@ class Device(Protocol):
     def seed(self, seed: int) -> None: ...
     def rng_state(self) -> dict[str, Any]: ...
     def set_rng_state(self, state: dict[str, Any]) -> None: ...
+
+
+def missing_for_kernels() -> str | None:
+    """Return what Triton, which generates kernels for GPUs, lacks here: a C compiler or Python's
+    headers (triton 3.7.1, runtime/build.py). None if it lacks neither.
+    """
+    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+    if not any(shutil.which(name) for name in compilers if name):
+        return "C compiler"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.is_file() else str(header)
 
 
 def device_index(config: RunConfig, process: Process) -> int:

@@ -38,7 +38,7 @@ class HostWaits(TorchDispatchMode):
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Take note of memory that the device reads by itself."""
-        self._pinned.add(tensor.data_ptr())
+        self._pinned.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     def __torch_dispatch__(
@@ -66,9 +66,10 @@ class HostWaits(TorchDispatchMode):
         if source.device.type == target.device.type:
             return
         where = f"{name} {source.device.type} to {target.device.type}"
+        host = source if source.device.type == "cpu" else target
         if not (options.get("non_blocking") or (name == "copy_" and arguments[2:] == (True,))):
             self._note(f"{where} is blocking")
-        elif (source if source.device.type == "cpu" else target).data_ptr() not in self._pinned:
+        elif host.untyped_storage().data_ptr() not in self._pinned:
             self._note(f"{where} of memory that is not pinned")
 
     def _note(self, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,49 @@ Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
 
 
-def weights_on_host(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Array]:
-    """Return ``pieces`` of parameters. On a CPU the arrays share the memory of their tensors."""
-    return {name: _cut(tensors[name], piece) for name, piece in pieces.items()}
+Copy = Callable[[str, Tensor], Array]
+"""Takes a tensor and its name; returns it as float32 on the host."""
+
+_BLOCK = 2**26
+
+
+def copy_at_once(name: str, tensor: Tensor) -> Array:
+    """Wait for a copy. On a CPU a float32 array shares the memory of its tensor."""
+    copied: Array = tensor.to("cpu", torch.float32).numpy()
+    return copied
+
+
+class Staging:
+    """Pinned memory of the host that a device fills while the host goes on.
+
+    It is kept for the next snapshot: to pin memory takes longer than to fill it. torch rounds a
+    block up to a power of two (pytorch issue 150517), so all blocks are such.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, Tensor] = {}
+        self._rest = torch.empty(0)
+
+    def copy(self, name: str, tensor: Tensor) -> Array:
+        """Start to copy a tensor to its place: ``Copy`` without the wait."""
+        if name not in self._places:
+            self._places[name] = self._take(tensor.numel()).view(tensor.shape)
+        copied: Array = self._places[name].copy_(tensor, non_blocking=True).numpy()
+        return copied
+
+    def _take(self, numbers: int) -> Tensor:
+        if numbers > len(self._rest):
+            size = max(_BLOCK, 1 << (numbers - 1).bit_length())
+            self._rest = torch.empty(size, dtype=torch.float32, pin_memory=True)
+        taken, self._rest = self._rest[:numbers], self._rest[numbers:]
+        return taken
+
+
+def weights_on_host(
+    tensors: Mapping[str, Tensor], pieces: Pieces, copy: Copy = copy_at_once
+) -> dict[str, Array]:
+    """Return ``pieces`` of parameters."""
+    return {name: copy(name, _cut(tensors[name], piece)) for name, piece in pieces.items()}
 
 
 def moments_on_host(
@@ -32,19 +72,19 @@ def moments_on_host(
     optimizer: torch.optim.Optimizer,
     parts: Sequence[str],
     pieces: Pieces,
+    copy: Copy = copy_at_once,
 ) -> tuple[dict[str, Array], int]:
     """Return ``pieces`` of the optimizer's state by NAME.PART, and the number of its updates."""
-    moments: dict[str, Array] = {}
-    steps = 0
-    for name, tensor in tensors.items():
-        state = optimizer.state.get(tensor, {})
-        steps = int(state.get("step", steps))
-        if name in pieces:
-            moments |= {
-                f"{name}.{part}": _cut(state[part], pieces[name])
-                for part in parts
-                if state.get(part) is not None
-            }
+    states = {name: optimizer.state.get(tensor, {}) for name, tensor in tensors.items()}
+    counts = (state["step"] for state in states.values() if "step" in state)
+    steps = int(next(counts, 0))  # which may wait for a device, and not for the copies
+    moments = {
+        f"{name}.{part}": copy(f"{name}.{part}", _cut(states[name][part], pieces[name]))
+        for name in tensors
+        if name in pieces
+        for part in parts
+        if states[name].get(part) is not None
+    }
     return moments, steps
 
 
@@ -89,7 +129,6 @@ def fill_moments(
             moments["step"] = torch.tensor(float(steps), dtype=torch.float32, device=on)
 
 
-def _cut(tensor: Tensor, piece: TensorSlice) -> Array:
+def _cut(tensor: Tensor, piece: TensorSlice) -> Tensor:
     """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
-    values: Array = local_shard(tensor.detach()).detach().to("cpu", torch.float32).numpy()
-    return values[: piece.rows[1] - piece.rows[0]]
+    return local_shard(tensor.detach()).detach()[: piece.rows[1] - piece.rows[0]]

@@ -28,8 +28,7 @@ def to_device(tokens: Tokens, device: TorchDevice) -> Tensor:
     """
     if not device.runs_ahead:
         return torch.from_numpy(tokens.astype(np.int64))
-    pinned = device.pin(torch.from_numpy(np.require(tokens, np.int32, ["C", "W"])))
-    return pinned.to(device.torch_device, non_blocking=True).long()
+    return device.send(torch.from_numpy(np.require(tokens, np.int32, ["C", "W"]))).long()
 
 
 def split(tokens: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,9 @@ import base64
 import importlib
 import importlib.util
 import os
-import shutil
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +18,13 @@ from torch import Tensor
 from common.accelerators import GIB, accelerator_flops
 from common.cluster.environment import ALONE, Process
 from common.config.schema import PrecisionConfig
-from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import (
+    device_index,
+    keep_freed_memory,
+    missing_for_kernels,
+    peak_resident_bytes,
+    processor_name,
+)
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.packages import require_package
@@ -102,15 +105,11 @@ class TorchDevice:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile generates fast kernels here: Triton's, which need a C compiler and
-        Python's headers (triton 3.7.1, runtime/build.py).
-        """
-        compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+        """Whether torch.compile generates fast kernels here, which are Triton's."""
         return (
             self.kind == "cuda"
             and importlib.util.find_spec("triton") is not None
-            and any(shutil.which(name) for name in compilers if name)
-            and Path(sysconfig.get_path("include"), "Python.h").is_file()
+            and missing_for_kernels() is None
         )
 
     @property
@@ -129,21 +128,70 @@ class TorchDevice:
         self.module.set_device(self.index)  # a new thread has the first device
         return tensor.pin_memory()
 
+    def send(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host on the device. The host does not wait for an accelerator."""
+        return self.pin(tensor).to(self.torch_device, non_blocking=True)
+
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Start to copy a tensor (n,) to the host; the function that is returned waits for it."""
-        if self.kind == "cpu":
-            return numbers.tolist
-        place = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        place.copy_(numbers, non_blocking=True)
-        copied = self.module.Event()
-        copied.record()
+        copied = self.to_host(numbers)
+        return lambda: copied().tolist()
 
-        def wait() -> list[float]:
-            copied.synchronize()
-            found: list[float] = place.tolist()
-            return found
+    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a tensor to the host; the function that is returned waits for it."""
+        if self.kind == "cpu":
+            return lambda: tensor
+        place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        place.copy_(tensor, non_blocking=True)
+        copied = self.mark()
+
+        def wait() -> Tensor:
+            copied()
+            return place
 
         return wait
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits for what the device has been given so far. Any thread may
+        call it.
+        """
+        if self.kind == "cpu":
+            return lambda: None
+        event = self.module.Event()
+        event.record()
+
+        def wait() -> None:
+            self.module.set_device(self.index)  # a new thread has the first device
+            event.synchronize()
+
+        return wait
+
+    def graph_memory(self) -> Any:
+        """Return the memory that graphs share which live equally long and run in turns."""
+        return self.module.graph_pool_handle() if self.kind == "cuda" else None
+
+    def capture(self, step: Callable[[], Tensor], memory: Any) -> Callable[[], Tensor]:
+        """Return ``step`` as a CUDA graph, or as it is on other devices.
+
+        It works on the same tensors in every call, and repeating it with the same input changes
+        nothing. Its result lives until the next call of a step with the same ``memory``.
+        """
+        if self.kind != "cuda":
+            return step
+        current, aside = self.module.current_stream(), self.module.Stream()
+        aside.wait_stream(current)
+        with self.module.stream(aside):
+            step()  # what libraries allocate or choose at first must not be in the graph
+        current.wait_stream(aside)
+        graph = self.module.CUDAGraph()
+        with self.module.graph(graph, pool=memory):
+            result = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
     @property
     def profiler(self) -> Any:
@@ -297,8 +345,8 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 " needs less memory"
             )
         _check_float8(config.precision, device)
-        if device.kind == "npu" and not device.supports("bfloat16"):  # the first Ascend 910
-            _warn_of_float16_products(config.precision)
+        if config.precision.compute == "float32":
+            _warn_of_rounded_products(device)
         if config.parallel.async_tensor_parallel:
             _check_async_tensor_parallel(device)
         for part, float_name in config.precision.model_dump(
@@ -311,14 +359,22 @@ def check_support(config: ResolvedRun, device: TorchDevice) -> None:
                 )
 
 
-def _warn_of_float16_products(precision: PrecisionConfig) -> None:
-    """Warn where torch_npu's default makes float16 of float32 (allow_fp32_to_fp16 before the Atlas
-    A2; Ascend/pytorch, csrc/framework/LazyInitAclops.cpp).
+def _warn_of_rounded_products(device: TorchDevice) -> None:
+    """Warn where float32 matrices are rounded before they are multiplied.
+
+    torch_npu makes them float16 before the Atlas A2 (allow_fp32_to_fp16; Ascend/pytorch,
+    csrc/framework/LazyInitAclops.cpp). NVIDIA's images of torch ask for TF32 (docs.monai.io,
+    precision_accelerating.md).
     """
-    if precision.compute == "float32":
+    if device.kind == "npu" and not device.supports("bfloat16"):  # the first Ascend 910
         LOG.warning(
             "precision.compute=float32: on this Ascend torch_npu multiplies float32 matrices in"
             " float16; set precision=fp16 to have its loss scale too, or backend=mindspore"
+        )
+    if device.kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        LOG.warning(
+            "precision.compute=float32: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 multiplies float32"
+            " matrices in TF32, with 10 bits of fraction; unset it to have all 23"
         )
 
 

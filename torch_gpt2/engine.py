@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,14 @@ from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.base_engine import BaseEngine
-from torch_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
+from torch_gpt2.checkpoint import (
+    Staging,
+    copy_at_once,
+    fill_moments,
+    fill_weights,
+    moments_on_host,
+    weights_on_host,
+)
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
@@ -100,6 +108,7 @@ class Engine(BaseEngine):
         """Function that waits for the result of the last step, if that is not known."""
         self._lent: Snapshot | None = None
         """Arrays that the checkpoint writer may still be reading."""
+        self._staging = Staging() if device.runs_ahead else None
         self._loss_sum = (
             compile_model(self.parts, config)
             if is_compiled(config, device)
@@ -166,26 +175,32 @@ class Engine(BaseEngine):
         return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Lend the tensors of a CPU to the writer; copy those of other devices."""
+        """Lend the tensors of a CPU to the writer, or the memory into which other devices copy.
+
+        A device copies before it starts the next step. The writer waits for it, not the training.
+        """
         generators = self.world.gather(self.device.rng_state())
         if self.world.rank and not self.is_sharded:
             return None
         owned = self._owned_pieces()
         parts = self.config.optimizer.state_parts
-        moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned)
+        if self._staging is not None and self._lent is not None:
+            self._lent.detach()
+        copy = copy_at_once if self._staging is None else self._staging.copy
+        moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned, copy)
         rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
         part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
         snapshot = self._make_snapshot(
             state,
-            CopyOnWriteArrays(weights_on_host(self.master.tensors, owned)),
+            CopyOnWriteArrays(weights_on_host(self.master.tensors, owned, copy)),
             CopyOnWriteArrays(moments),
             optimizer_steps=steps,
             generators=generators,
             versions={},
             part=part if self.is_sharded else None,
         )
-        self._lent = snapshot if self.device.kind == "cpu" else None
-        return snapshot
+        self._lent = replace(snapshot, ready=self.device.mark())
+        return self._lent
 
     def _owned_pieces(self) -> dict[str, TensorSlice]:
         """Return the pieces of parameters that this rank writes, without padded vocabulary."""

@@ -79,12 +79,15 @@ class Snapshot:
     manifest: Mapping[str, Any]
     """Plain data, including ``state``."""
     part: Part | None = None
+    ready: Callable[[], None] = lambda: None
+    """Function that waits until tensors which a device copies are there."""
     also_write: Callable[[Path], None] | None = None
     """Function that writes another form, called on each rank with the complete checkpoint's folder.
     """
 
     def detach(self) -> None:
         """Make lent tensors independent of the framework's memory before that changes."""
+        self.ready()
         for tensors in self.files.values():
             if isinstance(tensors, CopyOnWriteArrays):
                 tensors.detach()
@@ -243,6 +246,7 @@ class CheckpointWriter:
             self._after_saving(target)
 
     def _write_folder(self, temporary: Path, snapshot: Snapshot) -> None:
+        snapshot.ready()
         part = snapshot.part
         if part is None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -17,7 +17,7 @@ import psutil
 
 from common.accelerators import GIB
 from common.cluster import hccn
-from common.device import processor_name
+from common.device import missing_for_kernels, processor_name
 from common.doctor.report import Check, error, ok, warning
 from common.processes.addresses import interface_of, is_loopback
 from common.processes.programs import last_line, run_program
@@ -112,6 +112,14 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
     gpus = len(output.strip().splitlines()) if code == 0 else 0
     if gpus:
         checks.append(ok("GPUs", output.strip()))
+        if missing := missing_for_kernels():
+            checks.append(
+                warning(
+                    "torch.compile",
+                    f"no {missing}: kernels are not generated, and training is slower",
+                    "install gcc and Python's headers (python3-dev)",
+                )
+            )
     elif shutil.which("nvidia-smi"):
         why = last_line(errors) or output.strip() or f"exit code {code}"
         checks.append(

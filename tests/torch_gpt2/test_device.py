@@ -79,22 +79,36 @@ def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         select_device("cuda", index=3)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_float16_products_of_the_first_ascend_are_said(
-    is_first: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "setting", "words"),
+    [
+        ("Ascend910", "highest", "multiplies float32 matrices in float16"),
+        ("Ascend910B3", "highest", ""),
+        ("NVIDIA H100", "high", "multiplies float32 matrices in TF32"),
+        ("NVIDIA H100", "highest", ""),
+    ],
+)
+def test_rounded_products_of_float32_are_said(
+    name: str, setting: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    npu = SimpleNamespace(is_bf16_supported=lambda: not is_first)
-    device = TorchDevice(kind="npu", index=0, name="Ascend910", module=npu)
+    module = SimpleNamespace(is_bf16_supported=lambda **_: name != "Ascend910")
+    kind = "npu" if name.startswith("Ascend") else "cuda"
+    device = TorchDevice(kind=kind, index=0, name=name, module=module)
     tree = {
         "output_dir": "out",
         "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
         "train": {"micro_batch_size": 1},
     }
-    for precision, warned in (("float32", is_first), ("fp16", False)):
-        caplog.clear()
-        config = build_config({**tree, "precision": precision, "optimizer": {"learning_rate": 0.1}})
-        check_support(resolve_config(config), device)
-        assert ("multiplies float32 matrices in float16" in caplog.text) is warned
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(setting)
+        for precision, said in (("float32", words), ("fp16", "")):
+            caplog.clear()
+            config = {**tree, "precision": precision, "optimizer": {"learning_rate": 0.1}}
+            check_support(resolve_config(build_config(config)), device)
+            assert said in caplog.text and bool(caplog.text) is bool(said)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Opened(Exception):

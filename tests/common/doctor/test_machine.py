@@ -3,6 +3,7 @@ ports and names for real.
 """
 
 import socket
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,7 +96,10 @@ def test_a_sick_device_a_dead_driver_and_a_container_without_devices(
     assert check_devices(ascend_root(tmp_path / "half", 0, driver=False))[0][0].state is State.ERROR
 
 
-def test_gpus(tmp_path: Path, tools: Path) -> None:
+def test_gpus(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("CC", "nvidia-smi")  # a program on PATH
+    (tmp_path / "Python.h").touch()
     put(
         tools,
         "nvidia-smi",
@@ -104,6 +108,10 @@ def test_gpus(tmp_path: Path, tools: Path) -> None:
     )
     (check,), count = check_devices(tmp_path)
     assert (check.state, count) == (State.OK, 2)
+    (tmp_path / "Python.h").unlink()
+    (_, check), _ = check_devices(tmp_path)
+    assert check.state is State.WARNING and f"no {tmp_path}/Python.h" in check.found
+    assert "python3-dev" in str(check)
     put(
         tools,
         "nvidia-smi",
