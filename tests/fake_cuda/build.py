@@ -28,7 +28,7 @@ def with_cuda(main: Callable[[], int]) -> int:
     """Run a script's main in a process that has the device, which takes the place of this one."""
     import torch
 
-    if torch.accelerator.is_available():
+    if torch.accelerator.current_accelerator() is not None:
         return main()
     try:
         variables = cuda_variables()
