@@ -109,19 +109,51 @@ class TorchDevice:
 
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Start to copy a tensor (n,) to the host; the function that is returned waits for it."""
+        copied = self.to_host(numbers)
+        return lambda: copied().tolist()
+
+    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a tensor to the host; the function that is returned waits for it."""
         if self.kind == "cpu":
-            return numbers.tolist
-        place = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        place.copy_(numbers, non_blocking=True)
+            return lambda: tensor
+        place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        place.copy_(tensor, non_blocking=True)
         copied = self.module.Event()
         copied.record()
 
-        def wait() -> list[float]:
+        def wait() -> Tensor:
             copied.synchronize()
-            found: list[float] = place.tolist()
-            return found
+            return place
 
         return wait
+
+    def capture(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return ``step`` as a CUDA graph, or as it is on other devices.
+
+        It works on the same memory in every call, and repeating it with the same input changes
+        nothing. Its result lives until the next call of any captured step.
+        """
+        if self.kind != "cuda":
+            return step
+        current, aside = self.module.current_stream(), self.module.Stream()
+        aside.wait_stream(current)
+        with self.module.stream(aside):
+            step()  # what libraries allocate or choose at first must not be in the graph
+        current.wait_stream(aside)
+        graph = self.module.CUDAGraph()
+        with self.module.graph(graph, pool=self._graph_memory):
+            result = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    @cached_property
+    def _graph_memory(self) -> Any:
+        """Memory that the graphs share, since one runs at a time."""
+        return self.module.graph_pool_handle()
 
     @property
     def profiler(self) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +16,11 @@ from common.inference.run_modes import continue_prompts
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.training.start import weights_to_use
+from torch_gpt2.decode_step import DecodeStep, Layers
 from torch_gpt2.device import TorchDevice, open_device
 from torch_gpt2.evaluate import make_scorer
-from torch_gpt2.int8 import Int8Linear, head_product, load_model, product_of
-from torch_gpt2.model import GPT2, Block, Linear
-from torch_gpt2.products import AnyProduct, Norm
+from torch_gpt2.int8 import load_model
+from torch_gpt2.model import GPT2
 
 
 def predict(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -61,42 +60,29 @@ class Runner:
 class Decoder:
     """Implementation of ``common.generation.generate.Decoder``.
 
-    The weights of ``model`` are in the form that is fastest for one token a row. Sequences end at
-    the same column of the caches. Sequences of shorter prompts begin later, and a mask hides the
-    columns before. So a step writes one column, and prompts of equal length need no mask.
+    On a CPU sequences end at the same column of the caches. Sequences of shorter prompts begin
+    later, and a mask hides the columns before. So a step writes one column, and prompts of equal
+    length need no mask. On an accelerator they begin at the same column, as ``DecodeStep`` has it.
     """
 
     def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
         self.rows = rows
-        self._model = model.eval()
+        self._layers = Layers(model, device, rows)
         self._device = device.torch_device
-        dtype = model.compute_dtype
-        self._layers = [Layer(block, dtype, rows) for block in model.h]  # type: ignore[arg-type]
-        self._norm = Norm(model.ln_f)
-        self._head = head_product(model, rows)
+        self._step = DecodeStep(self._layers, rows) if device.runs_ahead else None
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
-        lengths, config = [len(prompt) for prompt in prompts], self._model.config
-        longest = max(lengths)
-        self._begins = [longest - length for length in lengths]
+        self._lengths = [len(prompt) for prompt in prompts]
+        longest = max(self._lengths)
+        begins = [0 if self._step else longest - length for length in self._lengths]
         self._column = 0
-        shape = (
-            len(prompts),
-            config.num_heads,
-            longest + room,
-            config.hidden_size // config.num_heads,
-        )
-        self._remembers = room > 0
-        for layer in self._layers if room else ():
-            layer.keys, layer.values = (
-                torch.zeros(shape, dtype=self._model.compute_dtype, device=self._device)
-                for _ in range(2)
-            )
+        if room and not self._step:
+            self._layers.allocate(len(prompts), longest + room)
         self._mask = None
-        if any(self._begins):
-            hidden = torch.arange(shape[2])[None] < torch.tensor(self._begins)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=self._model.compute_dtype).masked_fill(
+        if any(begins):
+            hidden = torch.arange(longest + room)[None] < torch.tensor(begins)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=self._layers.dtype).masked_fill(
                 hidden, float("-inf")
             )
             self._mask = mask[:, None, None].to(self._device)  # (B, 1, 1, K)
@@ -105,96 +91,56 @@ class Decoder:
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
-        x = self._forward(ids.to(self._device), torch.arange(longest, device=self._device))
-        return self._logits(x[torch.arange(len(prompts)), torch.tensor(lengths) - 1])
+        x = self._forward(
+            ids.to(self._device),
+            torch.arange(longest, device=self._device),
+            keep=begins if room else (),
+        )
+        last = torch.tensor(self._lengths) - 1
+        return self._layers.read_logits(x[torch.arange(len(prompts)), last])
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Logits:
-        last = self._model.wpe.num_embeddings - 1
-        positions = [[min(self._column - begin, last)] for begin in self._begins]
+        lengths, self._lengths = self._lengths, [length + 1 for length in self._lengths]
+        if self._step is not None:
+            return self._step(range(len(tokens)), tokens, lengths)
+        positions = [[min(length, self._layers.unread - 1)] for length in lengths]
         ids = torch.tensor(tokens, device=self._device)[:, None]
-        return self._logits(self._forward(ids, torch.tensor(positions, device=self._device))[:, -1])
+        x = self._forward(ids, torch.tensor(positions, device=self._device))
+        return self._layers.read_logits(x[:, -1])
 
     @torch.inference_mode()
     def reorder(self, parents: Sequence[int]) -> None:
         if list(parents) == list(range(len(parents))):
             return
         rows = torch.tensor(parents, device=self._device)
-        for layer in self._layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
-        self._begins = [self._begins[parent] for parent in parents]
+        for layer in self._layers.blocks:
+            if self._step is None:
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            else:  # which stay in their place
+                layer.keys[: len(rows)], layer.values[: len(rows)] = (
+                    layer.keys[rows],
+                    layer.values[rows],
+                )
+        self._lengths = [self._lengths[parent] for parent in parents]
         self._mask = None if self._mask is None else self._mask[rows]
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, keep: Sequence[int] = ()) -> Tensor:
         """Return hidden states (B, T, C) before the last layer norm. The caches grow by T
         columns.
+
+        keep: columns from which they take prompts; empty where nothing comes after them.
         """
-        x = self._model.embed(ids, positions)
+        x = self._layers.embed(ids, positions)
         end = self._column + ids.shape[1]
         mask = self._mask[..., :end] if self._column and self._mask is not None else None
-        for layer in self._layers:
+        for layer in self._layers.blocks:
             q, k, v = layer.heads(x)
             if self._column:
                 k, v = layer.remember(k, v, self._column)
-            elif self._remembers:
-                self._keep_prompts(layer, k, v)
+            for row, begin in enumerate(keep):
+                layer.keys[row, :, begin:end] = k[row, :, : end - begin]
+                layer.values[row, :, begin:end] = v[row, :, : end - begin]
             x = layer.finish(x, q, k, v, mask)
         self._column = end
         return x
-
-    def _keep_prompts(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        longest = k.shape[2]
-        for row, begin in enumerate(self._begins):
-            layer.keys[row, :, begin:longest] = k[row, :, : longest - begin]
-            layer.values[row, :, begin:longest] = v[row, :, : longest - begin]
-
-    def _logits(self, x: Tensor) -> Logits:
-        logits: Logits = self._head(self._norm(x)).float().cpu().numpy()
-        return np.ascontiguousarray(logits)
-
-
-class Layer:
-    """Block with its weights in the form that is fastest for few rows.
-
-    It has one product for q, k and v, and caches (B, nh, K, hs).
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
-        def product(*layers: Linear | Int8Linear) -> AnyProduct:
-            return product_of(layers, dtype, rows)
-
-        attention = block.attn
-        self._attend = attention.attend
-        self._head_size = attention.head_size
-        self._norm_1, self._norm_2 = Norm(block.ln_1), Norm(block.ln_2)
-        self._qkv = product(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._c_proj = product(attention.c_proj)
-        self._mlp_c_fc = product(block.mlp.c_fc)
-        self._mlp_c_proj = product(block.mlp.c_proj)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v (B, nh, T, hs each) of the block's input (B, T, C)."""
-        batch, length, _ = x.shape
-        qkv = self._qkv(self._norm_1(x)).view(batch, length, 3, -1, self._head_size)
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
-
-    def remember(self, k: Tensor, v: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Put keys and values (B, nh, T, hs) into the caches from ``column`` on.
-
-        Returns all keys and values up to the last column.
-        """
-        keys, values = (
-            cache.narrow(2, 0, column + k.shape[2]) for cache in (self.keys, self.values)
-        )
-        keys[:, :, column:] = k
-        values[:, :, column:] = v
-        return keys, values
-
-    def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the block's output for its input x (B, T, C), given all keys and values."""
-        y = self._attend(q, k, v, mask)
-        x = self._c_proj.add(y.transpose(1, 2).flatten(2), x)
-        return self._mlp_c_proj.add(self._mlp_c_fc.gelu(self._norm_2(x)), x)

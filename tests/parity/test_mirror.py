@@ -16,6 +16,7 @@ ONE_SIDED_FILES = {
     "program.py": "programs of torch.export are torch's",
     "trial.py": "MindSpore would compile a graph for each micro batch, so the plan decides",
     "device_step.py": "MindSpore's Optimizer is such a step",
+    "decode_step.py": "MindSpore's is a method of its model, which its compiler makes a graph",
     "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the"
     " caller",
     "cpu_products.py": "MindSpore's products on a CPU are oneDNN's already",
@@ -73,7 +74,6 @@ DIFFERENCES = {
         "additive_mask": "MindSpore's model adds documents to its causal mask",
         "BlockAttention": "MindSpore has no such kernels",
     },
-    "predict.py": {"Layer": "MindSpore's graphs fuse products by themselves"},
     "optimizer.py": {
         "Optimizer": "MindSpore has none with bias correction on a CPU",
         "local_shard": "ZeRO's split tensors are torch's",

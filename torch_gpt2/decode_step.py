@@ -1,0 +1,165 @@
+"""One token for each of several rows, in shapes and memory that never change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.generation.sampling import Logits
+from torch_gpt2.device import TorchDevice
+from torch_gpt2.int8 import Int8Linear, head_product, product_of
+from torch_gpt2.model import GPT2, Block, Linear
+from torch_gpt2.products import AnyProduct, Norm
+
+_FEWEST_KEYS = 128
+
+
+class Layers:
+    """The model with its weights in the form that is fastest for one token in each of ``rows``
+    rows.
+    """
+
+    def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
+        config, self.dtype = model.config, model.compute_dtype
+        self.device = device
+        self.embed = model.eval().embed
+        self.blocks = [Layer(block, self.dtype, rows) for block in model.h]  # type: ignore[arg-type]
+        self.unread = config.max_positions
+        """Column for what is not a token; one more than positions, and not attended to."""
+        self._heads = (config.num_heads, config.hidden_size // config.num_heads)
+        self._norm = Norm(model.ln_f)
+        self._head = head_product(model, rows)
+
+    def allocate(self, rows: int, columns: int) -> None:
+        """Let the layers remember as many rows and columns, which hold zeros."""
+        heads, size = self._heads
+        for layer in self.blocks:
+            layer.keys, layer.values = (
+                torch.zeros(
+                    rows, heads, columns, size, dtype=self.dtype, device=self.device.torch_device
+                )
+                for _ in range(2)
+            )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits (..., vocab_size), float32, of hidden states (..., C) after the last block."""
+        return self._head(self._norm(x)).float()
+
+    def read_logits(self, x: Tensor) -> Logits:
+        """``logits`` on the host, which waits."""
+        return self.read(self.logits(x))
+
+    def read(self, logits: Tensor) -> Logits:
+        return np.ascontiguousarray(self.device.to_host(logits)().numpy())
+
+    def hidden(self, inputs: Tensor, keys: int, *, first: int = 0, masked: bool = True) -> Tensor:
+        """Put a token into each of some rows, at its column; return the hidden states (R, 1, C).
+
+        inputs: tokens and columns (2, R) of the rows from ``first`` on. Attention covers ``keys``
+        columns, of which each row sees those up to its own, or all if not ``masked``.
+        """
+        tokens, columns = inputs
+        rows = slice(first, first + len(tokens))
+        every = torch.arange(rows.start, rows.stop, device=tokens.device)
+        mask = None
+        if masked:
+            later = torch.arange(keys, device=tokens.device) > columns[:, None]
+            mask = torch.zeros(later.shape, dtype=self.dtype, device=tokens.device)
+            mask = mask.masked_fill(later, float("-inf"))[:, None, None]
+        x = self.embed(tokens[:, None], columns.clamp(max=self.unread - 1)[:, None])
+        for layer in self.blocks:
+            q, k, v = layer.heads(x)
+            layer.keys[every, :, columns], layer.values[every, :, columns] = k[:, :, 0], v[:, :, 0]
+            x = layer.finish(x, q, layer.keys[rows, :, :keys], layer.values[rows, :, :keys], mask)
+        return x
+
+
+class DecodeStep:
+    """A step of all rows with fixed shapes, which a GPU's graph holds.
+
+    The launch of each kernel costs more than a small model's kernels take. A graph is one launch.
+    It needs no compiler, and its first text waits for none. Attention covers a power of two of
+    columns, with a graph for each: transformers' StaticCache and gpt-fast always cover all. The
+    host waits once, for the logits.
+    """
+
+    def __init__(self, layers: Layers, rows: int) -> None:
+        self._layers, self._device = layers, layers.device
+        layers.allocate(rows, layers.unread + 1)
+        self._inputs = torch.zeros(
+            2, rows, dtype=torch.long, device=self._device.torch_device
+        )  # tokens and columns
+        self._steps: dict[int, Callable[[], Tensor]] = {}
+
+    def __call__(
+        self, rows: Sequence[int], tokens: Sequence[int], columns: Sequence[int]
+    ) -> Logits:
+        """Put a token into each of these rows, at its column; return their logits (B, vocab_size).
+
+        Columns from ``unread`` on are that one. Other rows stay as they are.
+        """
+        unread = self._layers.unread
+        inputs = torch.zeros(self._inputs.shape, dtype=torch.long)
+        inputs[1] = unread
+        inputs[:, list(rows)] = torch.tensor([tokens, [min(each, unread) for each in columns]])
+        self._inputs.copy_(self._device.pin(inputs), non_blocking=True)
+        last = max((column for column in columns if column < unread), default=0)
+        keys = min(unread, max(_FEWEST_KEYS, 1 << last.bit_length()))
+        if keys not in self._steps:
+            self._steps[keys] = self._device.capture(partial(self.compute, self._inputs, keys))
+        return self._layers.read(self._steps[keys]())[list(rows)]
+
+    def compute(self, inputs: Tensor, keys: int) -> Tensor:
+        """Map tokens and columns (2, R) to logits (R, vocab_size), and remember the tokens."""
+        return self._layers.logits(self._layers.hidden(inputs, keys)[:, 0])
+
+
+class Layer:
+    """Block with its weights in the form that is fastest for few rows.
+
+    It has one product for q, k and v, and caches (B, nh, K, hs).
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
+        def product(*layers: Linear | Int8Linear) -> AnyProduct:
+            return product_of(layers, dtype, rows)
+
+        attention = block.attn
+        self._attend = attention.attend
+        self._head_size = attention.head_size
+        self._norm_1, self._norm_2 = Norm(block.ln_1), Norm(block.ln_2)
+        self._qkv = product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._c_proj = product(attention.c_proj)
+        self._mlp_c_fc = product(block.mlp.c_fc)
+        self._mlp_c_proj = product(block.mlp.c_proj)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v (B, nh, T, hs each) of the block's input (B, T, C)."""
+        batch, length, _ = x.shape
+        qkv = self._qkv(self._norm_1(x)).view(batch, length, 3, -1, self._head_size)
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def remember(self, k: Tensor, v: Tensor, column: int) -> tuple[Tensor, Tensor]:
+        """Put keys and values (B, nh, T, hs) into the caches from ``column`` on.
+
+        Returns all keys and values up to the last column.
+        """
+        keys, values = (
+            cache.narrow(2, 0, column + k.shape[2]) for cache in (self.keys, self.values)
+        )
+        keys[:, :, column:] = k
+        values[:, :, column:] = v
+        return keys, values
+
+    def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the block's output for its input x (B, T, C), given all keys and values."""
+        y = self._attend(q, k, v, mask)
+        x = self._c_proj.add(y.transpose(1, 2).flatten(2), x)
+        return self._mlp_c_proj.add(self._mlp_c_fc.gelu(self._norm_2(x)), x)
