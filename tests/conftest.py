@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -230,9 +230,25 @@ def npu_variables() -> dict[str, str]:
     """Environment variables of a child process in which device=npu is the simulated one; skips the
     test where that cannot be built.
     """
-    from tests.simulated_npu.build import CannotBuild, npu_variables
+    from tests.simulated_npu.build import npu_variables
+
+    return _or_skip(npu_variables)
+
+
+@pytest.fixture(scope="session")
+def cuda_variables() -> dict[str, str]:
+    """Environment variables of a child process with the CUDA device of tests/fake_cuda; skips
+    likewise.
+    """
+    from tests.fake_cuda.build import cuda_variables
+
+    return _or_skip(cuda_variables)
+
+
+def _or_skip(variables: Callable[[], dict[str, str]]) -> dict[str, str]:
+    from tests.native_library import CannotBuild
 
     try:
-        return npu_variables()
+        return variables()
     except CannotBuild as reason:
-        pytest.skip(f"no simulated NPU: {reason}")
+        pytest.skip(f"no device to take its place: {reason}")

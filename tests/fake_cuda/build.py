@@ -1,0 +1,38 @@
+"""Tells a child process how to have a CUDA device for fake tensors, which is built at the first
+call.
+
+    subprocess.run([...], env=os.environ | cuda_variables())
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.native_library import CannotBuild, built
+
+
+def cuda_variables() -> dict[str, str]:
+    """Environment variables of the child process. Raises CannotBuild."""
+    import torch
+
+    if torch.version.cuda is not None:
+        raise CannotBuild("this torch is built for CUDA and has a device of its own; install +cpu")
+    library = built(Path(__file__).with_name("cuda.cpp"), "_fake_cuda", ("c10", "torch_cpu"))
+    return {"LD_PRELOAD": str(library)}
+
+
+def with_cuda(main: Callable[[], int]) -> int:
+    """Run a script's main in a process that has the device, which takes the place of this one."""
+    import torch
+
+    if torch.accelerator.current_accelerator() is not None:
+        return main()
+    try:
+        variables = cuda_variables()
+    except CannotBuild as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | variables)

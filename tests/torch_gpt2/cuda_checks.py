@@ -1,0 +1,119 @@
+"""device=cuda in a process where that is the H100 of tests/fake_cuda, which computes nothing:
+test_cuda.py starts pytest on this file there.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from common.config.load import build_config
+from common.config.schema import RunConfig
+from common.dataset import Batch
+from common.parallel.packing import KEYS
+from common.resolve.derive import resolve_config, resolve_length
+from common.training.start import Start
+from tests.config_overrides import changed
+from tests.fake_cuda.device import fake_device
+from tests.host_waits import counted
+from torch_gpt2.device import open_device
+from torch_gpt2.engine import Engine
+from torch_gpt2.model import build_model
+from torch_gpt2.predict import Decoder
+from torch_gpt2.slots import Slots
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adam": {"optimizer__name": "adam"},
+    "sgd with momentum": {"optimizer__name": "sgd", "optimizer__momentum": 0.9},
+    "bf16": {"precision": "bf16"},
+    "fp16 with loss scale": {"precision": "fp16"},
+    "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
+    "recompute full": {"train__recompute": "full"},
+    "recompute selective": {"train__recompute": "selective", "model__dropout": 0.1},
+    "deterministic": {"train__deterministic": True},
+    "attention written out": {"train__fused_attention": False},
+    "float8 head": {"precision": {"compute": "bfloat16", "float8_head": True}},
+    "activations on the host": {"train__offload_activations": True, "precision": "bf16"},
+    "documents kept apart": {
+        "precision": "bf16",
+        **dict.fromkeys(map("data__{}".format, KEYS), True),
+        "data__eod_id": 3,
+    },
+}
+
+
+def make_config(**changes: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "output_dir": "unused",
+        "device": "cuda",
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "seq_length": 16,
+            "vocab_size": 101,
+        },
+        "train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 4},
+        "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
+    }
+    return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+
+
+def train(config: RunConfig) -> list[Any]:
+    """Two steps of two micro batches; what waited in each."""
+    tokens = np.zeros((4, 17), np.int32)
+    batch = Batch(tokens=tokens, samples=4, consumed_samples=0, sample_hash="")
+    with fake_device():
+        engine = Engine(config, open_device(config))
+        engine.begin(Start())
+        with counted() as waits:
+            rows = engine.run(iter([engine.prepare_batch(batch)] * 2), 2)
+            rows += engine.finish()
+        assert len(rows) == 2
+    return waits.steps[1:]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_step_mixes_no_devices_and_reads_nothing(name: str) -> None:
+    try:
+        waits = train(make_config(**TRAININGS[name]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [dict(found) for found in waits] == [{}, {}]
+
+
+def test_a_number_that_the_host_reads_is_seen() -> None:
+    update = Engine._update
+
+    def reads(self: Engine, gradients: Any, applied: torch.Tensor, *rest: Any) -> None:
+        if applied:
+            update(self, gradients, applied, *rest)
+
+    with patch.object(Engine, "_update", reads), pytest.raises(DataDependentOutputException):
+        train(make_config())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_validation_generation_and_serving_mix_no_devices(precision: str) -> None:
+    config = make_config(precision=precision)
+    with fake_device():
+        Engine(config, open_device(config)).evaluate([np.zeros((2, 17), np.int32)] * 2)
+        device = open_device(config, lengths_vary=True)
+        model = build_model(config, device)
+        decoder = Decoder(model, device, rows=3)
+        shapes = [decoder.start([[1, 2, 3], [4], [5, 6]], room=4).shape]
+        shapes += [decoder.step([7, 8, 9]).shape for _ in range(2)]
+        decoder.reorder([2, 0, 0])
+        shapes.append(decoder.step([7, 8, 9]).shape)
+        slots = Slots(model, device, count=3)
+        seen: list[int] = []
+        slots.admit(0, [1, 2, 3], reuse=0, observe=None)
+        slots.admit(2, [1, 2, 3, 4], reuse=2, observe=lambda place, _: seen.append(place))
+        slots.copy(2, 1, 3)
+        shapes.append(slots.step([0, 1, 2], [1, 2, 3], [3, 3, 4]).shape)
+    assert shapes == [(3, 101)] * 5 and seen == [2]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
