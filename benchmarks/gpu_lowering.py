@@ -32,7 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from common.accelerators import require_accelerator
-from common.config.load import load_config
 from common.config.resolved import as_run
 from common.errors import ConfigError
 from common.interrupts import run_script
@@ -40,6 +39,7 @@ from common.parallel.resolved_run import ResolvedRun
 from common.planner.fitting import with_fitting
 from common.planner.plan import make_plan, memory_limit, table
 from common.resolve.derive import resolve_config, resolve_length
+from common.run_config import load_config
 from tests.fake_cuda.build import with_cuda
 from tests.fake_cuda.device import CUDA, fake_device, h100
 
