@@ -17,7 +17,7 @@ FRAMEWORKS = {"torch", "mindspore", "deepspeed", "torch_npu"}
 BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 
 LAYERS = (
-    ("errors", "file_kinds", "paths", "interrupts", "log"),
+    ("errors", "file_kinds", "paths", "interrupts", "log", "dialects"),
     ("accelerators", "files", "packages", "whole_numbers", "run_folder"),
     ("structured_files", "hub"),
     ("yaml_files", "processes"),

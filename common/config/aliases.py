@@ -1,4 +1,4 @@
-"""Keys that MindFormers or older versions name differently, so that such files are read unchanged.
+"""Keys of MindFormers that files of ours may have.
 
 ``rename`` moves sections and keys of one file or one override. ``merge_aliases`` combines values
 that several places give under two names.
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from common.dialects.mindformers import PARTS, TABLE, TARGETS
+from common.dialects.rules import ByHand, Only, Table, To, words
 from common.errors import ConfigError
 from common.structured_files import require_mapping
 
@@ -18,46 +20,22 @@ Path_ = tuple[str | int, ...]
 Sources = dict[Path_, str]
 
 
-def _recompute(value: Any) -> Any:
-    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
-
-
 def _on_outlier(value: Any) -> Any:
     return {True: "skip", False: "warn"}.get(value, value) if isinstance(value, bool) else value
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-_NAMES: dict[Path_, tuple[Path_, Callable[[Any], Any]]] = {
+_ALONE = words("""
+    micro_batch_interleave_num parallel.loss_repeated_mean
+    parallel.strategy_ckpt_save_file parallel.strategy_ckpt_load_file
+""")
+_TAKEN: Table = {
+    "train.skip_outliers": To("train.on_outlier", _on_outlier),
     **{
-        ("parallel_config", name): (("parallel", name), _same)
-        for name in (
-            "data_parallel", "model_parallel", "pipeline_stage", "micro_batch_num", "vocab_emb_dp",
-            "gradient_aggregation_group",
-        )
+        key: rule
+        for key, rule in TABLE.items()
+        if (key.partition(".")[0] in PARTS or key in _ALONE) and rule != ByHand()
     },
-    ("parallel_config", "use_seq_parallel"): (("parallel", "sequence_parallel"), _same),
-    ("parallel_config", "optimizer_shard"): (("parallel", "enable_parallel_optimizer"), _same),
-    ("parallel", "strategy_ckpt_save_file"): (("parallel", "strategy_ckpt_config", "save_file"),
-    _same),
-    ("train", "skip_outliers"): (("train", "on_outlier"), _on_outlier),
-    ("micro_batch_interleave_num",): (("parallel", "micro_batch_interleave_num"), _same),
-    ("recompute_config", "recompute"): (("train", "recompute"), _recompute),
-    **{
-        ("recompute_config", name): (("train", name), _same)
-        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute",
-        "recompute_slice_activation")
-    },
-}  # fmt: skip
-"""Path in MindFormers' files -> our path, and the function that converts the value."""
-
-_FIXED: dict[Path_, Any] = {
-    ("parallel_config", "expert_parallel"): 1,
-    ("parallel", "loss_repeated_mean"): True,
 }
-"""Keys of MindFormers that have one supported value and no key of ours."""
 
 
 def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
@@ -66,15 +44,16 @@ def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
     Returns None for a key whose only supported value is the default, and raises ConfigError for any
     other value of it.
     """
-    if path in _FIXED:
-        if value != _FIXED[path]:
-            raise ConfigError(
-                f"{where}: {_dotted(path)}={value}: this version supports only {_FIXED[path]};"
-                " set that, or leave the key out"
-            )
-        return None
-    name, change = _NAMES.get(path, (path, _same))
-    return name, change(value)
+    match _TAKEN.get(_dotted(path)):
+        case To(key, change):
+            return tuple(key.split(".")), change(value)
+        case ByHand(key):
+            return tuple(key.split(".")), value
+        case Only(values, instead):
+            if value not in values:
+                raise ConfigError(f"{where}: {_dotted(path)}={value}: {instead}, or leave it out")
+            return None
+    return path, value
 
 
 def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
@@ -82,14 +61,15 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
 
     Raises ConfigError where the file gives both names different values.
     """
-    for path in (*_NAMES, *_FIXED):
+    for dotted in _TAKEN:
+        path = tuple(dotted.split("."))
         section = _section(tree, path[:-1])
         if section is None or path[-1] not in section:
             continue
         where = sources.pop(path, "?")
         found = rename(path, section.pop(path[-1]), where)
         if path[:-1] and not section:
-            del tree[str(path[0])]
+            del tree[path[0]]
         if found is None:
             continue
         name, value = found
@@ -105,14 +85,11 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
             )
         target[key] = value
         sources[name] = where
-    for heading in ("parallel_config", "recompute_config"):
-        rest = tree.get(heading)
-        for key in (
-            ()
-            if rest is None
-            else require_mapping(rest, f"{sources.get((heading,), '?')}: {heading}")
-        ):
-            known = [str(path[1]) for path in (*_NAMES, *_FIXED) if path[0] == heading]
+    for heading in sorted(PARTS):
+        if heading not in tree:
+            continue
+        known = [key.partition(".")[2] for key in _TAKEN if key.startswith(f"{heading}.")]
+        for key in require_mapping(tree[heading], f"{sources.get((heading,), '?')}: {heading}"):
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = (
                 f"did you mean {heading}.{near[0]}?"
@@ -174,10 +151,6 @@ def _gradients_of_the_mean(theirs: bool, ours: Any) -> Any:
             " out"
         )
     return ours
-
-
-TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
-"""Names of devices in MindFormers' files -> ours."""
 
 
 def _target(theirs: str, ours: Any) -> Any:

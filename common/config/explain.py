@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from common.config.aliases import ALIASES
-from common.config.foreign_names import HERE, HERE_IN
-from common.config.hints import hint, nearest_keys, schema_keys
+from common.config.hints import hint, key_of_others, nearest_keys, schema_keys
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 
@@ -64,7 +63,6 @@ def explain_key(asked: str | None) -> str:
     keys = schema_keys()
     if asked in keys:
         return _explained(asked)
-    name = asked.rpartition(".")[2]
     alias = next(
         (alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None
     )
@@ -72,8 +70,7 @@ def explain_key(asked: str | None) -> str:
         return (
             f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
         )
-    here = HERE_IN.get(asked) or HERE.get(name)
-    if here is not None:
+    if (here := key_of_others(asked)) is not None:
         found = [
             word
             for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here))

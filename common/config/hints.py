@@ -11,9 +11,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from common.config.aliases import ALIASES, Path_, Sources
-from common.config.foreign_names import ABSENT, HERE, HERE_IN
 from common.config.schema import RunConfig
+from common.dialects import fleetx, gpt2_chinese, hugging_face, megatron, mindformers, oneflow
+from common.dialects.others import ABSENT, HERE
+from common.dialects.rules import ByHand, Only, Table, To
 
+TABLES: tuple[Table, ...] = (
+    mindformers.TABLE, {key: rule for key, (rule, _) in mindformers.CALLBACKS.items()},
+    fleetx.TABLE, megatron.TABLE, oneflow.TABLE, hugging_face.TABLE, gpt2_chinese.TRAIN,
+    gpt2_chinese.GENERATE, gpt2_chinese.EVAL, megatron.DEEPSPEED,
+)  # fmt: skip
+"""Tables of other systems. The first that knows a name gives the hint."""
 _SAME_SECTION, _OTHER_SECTION = 0.75, 0.9
 """Least similarity of two names (difflib's ratio) for a hint, in the same section and in others."""
 
@@ -67,14 +75,46 @@ def explain(fault: Any, sources: Sources) -> str:
 
 def hint(dotted: str) -> str:
     """Return the text that follows "unknown key": a suggestion, advice, or nothing."""
-    name = dotted.rpartition(".")[2]
-    here = HERE_IN.get(dotted) or HERE.get(name)
-    if here is not None:
+    if (here := key_of_others(dotted)) is not None:
         return f"; did you mean {here}?"
-    if name in ABSENT:
-        return f"; {ABSENT[name]}"
+    if advice := _names_of_others()[1].get(dotted.rpartition(".")[2]):
+        return f"; {advice}"
     near = nearest_keys(dotted)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def key_of_others(dotted: str) -> str | None:
+    """Return what a name of another system is here: a key, several, a key with its value, or an
+    option of the command line. None for any other name.
+    """
+    names = _names_of_others()[0]
+    return names.get(dotted) or names.get(dotted.rpartition(".")[2])
+
+
+@lru_cache(maxsize=1)
+def _names_of_others() -> tuple[dict[str, str], dict[str, str]]:
+    """Return names of other systems with what they are here, and names without a key here with
+    advice.
+
+    A name is a key of theirs, or its last part where no key of ours ends so.
+    """
+    keys = schema_keys()
+    ends = {key.rpartition(".")[2] for key in keys}
+    here, absent = dict(HERE), dict(ABSENT)
+    for table in TABLES:
+        for key, rule in table.items():
+            name = key.removesuffix(".*").rpartition(".")[2]
+            target = rule.hint or (rule.key if isinstance(rule, To) else "")
+            if target and key not in keys and target.rpartition(".")[2] != key:
+                here.setdefault(key, target)
+            if name in ends or "*" in name:
+                continue
+            if target:
+                here.setdefault(name, target)
+            elif not isinstance(rule, To | ByHand) and ("_" in name or "." not in key[:-2]):
+                why = rule.instead.partition("; ")[0] if isinstance(rule, Only) else rule.why
+                absent.setdefault(name, f"{why}; leave it out")
+    return here, absent
 
 
 def key_for_flag(name: str, value: str) -> str | None:
@@ -82,10 +122,10 @@ def key_for_flag(name: str, value: str) -> str | None:
     ``train.max_steps=5``.
     """
     name = name.replace("-", "_")
-    here = HERE_IN.get(name) or HERE.get(name)
+    here = key_of_others(name)
     if here is None:
         near = nearest_keys(name)
-        return f"{near[0]}={value}" if near else ABSENT.get(name)
+        return f"{near[0]}={value}" if near else _names_of_others()[1].get(name)
     return (
         here
         if "=" in here or " " in here or here.startswith("-") or schema_keys().get(here, True)

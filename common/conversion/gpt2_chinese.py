@@ -25,13 +25,13 @@ from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.id_files import numbered_files
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
+from common.dialects.rules import To
 from common.errors import ConfigError, DataError, GPT2Error
 from common.files import atomic_write
 from common.log import LOG, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
 from common.systems.config import open_flags
-from common.systems.dialect import To
 from common.systems.flags import read_flags
 from common.systems.gpt2_chinese import eval_flags, flags as train_flags, generate_flags
 from common.systems.gpt2_chinese.shared import TOKENS
@@ -79,7 +79,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         rank = process.rank
         start_log(rank=rank)
         module = _MODULES[system]
-        flags = module.DEFAULTS | read_flags(theirs, "command line", (), module.TABLE)[0]
+        flags = module.DEFAULTS | read_flags(theirs, "command line", module.TABLE)[0]
         if "device" in flags:
             trains = mode == "train" and "--prepare" not in words
             _choose_devices(
@@ -222,8 +222,8 @@ def _help(program: str, module: ModuleType) -> str:
     later = getattr(module, "SINCE_2021", {})
     defaults = {**module.DEFAULTS, **getattr(module, "OF_SAMPLES", {})}
     defaults |= getattr(module, "OF_TITLES", {})
-    for flag in sorted(module.FLAGS):
-        rule = module.TABLE.get(flag)
+    for flag in sorted(module.TABLE):
+        rule = module.TABLE[flag]
         becomes = f"; sets {rule.key}" if isinstance(rule, To) else ""
         meaning = _MEANINGS.get(flag) or (
             f"refused: of the train.py since April 2021; write {later[flag]}"

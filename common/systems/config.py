@@ -17,9 +17,10 @@ from common.config.load import (
     read_yaml,
     read_yaml_text,
 )
+from common.dialects.rules import Table, has_rule
 from common.errors import ConfigError
 from common.systems.bases import Sources, read_with_bases
-from common.systems.dialect import Table, Translation, has_rule, read_word
+from common.systems.dialect import Translation, read_word
 from common.systems.dialect_module import CommandLine, DialectModule, FileDialect
 from common.systems.flags import COMMAND_LINE, check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
@@ -154,8 +155,7 @@ def _is_theirs(dialect: FileDialect, word: str) -> bool:
 
 def _sections(dialect: FileDialect) -> set[str]:
     """Return the keys at the top of a dialect's files."""
-    keys = (*dialect.TABLE, *getattr(dialect, "BY_HAND", ()))
-    return {*dialect.MARKS, *(key.partition(".")[0] for key in keys)}
+    return {*dialect.MARKS, *(key.partition(".")[0] for key in dialect.TABLE)}
 
 
 def find_command_line(flags: Sequence[str], program: str = "") -> str:
@@ -177,7 +177,7 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
 
 
 def _is_flag_of(dialect: CommandLine, name: str) -> bool:
-    return name in dialect.FLAGS or has_rule(name, dialect.TABLE)
+    return has_rule(name, dialect.TABLE)
 
 
 def open_flags(
@@ -191,7 +191,7 @@ def open_flags(
     ConfigError.
     """
     dialect = COMMAND_LINES[system]
-    tree, sources, replaced = read_flags(words, where, getattr(dialect, "TEXTS", ()), dialect.TABLE)
+    tree, sources, replaced = read_flags(words, where, dialect.TABLE)
     for other in COMMAND_LINES.values():
         alien = [key for key in tree if not _is_flag_of(dialect, key) and _is_flag_of(other, key)]
         if alien:
@@ -201,8 +201,7 @@ def open_flags(
                 f" {'other flags are' if own else 'the flags here are'} {dialect.SYSTEM}'s; keep"
                 " one system's flags"
             )
-    by_hand = (getattr(dialect, name, ()) for name in ("VALUED", "SWITCHES"))
-    check_values(tree, sources, dialect.TABLE, *by_hand)
+    check_values(tree, sources, dialect.TABLE)
     opened = _finish(dialect, where, tree, sources, overrides, fill)
     opened.ours.without_effect.update(replaced)
     return opened

@@ -1,58 +1,19 @@
-"""Translation of another system's configuration: rules for its keys, and a record of the result.
-
-A table has one rule for each dotted key of theirs. ``To`` gives the value to a key of ours,
-``Without`` accepts a key that has no meaning here. ``Only`` accepts the values that match what this
-project does, and refuses any other. A key in no table is refused. A key that is left out has the
-value of their ``Defaults``.
+"""Translation of another system's configuration by its table of rules, and a record of the
+result. A key without a rule is refused.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from common.config.hints import schema_defaults
 from common.config.load import flatten, read_value
+from common.dialects.rules import ByHand, Defaults, Only, Rule, Table, To, Without, is_number
 from common.errors import ConfigError
 from common.structured_files import kind_of
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True)
-class To:
-    """Rule: the value becomes that of our key ``key``, converted by ``change``. ``change`` raises
-    ValueError with the values that it expects.
-    """
-
-    key: str
-    change: Callable[[Any], Any] = _same
-
-
-@dataclass(frozen=True)
-class Without:
-    """Rule: the key has no effect here, for the reason ``why``."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Only:
-    """Rule: these values change nothing here. For any other, ``instead`` says what to do."""
-
-    values: tuple[Any, ...]
-    instead: str
-
-
-Rule = To | Without | Only
-Table = Mapping[str, Rule]
-"""Rules by dotted key; ``section.*`` and ``prefix_*`` stand for all keys that begin so and have no
-rule of their own.
-"""
 
 
 def read_word(word: str, rule: Rule | None, where: str) -> Any:
@@ -62,61 +23,8 @@ def read_word(word: str, rule: Rule | None, where: str) -> Any:
     return read_value(word, tuple(rule.key.split(".")) if isinstance(rule, To) else (), where)
 
 
-Defaults = Mapping[str, Any]
-"""Their values of dotted keys that a file leaves out, in their words."""
-
-_LARGE = 1e300
-"""Bound that is larger than any number of a configuration."""
-
 _LIKE = 0.9
 """Least likeness (difflib's ratio) of a typing error to a key with a rule of its own."""
-
-
-def one_of(**names: Any) -> Callable[[Any], Any]:
-    """Return a change by a table of values, compared by their text."""
-
-    def change(value: Any) -> Any:
-        if str(value) not in names:
-            raise ValueError(f"expected {' or '.join(names)}")
-        return names[str(value)]
-
-    return change
-
-
-@dataclass(frozen=True)
-class Switch:
-    """Change of a flag without a value into ``meaning``."""
-
-    meaning: Any
-
-    def __call__(self, value: Any) -> Any:
-        if value is not True:
-            raise ValueError("takes no value; leave the value out, or the flag")
-        return self.meaning
-
-
-def listed(value: Any) -> list[Any]:
-    """Change a value into a list; a single one becomes a list of one."""
-    return value if isinstance(value, list) else [value]
-
-
-def number(value: Any) -> float:
-    """Change a value into a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
-        raise ValueError("expected a number")
-    return float(value)
-
-
-def whole(value: Any) -> int:
-    """Change a value into a whole number. 500.0 is one too."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise ValueError("expected a whole number")
-    return int(value)
-
-
-def off(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a change whose 0 is off: our key is left out."""
-    return lambda value: change(value) or None
 
 
 @dataclass
@@ -253,9 +161,7 @@ class Theirs:
     def take_number(self, key: str, default: float | None = None) -> Any:
         """Take a value that is a number, not below 0. Raises ConfigError for any other."""
         value = self.take(key, default)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGE
-        ):
+        if value is not None and not (is_number(value) and value >= 0):
             self.refuse(key, value, "expected a number that is not below 0")
         return value
 
@@ -297,6 +203,8 @@ def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
     ConfigError for a value that this project cannot follow.
     """
     for pattern, rule in table.items():
+        if isinstance(rule, ByHand):
+            continue
         if isinstance(rule, To) and pattern in theirs.defaults and theirs.is_left_out(pattern):
             ours.set_left_out(rule.key, rule.change(theirs.defaults[pattern]))
         if pattern.endswith("*"):
@@ -314,13 +222,13 @@ def _has_own_rule(key: str, table: Table) -> bool:
     a key.
     """
     section = key.rpartition(".")[0]
-    own = [name for name in table if not name.endswith("*") and name.rpartition(".")[0] == section]
+    own = [
+        name
+        for name, rule in table.items()
+        if not isinstance(rule, ByHand)
+        if not name.endswith("*") and name.rpartition(".")[0] == section
+    ]
     return bool(difflib.get_close_matches(key, own, n=1, cutoff=_LIKE))
-
-
-def has_rule(key: str, table: Table) -> bool:
-    """Tell whether a table has a rule for a key."""
-    return key in table or any(name.endswith("*") and key.startswith(name[:-1]) for name in table)
 
 
 def _obey(rule: Rule, key: str, value: Any, theirs: Theirs, ours: Translation) -> None:
@@ -355,7 +263,10 @@ def require_all_taken(theirs: Theirs, known: Iterable[str]) -> None:
             lines.append(f"{theirs.where(key)}: {key}: expected keys and values, found {found}")
             continue
         near = difflib.get_close_matches(
-            key, [name for name in names if not name.endswith("*")], n=1, cutoff=0.75
+            key,
+            [name for name in names if not (name.endswith("*") or key.startswith(f"{name}."))],
+            n=1,
+            cutoff=0.75,
         )
         hint = (
             f"did you mean {near[0]}?"

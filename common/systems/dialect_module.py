@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set as AbstractSet
+from collections.abc import Mapping, Set as AbstractSet
 from typing import Any, Protocol
 
-from common.systems.dialect import Table, Translation
+from common.dialects.rules import Defaults, Table
+from common.systems.dialect import Translation
 
 
 class DialectModule(Protocol):
@@ -16,6 +17,10 @@ class DialectModule(Protocol):
     @property
     def TABLE(self) -> Table:
         """Rules for its keys."""
+
+    @property
+    def DEFAULTS(self) -> Defaults:
+        """Values of keys that a file or a command leaves out."""
 
     def translate(
         self, tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], /
@@ -41,17 +46,10 @@ class FileDialect(DialectModule, Protocol):
 
 
 class CommandLine(DialectModule, Protocol):
-    """A system with command lines.
-
-    It may also have PROGRAMS, where several programs take the same flags. TEXTS are flags with a
-    text as their value. SWITCHES and VALUED are flags without a rule in TABLE: switches take no
-    value, the others need one.
+    """A system with command lines. It may also have PROGRAMS, where several programs take the same
+    flags.
     """
 
     @property
     def PROGRAM(self) -> str:
         """Program that takes the flags."""
-
-    @property
-    def FLAGS(self) -> Sequence[str]:
-        """Names of all flags that it knows, with underscores."""

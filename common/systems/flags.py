@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from common.dialects.rules import ByHand, Only, Rule, Switch, Table, To
 from common.errors import ConfigError
 from common.files import open_input, reading
-from common.systems.dialect import Only, Rule, Switch, Table, To, read_word
+from common.systems.dialect import read_word
 from common.systems.shell_script import Command, Word, read_script
 
 MOST_BYTES = 1 << 20
@@ -23,14 +24,13 @@ _WRITTEN = "# flags of the command line of "
 
 
 def read_flags(
-    words: Sequence[str], where: str, texts: Collection[str], table: Table
+    words: Sequence[str], where: str, table: Table
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str], dict[str, str]]:
     """Return the value and the place of each flag, and a remark on each that a later one replaces.
     A flag without a value is true; several values become a list. As in argparse, the last of two
     equal flags counts.
 
-    texts, table: flags whose value is text, and the rules of others. where: the file, or "command
-    line". Raises ConfigError for a word without a flag.
+    where: the file, or "command line". Raises ConfigError for a word without a flag.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
@@ -51,8 +51,9 @@ def read_flags(
             number += 1
         key = name.replace("-", "_")
         place = f"{_place(where, word)}: --{name}"
-        is_text = values and key in texts
-        value = " ".join(values) if is_text else _value(values, table.get(key), place)
+        rule = table.get(key)
+        is_text = values and isinstance(rule, ByHand) and rule.text
+        value = " ".join(values) if is_text else _value(values, rule, place)
         if key in tree and tree[key] != value:
             replaced[f"--{name} {tree[key]}"] = f"{place} {value} is given later and counts"
         tree[key] = value
@@ -61,24 +62,23 @@ def read_flags(
 
 
 def check_values(
-    tree: Mapping[str, Any],
-    sources: Mapping[tuple[str | int, ...], str],
-    table: Table,
-    valued: Container[str],
-    switches: Container[str],
+    tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], table: Table
 ) -> None:
-    """Check that flags have their values and switches have none. Raises ConfigError.
-
-    valued, switches: flags with and without a value that have no rule in ``table``.
-    """
+    """Check that flags have their values and switches have none. Raises ConfigError."""
     for key, value in tree.items():
         rule = table.get(key)
-        takes = (isinstance(rule, To) and not isinstance(rule.change, Switch)) or (
-            isinstance(rule, Only) and rule.values and True not in rule.values
-        )
-        if value is True and (takes or key in valued):
+        match rule:
+            case To(change=change):
+                takes = not isinstance(change, Switch)
+            case ByHand(switch=switch):
+                takes = not switch
+            case Only(values=values):
+                takes = bool(values) and True not in values
+            case _:
+                continue
+        if value is True and takes:
             raise ConfigError(f"{sources[key,]}: needs a value; give one, or leave the flag out")
-        if value is not True and key in switches:
+        if value is not True and isinstance(rule, ByHand) and not takes:
             raise ConfigError(
                 f"{sources[key,]}: takes no value, found {value!r}; leave the value out, or the"
                 " flag"

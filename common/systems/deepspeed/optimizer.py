@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from common.config.update_rules import STATE_PARTS
+from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import Checkpoint
 from common.systems.deepspeed.names import short_name
 from common.systems.deepspeed.partitions import Shapes, cut, own_parameters
-from common.systems.dialect import whole
 from common.systems.rank_parts import name_in_order
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.torch_pickle import Foreign

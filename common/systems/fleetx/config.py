@@ -1,5 +1,5 @@
 """Translation of PaddleFleetX's YAML: projects/gpt of releases 2.3 and 2.4, with their _base_
-files, by the rules of ``keys.py``.
+files, by the rules of ``common.dialects.fleetx``.
 """
 
 from __future__ import annotations
@@ -10,27 +10,20 @@ from typing import Any
 
 from common.config.schema import MOST
 from common.config.update_rules import takes_momentum
+from common.dialects.fleetx import (
+    BASE as BASE,
+    COSINE,
+    DEFAULTS as DEFAULTS,
+    END_OF_TEXT,
+    MARKS as MARKS,
+    SYSTEM as SYSTEM,
+    TABLE as TABLE,
+)
+from common.dialects.rules import Defaults, Without
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
-from common.systems.dialect import (
-    Defaults,
-    Theirs,
-    Translation,
-    Without,
-    apply,
-    require_all_taken,
-)
+from common.systems.dialect import Theirs, Translation, apply, require_all_taken
 from common.systems.fleetx import quantization
-from common.systems.fleetx.keys import BY_HAND, COSINE, DEFAULTS, END_OF_TEXT, TABLE
-
-SYSTEM = "PaddleFleetX"
-BASE = "_base_"
-MARKS = frozenset({
-    "_base_", "Global", "Engine", "Model", "Data", "Distributed", "Optimizer", "Generation",
-    "Inference", "Offline_Eval", "Profiler",
-    "Quantization", "Compress", "FusedPasses",
-})  # fmt: skip
-"""Top-level keys that only FleetX has."""
 
 _CHECKOUT = "ppfleetx"
 """Folder of FleetX's files in its repository."""
@@ -76,7 +69,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     ):  # fmt: skip
         section(theirs, ours)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, (*TABLE, *BY_HAND, *quantization.NAMES))
+    require_all_taken(theirs, TABLE)
     return ours
 
 

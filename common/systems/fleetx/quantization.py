@@ -1,8 +1,5 @@
 """Translation of PaddleFleetX's quantization-aware training: the section Quantization of release
 2.3, and Compress.Quantization of 2.4.
-
-Keys and defaults: pretrain_gpt_345M_mp8_qat.yaml and qat_gpt_345M_mp8.yaml in ppfleetx/configs;
-kinds of scales: Paddle's ImperativeQuantAware.
 """
 
 from __future__ import annotations
@@ -10,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.systems.dialect import Table, Theirs, To, Translation, Without, apply, one_of
+from common.dialects.rules import Without
+from common.systems.dialect import Theirs, Translation, apply
 
 _SECTIONS = ("Quantization", "Compress.Quantization")
 _LINEARS = {
@@ -23,30 +21,7 @@ _LAYER_TYPES = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 _NONE = ("None", "null")
 
 
-_RULES: Table = {
-    "weight_bits": To("quantization.weight_bits"),
-    "activation_bits": To("quantization.activation_bits"),
-    "weight_quantize_type": To("quantization.weights",
-        one_of(abs_max="abs_max", channel_wise_abs_max="channel_wise_abs_max")),
-    "activation_quantize_type": To("quantization.activations",
-        one_of(abs_max="abs_max", moving_average_abs_max="moving_average_abs_max")),
-    "moving_rate": To("quantization.moving_rate"),
-    "freeze_embedding": To("quantization.freeze_embedding"),
-    "for_tensorrt": Without("--run_mode export writes what an inference program reads"),
-    "onnx_format": Without("--run_mode export writes ONNX with export.format=onnx"),
-    "is_full_quantize": Without("every linear layer of a block is quantized"),
-}  # fmt: skip
-"""Rules for the keys of an enabled section."""
-_BY_HAND = (
-    "enable", "weight_preprocess_type", "activation_preprocess_type", "quantizable_layer_type",
-    "skip_tensor_map",
-)  # fmt: skip
 _PRETRAINED = ("Quantization.pretrained", "Compress.pretrained")
-NAMES = (
-    *_PRETRAINED,
-    *(f"{section}.{name}" for section in _SECTIONS for name in (*_RULES, *_BY_HAND)),
-)
-"""Keys that ``translate`` takes."""
 
 
 def translate(theirs: Theirs, ours: Translation) -> None:
@@ -66,7 +41,6 @@ def translate(theirs: Theirs, ours: Translation) -> None:
         ours.set("quantization.activations", "moving_average_abs_max")
         _bounds(section, theirs, ours)
         _layers(section, theirs, ours)
-        apply({f"{section}.{name}": rule for name, rule in _RULES.items()}, theirs, ours)
     for key in _PRETRAINED:
         path = theirs.take(key)
         if path is not None:

@@ -7,20 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.systems.dialect import Table, Theirs, Translation, apply
-from common.systems.gpt2_chinese.flags import DEFAULTS as FLAGS, TABLE as FLAG_TABLE, begin
-from common.systems.gpt2_chinese.shared import (
-    MODEL,
-    MODEL_DEFAULTS,
-    SYSTEM as SYSTEM,
-    take_sizes,
-)
+from common.dialects.gpt2_chinese import TRAIN, TRAIN_DEFAULTS
+from common.dialects.hugging_face import DEFAULTS as DEFAULTS, TABLE as TABLE
+from common.systems.dialect import Theirs, Translation, apply
+from common.systems.gpt2_chinese.flags import begin
+from common.systems.gpt2_chinese.shared import SYSTEM as SYSTEM, take_sizes
 
 BASE = "_base_config"
 """Key of base files; theirs have none."""
 MARKS = frozenset({"n_ctx", "n_embd", "n_head", "n_layer", "model_type"})
-TABLE: Table = MODEL
-DEFAULTS = MODEL_DEFAULTS
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -29,9 +24,9 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """
     ours = Translation()
     begin(ours)
-    apply(FLAG_TABLE, Theirs(SYSTEM, {}, {}, FLAGS), ours)
+    apply(TRAIN, Theirs(SYSTEM, {}, {}, TRAIN_DEFAULTS), ours)
     take_sizes(tree, next(iter(sources.values()), SYSTEM).rpartition(":")[0], ours)
-    ours.set("data.stride", min(FLAGS["stride"], ours.get("model.seq_length")))
+    ours.set("data.stride", min(TRAIN_DEFAULTS["stride"], ours.get("model.seq_length")))
     return ours
 
 

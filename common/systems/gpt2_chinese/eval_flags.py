@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.dialects.gpt2_chinese import EVAL as TABLE, EVAL_DEFAULTS as DEFAULTS
 from common.errors import ConfigError
-from common.systems.dialect import Table, To, Translation, Without, apply, require_all_taken, whole
+from common.systems.dialect import Translation, apply, require_all_taken
 from common.systems.gpt2_chinese.shared import (
-    RAW,
     SYSTEM as SYSTEM,
     TOKENS,
     flags_of,
@@ -25,28 +25,6 @@ from common.systems.gpt2_chinese.shared import (
 
 PROGRAM = "eval.py"
 PROGRAMS = (PROGRAM,)
-
-TABLE: Table = {
-    "batch_size": To("validation.micro_batch_size"),
-    "log_step": To("logging.interval", whole),
-    "output_dir": To("output_dir", lambda value: str(Path(value))),
-    "pretrained_model": To("checkpoint.load", str),
-    "device": Without("CUDA_VISIBLE_DEVICES says it"),
-    "stride": Without("each token is scored once"),
-}
-SWITCHES = frozenset({"raw", "segment", "bpe_token"})
-"""Flags without a value that this module reads itself."""
-VALUED = frozenset({
-    "model_config", "tokenized_data_path", "tokenizer_path", "encoder_json", "vocab_bpe", *RAW,
-}) - SWITCHES  # fmt: skip
-"""Flags with a value that this module reads itself."""
-FLAGS = (*TABLE, *SWITCHES, *VALUED)
-DEFAULTS: dict[str, Any] = {
-    "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
-    "raw_data_path": "data/eval.json", "tokenized_data_path": "data/tokenized_eval/",
-    "batch_size": 8, "log_step": 1, "num_pieces": 100, "min_length": 128,
-    "output_dir": "eval_result/",
-}  # fmt: skip
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -70,7 +48,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     ours.set("data.validation", str(prefix), where, "tokenized_data_path")
     take_data_flags(theirs, ours)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, FLAGS)
+    require_all_taken(theirs, TABLE)
     return ours
 
 

@@ -10,19 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.dialects.gpt2_chinese import SINCE_2021, TRAIN as TABLE, TRAIN_DEFAULTS as DEFAULTS
 from common.errors import ConfigError
-from common.systems.dialect import (
-    Table,
-    Theirs,
-    To,
-    Translation,
-    Without,
-    apply,
-    number,
-    require_all_taken,
-)
+from common.systems.dialect import Theirs, Translation, apply, require_all_taken
 from common.systems.gpt2_chinese.shared import (
-    RAW,
     SYSTEM as SYSTEM,
     TOKENS,
     flags_of,
@@ -34,57 +25,6 @@ from common.systems.gpt2_chinese.shared import (
 
 PROGRAM = "train.py"
 PROGRAMS = (PROGRAM, "train_single.py")
-
-
-def _norm(value: Any) -> float:
-    """Return --max_grad_norm. With 0, all gradients would be 0 there; here it is off."""
-    if not number(value) > 0:
-        raise ValueError("expected a number above 0; optimizer.clip_grad=0 clips nothing")
-    return number(value)
-
-
-TABLE: Table = {
-    "epochs": To("train.max_epochs", number),
-    "batch_size": To("train.micro_batch_size"),
-    "gradient_accumulation": To("train.accumulation_steps"),
-    "lr": To("optimizer.learning_rate", number),
-    "warmup_steps": To("optimizer.warmup_steps"),
-    "max_grad_norm": To("optimizer.clip_grad", _norm),
-    "output_dir": To("output_dir", lambda value: str(Path(value))),
-    "pretrained_model": To("checkpoint.init_from", str),
-    "device": Without("CUDA_VISIBLE_DEVICES says it; torchrun starts a process a device"),
-    "local_rank": Without("the launcher says it"),
-    "writer_dir": Without("TensorBoard's events are in output_dir/tensorboard"),
-}
-SWITCHES = frozenset({"raw", "fp16", "segment", "bpe_token"})
-"""Flags without a value that this module reads itself."""
-VALUED = frozenset({
-    "model_config", "tokenized_data_path", "stride", "fp16_opt_level", "tokenizer_path",
-    "encoder_json", "vocab_bpe", "log_step", *RAW,
-}) - SWITCHES  # fmt: skip
-"""Flags with a value that this module reads itself."""
-SINCE_2021 = {
-    "data_path": "--raw --raw_data_path", "config_path": "--model_config",
-    "vocab_path": "--tokenizer_path", "max_length": "the n_ctx of --model_config",
-    "t_total": "optimizer.decay_steps=N", "eval_interval": "validation.interval=N",
-    "val_examples": "data.split=W,W,W",
-}  # fmt: skip
-"""Flags of the later train.py, which trains with PyTorch Lightning, and what says it here. Source:
-Morizeyao/GPT2-Chinese a22ba9a, train.py. A step there has one text a row, which is cut or padded to
---max_length. The padding is learnt too.
-"""
-FLAGS = (*TABLE, *SWITCHES, *VALUED, *SINCE_2021)
-DEFAULTS: dict[str, Any] = {
-    "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
-    "raw_data_path": "data/train.json", "tokenized_data_path": "data/tokenized/",
-    "epochs": 5, "batch_size": 8, "lr": 1.5e-4, "warmup_steps": 2000, "log_step": 1, "stride": 768,
-    "gradient_accumulation": 1, "fp16_opt_level": "O1", "max_grad_norm": 1.0, "num_pieces": 100,
-    "min_length": 128, "output_dir": "model/", "encoder_json": "tokenizations/encoder.json",
-    "vocab_bpe": "tokenizations/vocab.bpe",
-}  # fmt: skip
-"""Values of flags that are left out; the others are off. Source: Morizeyao/GPT2-Chinese 898a0ac,
-train.py.
-"""
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -115,7 +55,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     ours.set("logging.interval", lines, theirs.where("log_step"), "log_step")
     take_data_flags(theirs, ours)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, FLAGS)
+    require_all_taken(theirs, TABLE)
     return ours
 
 

@@ -14,17 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.systems.dialect import (
-    Table,
-    Theirs,
-    To,
-    Translation,
-    Without,
-    apply,
-    number,
-    require_all_taken,
-    whole,
+from common.dialects.gpt2_chinese import (
+    GENERATE as TABLE,
+    GENERATE_DEFAULTS as DEFAULTS,
+    OF_LATER,
+    OF_SAMPLES,
+    OF_TITLES,
 )
+from common.systems.dialect import Theirs, Translation, apply, require_all_taken
 from common.systems.gpt2_chinese.shared import (
     SYSTEM as SYSTEM,
     flags_of,
@@ -36,47 +33,6 @@ from common.systems.gpt2_chinese.shared import (
 PROGRAM = "generate.py"
 PROGRAMS = (PROGRAM, "generate_texts.py")
 
-TABLE: Table = {
-    "batch_size": To("predict.batch_size"),
-    "temperature": To("predict.temperature", number),
-    "topk": To("predict.top_k", lambda value: max(0, whole(value))),
-    "topp": To("predict.top_p", lambda value: min(max(0.0, number(value)), 1.0)),
-    "repetition_penalty": To("predict.repetition_penalty", number),
-    "model_path": To("checkpoint.load", str),
-    "device": Without("CUDA_VISIBLE_DEVICES says it"),
-    "fast_pattern": Without("keys and values are kept as long as the text fits the window"),
-    "no_wordpiece": Without("generate.py does not look at it: the vocabulary has no pieces of"
-        " Chinese words"),
-}  # fmt: skip
-SWITCHES = frozenset({"save_samples", "segment", "bpe_token"})
-"""Flags without a value that this module reads itself."""
-VALUED = frozenset({
-    "model_config", "length", "n_ctx", "nsamples", "prefix", "save_samples_path", "save_path",
-    "articles_per_title", "titles", "titles_file", "tokenizer_path", "encoder_json", "vocab_bpe",
-})  # fmt: skip
-"""Flags with a value that this module reads itself."""
-FLAGS = (*TABLE, *SWITCHES, *VALUED)
-TEXTS = ("prefix", "titles")
-"""Flags whose value is always text."""
-DEFAULTS: dict[str, Any] = {
-    "length": -1, "temperature": 1, "topk": 8, "topp": 0, "repetition_penalty": 1.0,
-    "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
-    "model_path": "model/final_model",
-}  # fmt: skip
-"""Values of flags that are left out. Source: the study's generate.py, and Morizeyao/GPT2-Chinese
-c4288cd, generate_texts.py.
-"""
-OF_SAMPLES: dict[str, Any] = {
-    "batch_size": 1, "nsamples": 10, "prefix": "她", "save_samples_path": ".",
-}  # fmt: skip
-OF_TITLES: dict[str, Any] = {
-    "save_path": "generated/", "articles_per_title": 5, "titles": "萧炎", "titles_file": "",
-}  # fmt: skip
-OF_LATER: dict[str, Any] = {
-    "length": 512, "n_ctx": 1024, "prefix": "我", "model_config": "config/model_config.json",
-    "tokenizer_path": "vocab/vocab.txt", "model_path": "model/epoch=0-step=99.ckpt",
-}  # fmt: skip
-"""Defaults of the later generate.py. Source: Morizeyao/GPT2-Chinese a22ba9a, generate.py."""
 LIGHTNING = ".ckpt"
 """Ending of PyTorch Lightning's checkpoints."""
 START = "[CLS]"
@@ -100,7 +56,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     take_tokenizer(theirs, ours)
     (_take_titles if by_titles else _take_prefix)(theirs, ours)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, FLAGS)
+    require_all_taken(theirs, TABLE)
     return ours
 
 

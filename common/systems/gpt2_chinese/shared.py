@@ -10,57 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.dialects.gpt2_chinese import DATA, SYSTEM as SYSTEM
+from common.dialects.hugging_face import DEFAULTS, TABLE
+from common.dialects.rules import Defaults
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.structured_files import read_json_mapping
-from common.systems.dialect import (
-    Defaults,
-    Only,
-    Table,
-    Theirs,
-    To,
-    Translation,
-    Without,
-    apply,
-    number,
-    require_all_taken,
-)
-from common.systems.gpt2_config import FIXED, other_function
+from common.systems.dialect import Theirs, Translation, apply, require_all_taken
 
-SYSTEM = "GPT2-Chinese"
 TOKENS = "tokenized_train"
 """Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from
 them.
 """
 _RATES = ("embedding_dropout", "attention_dropout", "hidden_dropout")
-RAW = ("raw", "raw_data_path", "num_pieces", "min_length")
-"""Flags of the data."""
-_ELSE = "it does not change what GPT-2 computes"
-MODEL: Table = {
-    "n_ctx": To("model.seq_length"),
-    "n_positions": To("model.max_positions"),
-    "n_embd": To("model.hidden_size"),
-    "n_layer": To("model.num_layers"),
-    "n_head": To("model.num_heads"),
-    "n_inner": To("model.ffn_hidden_size"),
-    "vocab_size": To("model.vocab_size"),
-    "layer_norm_epsilon": To("model.layer_norm_epsilon", number),
-    "initializer_range": To("model.initializer_range", number),
-    "embd_pdrop": To("model.embedding_dropout", number),
-    "attn_pdrop": To("model.attention_dropout", number),
-    "resid_pdrop": To("model.hidden_dropout", number),
-    **{name: Only(values, other_function(name)) for name, values in FIXED.items()},
-    "pruned_heads.*": Only((), "every block has all its heads here; train without it"),
-    "*": Without(_ELSE),
-}
-MODEL_DEFAULTS: dict[str, Any] = {
-    "n_ctx": 1024, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
-    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
-    "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
-}  # fmt: skip
-"""GPT2Config of transformers 2.1.1 (configuration_gpt2.py). Its from_json_file leaves a vocabulary
-of -1 where the file has none.
-"""
 _OWN = ROOT / "compat" / "gpt2_chinese"
 """Folder that stands for the users' own, which has config/."""
 
@@ -98,14 +60,12 @@ def take_model(path: Path, where: str, ours: Translation) -> None:
 
 def take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
     """Take the model from the fields of a model_config.json or config.json."""
-    theirs = Theirs(
-        SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), MODEL_DEFAULTS
-    )
+    theirs = Theirs(SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), DEFAULTS)
     positions = theirs.peek("n_positions")
     if theirs.is_left_out("n_ctx") and isinstance(positions, int):
-        ours.set("model.seq_length", min(positions, MODEL_DEFAULTS["n_ctx"]))
-    apply(MODEL, theirs, ours)
-    require_all_taken(theirs, MODEL)
+        ours.set("model.seq_length", min(positions, DEFAULTS["n_ctx"]))
+    apply(TABLE, theirs, ours)
+    require_all_taken(theirs, TABLE)
     rates = {name: ours.tree["model"][name] for name in _RATES}
     if len(set(rates.values())) == 1:  # one key, which model.dropout=0 of a user then replaces
         for name in _RATES:
@@ -143,6 +103,6 @@ def take_data_flags(theirs: Theirs, ours: Translation) -> None:
     shortest = theirs.take_number("min_length")
     if type(shortest) is not int:
         theirs.refuse("min_length", shortest, "expected a whole number")
-    for flag in RAW:
+    for flag in DATA:
         theirs.take(flag)
         note_given(theirs, flag, "the data are made before the run", ours)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
+from common.dialects.hugging_face import FIXED, other_function
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping, shown
-from common.systems.gpt2_config import FIXED, other_function
 from common.systems.weights import checked_model
 
 CONFIG = "config.json"

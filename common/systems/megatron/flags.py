@@ -1,5 +1,5 @@
 """Translation of the command lines of Megatron-LM and Megatron-DeepSpeed, by the rules of
-``flag_table.py``.
+``common.dialects.megatron``.
 """
 
 from __future__ import annotations
@@ -9,57 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.config.update_rules import takes_momentum
-from common.parallel.batch import pad_vocabulary
-from common.systems.dialect import (
-    Only,
-    Rule,
-    Switch,
-    Table,
-    Theirs,
-    To,
-    Translation,
-    Without,
-    apply,
-    listed,
-    one_of,
-    require_all_taken,
-    whole,
+from common.dialects.megatron import (
+    DEFAULTS as DEFAULTS,
+    HELD,
+    OF_LOADING,
+    OTHER_PROGRAMS as OTHER_PROGRAMS,
+    PROGRAM as PROGRAM,
+    SYSTEM as SYSTEM,
+    TABLE as TABLE,
 )
+from common.dialects.rules import Only, Rule, Without, listed, whole
+from common.parallel.batch import pad_vocabulary
+from common.systems.dialect import Theirs, Translation, apply, require_all_taken
 from common.systems.megatron.deepspeed_file import read_deepspeed_file
-from common.systems.megatron.defaults import DEFAULTS
-from common.systems.megatron.flag_table import HELD, OF_LOADING, OF_TASKS, TABLE
 
-SYSTEM = "Megatron"
 GPT2_VOCABULARY = 50257
 _NOTHING_LOADED = "nothing is loaded"
-PROGRAM = "pretrain_gpt.py"
-
-OTHER_PROGRAMS = {
-    **{f"pretrain_{name}.py": f"it trains {name.upper()}, and the models here are GPT-2" for name in
-    ("bert", "t5", "ict", "vit", "retro", "mamba", "vlm", "vision_classify", "vision_dino",
-    "vision_inpaint")},
-    "tasks/main.py": OF_TASKS,
-    **{f"generate_samples_{name}.py": "--run_mode predict generates" for name in ("gpt", "gpt2")},
-}  # fmt: skip
-"""Programs of Megatron that take other flags, and what to do instead."""
-
-SWITCHES = frozenset({
-    "fp16", "bf16", "deepspeed", "checkpoint_activations", "recompute_activations",
-    "deepspeed_activation_checkpointing", "use_distributed_optimizer", "full_validation", "profile",
-    "finetune", *OF_LOADING,
-})  # fmt: skip
-"""Flags without a value that this module reads itself."""
-VALUED = frozenset({
-    "loss_scale", "data_path", "train_data_path", "save", "load", "eval_iters", "train_samples",
-    "recompute_granularity", "num_layers_per_virtual_pipeline_stage", "deepspeed_config",
-    "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy",
-    "profile_step_start", "profile_step_end", "wandb_project", "rampup_batch_size",
-    "step_batch_size_schedule",
-})  # fmt: skip
-"""Flags with a value that this module reads itself."""
-TEXTS = frozenset({"step_batch_size_schedule", "save", "load"})
-"""Flags with a text as their value."""
-FLAGS = (*TABLE, *SWITCHES, *VALUED)
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -78,7 +43,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         part(theirs, ours)
     _check_sizes(theirs)
     apply(TABLE, theirs, ours)
-    require_all_taken(theirs, FLAGS)
+    require_all_taken(theirs, TABLE)
     return ours
 
 
@@ -113,14 +78,7 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
 
 
 def _recompute(theirs: Theirs, ours: Translation) -> None:
-    rules: Table = {
-        "checkpoint_activations": To("train.recompute", Switch("full")),
-        "recompute_activations": To("train.recompute", Switch("selective")),
-        "recompute_granularity": To("train.recompute", one_of(full="full", selective="selective")),
-        "deepspeed_activation_checkpointing": Without("train.recompute says it"),
-    }
     is_full = theirs.peek("recompute_granularity") == "full"
-    apply(rules, theirs, ours)
     method, flag = theirs.take("recompute_method"), "recompute_num_layers"
     where, layers = theirs.where(flag), theirs.take_count(flag)
     if is_full and method == "block" and layers is not None:
@@ -269,18 +227,10 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
 
 
 def _zero(theirs: Theirs, ours: Translation) -> None:
-    """Translate ZeRO's flags. Where both are given, FSDP's strategy says what the distributed
-    optimizer splits.
-    """
+    """Let FSDP's strategy say what the distributed optimizer splits, where both are given."""
     flag = "data_parallel_sharding_strategy"
-    stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if theirs.peek(flag) is not None and theirs.take("use_distributed_optimizer"):
         ours.note("use_distributed_optimizer", f"--{flag.replace('_', '-')} says it")
-    rules: Table = {
-        flag: To("parallel.zero_stage", one_of(**stages)),
-        "use_distributed_optimizer": To("parallel.zero_stage", Switch(1)),
-    }
-    apply(rules, theirs, ours)
 
 
 def _deepspeed(theirs: Theirs, ours: Translation) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from common.config.update_rules import STATE_PARTS, rule_keeping
+from common.dialects.rules import whole
 from common.errors import ConfigError
-from common.systems.dialect import whole
 from common.systems.megatron.shards import FILE, RankTensors, Shards
 from common.systems.rank_parts import name_in_order
 from common.systems.run_state import NO_SCALE, checked_run, new_run

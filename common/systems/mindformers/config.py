@@ -1,51 +1,28 @@
-"""Translation of MindFormers' YAML, by the rules of ``keys.py``."""
+"""Translation of MindFormers' YAML, by the rules of ``common.dialects.mindformers``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from common.config.aliases import TARGETS
-from common.config.schema import MOST
-from common.resolve.auto_device import sees_ascend
-from common.systems.dialect import (
-    Defaults,
-    Only,
-    Table,
-    Theirs,
-    To,
-    Translation,
-    Without,
-    apply,
-    number,
-    require_all_taken,
-)
-from common.systems.mindformers.keys import (
+from common.dialects.mindformers import (
+    BASE as BASE,
+    CALLBACKS,
     CLASSES,
     DEFAULTS as DEFAULTS,
     LORA,
+    MARKS as MARKS,
     OF_TYPES,
-    TABLE,
+    PARTS as PARTS,
+    SYSTEM as SYSTEM,
+    TABLE as TABLE,
+    TARGETS,
     WRITTEN,
 )
+from common.dialects.rules import Defaults, To, Without
+from common.resolve.auto_device import sees_ascend
+from common.systems.dialect import Theirs, Translation, apply, require_all_taken
 
-SYSTEM = "MindFormers"
-BASE = "base_config"
-MARKS = frozenset({
-    "base_config", "runner_config", "runner_wrapper", "lr_schedule", "callbacks", "train_dataset",
-    "train_dataset_task", "trainer",
-    "moe_config", "processor", "resume_or_finetune_checkpoint", "use_parallel", "auto_trans_ckpt",
-    "aicc_config", "swap_config",
-})  # fmt: skip
-"""Top-level keys that only MindFormers has."""
-PARTS = frozenset({"parallel_config", "recompute_config"})
-"""MindFormers' sections that files of ours may have."""
-
-_PARALLEL = {
-    "parallel_mode", "gradients_mean", "enable_alltoall", "full_batch", "search_mode",
-    "enable_parallel_optimizer",
-    "parallel_optimizer_config",
-}  # fmt: skip
 _COMPILED = (
     "parallel.vocab_emb_dp", "parallel.gradient_aggregation_group", "parallel.full_batch",
     "parallel.search_mode", "parallel.enable_alltoall", "parallel.strategy_ckpt_config",
@@ -68,40 +45,18 @@ _UNUSED_ON_CPU = {
     "context.graph_kernel_flags": "graph kernels are for accelerators",
     "context.device_id": "there is one CPU",
 }
-_PRINTED: dict[str, tuple[To, Any]] = {
-    "per_print_times": (To("logging.interval", lambda steps: steps or MOST), 1),
-}
-_SAVED: dict[str, tuple[To, Any]] = {
-    "prefix": (To("checkpoint.ckpt_prefix"), "CKP"),
-    "save_checkpoint_steps": (To("checkpoint.interval"), 1),
-    "keep_checkpoint_max": (To("checkpoint.keep", lambda count: count or 1), 5),
-    "async_save": (To("checkpoint.asynchronous", bool), False),
-}
-"""Keys of callbacks, with the default of each. 0 prints nothing, and keeps one checkpoint
-(MindSpore's CheckpointConfig).
-"""
 _CALLBACKS = {
-    "MFLossMonitor": _PRINTED, "CheckpointMointor": _SAVED, "CheckpointMonitor": _SAVED,
-    **{name: {} for name in ("SummaryMonitor", "ObsMonitor", "EvalCallBack", "ProfileMonitor")},
+    "MFLossMonitor": ("per_print_times",),
+    **dict.fromkeys(("CheckpointMointor", "CheckpointMonitor"), (*CALLBACKS,)[1:]),
+    **dict.fromkeys(("SummaryMonitor", "ObsMonitor", "EvalCallBack", "ProfileMonitor"), ()),
 }  # fmt: skip
+"""Keys of ``CALLBACKS`` that each kind of callback has."""
 _MASKS = {"attention_mask", "input_mask"}
 """Columns with a 0 for the padding of a row."""
 END_OF_TEXT = 50256
 """Id of the end of text of GPT2Config."""
 _MOST_SUNK = 100
 """Largest train.sink_size."""
-BY_HAND = (
-    "callbacks", "load_checkpoint", "resume_or_finetune_checkpoint", "resume_training", "profile",
-    "profile_start_step", "profile_stop_step", "profile_memory", "do_eval", "eval_step_interval",
-    "eval_epoch_interval", "model.arch.type", "model.model_config.pet_config",
-    "model.model_config.expand_ratio", "lr_schedule.total_steps", "lr_schedule.warmup_steps",
-    "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm", "train_dataset.input_columns",
-    "runner_config.sink_size", "runner_config.sink_mode",
-    *(f"parallel_config.{name}" for name in ("data_parallel", "micro_batch_num", "vocab_emb_dp",
-    "optimizer_shard")),
-    *(f"recompute_config.{name}" for name in ("recompute", "select_recompute")),
-)  # fmt: skip
-"""Keys that this module reads itself."""
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -117,8 +72,8 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         _columns,
     ):  # fmt: skip
         section(theirs, ours)
-    apply({key: rule for key, rule in TABLE.items() if key != "parallel.*"}, theirs, ours)
-    require_all_taken(theirs, (*TABLE, *BY_HAND, *(f"parallel.{name}" for name in _PARALLEL)))
+    apply(TABLE, theirs, ours)
+    require_all_taken(theirs, TABLE)
     return ours
 
 
@@ -255,12 +210,6 @@ def _scale(theirs: Theirs, ours: Translation) -> None:
             kind,
             "expected DynamicLossScaleUpdateCell or FixedLossScaleUpdateCell",
         )
-    rules: Table = {
-        f"{prefix}.loss_scale_value": To("loss_scale.initial", number),
-        f"{prefix}.scale_factor": To("loss_scale.factor", number),
-        f"{prefix}.scale_window": To("loss_scale.window"),
-    }
-    apply(rules, theirs, ours)
     key, norm_key = "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm"
     # MFPipelineWithLossScaleCell, which a pipeline takes, clips unless it is told not to
     piped = theirs.peek_count("parallel_config.pipeline_stage") > 1
@@ -277,45 +226,12 @@ def _scale(theirs: Theirs, ours: Translation) -> None:
 
 def _parallel(theirs: Theirs, ours: Translation) -> None:
     mode = theirs.peek("parallel.parallel_mode")
-    own: Table = {
-        f"parallel.{name}": To(f"parallel.{name}")
-        for name in sorted(_PARALLEL - {"parallel_optimizer_config", "gradients_mean"})
-    }
-    loss_mean = {
-        "parallel.loss_repeated_mean": Only(
-            (True,), "the loss is the mean over all tokens; set True"
-        )
-    }
-    means = Without("gradients are of the mean over the global batch")
-    rules: Table = {
-        **own,
-        **loss_mean,
-        "parallel.gradients_mean": means,
-        **{
-            f"parallel.{theirs_}": To(f"parallel.strategy_ckpt_config.{name}_file")
-            for name in ("save", "load")
-            for theirs_ in (f"strategy_ckpt_{name}_file", f"strategy_ckpt_config.{name}_file")
-        },
-        "parallel.strategy_ckpt_config.*": Without("a strategy file holds all parameters"),
-        "parallel.device_num": Without("the launcher decides how many processes there are"),
-        "parallel.dataset_strategy": Without("the data are split over data-parallel ranks"),
-        "parallel.parallel_optimizer_config.parallel_optimizer_threshold": To(
-            "parallel.parallel_optimizer_config.parallel_optimizer_threshold"
-        ),
-        "parallel.parallel_optimizer_config.gradient_accumulation_shard": To(
-            "parallel.parallel_optimizer_config.gradient_accumulation_shard"
-        ),
-        "micro_batch_interleave_num": To("parallel.micro_batch_interleave_num"),
-        "parallel_config.optimizer_shard": To("parallel.enable_parallel_optimizer"),
-        "parallel_config.vocab_emb_dp": To("parallel.vocab_emb_dp"),
-    }
     if (
         theirs.peek("parallel_config.optimizer_shard") is not None
         and theirs.peek("parallel.enable_parallel_optimizer") is not None
     ):
         theirs.take("parallel_config.optimizer_shard")
         ours.note("parallel_config.optimizer_shard", "parallel.enable_parallel_optimizer says it")
-    apply(rules, theirs, ours)
     stages = theirs.peek_count("parallel_config.pipeline_stage")
     key = "parallel_config.data_parallel"
     where, named = theirs.where(key), theirs.named(key)
@@ -337,18 +253,9 @@ def _parallel(theirs: Theirs, ours: Translation) -> None:
             " everywhere",
         )
     key = "recompute_config.recompute"
-    chosen = theirs.take("recompute_config.select_recompute", False)
-    if (recompute := theirs.take(key)) is not None or chosen:
-        value = (
-            "full"
-            if recompute is True
-            else "selective"
-            if chosen
-            else "none"
-            if recompute is False
-            else recompute
-        )
-        ours.set("train.recompute", value, theirs.where(key), key)
+    if theirs.take("recompute_config.select_recompute", False) and theirs.peek(key) is not True:
+        theirs.take(key)
+        ours.set("train.recompute", "selective", theirs.where(key), key)
 
 
 def _callbacks(theirs: Theirs, ours: Translation) -> None:
@@ -370,8 +277,8 @@ def _callbacks(theirs: Theirs, ours: Translation) -> None:
                 f"{at}.save_checkpoint_seconds", rest["save_checkpoint_seconds"],
                 "checkpoint.interval counts steps; give save_checkpoint_steps",
             )  # fmt: skip
-        known = _CALLBACKS[kind]
-        for name, (rule, default) in known.items():
+        for name in _CALLBACKS[kind]:
+            rule, default = CALLBACKS[name]
             value = rest.pop(name, None)
             origin = f"{at}.{name}" if value is not None else ""
             value = rule.change(default if value is None else value)
@@ -394,14 +301,9 @@ def _checkpoint(theirs: Theirs, ours: Translation) -> None:
 
 def _profile(theirs: Theirs, ours: Translation) -> None:
     wanted = theirs.take("profile", False)
-    rules: Table = {
-        "profile_start_step": To("profile.start"),
-        "profile_stop_step": To("profile.stop"),
-        "profile_memory": To("profile.memory"),
-    }
-    if not wanted:
-        rules = dict.fromkeys(rules, Without("profile is off"))
-    apply(rules, theirs, ours)
+    names = ("profile_start_step", "profile_stop_step", "profile_memory")
+    off = Without("profile is off")
+    apply({name: To(TABLE[name].hint) if wanted else off for name in names}, theirs, ours)
 
 
 def settle(ours: Translation, *, whole: bool = True) -> None:
@@ -424,6 +326,7 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
     for key, why in whys.items():
         ours.drop(key, why)
     if whole:
+        ours.drop("train.parallel_optimizer_comm_recompute", "MindSpore 2.10 takes no notice of it")
         ours.settle_end_of_text(END_OF_TEXT)
 
 

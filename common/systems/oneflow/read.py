@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.update_rules import RuleName, rule_keeping
+from common.dialects.rules import whole
 from common.errors import CheckpointError
-from common.systems.dialect import whole
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.oneflow.names import MOMENTS, NAME_MAP, SCALE, STEP, SYSTEM, moment_map
 from common.systems.oneflow.snapshot import DATA, read_all

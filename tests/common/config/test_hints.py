@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from common.command_line import RUN_MODES, parse_arguments
+from common.config.aliases import ALIASES
 from common.config.explain import explain_key
-from common.config.foreign_names import ABSENT, HERE, HERE_IN
 from common.config.hints import (
+    TABLES,
+    _names_of_others,
     hint,
     key_for_flag,
     nearest_keys,
@@ -18,28 +20,31 @@ from common.config.hints import (
     unknown_arguments,
 )
 from common.config.schema import RunConfig
+from common.dialects.others import ABSENT, HERE as OTHERS
 from common.errors import ConfigError
 from common.run_config import load_config
 
-TABLE = {**HERE, **HERE_IN}
+HERE = _names_of_others()[0]
 WORDS_BETWEEN = {"and", "or", "times"}
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
+@pytest.mark.parametrize("name", sorted(HERE))
 def test_every_foreign_name_leads_to_what_is_there(name: str) -> None:
-    target = re.sub(r"\(.*?\)", "", TABLE[name])
+    target = re.sub(r"\(.*?\)", "", HERE[name])
     if target.startswith("--run_mode "):
         assert target.removeprefix("--run_mode ") in RUN_MODES
         return
     words = [word for word in re.split(r"[ ,]+", target) if word and word not in WORDS_BETWEEN]
     keys = [word.partition("=")[0] for word in words]
-    assert keys and all(key in schema_keys() or key == "base" for key in keys), target
+    assert keys and all(key in (*schema_keys(), *ALIASES, "base") for key in keys), target
     assert name not in schema_keys(), "a key of ours needs no translation"
 
 
 def test_each_name_has_one_meaning() -> None:
-    assert not set(ABSENT) & set(HERE)
-    assert all(name.rpartition(".")[0] in schema_keys() for name in HERE_IN)
+    """The list of systems without a table repeats no name of a table."""
+    theirs = {key.removesuffix(".*").rpartition(".")[2] for table in TABLES for key in table}
+    assert not theirs & {*OTHERS, *ABSENT} and not {*OTHERS} & {*ABSENT}
+    assert all(name.rpartition(".")[0] in {"", *schema_keys()} for name in OTHERS)
 
 
 def test_values_in_the_table_are_taken(tmp_path: Path) -> None:
@@ -49,7 +54,7 @@ def test_values_in_the_table_are_taken(tmp_path: Path) -> None:
         "output_dir: out\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 8,"
         " vocab_size: 9}\noptimizer: {learning_rate: 1.0}\n"
     )
-    words = {target for target in TABLE.values() if re.fullmatch(r"[\w.]+=\w+", target)}
+    words = {target for target in HERE.values() if re.fullmatch(r"[\w.]+=\w+", target)}
     assert words >= {"precision=fp16", "predict.strategy=sampling", "parallel.zero_stage=3"}
     load_config(path, sorted(words))
 
@@ -184,7 +189,7 @@ def test_a_key_is_explained() -> None:
     assert "default  []" in explain_key("predict.prompt")
 
 
-@pytest.mark.parametrize("key", [*schema_keys(), "base", *HERE])
+@pytest.mark.parametrize("key", [*schema_keys(), "base", *OTHERS])
 def test_everything_can_be_explained(key: str) -> None:
     text = explain_key(key)
     assert key in text and text.endswith("\n") and max(map(len, text.splitlines())) <= 120

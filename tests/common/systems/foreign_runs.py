@@ -11,7 +11,7 @@ from typing import Any
 
 from common.config.load import apply_overrides, build_config, flatten
 from common.config.schema import RunConfig
-from common.systems.dialect import To
+from common.dialects.rules import To
 
 ROWS = Path(__file__).parent / "rows"
 """One file a system. DIALECT is the module of the translation, and MINIMAL has the keys of its

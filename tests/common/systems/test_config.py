@@ -17,13 +17,13 @@ import yaml
 import run_gpt2
 from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten
+from common.dialects.rules import To
 from common.errors import ConfigError
 from common.parallel.learning_rate import learning_rate
 from common.resolve.derive import resolve_config, resolve_length, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.run_config import load_config
 from common.systems.config import open_config, open_flags
-from common.systems.dialect import To
 from common.systems.flag_scripts import main_with_flags
 from common.systems.flags import read_command, read_flag_file
 from common.systems.fleetx import config as fleetx

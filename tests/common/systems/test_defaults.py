@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from common.systems.dialect import has_rule
+from common.dialects.rules import has_rule
 from tests.common.systems.foreign_runs import all_rows, config_of, mapped_keys, values_of
 
 SYSTEMS = pytest.mark.parametrize("rows", all_rows(), ids=lambda rows: rows.__name__[27:])

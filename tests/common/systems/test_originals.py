@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from common.config.foreign_names import ABSENT, HERE, HERE_IN
-from common.config.hints import hint, schema_keys
+from common.config.hints import TABLES, hint, schema_keys
 from common.config.load import build_config, flatten
+from common.dialects.megatron import DEEPSPEED, DEEPSPEED_DEFAULTS
+from common.dialects.others import HERE
+from common.dialects.rules import ByHand, To, has_rule
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.systems import config as systems
 from common.systems.bases import read_with_bases
 from common.systems.config import COMMAND_LINES, DIALECTS, open_config, open_flags
-from common.systems.dialect import To, has_rule
 from common.systems.flags import read_flag_file, read_flags
-from common.systems.megatron import deepspeed_file
 from common.systems.opened import Opened
 from common.weights.names import count_parameters
 from tools import convert_config
@@ -146,14 +146,14 @@ def ds_run(tree: dict[str, Any], folder: Path, flags: str = "") -> Opened:
 
 
 def test_a_ds_config_without_a_key_is_that_with_deepspeeds_default(tmp_path) -> None:
-    assert {rule.key for rule in deepspeed_file.TABLE.values() if isinstance(rule, To)} == {
+    assert {rule.key for rule in DEEPSPEED.values() if isinstance(rule, To)} == {
         "train.global_batch_size", "train.micro_batch_size", "train.accumulation_steps",
-        *(deepspeed_file.TABLE[key].key for key in deepspeed_file.DEFAULTS),
+        *(DEEPSPEED[key].key for key in DEEPSPEED_DEFAULTS),
     }  # fmt: skip
     bare = {"fp16": {"enabled": True}, "zero_optimization": {}}
     without = ds_run(bare, tmp_path).config
     assert (without.loss_scale.initial, without.optimizer.clip_grad) == (65536.0, 1.0)
-    for key, value in deepspeed_file.DEFAULTS.items():
+    for key, value in DEEPSPEED_DEFAULTS.items():
         tree, (*sections, name) = copy.deepcopy(bare), key.split(".")
         (tree[sections[0]] if sections else tree)[name] = value
         assert ds_run(tree, tmp_path).config == without, key
@@ -205,7 +205,7 @@ def test_each_flag_is_read_or_refused_with_the_reason(folder, system, count) -> 
                 outcomes.append(message)
                 continue
             known = {*opened.ours.origins.values(), *opened.ours.without_effect}
-            assert key in known or key in dialect.FLAGS, f"{name} leaves no trace"
+            assert key in known or key in dialect.TABLE, f"{name} leaves no trace"
         assert len(outcomes) < 2 or outcomes[0] != outcomes[1] or "leave" in outcomes[0], outcomes
 
 
@@ -217,11 +217,11 @@ def test_a_typing_error_among_flags_without_effect_is_an_error() -> None:
     assert len(opened.ours.without_effect) == 1
 
 
-def each_key(dialect: ModuleType) -> Iterator[tuple[str, str, Any]]:
+def each_key(dialect: ModuleType) -> Iterator[tuple[str, str]]:
     """Yield the keys that have a rule: the key, what a file of ours calls unknown in it, the
     rule.
     """
-    for key, rule in dialect.TABLE.items():
+    for key in dialect.TABLE:
         parts = key.removesuffix(".*").split(".")
         path = next(
             (".".join(parts[: n + 1]) for n in range(len(parts))
@@ -229,28 +229,26 @@ def each_key(dialect: ModuleType) -> Iterator[tuple[str, str, Any]]:
             None,
         )  # fmt: skip
         if path is not None and not path.endswith("*"):
-            yield key, path, rule
+            yield key, path
 
 
 @pytest.mark.parametrize(
     "dialect", [*DIALECTS, *COMMAND_LINES.values()], ids=lambda each: each.SYSTEM
 )
 def test_in_a_file_of_ours_no_key_gets_a_wrong_hint(dialect: ModuleType) -> None:
-    """The hint names the section or the key that it becomes; other keys get a reason, or no
-    hint.
-    """
+    """The hint names what the rule says, or what a rule of another system says of this name."""
+    said_of: dict[str, set[str]] = {}
+    for table in (*TABLES, {name: ByHand(here) for name, here in HERE.items() if "." not in name}):
+        for key, rule in table.items():
+            meant = said_of.setdefault(key.rpartition(".")[2], set())
+            meant.add(rule.hint or (rule.key if isinstance(rule, To) else ""))
     wrong = {}
-    for key, path, rule in each_key(dialect):
-        said, name = hint(path), path.rpartition(".")[2]
-        if path in HERE_IN or name in HERE or name in ABSENT:
-            continue  # tables, which other tests hold against the schema and against the rules
-        if path.startswith(("parallel_config", "recompute_config")):
-            continue  # which files of ours may have
-        if said if not isinstance(rule, To) else rule.key.partition(".")[0] not in said:
+    for key, path in each_key(dialect):
+        said, names = hint(path), said_of[key.rpartition(".")[2]]
+        right = any(name in said for name in names if name)
+        if key == path and not right and (names != {""} or "did you mean" in said):
             wrong[key] = said
     assert wrong == {}
-    for flag in getattr(dialect, "VALUED", ()):
-        assert hint(flag) or flag in schema_keys(), flag
 
 
 def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
@@ -259,7 +257,7 @@ def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
         if path.suffix == ".sh":
             words = read_flag_file(path)
             dialect = COMMAND_LINES[systems.find_command_line(words)]
-            yield name, dialect, *read_flags(words, str(path), (), dialect.TABLE)[:2]
+            yield name, dialect, *read_flags(words, str(path), dialect.TABLE)[:2]
         else:
             found = systems.ConfigFile.read(path).dialect
             assert found is not None

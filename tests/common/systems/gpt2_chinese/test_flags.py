@@ -47,7 +47,7 @@ def keys_of(system: str, *words: str) -> dict[str, Any]:
 
 def test_the_flags_of_the_originals_are_all_known() -> None:
     for system, names in FLAGS.items():
-        assert set(names.split()) <= set(COMMAND_LINES[system].FLAGS)
+        assert set(names.split()) <= set(COMMAND_LINES[system].TABLE)
 
 
 def test_the_study_s_train_sh_is_its_preset(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_model_config_json_is_a_configuration() -> None:
         ({"tie_word_embeddings": False}, "it would compute otherwise"),
         ({"add_cross_attention": True}, "it would compute otherwise"),
         ({"pruned_heads": {"0": [1]}}, r"pruned_heads.0=\[1\]: every block has all its heads"),
-        ({"model_type": "gptj"}, "model_type='gptj': this is another model"),
+        ({"model_type": "gptj"}, "model_type='gptj': the models here are GPT-2"),
     ],
 )
 def test_a_model_config_that_cannot_be_obeyed(

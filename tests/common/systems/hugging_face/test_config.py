@@ -54,5 +54,5 @@ def test_a_field_is_taken_if_the_function_is_the_same(
 
 def test_another_model_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "gptj"}))
-    with pytest.raises(ConfigError, match="model_type='gptj'; this is another model"):
+    with pytest.raises(ConfigError, match="model_type='gptj'; the models here are GPT-2"):
         read_config(tmp_path / "config.json")

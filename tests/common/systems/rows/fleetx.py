@@ -47,6 +47,10 @@ WITHOUT_DEFAULT: dict[str, str] = {
         _REQUIRED,
     ),
     **dict.fromkeys(("Global.global_batch_size", "Model.ffn_hidden_size"), _DERIVED),
+    **dict.fromkeys(
+        (key for key in DIALECT.TABLE if "Quantization." in key),
+        "PaddleSlim's, which quantization.py sets, or as here",
+    ),
     "Generation.input_text": "a script there has its own prompt, which compat/fleetx gives",
 }  # fmt: skip
 _EVAL = {"Engine.eval_freq": 500, "Engine.eval_iters": 10}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.systems.dialect import Switch, To
+from common.dialects.rules import Switch, To
 from common.systems.megatron import flags as DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
@@ -51,7 +51,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
     "zero_stage": "1.0, which ds_config.json overrules; without DeepSpeed nothing is split",
     **dict.fromkeys(
         ("lr_warmup_fraction", "exit_interval", "exit_duration_in_mins", "save_interval",
-         "valid_data_path", "pretrained_checkpoint", "data_cache_path"),
+         "valid_data_path", "pretrained_checkpoint", "data_cache_path", "recompute_granularity"),
         "None, which is off, as here",
     ),
     **dict.fromkeys(

@@ -68,6 +68,19 @@ WITHOUT_DEFAULT: dict[str, str] = {
     "train_dataset.data_loader.num_samples": "None: all rows, as here",
     "eval_dataset.data_loader.num_samples": "None: all rows, as here",
     "eval_dataset.data_loader.dataset_dir": "there is nothing to validate on, as here",
+    "recompute_config.parallel_optimizer_comm_recompute": "MindSpore 2.10 takes no notice of it",
+    **dict.fromkeys(
+        (f"runner_wrapper.scale_sense.{name}" for name in ("loss_scale_value", "scale_factor",
+         "scale_window")),
+        "there is no scale without them",
+    ),
+    **dict.fromkeys(
+        (key for key in DIALECT.TABLE if key.startswith("parallel.")
+         and key != "parallel.parallel_mode"),
+        "of set_auto_parallel_context, as here",
+    ),
+    "micro_batch_interleave_num": "1, as here",
+    "parallel_config.optimizer_shard": "parallel.enable_parallel_optimizer says it",
 }  # fmt: skip
 
 

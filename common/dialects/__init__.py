@@ -1,0 +1,1 @@
+"""Other systems' configurations: one table a system, of its keys, their defaults and hints."""

@@ -1,0 +1,54 @@
+"""Fields of transformers' GPT2Config, which GPT2-Chinese's model_config.json has too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.dialects.rules import Defaults, Only, Table, To, Without, number, same
+
+FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "scale_attn_weights": (True,),
+    "add_cross_attention": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    # the other order and type give the same function, with other roundings
+    "reorder_and_upcast_attn": (False, True),
+    "tie_word_embeddings": (True,),
+}
+"""Values that our model computes, by field. The first is the default, except in old files. Source:
+transformers 4.57, models/gpt2/configuration_gpt2.py, modeling_gpt2.py and activations.py.
+"""
+
+
+def other_function(name: str) -> str:
+    """Return why any other value of a field of ``FIXED`` is refused."""
+    if name == "model_type":
+        return "the models here are GPT-2; this is another model"
+    return f"our model is GPT-2 with {name}={FIXED[name][0]!r} only, so it would compute otherwise"
+
+
+TABLE: Table = {
+    "n_ctx": To("model.seq_length"),
+    "n_positions": To("model.max_positions"),
+    "n_embd": To("model.hidden_size"),
+    "n_layer": To("model.num_layers"),
+    "n_head": To("model.num_heads"),
+    "n_inner": To("model.ffn_hidden_size"),
+    "vocab_size": To("model.vocab_size"),
+    **same("model", "layer_norm_epsilon initializer_range", change=number),
+    "embd_pdrop": To("model.embedding_dropout", number),
+    "attn_pdrop": To("model.attention_dropout", number),
+    "resid_pdrop": To("model.hidden_dropout", number),
+    **{name: Only(values, other_function(name)) for name, values in FIXED.items()},
+    "pruned_heads.*": Only((), "every block has all its heads here; train without it"),
+    "*": Without("it does not change what GPT-2 computes"),
+}
+DEFAULTS: Defaults = {
+    "n_ctx": 1024, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+    "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
+}  # fmt: skip
+"""GPT2Config of transformers 2.1.1 (configuration_gpt2.py). Its from_json_file leaves a vocabulary
+of -1 where the file has none.
+"""

@@ -1,0 +1,83 @@
+"""Flags of OneFlow-Benchmark, many of which are Megatron's.
+
+Source: OneFlow-Benchmark before fe1e78e, LanguageModeling/GPT/oneflow_gpt/config.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.dialects.megatron import TABLE as MEGATRON
+from common.dialects.rules import (
+    Defaults,
+    Switch,
+    Table,
+    To,
+    Without,
+    each,
+    number,
+    one_of,
+    whole,
+    words,
+)
+
+SYSTEM = "OneFlow"
+PROGRAM = "oneflow_gpt.training"
+
+_KERNELS = "the fastest kernels that the device has are taken"
+_LAUNCHED = "the launcher (scripts/run_distribute.sh) says it"
+
+
+def above_zero(value: Any) -> float:
+    if number(value) <= 0:
+        raise ValueError("expected a number above 0; with 0 OneFlow's weights would not change")
+    return float(value)
+
+
+_SHARED = words("""
+    num_layers hidden_size seq_length vocab_size num_attention_heads attention_dropout
+    hidden_dropout init_method_std micro_batch_size global_batch_size train_iters train_samples
+    checkpoint_activations min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction
+    weight_decay adam_beta1 adam_beta2 adam_eps loss_scale initial_loss_scale loss_scale_window
+    tensor_model_parallel_size pipeline_model_parallel_size split seed log_interval save load
+""")
+"""Flags that mean what Megatron's do."""
+
+TABLE: Table = {
+    **{name: rule for name, rule in MEGATRON.items() if name in _SHARED},
+    "make_vocab_size_divisible_by": To("model.vocab_multiple", lambda size: whole(size) or 1),
+    "num_accumulation_steps": To("train.accumulation_steps"),
+    "optimizer": To("optimizer.name", one_of(adamw="adamw", adam="adam", sgd="sgd")),
+    "learning_rate": To("optimizer.learning_rate", number),
+    "clip_grad": To("optimizer.clip_grad", above_zero),
+    "fp16": To("precision", Switch("fp16"), "precision=fp16"),
+    "dataset": To("data.train"),
+    "save_interval": To("checkpoint.interval", lambda steps: max(0, whole(steps))),
+    "log": Without("the run folder holds the log"),
+    "metric_print_format": To("logging.style", one_of(table="oneflow", normal="oneflow-normal")),
+    "save_last": Without("the last step is always saved"),
+    "save_init": Without("the weights before the first step are not saved"),
+    "profile_transformer_layer": Without("profile.start and profile.stop say which steps are"
+        " traced"),
+    "use_external_dataset": Without("data.train is read anyway"),
+    **each(Without(_LAUNCHED), "num_gpus_per_node node_ips ctrl_port"),
+    "num_nodes": Without(_LAUNCHED, "parallel.data_parallel (or the launcher's range of ranks)"),
+    "use_rdma": Without("NCCL and HCCL take the fastest network that they find"),
+    **each(Without(_KERNELS), """
+        no_scale_tril_softmax_dropout_fusion no_bias_gelu_fusion no_bias_dropout_fusion
+        multihead_attention_fusion no_query_key_layer_scaling
+    """),
+}  # fmt: skip
+
+DEFAULTS: Defaults = {
+    "make_vocab_size_divisible_by": 128, "attention_dropout": 0.1, "hidden_dropout": 0.1,
+    "init_method_std": 0.02, "vocab_size": 50257, "seq_length": 1024,
+    "optimizer": "adamw", "learning_rate": 1e-3, "min_lr": 0.0, "lr_decay_style": "linear",
+    "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
+    "clip_grad": 1.0, "initial_loss_scale": 2.0**32, "loss_scale_window": 1000,
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    "split": "969,30,1", "seed": 12345, "log_interval": 100, "metric_print_format": "table",
+}  # fmt: skip
+"""Values of flags that are left out: OneFlow-Benchmark 2a18877,
+LanguageModeling/GPT/oneflow_gpt/config.py.
+"""
