@@ -69,6 +69,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU here")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many tests were skipped, by reason. A file that is skipped as a whole counts once."""
     reasons = Counter(

@@ -40,7 +40,10 @@ from common.study.running import now, run_cells
 from common.study.starting import Where, find_slurm, launches
 from common.study.this_machine import device_here, measure_rates
 
-PACKAGES = ("torch", "mindspore", "deepspeed", "transformers", "numpy", "horovod")
+PACKAGES = (
+    *("torch", "torch_npu", "triton", "torchao", "mindspore", "deepspeed", "transformers", "numpy"),
+    "horovod",
+)
 _QUERY_SECONDS = 10.0
 
 
@@ -151,14 +154,14 @@ def _new_study(request: StudyRequest, definition: Definition, cells: list[Planne
         repeats=definition.repeats,
         tolerance=same.tolerance if same else 0.0,
         tolerance_reason=same.reason if same else "",
-        machine=_machine(),
-        versions=_versions(),
+        machine=machine_here(),
+        versions=versions_here(),
         started=now(),
         cells=[CellResult(cell=planned.cell) for planned in cells],
     )
 
 
-def _machine() -> Machine:
+def machine_here() -> Machine:
     gpus = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     code, output, _ = run_program(gpus, _QUERY_SECONDS)
     devices = output.strip().splitlines() if code == 0 else []
@@ -172,7 +175,7 @@ def _machine() -> Machine:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions_here() -> dict[str, str]:
     """Return the versions of what computes, as far as it is installed, and of this project."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:

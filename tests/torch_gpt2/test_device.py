@@ -56,9 +56,8 @@ def test_a_device_that_is_not_there() -> None:
         select_device("npu")
 
 
+@pytest.mark.gpu
 def test_first_accelerator() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
     device = select_device("auto")
     assert device.kind == "cuda" and device.peak_flops("bfloat16") >= 0.0
 

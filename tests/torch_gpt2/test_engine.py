@@ -502,13 +502,12 @@ def test_results_come_when_the_next_step_has_been_started() -> None:
     assert len(engine.finish()) == 1 and engine.finish() == []
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sgd", "adamw, fused"])
 def test_no_step_waits_on_a_gpu(name: str) -> None:
     """CUDA's own check: an operator that waits for the device raises an error. It ignores events,
     by which results are awaited.
     """
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
     config = make_config(**OPTIMIZERS[name])
     engine = Engine(config, select_device("cuda"))
     engine.begin(Start())
