@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from common.config.load import load_config
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.yaml_files import dump_yaml, read_yaml_mapping
 from tools import first_contact
 from tools.first_contact import CHECKS, NO_TIME, ROOT, Check, Place, install, main
