@@ -28,7 +28,13 @@ from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
-from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig, RunConfig
+from common.config.schema import (
+    ModelConfig,
+    PrecisionConfig,
+    PredictConfig,
+    QuantizationConfig,
+    RunConfig,
+)
 from common.dataset import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
@@ -50,6 +56,7 @@ from torch_gpt2.evaluate import evaluate
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer
 from torch_gpt2.predict import Decoder, predict
+from torch_gpt2.quantize import LinearQuantizer
 from torch_gpt2.slots import Slots
 from torch_gpt2.train import train
 
@@ -489,6 +496,18 @@ def test_no_step_waits_for_the_host(
     assert [each.total() for each in found] == [int(kernel)] * len(steps)
     assert all(key.startswith("_local_scalar_dense") for each in found for key in each)
     assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
+
+
+@pytest.mark.parametrize("activations", ["none", "abs_max", "dynamic", "moving_average_abs_max"])
+def test_rounding_to_few_bits_copies_nothing_from_the_host(activations: str) -> None:
+    device = select_device("npu").torch_device
+    x, weight = torch.ones(3, 4, device=device), torch.ones(5, 4, device=device)
+    settings = QuantizationConfig.model_validate({"activations": activations})
+    quantizer = LinearQuantizer(settings, device)
+    with counted() as waits:
+        y = quantizer.input(x) @ quantizer.weight(weight).T
+    assert not waits.steps[0]
+    assert torch.allclose(y.cpu(), torch.full((3, 5), 4.0))
 
 
 def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., RunConfig]) -> None:
