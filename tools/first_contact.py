@@ -59,8 +59,8 @@ CARRIED = (
     *("pydantic", "annotated-types", "typing-inspection", "google-crc32c", "isal", "tensorboardX"),
     *("uvicorn", "torchao"),
 )
-"""What GPU images lack: of requirements.txt, with the needs of pydantic; for the server; for
-float8. What these need in an exact version, pydantic-core, is fetched too.
+"""Packages that GPU images lack, of requirements.txt and for the server and float8. Those that they
+need in an exact version, such as pydantic-core, are fetched too.
 """
 WORDS = {
     "train": "run_gpt2.py --run_mode train backend={backend} device={device}",
@@ -86,14 +86,13 @@ class Check:
     def commands(self) -> Sequence[str]:
         if not self.compare:
             return self.run
-        of = {"config": "tiny", "steps": 20, "ranks": 1, "a": "", "b": "", "both": ""}
+        of = {"config": "tiny", "steps": 20, "options": "", "a": "", "b": "", "both": ""}
         of |= self.compare
         shared = f"backend={{backend}} device={{device}} {of['both']}"
         sides = [f"--set_{side} {word}" for side in "ab" for word in f"{shared} {of[side]}".split()]
         config, norms = f"{{out}}/{of['config']}.yaml", 10 * of["tolerance"]
         words = f"--steps {of['steps']} --tolerance {norms:g} --output {{here}}/runs"
-        sides = [words, f"--ranks_b {of['ranks']}", *sides]
-        return [f"tools/compare_runs.py {config} {config} {' '.join(sides)}"]
+        return [" ".join(("tools/compare_runs.py", config, config, words, of["options"], *sides))]
 
     def all_figures(self) -> dict[str, Mapping[str, Any]]:
         if not self.compare:
@@ -105,7 +104,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Result of a check. figures: value and expected range of each."""
+    """Result of a check. figures: value and expected range of each. commands: of checks.yaml."""
 
     name: str
     asks: str
@@ -118,7 +117,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What is checked, and where. device: its name, how many there are, and the bytes of memory."""
+    """Device, framework and folder of a run. device: name, count and bytes of memory."""
 
     kind: str
     backend: str
@@ -126,7 +125,7 @@ class Place:
     device: Mapping[str, Any]
     words: Mapping[str, Any]
 
-    def fill(self, text: str, here: Path | None = None) -> str:
+    def fill(self, text: str, here: Path = Path()) -> str:
         """Return a text of checks.yaml with the words for its placeholders."""
         name = shlex.quote(self.device["name"])
         words = {**WORDS, **self.words, "backend": self.backend, "device": self.kind, "name": name}
@@ -186,7 +185,7 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
         reason=reason or "; ".join(wrong + slow),
         seconds=round(time.monotonic() - start, 1),
         figures=figures,
-        commands=[f"python {place.fill(command)}" for command in check.commands()],
+        commands=list(check.commands()),
     )
 
 
@@ -307,14 +306,13 @@ def run_all(arguments: argparse.Namespace) -> int:
 
 def ask_device(kind: str, backend: str) -> dict[str, Any]:
     """Return name, number and memory of the devices. Raises DeviceError where there are none."""
-    from common.processes.programs import last_line, run_program
     from common.structured_files import parse_json_line
 
-    command = [sys.executable, str(ROOT / PROBES), "device", kind, backend]
-    code, output, errors = run_program(command, LIMIT)
-    if code != 0:
-        raise DeviceError(last_line(errors).removeprefix("error: "))
-    found: dict[str, Any] = parse_json_line(last_line(output))
+    command = [sys.executable, PROBES, "device", kind, backend]
+    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
+    if done.returncode:
+        raise DeviceError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    found: dict[str, Any] = parse_json_line(done.stdout.splitlines()[-1])
     return found
 
 
@@ -340,25 +338,27 @@ def fetch(folder: Path, machine: str) -> None:
     from common.doctor.software import wanted_ranges
     from tools.check_wheels import PLATFORMS
 
-    ranges = {_plain(name): text for name, text in wanted_ranges(ROOT).items()}
-    wanted = {name: ranges.get(_plain(name), "") for name in CARRIED}
-    options = ["--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}"]
-    options += [f"--platform={name}_{machine}" for name in PLATFORMS]
+    ranges = wanted_ranges(ROOT)
+    wanted = [name + ranges.get(name.replace("-", "_"), "") for name in CARRIED]
+    options = [f"--platform={name}_{machine}" for name in PLATFORMS]
+    options += ["--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}"]
     while wanted:
-        words = [name + version for name, version in wanted.items()]
-        _pip("download", f"--dest={folder}", *options, *words)
-        wheels = {_plain(wheel.name.partition("-")[0]): wheel for wheel in folder.glob("*.whl")}
-        pins = {name: pin for wheel in wheels.values() for name, pin in _pins(wheel)}
-        wanted = {name: pin for name, pin in pins.items() if _plain(name) not in wheels}
-    size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
-    print(f"{folder}: {len(wheels)} wheels, {size / 1e6:.1f} MB, Python {PYTHON}, {machine}")
+        pip("download", f"--dest={folder}", *options, *wanted)
+        pins = {pin for wheel in folder.glob("*.whl") for pin in _pins(wheel)}
+        wanted = [pin for pin in pins if not any(folder.glob(_wheels_of(pin)))]
+    sizes = [wheel.stat().st_size for wheel in folder.glob("*.whl")]
+    print(f"{folder}: {len(sizes)} wheels, {sum(sizes) / 1e6:.1f} MB, Python {PYTHON}, {machine}")
 
 
-def _pins(wheel: Path) -> list[tuple[str, str]]:
+def _pins(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         path = next(name for name in archive.namelist() if name.endswith("-info/METADATA"))
         text = archive.read(path).decode()
-    return re.findall(r"^Requires-Dist: ([\w.-]+)(==[\w.]+)\s*$", text, flags=re.M)
+    return re.findall(r"^Requires-Dist: ([\w.-]+==[\w.]+)\s*$", text, flags=re.M)
+
+
+def _wheels_of(pin: str) -> str:
+    return pin.replace("-", "_").replace("==", "-") + "-*.whl"
 
 
 def install(folder: Path, site: Path) -> None:
@@ -372,19 +372,15 @@ def install(folder: Path, site: Path) -> None:
     names = [wheel.name.partition("-")[0] for wheel in folder.glob("*.whl")]
     if missing := [name for name in names if not _is_installed(name)]:
         words = ("--no-index", "--no-deps", f"--find-links={folder}", f"--target={site}")
-        _pip("install", *words, *missing)
+        pip("install", *words, *missing)
         importlib.invalidate_caches()
 
 
-def _pip(*words: str) -> None:
+def pip(*words: str) -> None:
     command = [sys.executable, "-m", "pip", "-q", *words]
     done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
     if done.returncode:
         raise RunError(f"pip {words[0]}: {done.stderr.strip()}")
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _is_installed(name: str) -> bool:

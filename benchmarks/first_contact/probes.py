@@ -1,4 +1,4 @@
-"""What tools/first_contact.py asks of a device by programs of its own; one question a call.
+"""Questions that tools/first_contact.py has no command for; one a call.
 
     python benchmarks/first_contact/probes.py facts npu
 
@@ -67,23 +67,23 @@ def rates(kind: str) -> None:
         return (time.perf_counter() - start) / REPEATS
 
     one, other = (torch.randn(SIDE, SIDE, device=here.torch_device).to(dtype) for _ in range(2))
-    say("share of the product's peak", 2 * SIDE**3 / seconds(lambda: one @ other) / peak.half_flops)
+    say("part of the product's peak", 2 * SIDE**3 / seconds(lambda: one @ other) / peak.half_flops)
     source = torch.ones(COPIED, dtype=torch.int8, device=here.torch_device)
     target = torch.empty_like(source)
     took = seconds(lambda: target.copy_(source))
-    say("share of the bandwidth", 2 * COPIED / took / peak.bandwidth)
+    say("part of the bandwidth", 2 * COPIED / took / peak.bandwidth)
 
 
 def facts(kind: str) -> None:
     """Ask what sources of libraries leave open."""
     import torch
 
+    from common.parallel.fused_attention import has_attention_kernel
     from torch_gpt2.device import select_device
 
     here = select_device(kind)
     place = here.torch_device
     say("memory before the first operator", here.total_memory() or 0)
-    say("version", _version(kind))
     x = torch.full((), 1 / 3, device=place)
     say("type of double()", x.double().dtype)
     stacked = torch.stack([x, torch.full((), 1 / 3, dtype=torch.float64, device=place)])
@@ -94,28 +94,17 @@ def facts(kind: str) -> None:
     q = torch.randn(1, 8, 4096, 64, device=place).half()
     causal = torch.ones(4096, 4096, dtype=torch.bool, device=place).tril()
     numbers = torch.zeros(4096, 4096, dtype=q.dtype, device=place).masked_fill(~causal, -1e4)
-    for name, mask in (
-        ("out a mask", None),
-        (" a mask of bool", causal),
-        (" a mask of numbers", numbers),
-    ):
+    kinds = {}
+    for name, mask in (("no mask", None), ("bool", causal), ("numbers", numbers)):
         here.release_memory()
         before = here.peak_memory()
         torch.nn.functional.scaled_dot_product_attention(q, q, q, mask, is_causal=mask is None)
         here.synchronize()
         scores = 2 * 8 * 4096**2  # bytes
-        fused = here.peak_memory() - before < scores
-        say(f"attention with{name}", "fused" if fused else "written out")
-
-
-def _version(kind: str) -> str:
-    """Return what the device computes with, beside torch."""
-    import torch
-
-    if kind == "cuda":
-        return f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    version: str = sys.modules["torch_npu"].__version__
-    return f"torch_npu {version}"
+        kinds[name] = here.peak_memory() - before < scores
+        say(f"attention, {name}", "fused" if kinds[name] else "written out")
+    planned = kind != "npu" or has_attention_kernel(kind, here.name)
+    say("as planned", kinds["no mask"] == kinds["bool"] == planned)
 
 
 def mindspore_facts(kind: str) -> None:
@@ -143,6 +132,7 @@ def texts(folder: str, kind: Any, new_tokens: str, *words: str) -> None:
         import torch
 
         torch.backends.cuda.enable_cudnn_sdp(True)
+        say("version of cuDNN", torch.backends.cudnn.version())
     for rows in (1, 8):
         took = []
         for _ in range(2):

@@ -40,7 +40,10 @@ from common.study.running import now, run_cells
 from common.study.starting import Where, find_slurm, launches
 from common.study.this_machine import device_here, measure_rates
 
-PACKAGES = ("torch", "mindspore", "deepspeed", "transformers", "numpy", "horovod")
+PACKAGES = (
+    *("torch", "torch_npu", "triton", "torchao", "mindspore", "deepspeed", "transformers", "numpy"),
+    "horovod",
+)
 _QUERY_SECONDS = 10.0
 
 

@@ -158,10 +158,13 @@ def test_every_check_of_the_list_can_start(
         "deepspeed",
         "pytest",
     }
+    said = (ROOT / first_contact.PROBES).read_text()
     trained = 0
     for check in checks.values():
         if kind not in check.on or check.backend not in (None, backend):
             continue
+        for figure, rule in check.figures.items():
+            assert rule.keys() & {"find", "ratio"} or figure[:7] in said, figure
         for command in check.commands():
             filled = place.fill(command, tmp_path)
             assert "{" not in filled, filled
@@ -174,7 +177,7 @@ def test_every_check_of_the_list_can_start(
                     [options[i + 1] for i, word in enumerate(options) if word == f"--set_{side}"]
                     for side in "ab"
                 ]
-                ranks = [1, int(options[options.index("--ranks_b") + 1])]
+                ranks = [1, 1 + ("--ranks_b" in rest)]
             elif "--config" in rest:
                 paths, sides, ranks = [rest[rest.index("--config") + 1]], [settings], [1]
             else:
