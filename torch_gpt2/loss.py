@@ -87,7 +87,8 @@ class _CrossEntropySum(torch.autograd.Function):
                 log_sum, picked = _over_shards(log_sum, picked, shard)
             counted = (targets[rows, None] >= 0).float() if masked else None
             loss = log_sum - picked
-            total += (loss if counted is None else loss * counted).sum()
+            # a new tensor, or torch 2.11's compiler loses its gradient
+            total = total + (loss if counted is None else loss * counted).sum()
             if hidden_grad is not None and weight_grad is not None:
                 # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16
                 # does not lose them.

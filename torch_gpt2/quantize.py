@@ -29,7 +29,8 @@ class FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, levels: Levels) -> Tensor:
         steps = (x.float() * scale.reciprocal()).round()
         ctx.save_for_backward((steps >= levels.low) & (steps <= levels.high))
-        return (steps.clamp(*levels) * scale).to(x.dtype)
+        out = (steps.clamp(*levels) * scale).to(x.dtype)
+        return out.view_as(out)  # a new tensor, or torch 2.11's compiler loses its gradient
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

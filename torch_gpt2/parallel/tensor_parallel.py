@@ -78,7 +78,9 @@ class _Copy(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+        return _all_reduce(x, group).view_as(
+            x
+        )  # a new tensor, or torch 2.11's compiler loses its gradient
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -100,7 +102,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _reduce_scatter(x, group)
+        out = _reduce_scatter(x, group)
+        return out.view_as(out)  # a new tensor, or torch 2.11's compiler loses its gradient
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
