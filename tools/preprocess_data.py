@@ -303,10 +303,7 @@ def _options(args: Request) -> PreprocessOptions:
             f"--workers {args.workers} with --engine ray: each shard is one process; leave"
             " --workers out and give more --shards",
         ),
-        (
-            args.min_length < 0,
-            f"--min-length={args.min_length}: expected 0 or more",
-        ),
+        (args.min_length < 0, f"--min-length={args.min_length}: expected 0 or more"),
         (
             not mindrecord and (args.seq_length is not None or args.num_splits is not None),
             "--seq-length and --num-splits only mean something with --format mindrecord; a"
