@@ -48,24 +48,11 @@ def missing_wheels(machine: str, requirements: list[str]) -> str:
     OfflineError.
     """
     with tempfile.TemporaryDirectory() as folder:
-        platforms = [f"--platform={name}_{machine}" for name in PLATFORMS]
-        options = [
-            "--quiet",
-            "--disable-pip-version-check",
-            "--dry-run",
-            "--ignore-installed",
-            "--only-binary=:all:",
-        ]
-        places = [f"--target={folder}", f"--constraint={ROOT}/constraints.txt"]
         command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            *options,
-            *platforms,
-            *places,
-            *requirements,
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+            *("--dry-run", "--ignore-installed", "--only-binary=:all:"),
+            *(f"--platform={name}_{machine}" for name in PLATFORMS),
+            *(f"--target={folder}", f"--constraint={ROOT}/constraints.txt", *requirements),
         ]
         done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
     if done.returncode == 0:

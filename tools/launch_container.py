@@ -99,17 +99,8 @@ def docker_command(args: Request) -> list[str]:
         mounts.append((args.wheel.resolve().parent, args.wheel.resolve().parent, ":ro"))
     if not source.is_dir():
         raise ConfigError(f"--src {args.src}: is not a folder; give that of the project")
-    words = [
-        args.program,
-        "run",
-        "--rm",
-        "--network",
-        "host",
-        "--shm-size",
-        args.shm_size,
-        "--ulimit",
-        "memlock=-1",
-    ]
+    words = [args.program, "run", "--rm", "--network", "host", "--shm-size", args.shm_size]
+    words += ["--ulimit", "memlock=-1"]
     words += [] if args.no_interactive else ["-it"]
     words += _devices(args.devices, mounts)
     for name in ("http_proxy", "https_proxy") if args.proxy else ():

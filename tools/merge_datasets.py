@@ -22,9 +22,7 @@ if __name__ == "__main__":
 
     start(__file__)
 
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from common.dataset.indexed import IndexedDataset, strip_extension
 from common.dataset.merge import merge_datasets
@@ -43,33 +41,20 @@ class Request:
 
 @command(Request, stopped="; the same command continues", dashes=True)
 def main(request: Request) -> None:
-    with closing(_Display()) as display:
-        # with an .idx also its .bin is named by a pattern such as my.shard-*
-        inputs = dict.fromkeys(
-            path if path.is_dir() else strip_extension(path) for path in request.input
-        )
-        merge_datasets(list(inputs), request.output_prefix, display)
+    # with an .idx also its .bin is named by a pattern such as my.shard-*
+    inputs = dict.fromkeys(
+        path if path.is_dir() else strip_extension(path) for path in request.input
+    )
+    with progress_bar(total=0, unit="B") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        merge_datasets(list(inputs), request.output_prefix, show)
     data = IndexedDataset(request.output_prefix)
     print(
         f"wrote {data.prefix}.bin/.idx: {data.document_count} documents, {data.token_count} tokens"
         f" of {len(inputs)} inputs",
         file=sys.stderr,
     )
-
-
-class _Display:
-    """A bar of bytes where a person watches."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            return
-        if self._bar is None:
-            self._bar = progress_bar(total=total, unit="B")
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -54,6 +54,7 @@ from common.hub import located
 from common.log import progress_bar
 from common.program import command
 from common.tokenizer import TOKENIZERS
+from common.whole_numbers import argument
 
 DEFAULT_SEQ_LENGTH = 1024
 DEFAULT_PIECES = 100
@@ -89,6 +90,7 @@ class Request:
         "N: leave out documents of N characters or fewer (default: 0)",
         *("--min-length", "--min_length"),
         default=0,
+        type=argument(),
     )
     json_keys: tuple[str, ...] = flag(
         "KEY: keys of a JSON object, or columns of a table, to extract, one output each",
@@ -106,6 +108,7 @@ class Request:
     max_document_mib: int = flag(
         "N: refuse a document of more MiB: it is held in memory whole, several times",
         default=DOCUMENT_BYTES >> 20,
+        type=argument(1),
     )
     tokenizer_type: str | None = flag(
         f"KIND: kind of tokenizer: {', '.join(TOKENIZERS)}, or the name that Megatron or"
@@ -143,12 +146,16 @@ class Request:
     )
     seq_length: int | None = flag(
         "N: mindrecord: tokens a row predicts; a row has N + 1, its last one begins the next"
-        " (default: 1024)"
+        " (default: 1024)",
+        type=argument(1),
     )
-    num_splits: int | None = flag("N: mindrecord: files to spread the rows over (default: 1)")
+    num_splits: int | None = flag(
+        "N: mindrecord: files to spread the rows over (default: 1)", type=argument(1)
+    )
     num_pieces: int | None = flag(
         "N: pieces: files to divide the documents over (default: 100)",
         *("--num-pieces", "--num_pieces"),
+        type=argument(1),
     )
     dataset_impl: Literal["lazy", "cached", "mmap"] = flag(
         "Megatron's choice of an implementation; only mmap is written", default="mmap"
@@ -248,20 +255,11 @@ def _how_split(options: PreprocessOptions, prefix: Path) -> str:
 
 def _options(args: Request) -> PreprocessOptions:
     mindrecord = args.format == "mindrecord"
-    small = [
-        name
-        for name in ("seq_length", "num_splits", "num_pieces")
-        if (value := getattr(args, name)) is not None and value < 1
-    ]
     refusals = (
         (
             args.dataset_impl != "mmap",
             f"--dataset-impl {args.dataset_impl}: only mmap is written; Megatron removed lazy and"
             " cached in 2023, and whatever reads them reads mmap too; leave the option out",
-        ),
-        (
-            args.max_document_mib < 1,
-            f"--max-document-mib={args.max_document_mib}: expected 1 or more",
         ),
         (
             args.keep_newlines and not args.split_sentences,
@@ -272,13 +270,6 @@ def _options(args: Request) -> PreprocessOptions:
             mindrecord and args.split_sentences,
             "--split-sentences with --format mindrecord: rows of equal length know no sentences;"
             " leave one of them out",
-        ),
-        (
-            bool(small),
-            "".join(
-                f"--{name.replace('_', '-')}={getattr(args, name)}: expected 1 or more"
-                for name in small[:1]
-            ),
         ),
         (
             args.num_pieces is not None and args.format != "pieces",
@@ -303,7 +294,6 @@ def _options(args: Request) -> PreprocessOptions:
             f"--workers {args.workers} with --engine ray: each shard is one process; leave"
             " --workers out and give more --shards",
         ),
-        (args.min_length < 0, f"--min-length={args.min_length}: expected 0 or more"),
         (
             not mindrecord and (args.seq_length is not None or args.num_splits is not None),
             "--seq-length and --num-splits only mean something with --format mindrecord; a"
