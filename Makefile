@@ -1,6 +1,6 @@
 PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
-.PHONY: check lint types spelling words shell wheels test campaign golden benchmark
+.PHONY: check lint types spelling words shell wheels test campaign golden budget benchmark
 
 check: lint types spelling words shell wheels  ## lint, format, types, spelling, words, shell, wheels of the dependencies
 
@@ -31,6 +31,9 @@ campaign:  ## long fault and size runs, numerical tests with other kernels; read
 
 golden:  ## rewrite the golden files after a wanted change of a default
 	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/config/test_reference.py tests/common/resolve/test_engine_checks.py tests/common/resolve/test_parallel_mode.py tests/common/study/test_definition.py
+
+budget:  ## lower the ceilings of size to today's numbers
+	$(PYTHON) tests/test_budget.py
 
 benchmark:  ## speed beside transformers, tokenizers and cp, half an hour; data: tools/fetch_quickstart_data.py
 	$(PYTHON) benchmarks/run.py

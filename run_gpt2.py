@@ -11,12 +11,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from common.interrupts import end_at_interrupts, raise_interrupts
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from common.program import start
+
+    start(__file__)
 
 import argparse
 import os
@@ -25,6 +24,7 @@ from collections.abc import Mapping
 # These imports load no library, so that --help answers at once.
 from common.command_line import parse_arguments
 from common.errors import GPT2Error, report
+from common.interrupts import raise_interrupts
 from common.modelarts.arguments import ModelArtsJob, translate
 from common.processes.heartbeat import start_heartbeat
 
@@ -121,9 +121,3 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
         serve_as_scheduler(mode, opened.config)
         return
     run_backend(mode, resolve_mode(opened.config, mode, world_size=process.world_size), process)
-
-
-if __name__ == "__main__":
-    from common.training.stop import end_process
-
-    end_process(main())

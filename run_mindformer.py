@@ -7,18 +7,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from common.interrupts import end_at_interrupts
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from common.program import start
+
+    start(__file__)
 
 from common.modelarts.arguments import describe_flags, mindformers_argv
-from common.training.stop import end_process
-from run_gpt2 import main
+from run_gpt2 import main as run
 
-if __name__ == "__main__":
-    end_process(
-        main(mindformers_argv(sys.argv[1:]), program="run_mindformer.py", more=describe_flags())
-    )
+
+def main() -> int:
+    words = mindformers_argv(sys.argv[1:])
+    return run(words, program="run_mindformer.py", more=describe_flags())

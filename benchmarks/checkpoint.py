@@ -10,22 +10,23 @@ update would change the weights.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.table import report
+from common.flags import flag, parse
 
 
-def make_engine(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+def make_engine(arguments: Request):  # type: ignore[no-untyped-def]
     """An engine in the middle of training, of random numbers."""
     import torch
 
@@ -99,37 +100,21 @@ def copy(folder: Path) -> float:
     return time.perf_counter() - start
 
 
+@dataclass(kw_only=True)
+class Request:
+    config: str = flag("YAML of the model", required=True)
+    folder: Path = flag(
+        "folder on the disk to measure; a folder inside is made and removed", required=True
+    )
+    passes: int = flag("forward passes between a save and the update", default=4)
+    repeats: int = flag("N: pairs of writing and copying", default=1, choices=range(1, 100))
+    overrides: tuple[str, ...] = flag(
+        "keys of the configuration to set", positional=True, nargs="*", metavar="section.key=value"
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="YAML of the model")
-    parser.add_argument(
-        "--folder",
-        required=True,
-        type=Path,
-        help="folder on the disk to measure; a folder inside is made and removed",
-    )
-    parser.add_argument(
-        "--passes",
-        type=int,
-        default=4,
-        help="forward passes between a save and the update (default: 4)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        choices=range(1, 100),
-        metavar="N",
-        help="pairs of writing and copying (default: 1)",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
-    )
-    arguments = parser.parse_args()
+    arguments = parse(Request, None, __doc__)
     engine = make_engine(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="checkpoint-") as name:
         folder = Path(name)

@@ -8,13 +8,13 @@ imports; ours is the whole command.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.interleaved import median_ratio
 from benchmarks.table import report
+from common.flags import flag, parse
 
 # One process, one text after the other, ids written as text: the steps of build_files in
 # GPT2-Chinese's train.py, with the class of transformers that is asked for.
@@ -66,16 +67,15 @@ def _run(command: list[str]) -> tuple[float, str]:
     return time.perf_counter() - start, done.stdout
 
 
+@dataclass(kw_only=True)
+class Request:
+    corpus: Path = flag("text to preprocess", required=True)
+    vocab_file: Path = flag("vocabulary of the tokenizer", required=True)
+    repeats: int = flag("number of repeats", default=5)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", type=Path, required=True, help="text to preprocess")
-    parser.add_argument(
-        "--vocab-file", type=Path, required=True, help="vocabulary of the tokenizer"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="number of repeats (default: 5)")
-    args = parser.parse_args()
+    args = parse(Request, None, __doc__, dashes=True)
     size = args.corpus.stat().st_size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -10,7 +10,6 @@ the mapped input.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -28,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.table import report
+from common.flags import flag, parse
 
 
 def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> None:
@@ -134,42 +134,28 @@ def row(wanted: str, found: Measured) -> tuple[str, str, str, str, str]:
     )
 
 
+@dataclass(kw_only=True)
+class Request:
+    config: str = flag("YAML of the model", required=True)
+    folder: Path = flag(
+        "folder on the disk to measure; a folder inside is made and removed", required=True
+    )
+    to: tuple[str, ...] = flag(
+        "FORMAT[:TxP]: formats to write, with tensor x pipeline ranks",
+        default=("mindspore", "mindformers", "megatron:2x2"),
+        nargs="+",
+    )
+    repeats: int = flag("N: pairs of converting and copying", default=3, choices=range(1, 100))
+    overrides: tuple[str, ...] = flag(
+        "keys of the configuration to set", positional=True, nargs="*", metavar="section.key=value"
+    )
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         convert_here(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="YAML of the model")
-    parser.add_argument(
-        "--folder",
-        required=True,
-        type=Path,
-        help="folder on the disk to measure; a folder inside is made and removed",
-    )
-    parser.add_argument(
-        "--to",
-        nargs="+",
-        default=["mindspore", "mindformers", "megatron:2x2"],
-        metavar="FORMAT[:TxP]",
-        help="formats to write, with tensor x pipeline ranks (default: mindspore mindformers"
-        " megatron:2x2)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=3,
-        choices=range(1, 100),
-        metavar="N",
-        help="pairs of converting and copying (default: 3)",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
-    )
-    arguments = parser.parse_args()
+    arguments = parse(Request, None, __doc__)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="conversion-") as name:
         folder = Path(name)
         make_source(arguments.config, folder / "source", arguments.overrides)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.generation import Turn, generated, ours, transformers
 from benchmarks.interleaved import Answer, answer_turns, median_ratio, take_turns
 from benchmarks.table import print_table
+from common.flags import flag, parse
 
 CONFIG = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
 BARS = (
@@ -43,7 +45,7 @@ BARS = (
 """System, the one it is held against, rows, and how many times as fast it should be."""
 
 
-def resolve(arguments: argparse.Namespace, precision: str = "float32") -> Any:
+def resolve(arguments: Request, precision: str = "float32") -> Any:
     from common.resolve.derive import resolve_config
     from common.run_config import load_config
 
@@ -51,7 +53,7 @@ def resolve(arguments: argparse.Namespace, precision: str = "float32") -> Any:
     return resolve_config(load_config(CONFIG, [*words, f"runtime.threads={arguments.threads}"]))
 
 
-def torch_model(arguments: argparse.Namespace, precision: str) -> tuple[Any, Any]:
+def torch_model(arguments: Request, precision: str) -> tuple[Any, Any]:
     from torch_gpt2.device import open_device
     from torch_gpt2.model import build_model, initialise
 
@@ -63,14 +65,14 @@ def torch_model(arguments: argparse.Namespace, precision: str) -> tuple[Any, Any
 
 
 def from_torch(precision: str, make: Callable[..., Turn]) -> Callable[..., Turn]:
-    def prepare(arguments: argparse.Namespace, prompts: Any) -> Turn:
+    def prepare(arguments: Request, prompts: Any) -> Turn:
         model, device = torch_model(arguments, precision)
         return make(model, device, prompts, arguments.new_tokens, "greedy")
 
     return prepare
 
 
-def int8(arguments: argparse.Namespace, prompts: Any) -> Turn:
+def int8(arguments: Request, prompts: Any) -> Turn:
     from torch_gpt2.device import open_device
     from torch_gpt2.int8 import load_model
 
@@ -81,7 +83,7 @@ def int8(arguments: argparse.Namespace, prompts: Any) -> Turn:
 
 
 def onnx(dtype: str) -> Callable[..., Turn]:
-    def prepare(arguments: argparse.Namespace, prompts: Any) -> Turn:
+    def prepare(arguments: Request, prompts: Any) -> Turn:
         from common.generation.exported import ExportedDecoder
         from common.systems.onnx.session import OnnxModel
         from common.systems.onnx.write import GRAPH_FILE
@@ -94,7 +96,7 @@ def onnx(dtype: str) -> Callable[..., Turn]:
 
 
 def llama_cpp(dtype: str) -> Callable[..., Turn]:
-    def prepare(arguments: argparse.Namespace, prompts: Any) -> Turn:
+    def prepare(arguments: Request, prompts: Any) -> Turn:
         from llama_cpp import Llama
 
         threads = {"n_threads": arguments.threads, "n_threads_batch": arguments.threads}
@@ -136,7 +138,7 @@ ALONE = tuple(system for system in SYSTEMS if system.startswith("llama.cpp"))
 LENGTHS = ("prompt", "new")
 
 
-def write_files(folder: Path, arguments: argparse.Namespace) -> None:
+def write_files(folder: Path, arguments: Request) -> None:
     """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others
     begin with.
     """
@@ -182,7 +184,7 @@ def write_vocabulary(folder: Path) -> None:
     (folder / "merges.txt").write_text(lines, encoding="utf-8")
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(arguments: Request) -> None:
     """Answer each turn with the processor time of a call and its tokens."""
     rows = int(arguments.batches)
     prompts = np.random.default_rng(0).integers(0, 50257, (rows, arguments.prompt_tokens))
@@ -196,7 +198,7 @@ def work(arguments: argparse.Namespace) -> None:
     answer_turns(turn)
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def compare(arguments: Request) -> None:
     table = {system: [system] for system in arguments.systems}
     bars = []
     with tempfile.TemporaryDirectory() as name:
@@ -238,53 +240,36 @@ def rates(seconds: list[float] | None, tokens: int) -> str:
     return f"{middle:.1f} ({least:.1f} to {most:.1f})"
 
 
+def _systems(text: str) -> list[str]:
+    """Return the systems in a list with commas. Raises ArgumentTypeError."""
+    if unknown := set(text.split(",")) - SYSTEMS.keys():
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(sorted(unknown))}; expected of {', '.join(SYSTEMS)}"
+        )
+    return text.split(",")
+
+
+@dataclass(kw_only=True)
+class Request:
+    systems: tuple[str, ...] = flag(
+        "S,...: systems to compare, divided by commas (default: all that are installed)",
+        default=tuple(
+            name for name in SYSTEMS if not name.startswith("llama") or find_spec("llama_cpp")
+        ),
+        type=_systems,
+        action="store",
+    )
+    batches: str = flag("B,...: numbers of sequences, divided by commas", default="1,8")
+    prompt_tokens: int = flag("N: tokens of a prompt", default=32)
+    new_tokens: int = flag("N: tokens to generate", default=32)
+    repeats: int = flag("N: number of repeats", default=7, choices=range(1, 1000))
+    threads: int = flag("N: threads of a system", default=1)
+    folder: Path | None = flag(argparse.SUPPRESS)
+    worker: str | None = flag(argparse.SUPPRESS, choices=SYSTEMS)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    here = [name for name in SYSTEMS if not name.startswith("llama") or find_spec("llama_cpp")]
-    parser.add_argument(
-        "--systems",
-        default=",".join(here),
-        metavar="S,...",
-        help="systems to compare, divided by commas (default: all that are installed)",
-    )
-    parser.add_argument(
-        "--batches",
-        default="1,8",
-        metavar="B,...",
-        help="numbers of sequences, divided by commas (default: 1,8)",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of a prompt (default: 32)",
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=32, metavar="N", help="tokens to generate (default: 32)"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=7,
-        choices=range(1, 1000),
-        metavar="N",
-        help="number of repeats (default: 7)",
-    )
-    parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="threads of a system (default: 1)"
-    )
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.systems = arguments.systems.split(",")
-    unknown = set(arguments.systems) - SYSTEMS.keys()
-    if unknown:
-        parser.error(f"--systems: {', '.join(sorted(unknown))}; expected of {', '.join(SYSTEMS)}")
+    arguments = parse(Request, None, __doc__, dashes=True)
     if arguments.worker:
         work(arguments)
     else:

@@ -12,13 +12,14 @@ included; reported are medians and the median of the ratios of neighbouring turn
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,13 +28,14 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.interleaved import Answer, answer_turns, median_ratio, take_turns
 from benchmarks.table import report
+from common.flags import flag, parse
 
 SYSTEMS = ("torch", "transformers")
 TOP_K = 40
 Turn = Callable[[], Any]
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(arguments: Request) -> None:
     """Answer each turn with the seconds of a call, its tokens (B, new tokens) and the most memory
     so far.
     """
@@ -109,7 +111,7 @@ def transformers(model: Any, device: Any, prompts: Any, new_tokens: int, strateg
     return lambda: peer.generate(ids, **words)[:, ids.shape[1] :].tolist()
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def compare(arguments: Request) -> None:
     table = []
     for batch in arguments.batches.split(","):
         for strategy in arguments.strategies.split(","):
@@ -151,54 +153,25 @@ def compare(arguments: argparse.Namespace) -> None:
     report(table)
 
 
+@dataclass(kw_only=True)
+class Request:
+    device: str = flag("kind of device", default="cpu")
+    precision: Literal["float32", "bf16", "fp16"] = flag(
+        "type of the computation", default="float32"
+    )
+    batches: str = flag("B,...: numbers of sequences, divided by commas", default="1,8")
+    strategies: str = flag(
+        "S,...: strategies of generation, divided by commas", default="greedy,sampling"
+    )
+    prompt_tokens: int = flag("N: tokens of a prompt", default=32)
+    new_tokens: int = flag("N: tokens to generate", default=64)
+    repeats: int = flag("N: number of repeats", default=5, choices=range(1, 1000))
+    threads: int | None = flag("N: threads of a system (default: the library's)")
+    worker: str | None = flag(SUPPRESS, choices=SYSTEMS)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--device", default="cpu", help="kind of device (default: cpu)")
-    parser.add_argument(
-        "--precision",
-        default="float32",
-        choices=("float32", "bf16", "fp16"),
-        help="type of the computation (default: float32)",
-    )
-    parser.add_argument(
-        "--batches",
-        default="1,8",
-        metavar="B,...",
-        help="numbers of sequences, divided by commas (default: 1,8)",
-    )
-    parser.add_argument(
-        "--strategies",
-        default="greedy,sampling",
-        metavar="S,...",
-        help="strategies of generation, divided by commas (default: greedy,sampling)",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of a prompt (default: 32)",
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=64, metavar="N", help="tokens to generate (default: 64)"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=5,
-        choices=range(1, 1000),
-        metavar="N",
-        help="number of repeats (default: 5)",
-    )
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads of a system (default: the library's)"
-    )
-    parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(Request, None, __doc__, dashes=True)
     if arguments.worker:
         work(arguments)
     else:

@@ -10,7 +10,6 @@ neighbouring turns of --steps steps each; the weights must agree afterwards.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -19,8 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ import numpy as np
 
 from benchmarks.interleaved import median_ratio, take_turns
 from benchmarks.table import report
+from common.flags import flag, parse
 
 SYSTEMS = ("native", "bare")
 
@@ -80,7 +82,7 @@ class Turns:
         sys.exit()
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(arguments: Request) -> None:
     others = start_others(arguments.ranks) if "RANK" not in os.environ else []
     from common.cluster.environment import find_process
     from common.log import start_log
@@ -227,7 +229,7 @@ def local_shard(tokens: Any, world: Any) -> Any:
     return tokens.reshape(world.size, -1, tokens.shape[1])[world.rank]
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def compare(arguments: Request) -> None:
     options = [
         "--config",
         arguments.config,
@@ -275,48 +277,23 @@ def compare(arguments: argparse.Namespace) -> None:
     )
 
 
+@dataclass(kw_only=True)
+class Request:
+    config: str = flag("YAML of the model", required=True)
+    ranks: int = flag("N: data-parallel processes on this machine", default=1, choices=range(1, 65))
+    steps: int = flag("N: steps of a turn", default=4, choices=range(1, 1000))
+    repeats: int = flag("N: pairs of turns", default=9, choices=range(1, 1000))
+    tolerance: float = flag(
+        "relative difference allowed between norms of the weights (default: 1e-4)", default=1e-4
+    )
+    worker: str | None = flag(SUPPRESS, choices=SYSTEMS)
+    overrides: tuple[str, ...] = flag(
+        "keys of the configuration to set", positional=True, nargs="*", metavar="section.key=value"
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="YAML of the model")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        choices=range(1, 65),
-        metavar="N",
-        help="data-parallel processes on this machine (default: 1)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=4,
-        choices=range(1, 1000),
-        metavar="N",
-        help="steps of a turn (default: 4)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=9,
-        choices=range(1, 1000),
-        metavar="N",
-        help="pairs of turns (default: 9)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=1e-4,
-        help="relative difference allowed between norms of the weights (default: 1e-4)",
-    )
-    parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
-    )
-    arguments = parser.parse_args()
+    arguments = parse(Request, None, __doc__)
     if arguments.worker:
         work(arguments)
     else:

@@ -8,10 +8,10 @@ onnxruntime reads ONNX, and the library gguf the blocks of GGUF. Needs the extra
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.table import print_table
+from common.flags import flag, parse
 
 Loss = Callable[[Any, Any], float]
 """(ids (B, T), targets (B, T)) -> the summed loss, in nats."""
@@ -44,17 +45,16 @@ FORMATS = (
 """Name in the table, format, and type of the weights; the first row is the measure."""
 
 
+@dataclass(kw_only=True)
+class Request:
+    config: Path = flag("YAML of the model", required=True)
+    words: tuple[str, ...] = flag(
+        "keys of the configuration to set", positional=True, nargs="*", metavar="section.key=value"
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", type=Path, required=True, help="YAML of the model")
-    parser.add_argument(
-        "words", nargs="*", metavar="section.key=value", help="keys of the configuration to set"
-    )
-    arguments = parser.parse_args()
+    arguments = parse(Request, None, __doc__)
     from common.conversion.convert import convert
     from common.evaluation import open_task
     from common.resolve.derive import resolve_config

@@ -13,26 +13,30 @@ earlier one, the training steps resume there. Exit code 2: bad arguments; 1: a b
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.table import GATHER, report
+from common.errors import ConfigError
+from common.flags import flag
+from common.program import command
 
 ROWS = "rows.jsonl"
 CORPUS = ("corpus.txt", "vocab.json", "merges.txt")
 
 
-def commands(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
+def commands(arguments: Request) -> dict[str, list[list[str]]]:
     """Return script and arguments of each benchmark, by the name of its part."""
     device = f"device={arguments.device}"
     tiny = ["--config", "configs/gpt2/run_gpt2_tiny.yaml", "train.global_batch_size=2"]
@@ -59,59 +63,39 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
     }
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+@dataclass(kw_only=True)
+class Request:
+    device: Literal["cpu", "cuda"] = flag("kind of device", default="cpu")
+    parts: str | None = flag("A,B,...: benchmarks to run (default: all)")
+    plan: bool = flag("show the commands; start nothing")
+    repeats: int = flag("N: runs of each training step", default=3)
+    only: tuple[str, ...] = flag(
+        "AXIS=LABEL: training steps to keep, such as model=124m_b64; may be given several times"
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="kind of device (default: cpu)"
-    )
-    parser.add_argument("--parts", metavar="A,B,...", help="benchmarks to run (default: all)")
-    parser.add_argument("--plan", action="store_true", help="show the commands; start nothing")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=3,
-        metavar="N",
-        help="runs of each training step (default: 3)",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="AXIS=LABEL",
-        help="training steps to keep, such as model=124m_b64; may be given several times",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
+    data: Path = flag(
+        "folder with corpus.txt, vocab.json and merges.txt (default: data/quickstart)",
         default=ROOT / "data" / "quickstart",
-        help="folder with corpus.txt, vocab.json and merges.txt (default: data/quickstart)",
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
+    folder: Path = flag(
+        "folder on the disk that checkpoints are measured on (default: the temporary one)",
         default=Path(tempfile.gettempdir()),
-        help="folder on the disk that checkpoints are measured on (default: the temporary one)",
     )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of results (default: output/benchmark/DATE_TIME)",
+    output_dir: Path = flag(
+        "DIR: folder of results (default: output/benchmark/DATE_TIME)",
+        default=ROOT / "output" / "benchmark" / f"{datetime.now():%Y%m%d_%H%M%S}",
     )
-    found = parser.parse_args(words)
-    if found.output_dir is None:
-        found.output_dir = ROOT / "output" / "benchmark" / f"{datetime.now():%Y%m%d_%H%M%S}"
-    for name in ("data", "folder", "output_dir"):  # children run in another folder
-        setattr(found, name, getattr(found, name).resolve())
-    parts = commands(found)
-    found.parts = found.parts.split(",") if found.parts else list(parts)
-    if unknown := [part for part in found.parts if part not in parts]:
-        parser.error(f"--parts {','.join(unknown)}: expected some of {', '.join(parts)}")
-    return found
+
+    def __post_init__(self) -> None:
+        for name in ("data", "folder", "output_dir"):  # children run in another folder
+            setattr(self, name, getattr(self, name).resolve())
+        if unknown := [part for part in self.chosen if part not in commands(self)]:
+            raise ConfigError(
+                f"--parts {','.join(unknown)}: expected some of {', '.join(commands(self))}"
+            )
+
+    @property
+    def chosen(self) -> list[str]:
+        return self.parts.split(",") if self.parts else list(commands(self))
 
 
 def why_no_gpu() -> str:
@@ -125,8 +109,8 @@ def why_no_gpu() -> str:
     return f"torch {torch.__version__} finds no GPU"
 
 
-def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
+@command(Request)
+def main(arguments: Request) -> int:
     if arguments.device == "cuda" and not arguments.plan and (reason := why_no_gpu()):
         advice = "run it on a machine with an NVIDIA GPU, or leave --device out"
         print(f"error: --device cuda: {reason}; {advice}", file=sys.stderr)
@@ -134,9 +118,11 @@ def main(words: list[str] | None = None) -> int:
     chosen = commands(arguments)
     missing = [name for name in CORPUS if not (arguments.data / name).is_file()]
     left_out = {}
-    if missing and "preprocessing" in arguments.parts:
+    if missing and "preprocessing" in arguments.chosen:
         left_out["preprocessing"] = f"{arguments.data} has no {', '.join(missing)}"
-    todo = [command for part in arguments.parts if part not in left_out for command in chosen[part]]
+    todo = [
+        command for part in arguments.chosen if part not in left_out for command in chosen[part]
+    ]
     for part, reason in left_out.items():
         print(f"left out: {part}: {reason}; make it by tools/fetch_quickstart_data.py")
     if arguments.plan:
@@ -146,16 +132,16 @@ def main(words: list[str] | None = None) -> int:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     rows, failed = arguments.output_dir / ROWS, []
     rows.write_text("", encoding="utf-8")
-    for command in todo:
-        print("\n$ python benchmarks/" + shlex.join(command), flush=True)
+    for each in todo:
+        print("\n$ python benchmarks/" + shlex.join(each), flush=True)
         done = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]],
+            [sys.executable, str(ROOT / "benchmarks" / each[0]), *each[1:]],
             cwd=ROOT,
             env={**os.environ, GATHER: str(rows)},
         )
         if done.returncode == 2:  # bad arguments; their message is above
             return 2
-        failed += [] if done.returncode == 0 else [shlex.join(command)]
+        failed += [] if done.returncode == 0 else [shlex.join(each)]
     print(f"\n{arguments.output_dir}")
     report([json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()])
     if failed:

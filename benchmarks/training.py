@@ -11,10 +11,10 @@ cell has failed or has other losses.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.table import Row, report
 from common.dataset import IndexedWriter
+from common.flags import flag, make_parser
 from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of, summarize
 from common.study.verdict import judge
@@ -106,21 +107,14 @@ def _described(cell: Summary, study: Study) -> str:
     return text
 
 
+@dataclass(kw_only=True)
+class Request:
+    device: str = flag("kind of device", default="cpu", choices=STUDIES)
+    output_dir: Path | None = flag("DIR: folder of results (default: a temporary one)")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--device", choices=STUDIES, default="cpu", help="kind of device (default: cpu)"
-    )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of results (default: a temporary one)",
-    )
+    parser = make_parser(__doc__, Request)
     arguments, words = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.output_dir or Path(temporary)).resolve()

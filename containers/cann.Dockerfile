@@ -3,10 +3,12 @@
 ARG BASE=ascendai/cann:8.2.rc1-910-ubuntu22.04-py3.11
 FROM ${BASE}
 WORKDIR /opt/gpt2-toolkit
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md run_gpt2.py ./
 COPY common common
 COPY torch_gpt2 torch_gpt2
 COPY mindformers_gpt2 mindformers_gpt2
+COPY gpt2_toolkit gpt2_toolkit
+COPY tools tools
 ARG EXTRAS=torch,npu,mindspore
 RUN pip install --no-cache-dir ".[${EXTRAS}]"
 CMD ["bash"]

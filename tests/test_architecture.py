@@ -18,7 +18,7 @@ BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 
 LAYERS = (
     ("errors", "file_kinds", "paths", "interrupts", "log", "dialects"),
-    ("accelerators", "files", "packages", "whole_numbers", "run_folder"),
+    ("accelerators", "files", "flags", "packages", "whole_numbers", "run_folder"),
     ("structured_files", "hub"),
     ("yaml_files", "processes"),
     ("config", "tensor_files", "failures"),
@@ -34,7 +34,7 @@ LAYERS = (
     ("inference",),
     ("inputs", "run_config", "bundle"),
     ("backends",),
-    ("modelarts", "study"),
+    ("modelarts", "study", "program"),
 )
 """The folders and files of common/, lower ones first. Each imports only what is below it."""
 

@@ -12,26 +12,29 @@ Exit codes: 0 the sum is right, 1 it is not, 2 an argument is at fault.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
 
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
 
 from common.doctor.allreduce import MARK
+from common.errors import ConfigError
+from common.flags import flag
 from common.processes.addresses import is_loopback, listen
 from common.processes.heartbeat import start_heartbeat
+from common.program import command
 
 START = time.monotonic()
 ELEMENTS = 4 * 2**20  # float32: 16 MiB
@@ -44,21 +47,26 @@ sum, and the seconds it took.
 """
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass(kw_only=True)
+class Request:
+    backend: Literal["torch", "mindspore"] = flag(
+        "the framework whose collectives are tried", required=True, positional=True
     )
-    parser.add_argument(
-        "backend", choices=("torch", "mindspore"), help="the framework whose collectives are tried"
+    device: Literal["cpu", "cuda", "npu"] = flag(
+        "the kind of device", required=True, positional=True
     )
-    parser.add_argument("device", choices=("cpu", "cuda", "npu"), help="the kind of device")
-    parser.add_argument("seconds", type=float, help="how long to wait for the other ranks")
-    arguments = parser.parse_args()
-    if "RANK_SIZE" not in os.environ:
-        parser.error(
-            "RANK_SIZE is not set: this is one rank of tools/doctor.py, which sets it; run that"
-        )
-    backend, device, seconds = arguments.backend, arguments.device, arguments.seconds
+    seconds: float = flag("how long to wait for the other ranks", required=True, positional=True)
+
+    def __post_init__(self) -> None:
+        if "RANK_SIZE" not in os.environ:
+            raise ConfigError(
+                "RANK_SIZE is not set: this is one rank of tools/doctor.py, which sets it; run that"
+            )
+
+
+@command(Request)
+def main(request: Request) -> int:
+    backend, device, seconds = request.backend, request.device, request.seconds
     start_heartbeat()
     report("started")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ["RANK_SIZE"])
@@ -161,7 +169,3 @@ def join_mindspore(device: str, seconds: float, rank: int, world: int) -> Reduce
         return float(result.min()), float(result.max()), took
 
     return reduce
-
-
-if __name__ == "__main__":
-    run_script(main)

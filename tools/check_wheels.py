@@ -11,25 +11,26 @@ Exit codes: 0 all there, or the package index does not answer; 1 a wheel is miss
 
 from __future__ import annotations
 
-import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
 import re
 import subprocess
-import sys
 import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
-if __name__ == "__main__":
-    end_at_interrupts()
 
 from common.errors import RunError
+from common.flags import make_parser
+from common.paths import ROOT
+from common.program import command
 
-ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
 PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(17, 29)), "manylinux2014")
 """glibc 2.28 and older: PyTorch and MindSpore need 2.28 themselves."""
@@ -47,24 +48,11 @@ def missing_wheels(machine: str, requirements: list[str]) -> str:
     OfflineError.
     """
     with tempfile.TemporaryDirectory() as folder:
-        platforms = [f"--platform={name}_{machine}" for name in PLATFORMS]
-        options = [
-            "--quiet",
-            "--disable-pip-version-check",
-            "--dry-run",
-            "--ignore-installed",
-            "--only-binary=:all:",
-        ]
-        places = [f"--target={folder}", f"--constraint={ROOT}/constraints.txt"]
         command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            *options,
-            *platforms,
-            *places,
-            *requirements,
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+            *("--dry-run", "--ignore-installed", "--only-binary=:all:"),
+            *(f"--platform={name}_{machine}" for name in PLATFORMS),
+            *(f"--target={folder}", f"--constraint={ROOT}/constraints.txt", *requirements),
         ]
         done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
     if done.returncode == 0:
@@ -77,11 +65,9 @@ def missing_wheels(machine: str, requirements: list[str]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args(argv)
+@command()
+def main(words: list[str]) -> int:
+    make_parser(__doc__).parse_args(words)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
@@ -102,7 +88,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"wheels of {name} for {machine}: {left_out}{missing or 'all there'}")
         failed |= bool(missing) and not left_out
     return int(failed)
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -9,27 +9,29 @@ CONTRIBUTING.md has the house rule. Each offence is a line of output. Exit code:
 
 from __future__ import annotations
 
-import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
 import ast
 import io
 import re
 import subprocess
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import unescape
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
-if __name__ == "__main__":
-    end_at_interrupts()
-
 from common.errors import ConfigError
+from common.flags import flag
+from common.program import command
 from common.structured_files import read_text
 
 LARGEST = 2**20
@@ -229,26 +231,22 @@ def passages(path: Path) -> Iterator[Passage]:
         yield from hash_passages(read_text(path, limit=LARGEST))
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass(kw_only=True)
+class Request:
+    paths: tuple[str, ...] = flag(
+        "files or folders; all files of the project if none", positional=True, nargs="*"
     )
-    parser.add_argument(
-        "paths", nargs="*", help="files or folders; all files of the project if none"
-    )
-    parser.add_argument(
-        "--count", action="store_true", help="print the number of offences of each rule"
-    )
-    arguments = parser.parse_args(words)
-    command = ["git", "ls-files", "-z", "--", *arguments.paths]
+    count: bool = flag("print the number of offences of each rule")
+
+
+@command(Request)
+def main(request: Request) -> int:
+    command = ["git", "ls-files", "-z", "--", *request.paths]
     try:
         listed = subprocess.check_output(command, text=True)  # noqa: S603
-        return report(listed.rstrip("\0").split("\0"), count=arguments.count)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}; run it in a clone of the repository", file=sys.stderr)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 2
+        raise ConfigError(f"{error}; run it in a clone of the repository") from None
+    return report(listed.rstrip("\0").split("\0"), count=request.count)
 
 
 def report(names: list[str], *, count: bool) -> int:
@@ -264,7 +262,3 @@ def report(names: list[str], *, count: bool) -> int:
         for rule, number in counts.most_common():
             print(f"{number:6} {rule}")
     return 1 if counts else 0
-
-
-if __name__ == "__main__":
-    run_script(main)

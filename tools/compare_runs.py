@@ -21,23 +21,25 @@ A run that fails on the way: 1 or 2, with its error.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
+import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
-if __name__ == "__main__":
-    end_at_interrupts()
+from dataclasses import dataclass
 
 from common import whole_numbers
-from common.errors import ConfigError, GPT2Error, report
-from common.interrupts import exiting_at_sigterm
+from common.errors import ConfigError
+from common.flags import flag
+from common.program import command
 from common.study import layer_report
 from common.study.live_runs import RecordedSides, Side, Workplace, run_config
 from common.study.sentences import describe_departure
@@ -45,113 +47,74 @@ from common.study.step_records import compare_records
 from common.study.two_runs import Comparison, RecordedRun, compare_runs, read_run
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="compare_runs.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "one", type=Path, metavar="RUN", help="run folder or configuration that is the reference"
-    )
-    parser.add_argument(
-        "other", type=Path, metavar="OTHER", help="run folder or configuration to compare with it"
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=_tolerance,
-        metavar="X",
-        help="relative difference allowed (default: 1e-6, and 1e-4 between two frameworks)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="folder of the runs that are started, and of the results of --layers (default: a"
-        " temporary one, and output/comparison with --layers)",
-    )
-    parser.add_argument(
-        "--time_limit",
-        type=whole_numbers.argument(1),
-        default=3600,
-        metavar="S",
-        help="seconds that each run that is started may take (default: 3600)",
-    )
-    sides = parser.add_argument_group("runs to start")
-    sides.add_argument(
-        "--steps",
-        type=whole_numbers.argument(1),
-        default=10,
-        metavar="N",
-        help="steps of a configuration (default: 10)",
-    )
-    for side, name in (("a", "RUN"), ("b", "OTHER")):
-        sides.add_argument(
-            f"--ranks_{side}",
-            type=whole_numbers.argument(1),
-            metavar="N",
-            help=f"ranks of {name} (default: those of the run folder; 1 for a configuration)",
-        )
-        sides.add_argument(
-            f"--set_{side}",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help=f"override for {name}; may be repeated",
-        )
-        sides.add_argument(
-            f"--program_{side}",
-            type=Path,
-            metavar="FILE",
-            help=f"script that runs {name} in the place of run_gpt2.py, such as that of another"
-            " version",
-        )
-    layers = parser.add_argument_group("layers")
-    layers.add_argument(
-        "--layers", action="store_true", help="name the first layer and tensor that differ"
-    )
-    layers.add_argument(
-        "--step",
-        type=whole_numbers.argument(1),
-        metavar="S",
-        help="step to compare layer by layer (default: the first that differs)",
-    )
-    layers.add_argument(
-        "--layer_tolerance",
-        type=_tolerance,
-        metavar="X",
-        help="difference allowed, relative to the norm of a tensor (default: 1e-5, 1e-4 between two"
-        " frameworks, 1e-2 in float16, 5e-2 in bfloat16)",
-    )
-    layers.add_argument(
-        "--samples",
-        type=whole_numbers.argument(1),
-        default=8,
-        metavar="N",
-        help="samples of the batch whose activations are compared, spread over it (default: 8)",
-    )
-    layers.add_argument(
-        "--own_weights",
-        action="store_true",
-        help="let each run begin from its own checkpoint, not both from that of RUN",
-    )
-    return parser.parse_args(words)
-
-
-def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
+def _tolerance(text: str) -> float:
     try:
-        with ExitStack() as stack, exiting_at_sigterm():
-            return compare(arguments, stack)
-    except GPT2Error as error:
-        return report(error)
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, found {text!r}")
+    return value
 
 
-def compare(arguments: argparse.Namespace, stack: ExitStack) -> int:
+_COUNT = whole_numbers.argument(1)
+_RANKS = "ranks of {} (default: those of the run folder; 1 for a configuration)"
+_SET = "override for {}; may be repeated"
+_PROGRAM = "script that runs {} in the place of run_gpt2.py, such as that of another version"
+
+
+@dataclass(kw_only=True)
+class Request:
+    one: Path = flag(
+        "RUN: run folder or configuration that is the reference", required=True, positional=True
+    )
+    other: Path = flag(
+        "OTHER: run folder or configuration to compare with it", required=True, positional=True
+    )
+    tolerance: float | None = flag(
+        "X: relative difference allowed (default: 1e-6, and 1e-4 between two frameworks)",
+        type=_tolerance,
+    )
+    output: Path | None = flag(
+        "DIR: folder of the runs that are started, and of the results of --layers (default: a"
+        " temporary one, and output/comparison with --layers)"
+    )
+    time_limit: int = flag(
+        "S: seconds that each run that is started may take", default=3600, type=_COUNT
+    )
+    steps: int = flag("N: steps of a configuration", default=10, type=_COUNT, group="runs to start")
+    ranks_a: int | None = flag(_RANKS.format("RUN"), type=_COUNT, metavar="N")
+    set_a: tuple[str, ...] = flag(_SET.format("RUN"), metavar="KEY=VALUE")
+    program_a: Path | None = flag(_PROGRAM.format("RUN"), metavar="FILE")
+    ranks_b: int | None = flag(_RANKS.format("OTHER"), type=_COUNT, metavar="N")
+    set_b: tuple[str, ...] = flag(_SET.format("OTHER"), metavar="KEY=VALUE")
+    program_b: Path | None = flag(_PROGRAM.format("OTHER"), metavar="FILE")
+    layers: bool = flag("name the first layer and tensor that differ", group="layers")
+    step: int | None = flag(
+        "S: step to compare layer by layer (default: the first that differs)", type=_COUNT
+    )
+    layer_tolerance: float | None = flag(
+        "X: difference allowed, relative to the norm of a tensor (default: 1e-5, 1e-4 between two"
+        " frameworks, 1e-2 in float16, 5e-2 in bfloat16)",
+        type=_tolerance,
+    )
+    samples: int = flag(
+        "N: samples of the batch whose activations are compared, spread over it",
+        default=8,
+        type=_COUNT,
+    )
+    own_weights: bool = flag(
+        "let each run begin from its own checkpoint, not both from that of RUN"
+    )
+
+
+@command(Request, stopped="")
+def main(request: Request) -> int:
+    with ExitStack() as stack:
+        return compare(request, stack)
+
+
+def compare(arguments: Request, stack: ExitStack) -> int:
     """Compare two runs, and their layers if asked. Returns the exit code.
 
     Raises GPT2Error and OSError.
@@ -195,7 +158,7 @@ def compare(arguments: argparse.Namespace, stack: ExitStack) -> int:
     return code if layers.first is None else 1
 
 
-def _sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
+def _sides(arguments: Request) -> tuple[Side, Side]:
     """Return both sides. Raises ConfigError for what is neither a folder nor a configuration."""
     sides = tuple(
         Side(
@@ -226,7 +189,7 @@ def _sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
     return sides[0], sides[1]
 
 
-def _workplace(arguments: argparse.Namespace, sides: Sequence[Side], stack: ExitStack) -> Workplace:
+def _workplace(arguments: Request, sides: Sequence[Side], stack: ExitStack) -> Workplace:
     """Return the folder of the runs to start, empty. Raises ConfigError."""
     folder = arguments.output
     if folder is None:
@@ -276,17 +239,3 @@ def describe(found: Comparison) -> Iterator[str]:
         if found.departure is None
         else f"different: {describe_departure(found.departure).en}"
     )
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, found {text!r}")
-    return value
-
-
-if __name__ == "__main__":
-    run_script(main)

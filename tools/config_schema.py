@@ -13,20 +13,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
 
-import argparse
+    start(__file__)
+
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from common.config.aliases import ALIASES
 from common.config.reference import config_reference
 from common.config.schema import RunConfig
+from common.errors import ConfigError
+from common.flags import flag
+from common.program import command
 from common.study.definition import definition_schema
 
 
@@ -63,24 +65,19 @@ def study_schema() -> str:
     return json.dumps(definition_schema(), indent=1) + "\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--reference", action="store_true", help="print the reference of keys instead of the schema"
-    )
-    kind.add_argument(
-        "--study", action="store_true", help="print the schema of a study's YAML instead"
-    )
-    chosen = parser.parse_args(arguments)
+@dataclass(kw_only=True)
+class Request:
+    reference: bool = flag("print the reference of keys instead of the schema")
+    study: bool = flag("print the schema of a study's YAML instead")
+
+    def __post_init__(self) -> None:
+        if self.reference and self.study:
+            raise ConfigError("argument --study: not allowed with argument --reference")
+
+
+@command(Request)
+def main(request: Request) -> None:
     write = (
-        config_reference if chosen.reference else study_schema if chosen.study else config_schema
+        config_reference if request.reference else study_schema if request.study else config_schema
     )
     sys.stdout.write(write())
-    return 0
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -14,38 +14,64 @@ Exit code 0: written; 2: bad arguments, or a configuration that this project can
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
 
-from common.errors import ConfigError, GPT2Error, report
+    start(__file__)
+
+from dataclasses import dataclass
+
+from common.errors import ConfigError
 from common.files import atomic_write
+from common.flags import flag, parse
+from common.program import command
 
 
-def main(arguments: list[str] | None = None) -> int:
-    words = sys.argv[1:] if arguments is None else arguments
-    flags = words[words.index("--") + 1 :] if "--" in words else []
-    args = _parser().parse_intermixed_args(words[: words.index("--")] if "--" in words else words)
-    try:
-        text = _convert(args, flags)
-        if args.output is None:
-            print(text, end="")
-        else:
-            with atomic_write(args.output, "w") as file:
-                file.write(text)
-    except GPT2Error as error:
-        return report(error)
-    return 0
+@dataclass(kw_only=True)
+class Request:
+    file: Path | None = flag(
+        "FILE: the other system's YAML or JSON, or a file of command-line flags (.txt, .sh)",
+        positional=True,
+        nargs="?",
+    )
+    overrides: tuple[str, ...] = flag(
+        "keys of this project to set in the result",
+        positional=True,
+        nargs="*",
+        metavar="section.key=value",
+    )
+    system: str | None = flag(
+        "system that the configuration comes from (default: told by the content of FILE)",
+        "--from",
+        choices=(
+            *("mindformers", "fleetx", "megatron", "oneflow"),
+            *("gpt2_chinese", "gpt2_chinese_generate", "gpt2_chinese_eval"),
+        ),
+    )
+    output: Path | None = flag("FILE: YAML to write (default: print it)")
 
 
-def _convert(args: argparse.Namespace, flags: list[str]) -> str:
+@command()
+def main(words: list[str]) -> None:
+    own, flags = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
+    request = parse(Request, own, __doc__)
+    text = _convert(request, flags)
+    if request.output is None:
+        print(text, end="")
+    else:
+        with atomic_write(request.output, "w") as file:
+            file.write(text)
+
+
+def _convert(args: Request, flags: list[str]) -> str:
     from common.systems.config import COMMAND_LINES, open_config, open_flags
     from common.systems.flags import read_flag_file
 
@@ -54,7 +80,7 @@ def _convert(args: argparse.Namespace, flags: list[str]) -> str:
             raise ConfigError(f"--from {args.system}: give a file of flags, or the flags behind --")
         return open_flags(
             args.system,
-            flags or read_flag_file(args.file),
+            flags if args.file is None else read_flag_file(args.file),
             args.overrides,
             str(args.file or "command line"),
         ).yaml
@@ -75,40 +101,3 @@ def _convert(args: argparse.Namespace, flags: list[str]) -> str:
             " leave --from out"
         )
     return opened.yaml
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "file",
-        nargs="?",
-        type=Path,
-        metavar="FILE",
-        help="the other system's YAML or JSON, or a file of command-line flags (.txt, .sh)",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="keys of this project to set in the result",
-    )
-    parser.add_argument(
-        "--from",
-        dest="system",
-        choices=(
-            *("mindformers", "fleetx", "megatron", "oneflow"),
-            *("gpt2_chinese", "gpt2_chinese_generate", "gpt2_chinese_eval"),
-        ),
-        help="system that the configuration comes from (default: told by the content of FILE)",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="YAML to write (default: print it)"
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    run_script(main)

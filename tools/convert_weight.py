@@ -12,169 +12,109 @@ files. deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onn
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, exit_at_sigterm, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
 
+    start(__file__)
+
+from collections import Counter
+from dataclasses import dataclass, fields
+
+from common import whole_numbers
 from common.conversion.convert import ConversionResult, convert, convert_as_mindformers_did
 from common.conversion.runners import installed_runners
-from common.errors import GPT2Error
+from common.errors import ConfigError
+from common.flags import flag
+from common.program import command
 from common.systems.table import FORMATS
 from common.systems.weights import FLOATS
 
-_OURS = ("source_format", "target_format", "input", "output", "dtype")
-_SWITCHES = {"verify": False, "weights_only": False, "model_parallel": 1, "pipeline_stage": 1}
 _OF_MINDFORMERS = ("layers", "torch_path", "mindspore_path")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    as_mindformers_did = _check(parser, arguments)
-    try:
-        if as_mindformers_did:
-            source, target = arguments.torch_path, arguments.mindspore_path
-            result = convert_as_mindformers_did(arguments.layers, source, target)
-        else:
-            source, target = arguments.input, arguments.output
-            result = convert(
-                Path(source),
-                target,
-                source_format=arguments.source_format,
-                target_format=arguments.target_format,
-                dtype=arguments.dtype,
-                weights_only=arguments.weights_only,
-                verify=arguments.verify,
-                model_parallel=arguments.model_parallel,
-                pipeline_stage=arguments.pipeline_stage,
-                runners=installed_runners() if arguments.verify else None,
-            )
-    except GPT2Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; nothing is left at the output", file=sys.stderr)
-        return 130
-    _say(result, source, target)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="Exit code 0: converted; 1: the output could not be written; 2: the input or an"
-        " option is wrong; 130 and 143: stopped. Nothing is left at the output unless it is 0.",
+@dataclass(kw_only=True)
+class Request:
+    source_format: str | None = flag(
+        "FORMAT: format of the input (default: told by its files)", "--from", choices=FORMATS
     )
-    add = parser.add_argument
-    add(
-        "--from",
-        dest="source_format",
-        choices=FORMATS,
-        metavar="FORMAT",
-        help="format of the input (default: told by its files)",
+    target_format: str | None = flag(
+        "FORMAT: format of the output; with --input and --output", "--to", choices=FORMATS
     )
-    add(
-        "--to",
-        dest="target_format",
-        choices=FORMATS,
-        metavar="FORMAT",
-        help="format of the output; with --input and --output",
+    input: str | None = flag(
+        "PATH: folder of the weights, a file of weights beside its config, or a model of the"
+        " Hugging Face hub as hf://OWNER/NAME or hf://OWNER/NAME@REVISION"
     )
-    add(
-        "--input",
-        metavar="PATH",
-        help="folder of the weights, a file of weights beside its config, or a model of the Hugging"
-        " Face hub as hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help="folder or file to write; a folder must be empty or absent",
-    )
-    add(
-        "--dtype",
+    output: Path | None = flag("PATH: folder or file to write; a folder must be empty or absent")
+    dtype: str | None = flag(
+        "type of the weights written (default: as in the input, and float32 for torch_gpt2, onnx"
+        " and gguf); int8 is for these three, int4 for onnx and gguf",
         choices=(*FLOATS, "int8", "int4"),
-        help="type of the weights written (default: as in the input, and float32 for torch_gpt2,"
-        " onnx and gguf); int8 is for these three, int4 for onnx and gguf",
     )
-    add(
-        "--model_parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tensor-parallel ranks of a target that has a file for each (default: 1)",
+    model_parallel: int = flag(
+        "N: tensor-parallel ranks of a target that has a file for each", default=1
     )
-    add(
-        "--pipeline_stage",
-        type=int,
-        default=1,
-        metavar="N",
-        help="pipeline stages of such a target (default: 1)",
+    pipeline_stage: int = flag("N: pipeline stages of such a target", default=1)
+    weights_only: bool = flag("leave out the optimizer's state and the position of training")
+    verify: bool = flag(
+        "read the output back and compare it bit for bit; compare ids of a text and logits too"
+        " where both have them"
     )
-    add(
-        "--weights_only",
-        action="store_true",
-        help="leave out the optimizer's state and the position of training",
+    layers: int | None = flag(
+        "N: MindFormers' option: blocks of the file at --torch_path (default: 12)",
+        type=whole_numbers.argument(1),
     )
-    add(
-        "--verify",
-        action="store_true",
-        help="read the output back and compare it bit for bit; compare ids of a text and"
-        " logits too where both have them",
+    torch_path: Path | None = flag(
+        "FILE: MindFormers' option: Hugging Face's pytorch_model.bin to read"
     )
-    add(
-        "--layers",
-        type=int,
-        metavar="N",
-        help="MindFormers' option: blocks of the file at --torch_path (default: 12)",
-    )
-    add(
-        "--torch_path",
-        type=Path,
-        metavar="FILE",
-        help="MindFormers' option: Hugging Face's pytorch_model.bin to read",
-    )
-    add(
-        "--mindspore_path",
-        type=Path,
-        metavar="FILE",
-        help="MindFormers' option: the .ckpt to write",
-    )
-    return parser
+    mindspore_path: Path | None = flag("FILE: MindFormers' option: the .ckpt to write")
+
+    def __post_init__(self) -> None:
+        theirs = {name: getattr(self, name) for name in _OF_MINDFORMERS}
+        ours = {
+            each.name
+            for each in fields(self)
+            if each.name not in theirs and (getattr(self, each.name) or None) != each.default
+        }
+        if not any(value is not None for value in theirs.values()):
+            if not ours >= {"input", "output", "target_format"}:
+                raise ConfigError("--to, --input and --output are needed")
+        elif ours or self.torch_path is None or self.mindspore_path is None:
+            raise ConfigError(
+                "--layers, --torch_path and --mindspore_path go together, and with nothing else"
+            )
 
 
-def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bool:
-    """Return whether the arguments are those of MindFormers' own script. Ends the process where
-    they are neither's.
-    """
-    given = vars(arguments)
-    theirs = [given[name] for name in _OF_MINDFORMERS]
-    if arguments.layers is None:  # r0.3's default
-        arguments.layers = 12
-    if theirs == [None] * len(theirs):
-        if None in (arguments.input, arguments.output, arguments.target_format):
-            parser.error("--to, --input and --output are needed")
-        return False
-    ours = any(given[name] for name in _OURS) or any(
-        given[name] != value for name, value in _SWITCHES.items()
-    )
-    if ours or None in theirs[1:] or arguments.layers < 1:
-        parser.error(
-            "--layers (1 or more), --torch_path and --mindspore_path go together, and with nothing"
-            " else"
+@command(
+    Request,
+    stopped="; nothing is left at the output",
+    epilog="Exit code 0: converted; 1: the output could not be written; 2: the input or an option"
+    " is wrong; 130 and 143: stopped. Nothing is left at the output unless it is 0.",
+)
+def main(request: Request) -> None:
+    source: Path | str
+    if request.torch_path and request.mindspore_path:
+        source, target = request.torch_path, request.mindspore_path
+        result = convert_as_mindformers_did(request.layers or 12, source, target)
+    else:
+        assert request.input is not None and request.output and request.target_format
+        source, target = request.input, request.output
+        result = convert(
+            Path(source),
+            target,
+            source_format=request.source_format,
+            target_format=request.target_format,
+            dtype=request.dtype,
+            weights_only=request.weights_only,
+            verify=request.verify,
+            model_parallel=request.model_parallel,
+            pipeline_stage=request.pipeline_stage,
+            runners=installed_runners() if request.verify else None,
         )
-    return True
+    _say(result, source, target)
 
 
 def _say(result: ConversionResult, source: Path | str, target: Path) -> None:
@@ -199,9 +139,3 @@ def _say(result: ConversionResult, source: Path | str, target: Path) -> None:
     names = {why: name for name, why in result.ignored.items()}
     for why, count in Counter(result.ignored.values()).items():
         print(f"not written: {f'{names[why]} ({why})' if count == 1 else f'{count} x {why}'}")
-
-
-if __name__ == "__main__":
-    # a scheduler's, which else leaves half of the output there
-    exit_at_sigterm()
-    run_script(main)

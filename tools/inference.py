@@ -14,85 +14,61 @@ Exit code 0: success; 2: bad arguments or a bad model; 1: failure at run time.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
 
-from common.errors import GPT2Error
+    start(__file__)
 
-BACKENDS = ("auto", "torch", "mindspore", "onnx")
-DEVICES = ("auto", "cpu", "cuda", "npu")
+from dataclasses import dataclass
+from typing import Literal
+
+from common.flags import flag
+from common.program import command
 
 
-def main(words: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(words)
+@dataclass(kw_only=True)
+class Request:
+    model_dir: Path = flag(
+        "DIR: folder of the model, a file in it, or a model of the Hugging Face hub as"
+        " hf://OWNER/NAME",
+        required=True,
+    )
+    prompt: str | None = flag("TEXT: text to continue")
+    prompt_file: str | None = flag("FILE: file of prompts: one a line, or .jsonl")
+    tokenizer: str | None = flag("DIR: folder of the tokenizer (default: the model's own)")
+    backend: Literal["auto", "torch", "mindspore", "onnx"] = flag(
+        "library that computes", default="auto"
+    )
+    device: Literal["auto", "cpu", "cuda", "npu"] = flag("kind of device", default="auto")
+    dtype: str | None = flag(
+        "TYPE: type of the computation: float32, bf16 or fp16 (default: the run's)"
+    )
+    verify: bool = flag("compare the SHA-256 of an export's files before it is run")
+    set: tuple[str, ...] = flag(
+        "settings of the section predict", positional=True, nargs="*", metavar="key=value"
+    )
+
+
+@command(Request)
+def main(request: Request) -> None:
     from common.inference.load import load_model
     from common.inference.run_modes import continue_with
     from common.log import start_log
 
     start_log()
-    settings = [
-        word if word.startswith("predict.") else f"predict.{word}" for word in arguments.set
-    ]
-    settings += [f"predict.prompt={arguments.prompt}"] if arguments.prompt is not None else []
-    settings += [f"predict.prompt_file={arguments.prompt_file}"] if arguments.prompt_file else []
-    try:
-        model = load_model(
-            arguments.model_dir,
-            backend=arguments.backend,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            tokenizer=arguments.tokenizer,
-            verify=arguments.verify,
-        )
-        continue_with(model, settings)
-    except (GPT2Error, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="inference.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    settings = [word if word.startswith("predict.") else f"predict.{word}" for word in request.set]
+    settings += [f"predict.prompt={request.prompt}"] if request.prompt is not None else []
+    settings += [f"predict.prompt_file={request.prompt_file}"] if request.prompt_file else []
+    model = load_model(
+        request.model_dir,
+        backend=request.backend,
+        device=request.device,
+        dtype=request.dtype,
+        tokenizer=request.tokenizer,
+        verify=request.verify,
     )
-    add = parser.add_argument
-    add(
-        "--model_dir",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="folder of the model, a file in it, or a model of the Hugging Face hub as"
-        " hf://OWNER/NAME",
-    )
-    add("--prompt", metavar="TEXT", help="text to continue")
-    add("--prompt_file", metavar="FILE", help="file of prompts: one a line, or .jsonl")
-    add("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the model's own)")
-    add("--backend", choices=BACKENDS, default="auto", help="library that computes (default: auto)")
-    add("--device", choices=DEVICES, default="auto", help="kind of device (default: auto)")
-    add(
-        "--dtype",
-        metavar="TYPE",
-        help="type of the computation: float32, bf16 or fp16 (default: the run's)",
-    )
-    add(
-        "--verify",
-        action="store_true",
-        help="compare the SHA-256 of an export's files before it is run",
-    )
-    add("set", nargs="*", metavar="key=value", help="settings of the section predict")
-    return parser
-
-
-if __name__ == "__main__":
-    run_script(main)
+    continue_with(model, settings)

@@ -23,36 +23,30 @@ that failed, 128+n: signal n.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
+from argparse import SUPPRESS
+from dataclasses import dataclass, replace
 
 import run_gpt2
 from common import whole_numbers
 from common.command_line import RUN_MODES
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError
+from common.flags import flag, parse
 from common.inputs import check_before_ranks
 from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import Load, distribute, standalone
-from common.launcher.request import (
-    LaunchRequest,
-    is_asked,
-    parse_distribute,
-    parse_standalone,
-)
-from common.launcher.terminal import open_standard_streams, tell
+from common.launcher.request import LaunchRequest, is_asked, parse_distribute, parse_standalone
+from common.launcher.terminal import open_standard_streams
+from common.program import command
 from common.run_config import read_config
 from common.study.certificate import certify
 
@@ -69,123 +63,80 @@ bad arguments; else its own, 128+n: signal n.
 """
 
 
-def parse_arguments(kind: str, words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"run_{kind}.sh",
-        description=_ABOUT_STANDALONE if kind == "standalone" else __doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+@dataclass(kw_only=True)
+class Options:
+    log_dir: Path | None = flag(
+        "DIR: folder for the logs, mf_parallel{rank}/ (default: output_dir of the config)"
     )
-    parser.add_argument(
-        "--log_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder for the logs, mf_parallel{rank}/ (default: output_dir of the config)",
-    )
-    parser.add_argument(
-        "--quiet",
-        action="store_true",
-        help="do not show what the first rank writes: progress, losses, results",
-    )
-    parser.add_argument(
-        "--max_restarts",
-        "--max-restarts",
-        type=whole_numbers.argument(),
-        metavar="N",
-        help="times to start all ranks again after a failure, from the newest complete checkpoint"
+    quiet: bool = flag("do not show what the first rank writes: progress, losses, results")
+    max_restarts: int | None = flag(
+        "N: times to start all ranks again after a failure, from the newest complete checkpoint"
         " (default: runtime.max_restarts of the config, 0)",
+        *("--max_restarts", "--max-restarts"),
+        type=whole_numbers.argument(),
     )
-    parser.add_argument(
-        "--certify",
-        type=whole_numbers.argument(1),
-        metavar="N",
-        help="train the first N steps twice, compare them bit for bit, and write certificate.json"
+    certify: int | None = flag(
+        "N: train the first N steps twice, compare them bit for bit, and write certificate.json"
         " into output_dir",
+        type=whole_numbers.argument(1),
     )
-    # what happens anyway; scripts may still give it
-    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
-    # for tools/study.py: a script of another system that takes the words of run_gpt2.py
-    parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--no_pinning", action="store_true", help="let every rank use all cores")
-    if kind == "distribute":
-        parser.add_argument(
-            "--master",
-            metavar="IP:PORT",
-            help="address of the host of rank 0 and a port, where the ranks meet",
-        )
-        parser.add_argument(
-            "--devices",
-            metavar="N,N",
-            help="numbers of the devices of this machine, in place of the range",
-        )
-        parser.add_argument(
-            "--nnodes",
-            "--num_nodes",
-            "--num-nodes",
-            type=whole_numbers.argument(1),
-            metavar="N",
-            help="number of hosts, without a rank table",
-        )
-        parser.add_argument(
-            "--node_rank",
-            type=whole_numbers.argument(),
-            metavar="K",
-            help="number of this host, from 0, without a rank table (default: the host of --master"
-            " is 0, the others are numbered by address)",
-        )
-        parser.add_argument(
-            "--node_ips",
-            "--node-ips",
-            metavar="IP,IP",
-            help="addresses of all hosts, that of rank 0 first, in place of --master, --nnodes and"
-            " --node_rank; each host finds its own among them",
-        )
-        parser.add_argument(
-            "--use_rdma",
-            "--use-rdma",
-            action="store_true",
-            help="let NCCL talk to other hosts only over InfiniBand or RoCE; HCCL always does",
-        )
-        parser.add_argument(
-            "--hosts", metavar="A,B", help="show the command of every host, that of rank 0 first"
-        )
-        parser.add_argument(
-            "--ssh", action="store_true", help="run the commands of --hosts over ssh, and wait"
-        )
-        parser.add_argument(
-            "--all_ranks", action="store_true", help="plan shows every rank's variables and command"
-        )
-        parser.add_argument(
-            "--accelerator",
-            metavar="NAME",
-            help='plan estimates the time of a step on it, such as "Ascend 910A"',
-        )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    return parser.parse_intermixed_args(words)
+    follow: bool = flag(SUPPRESS)
+    """It happens anyway; scripts may still give it."""
+    program: Path | None = flag(SUPPRESS)
+    """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
+    no_pinning: bool = flag("let every rank use all cores")
+    words: tuple[str, ...] = flag(SUPPRESS, positional=True, nargs="*")
 
 
-def main(words: list[str] | None = None) -> int:
-    kind, *words = (sys.argv[1:] if words is None else words) or ["--help"]
+@dataclass(kw_only=True)
+class DistributeOptions(Options):
+    master: str | None = flag(
+        "IP:PORT: address of the host of rank 0 and a port, where the ranks meet"
+    )
+    devices: str | None = flag("N,N: numbers of the devices of this machine, in place of the range")
+    nnodes: int | None = flag(
+        "N: number of hosts, without a rank table",
+        *("--nnodes", "--num_nodes", "--num-nodes"),
+        type=whole_numbers.argument(1),
+    )
+    node_rank: int | None = flag(
+        "K: number of this host, from 0, without a rank table (default: the host of --master is 0,"
+        " the others are numbered by address)",
+        type=whole_numbers.argument(),
+    )
+    node_ips: str | None = flag(
+        "IP,IP: addresses of all hosts, that of rank 0 first, in place of --master, --nnodes and"
+        " --node_rank; each host finds its own among them",
+        *("--node_ips", "--node-ips"),
+    )
+    use_rdma: bool = flag(
+        "let NCCL talk to other hosts only over InfiniBand or RoCE; HCCL always does",
+        *("--use_rdma", "--use-rdma"),
+    )
+    hosts: str | None = flag("A,B: show the command of every host, that of rank 0 first")
+    ssh: bool = flag("run the commands of --hosts over ssh, and wait")
+    all_ranks: bool = flag("plan shows every rank's variables and command")
+    accelerator: str | None = flag(
+        'NAME: plan estimates the time of a step on it, such as "Ascend 910A"'
+    )
+
+
+@command()
+def main(words: list[str]) -> int:
+    open_standard_streams()
+    kind, *words = words or ["--help"]
     if kind in ("--help", "-h"):
         kind, words = "distribute", ["--help"]
-    try:
-        if kind == "over_ssh":  # this file again, once a host
-            return run_over_ssh(*words)
-        return launch(kind, words)
-    except GPT2Error as error:
-        tell(f"error: {error}", error=True)
-        return error.exit_code
-    except BrokenPipeError:  # the reader of what DRY_RUN or plan shows has seen enough
-        _discard_output()
-        return 0
-    except OSError as error:  # also of a full disk under what DRY_RUN or plan shows
-        tell(f"error: {error}", error=True)
-        _discard_output()
-        return 1
+    if kind == "over_ssh":  # this file again, once a host
+        return run_over_ssh(*words)
+    return launch(kind, words)
 
 
 def launch(kind: str, words: list[str]) -> int:
-    arguments = vars(parse_arguments(kind, words))
+    request_type, about = (
+        (Options, _ABOUT_STANDALONE) if kind == "standalone" else (DistributeOptions, __doc__)
+    )
+    arguments = vars(parse(request_type, words, about, prog=f"run_{kind}.sh"))
     positional = arguments.pop("words")
     arguments.pop("follow")
     argv = (kind, *words)
@@ -218,16 +169,3 @@ def _certify(kind: str, request: LaunchRequest, load: Load) -> int:
         steps,
         lambda more: _start(kind, replace(plain, overrides=(*request.overrides, *more)), load),
     )
-
-
-def _discard_output() -> None:
-    """Let what standard output still holds go nowhere, so that the interpreter's end does not fail
-    at it and change the exit code.
-    """
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    open_standard_streams()
-    run_script(main)

@@ -13,22 +13,26 @@ cann). Exit code: that of docker; 2 for wrong arguments, and where docker is not
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
 
-from common.errors import ConfigError, GPT2Error, report
+    start(__file__)
+
+import shlex
+import shutil
+import subprocess
+from argparse import SUPPRESS
+from dataclasses import dataclass
+from typing import Literal
+
+from common.errors import ConfigError
+from common.flags import flag
+from common.paths import ROOT
+from common.program import command
 
 ASCEND_DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 ASCEND_MOUNTS = (
@@ -41,24 +45,41 @@ ASCEND_MOUNTS = (
 """Read-only paths of the host's driver. Source: Ascend Docker Runtime's guide, manual mounts."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
-    try:
-        command = docker_command(args)
-        if args.dry_run:
-            print(shlex.join(command))
-            return 0
-        if shutil.which(command[0]) is None:
-            raise ConfigError(
-                f"{command[0]} is not installed; install it, or see the command with --dry-run"
-            )
-    except GPT2Error as error:
-        return report(error)
+@dataclass(kw_only=True)
+class Request:
+    image: str = flag("NAME: image of the container", required=True)
+    cmd: str = flag("TEXT: command that bash runs inside (default: a shell)", default="bash")
+    src: Path = flag(
+        "DIR: folder to mount under its own path; --cmd starts there (default: the project)",
+        default=ROOT,
+    )
+    devices: Literal["none", "nvidia", "ascend"] = flag("accelerators to pass on", default="none")
+    extra_mount: tuple[str, ...] = flag("HOST[:INSIDE]: another folder to mount; may be repeated")
+    wheel: Path | None = flag("FILE: a package that is installed in the container first")
+    py: str | None = flag(SUPPRESS)
+    """OneFlow's images hold several Pythons, ours hold one."""
+    shm_size: str = flag("SIZE: shared memory, for the ranks of a host", default="8g")
+    proxy: str | None = flag("URL: proxy for http and https")
+    no_interactive: bool = flag("run without a terminal, for jobs")
+    program: str = flag("NAME: docker, podman or nerdctl", default="docker")
+    dry_run: bool = flag("print the command, and start nothing")
+
+
+@command(Request, dashes=True, allow_abbrev=True)
+def main(args: Request) -> int:
+    words = docker_command(args)
+    if args.dry_run:
+        print(shlex.join(words))
+        return 0
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"{words[0]} is not installed; install it, or see the command with --dry-run"
+        )
     # the words of the command line, no shell
-    return subprocess.run(command, check=False).returncode  # noqa: S603
+    return subprocess.run(words, check=False).returncode  # noqa: S603
 
 
-def docker_command(args: argparse.Namespace) -> list[str]:
+def docker_command(args: Request) -> list[str]:
     """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no
     Ascend of this host.
     """
@@ -78,23 +99,14 @@ def docker_command(args: argparse.Namespace) -> list[str]:
         mounts.append((args.wheel.resolve().parent, args.wheel.resolve().parent, ":ro"))
     if not source.is_dir():
         raise ConfigError(f"--src {args.src}: is not a folder; give that of the project")
-    words = [
-        args.program,
-        "run",
-        "--rm",
-        "--network",
-        "host",
-        "--shm-size",
-        args.shm_size,
-        "--ulimit",
-        "memlock=-1",
-    ]
+    words = [args.program, "run", "--rm", "--network", "host", "--shm-size", args.shm_size]
+    words += ["--ulimit", "memlock=-1"]
     words += [] if args.no_interactive else ["-it"]
     words += _devices(args.devices, mounts)
     for name in ("http_proxy", "https_proxy") if args.proxy else ():
         words += ["-e", f"{name}={args.proxy}"]
-    for host, inside, option in mounts:
-        words += ["-v", f"{host}:{inside}{option}"]
+    for outside, place, option in mounts:
+        words += ["-v", f"{outside}:{place}{option}"]
     install = f"pip install {shlex.quote(str(args.wheel.resolve()))} && " if args.wheel else ""
     return [*words, "-w", str(source), args.image, "bash", "-c", install + args.cmd]
 
@@ -117,68 +129,3 @@ def _devices(kind: str, mounts: list[tuple[Path, Path, str]]) -> list[str]:
         )
     mounts.extend((Path(path), Path(path), ":ro") for path in ASCEND_MOUNTS if Path(path).exists())
     return [word for device in (*map(str, cards), *ASCEND_DEVICES) for word in ("--device", device)]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--image", required=True, metavar="NAME", help="image of the container")
-    parser.add_argument(
-        "--cmd",
-        default="bash",
-        metavar="TEXT",
-        help="command that bash runs inside (default: a shell)",
-    )
-    parser.add_argument(
-        "--src",
-        type=Path,
-        default=ROOT,
-        metavar="DIR",
-        help="folder to mount under its own path; --cmd starts there (default: the project)",
-    )
-    parser.add_argument(
-        "--devices",
-        choices=("none", "nvidia", "ascend"),
-        default="none",
-        help="accelerators to pass on (default: none)",
-    )
-    parser.add_argument(
-        "--extra-mount",
-        action="append",
-        default=[],
-        metavar="HOST[:INSIDE]",
-        help="another folder to mount; may be repeated",
-    )
-    parser.add_argument(
-        "--wheel",
-        type=Path,
-        metavar="FILE",
-        help="a package that is installed in the container first",
-    )
-    # OneFlow's images hold several Pythons, ours hold one
-    parser.add_argument("--py", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--shm-size",
-        default="8g",
-        metavar="SIZE",
-        help="shared memory, for the ranks of a host (default: 8g)",
-    )
-    parser.add_argument("--proxy", metavar="URL", help="proxy for http and https")
-    parser.add_argument(
-        "--no-interactive", action="store_true", help="run without a terminal, for jobs"
-    )
-    parser.add_argument(
-        "--program",
-        default="docker",
-        metavar="NAME",
-        help="docker, podman or nerdctl (default: docker)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command, and start nothing"
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -17,32 +17,23 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # this file has the harness's name
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
 
-from common.interrupts import end_at_interrupts, run_script
+    start(__file__)
 
-if __name__ == "__main__":
-    end_at_interrupts()
-
-from common.errors import GPT2Error, report
 from common.packages import require_package
+from common.program import command
 
 
-def main() -> int:
-    if sys.argv[1:] in (["--help"], ["-h"], []):
+@command()
+def main(words: list[str]) -> None:
+    if words in (["--help"], ["-h"], []):
         print(f"usage: lm_eval.py [run | ls | validate] [options]\n\n{__doc__}")
-        return 0
-    try:
-        require_package("lm_eval", extra="eval", purpose="which has the tasks")
-        from lm_eval.__main__ import cli_evaluate
+        return
+    require_package("lm_eval", extra="eval", purpose="which has the tasks")
+    from lm_eval.__main__ import cli_evaluate
 
-        import gpt2_toolkit.lm_eval  # noqa: F401  registers the model
+    import gpt2_toolkit.lm_eval  # noqa: F401  registers the model
 
-        cli_evaluate()
-    except GPT2Error as error:
-        return report(error)
-    return 0
-
-
-if __name__ == "__main__":
-    run_script(main)
+    cli_evaluate()

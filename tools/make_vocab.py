@@ -15,35 +15,52 @@ Ctrl-C and SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
+from dataclasses import dataclass
 
 from common.dataset.encodings import checked_encoding
 from common.dataset.texts import read_texts
-from common.errors import ConfigError, GPT2Error, report
+from common.errors import ConfigError
 from common.files import atomic_write, refuse_to_overwrite
+from common.flags import flag
 from common.log import progress_bar
+from common.program import command
 from common.tokenizer.counting import FIRST, count_characters, count_words, most_frequent
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        print(_make(arguments), file=sys.stderr)
-    except GPT2Error as error:
-        return report(error)
-    return 0
+@dataclass(kw_only=True)
+class Request:
+    raw_data_path: tuple[Path, ...] = flag(
+        "FILE: corpora: .json (array of texts), .jsonl or .txt, each also .gz",
+        *("--raw_data_path", "--raw-data-path"),
+        default=(Path("data/train.json"),),
+        nargs="+",
+    )
+    vocab_file: Path = flag(
+        "FILE: vocabulary to write",
+        *("--vocab_file", "--vocab-file"),
+        default=Path("vocab_processed.txt"),
+    )
+    vocab_size: int = flag(
+        "N: tokens to keep, without the special ones",
+        *("--vocab_size", "--vocab-size"),
+        default=50000,
+    )
+    segment: bool = flag("take words instead of characters, for BertWordLevel")
+    cased: bool = flag("keep upper case, for BertWordPieceCase")
+    encoding: str = flag("NAME: encoding of the corpus", default="utf-8")
 
 
-def _make(arguments: argparse.Namespace) -> str:
+@command(Request)
+def main(arguments: Request) -> None:
     if arguments.vocab_size < 1:
         raise ConfigError(f"--vocab_size={arguments.vocab_size}: expected 1 or more")
     target = arguments.vocab_file
@@ -61,59 +78,9 @@ def _make(arguments: argparse.Namespace) -> str:
     with atomic_write(target, "w") as file:
         file.write("".join(f"{token}\n" for token in tokens))
     share = sum(counts[token] for token in tokens) / max(1, counts.total())
-    return (
+    print(
         f"wrote {target}: {len(tokens)} lines, {len(FIRST)} special tokens and"
         f" {len(tokens) - len(FIRST)} of {len(counts)} tokens found, which are {share:.2%} of the"
-        f" corpus; set model.vocab_size={len(tokens)}"
+        f" corpus; set model.vocab_size={len(tokens)}",
+        file=sys.stderr,
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--raw_data_path",
-        "--raw-data-path",
-        nargs="+",
-        type=Path,
-        default=[Path("data/train.json")],
-        metavar="FILE",
-        help="corpora: .json (array of texts), .jsonl or .txt, each also .gz (default:"
-        " data/train.json)",
-    )
-    parser.add_argument(
-        "--vocab_file",
-        "--vocab-file",
-        type=Path,
-        default=Path("vocab_processed.txt"),
-        metavar="FILE",
-        help="vocabulary to write (default: vocab_processed.txt)",
-    )
-    parser.add_argument(
-        "--vocab_size",
-        "--vocab-size",
-        type=int,
-        default=50000,
-        metavar="N",
-        help="tokens to keep, without the special ones (default: 50000)",
-    )
-    parser.add_argument(
-        "--segment", action="store_true", help="take words instead of characters, for BertWordLevel"
-    )
-    parser.add_argument(
-        "--cased", action="store_true", help="keep upper case, for BertWordPieceCase"
-    )
-    parser.add_argument(
-        "--encoding",
-        default="utf-8",
-        metavar="NAME",
-        help="encoding of the corpus (default: utf-8)",
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -22,22 +22,21 @@ Ctrl-C and SIGTERM.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
 import gc
 import logging
 import os
-import signal
-import sys
-from pathlib import Path
-from types import FrameType
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, outside_imports, run_script
-
-if __name__ == "__main__":
-    end_at_interrupts()
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import CorpusFormat
@@ -49,10 +48,13 @@ from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecor
 from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
-from common.errors import ConfigError, GPT2Error, StopRequested, report
+from common.errors import ConfigError
+from common.flags import flag
 from common.hub import located
 from common.log import progress_bar
+from common.program import command
 from common.tokenizer import TOKENIZERS
+from common.whole_numbers import argument
 
 DEFAULT_SEQ_LENGTH = 1024
 DEFAULT_PIECES = 100
@@ -64,46 +66,149 @@ _SEPARATORS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+@dataclass(kw_only=True)
+class Request:
+    input: tuple[Path, ...] = flag(
+        "FILE: corpora: .txt, .jsonl, .json (array), each also .gz; .parquet, .arrow, a folder of"
+        " *.parquet or of datasets' save_to_disk; with --input-format ids also a folder",
+        required=True,
+        nargs="+",
+        group="input",
+    )
+    dataset_split: str | None = flag(
+        "NAME: split to read of a folder that datasets saved with several, such as train"
+    )
+    input_format: CorpusFormat | None = flag(
+        "format of the corpora (default: told by content)",
+        type=None,
+        choices=[item.value for item in CorpusFormat],
+    )
+    encoding: str = flag(
+        "NAME: encoding of the input, such as gbk, big5 or utf-16", default="utf-8"
+    )
+    min_length: int = flag(
+        "N: leave out documents of N characters or fewer (default: 0)",
+        *("--min-length", "--min_length"),
+        default=0,
+        type=argument(),
+    )
+    json_keys: tuple[str, ...] = flag(
+        "KEY: keys of a JSON object, or columns of a table, to extract, one output each",
+        *("--json-keys", "--json-key"),
+        default=("text",),
+        nargs="+",
+    )
+    documents: str = flag(
+        "what separates documents in plain text",
+        default="blank_line",
+        choices=[rule.value for rule in DocumentRule],
+    )
+    split_sentences: bool = flag("write one sequence per sentence, as PREFIX_{key}_sentence")
+    keep_newlines: bool = flag("with --split-sentences: keep the white space between sentences")
+    max_document_mib: int = flag(
+        "N: refuse a document of more MiB: it is held in memory whole, several times",
+        default=DOCUMENT_BYTES >> 20,
+        type=argument(1),
+    )
+    tokenizer_type: str | None = flag(
+        f"KIND: kind of tokenizer: {', '.join(TOKENIZERS)}, or the name that Megatron or"
+        " transformers has for it; told from the files when left out",
+        group="tokenizer",
+    )
+    vocab_file: Path = flag(
+        "FILE: vocab.json, vocab.txt, a SentencePiece .model, tokenizer.json, or their folder",
+        *("--vocab-file", "--vocab", "--tokenizer-model"),
+        required=True,
+    )
+    merge_file: Path | None = flag(
+        "FILE: merges.txt, for a vocab.json; not needed where --vocab-file is a folder"
+    )
+    tokenizer_backend: Literal["auto", "gigatoken", "tiktoken", "tokenizers"] = flag(
+        "library that does the work; all give the same ids; auto takes the fastest that is"
+        " installed",
+        default="auto",
+    )
+    append_eod: bool = flag(
+        "put the tokenizer's marks around each document: <|endoftext|> behind it for GPT-2, [MASK]"
+        " before and [CLS] behind it for vocab.txt (default: on)",
+        default=True,
+    )
+    special_tokens: Literal["tokens", "text"] | None = flag(
+        "what special tokens written in a document are, <|endoftext|> too: tokens as in a prompt,"
+        " or ordinary text, which no document can use to end itself (default: tokens for a"
+        " tokenizer with marks beyond its end, such as <|user|> or BERT's; else text)"
+    )
+    output_prefix: Path = flag(
+        "PREFIX: path and start of the names of the files to write", required=True, group="output"
+    )
+    format: Literal["indexed", "fleetx", "pieces", "mindrecord"] = flag(
+        "format of the output (default: indexed, a .bin/.idx pair)", default="indexed"
+    )
+    seq_length: int | None = flag(
+        "N: mindrecord: tokens a row predicts; a row has N + 1, its last one begins the next"
+        " (default: 1024)",
+        type=argument(1),
+    )
+    num_splits: int | None = flag(
+        "N: mindrecord: files to spread the rows over (default: 1)", type=argument(1)
+    )
+    num_pieces: int | None = flag(
+        "N: pieces: files to divide the documents over (default: 100)",
+        *("--num-pieces", "--num_pieces"),
+        type=argument(1),
+    )
+    dataset_impl: Literal["lazy", "cached", "mmap"] = flag(
+        "Megatron's choice of an implementation; only mmap is written", default="mmap"
+    )
+    shard: str | None = flag(
+        "I/N: write only part I of N, for tools/merge_datasets.py; slurm takes the numbers of an"
+        " array job; a part that is there already is kept",
+        group="run",
+    )
+    engine: Literal["local", "ray"] = flag(
+        "local: this process and its --workers; ray: --shards tasks on the Ray cluster of"
+        " $RAY_ADDRESS or of this host, else on this host",
+        default="local",
+    )
+    shards: int | None = flag(
+        "N: with --engine ray: parts of the corpus, a few for each CPU of the cluster"
+    )
+    workers: int = flag("N: processes that tokenize; the output does not depend on it", default=1)
+    log_interval: int = flag("N: documents between progress lines", default=10000)
+
+
+@command(Request, stopped="; no output is left in part", dashes=True)
+def main(request: Request) -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for name in ("common", "gpt2"):  # not all libraries, which log each request
         logging.getLogger(name).setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, outside_imports(_stop))
-    display = _Display(arguments.log_interval)
-    try:
-        options = _options(arguments)
+    with closing(_Display(request.log_interval)) as display:
+        options = _options(request)
         limit_tokenizer_threads()
         # nothing here makes cycles; looking for them costs 0.1 s while the vocabulary loads
         gc.disable()
-        if arguments.format == "mindrecord":
-            seq_length, shards = (
-                arguments.seq_length or DEFAULT_SEQ_LENGTH,
-                arguments.num_splits or 1,
-            )
-            sets, progress = preprocess_mindrecord(options, seq_length, shards, display)
-            files = f"{'; '.join(_set(found, seq_length) for found in sets)}; {_counts(progress)}"
-        else:
-            result = _preprocess(options, arguments.shards, display)
-            endings = "_ids.npy/_idx.npz" if arguments.format == "fleetx" else ".bin/.idx"
-            pairs = ", ".join(f"{prefix}{endings}" for prefix in result.prefixes)
-            if arguments.format == "pieces":
-                pairs = f"{options.output_prefix}_{{0 ... {options.pieces - 1}}}.txt"
-            files = f"{pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
-            if result.kept:
-                display.close()
-                print(f"kept {pairs}, which is there already", file=sys.stderr)
-                return 0
-    except GPT2Error as error:
-        display.close()
-        return report(error)
-    except KeyboardInterrupt:
-        display.close()
-        print("stopped by Ctrl-C; no output is left in part", file=sys.stderr)
-        return 130
-    display.close()
-    print(f"wrote {files}", file=sys.stderr)
-    return 0
+        done = _mindrecord if request.format == "mindrecord" else _token_files
+        text = done(request, options, display)
+    print(text, file=sys.stderr)
+
+
+def _mindrecord(request: Request, options: PreprocessOptions, display: _Display) -> str:
+    """Write MindRecord files, and return what was written."""
+    seq_length, shards = request.seq_length or DEFAULT_SEQ_LENGTH, request.num_splits or 1
+    sets, progress = preprocess_mindrecord(options, seq_length, shards, display)
+    return f"wrote {'; '.join(_set(found, seq_length) for found in sets)}; {_counts(progress)}"
+
+
+def _token_files(request: Request, options: PreprocessOptions, display: _Display) -> str:
+    """Write another format, and return what was written or was there."""
+    result = _preprocess(options, request.shards, display)
+    endings = "_ids.npy/_idx.npz" if request.format == "fleetx" else ".bin/.idx"
+    pairs = ", ".join(f"{prefix}{endings}" for prefix in result.prefixes)
+    if request.format == "pieces":
+        pairs = f"{options.output_prefix}_{{0 ... {options.pieces - 1}}}.txt"
+    if result.kept:
+        return f"kept {pairs}, which is there already"
+    return f"wrote {pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
 
 
 def _preprocess(
@@ -148,217 +253,13 @@ def _how_split(options: PreprocessOptions, prefix: Path) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    # Abbreviations off: Megatron's users write --vocab and --json-key, which are aliases here and
-    # not guesses.
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    group = parser.add_argument_group("input")
-    group.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="corpora: .txt, .jsonl, .json (array), each also .gz; .parquet, .arrow, a folder of"
-        " *.parquet or of datasets' save_to_disk; with --input-format ids also a folder",
-    )
-    group.add_argument(
-        "--dataset-split",
-        metavar="NAME",
-        help="split to read of a folder that datasets saved with several, such as train",
-    )
-    group.add_argument(
-        "--input-format",
-        choices=[item.value for item in CorpusFormat],
-        help="format of the corpora (default: told by content)",
-    )
-    group.add_argument(
-        "--encoding",
-        default="utf-8",
-        metavar="NAME",
-        help="encoding of the input, such as gbk, big5 or utf-16 (default: utf-8)",
-    )
-    group.add_argument(
-        "--min-length",
-        "--min_length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="leave out documents of N characters or fewer (default: 0)",
-    )
-    group.add_argument(
-        "--json-keys",
-        "--json-key",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys of a JSON object, or columns of a table, to extract, one output each (default:"
-        " text)",
-    )
-    group.add_argument(
-        "--documents",
-        choices=[rule.value for rule in DocumentRule],
-        default="blank_line",
-        help="what separates documents in plain text (default: blank_line)",
-    )
-    group.add_argument(
-        "--split-sentences",
-        action="store_true",
-        help="write one sequence per sentence, as PREFIX_{key}_sentence",
-    )
-    group.add_argument(
-        "--keep-newlines",
-        action="store_true",
-        help="with --split-sentences: keep the white space between sentences",
-    )
-    group.add_argument(
-        "--max-document-mib",
-        type=int,
-        default=DOCUMENT_BYTES >> 20,
-        metavar="N",
-        help="refuse a document of more MiB: it is held in memory whole, several times (default:"
-        f" {DOCUMENT_BYTES >> 20})",
-    )
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer-type",
-        metavar="KIND",
-        help=f"kind of tokenizer: {', '.join(TOKENIZERS)}, or the name that Megatron or"
-        " transformers has for it; told from the files when left out",
-    )
-    group.add_argument(
-        "--vocab-file",
-        "--vocab",
-        "--tokenizer-model",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="vocab.json, vocab.txt, a SentencePiece .model, tokenizer.json, or their folder",
-    )
-    group.add_argument(
-        "--merge-file",
-        type=Path,
-        metavar="FILE",
-        help="merges.txt, for a vocab.json; not needed where --vocab-file is a folder",
-    )
-    group.add_argument(
-        "--tokenizer-backend",
-        choices=("auto", "gigatoken", "tiktoken", "tokenizers"),
-        default="auto",
-        help="library that does the work; all give the same ids; auto takes the fastest that is"
-        " installed (default: auto)",
-    )
-    group.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="put the tokenizer's marks around each document: <|endoftext|> behind it for GPT-2,"
-        " [MASK] before and [CLS] behind it for vocab.txt (default: on)",
-    )
-    group.add_argument(
-        "--special-tokens",
-        choices=("tokens", "text"),
-        help="what special tokens written in a document are, <|endoftext|> too: tokens as in a"
-        " prompt, or ordinary text, which no document can use to end itself (default: tokens for a"
-        " tokenizer with marks beyond its end, such as <|user|> or BERT's; else text)",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--output-prefix",
-        required=True,
-        type=Path,
-        metavar="PREFIX",
-        help="path and start of the names of the files to write",
-    )
-    group.add_argument(
-        "--format",
-        choices=("indexed", "fleetx", "pieces", "mindrecord"),
-        default="indexed",
-        help="format of the output (default: indexed, a .bin/.idx pair)",
-    )
-    group.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="mindrecord: tokens a row predicts; a row has N + 1, its last one begins the next"
-        " (default: 1024)",
-    )
-    group.add_argument(
-        "--num-splits",
-        type=int,
-        metavar="N",
-        help="mindrecord: files to spread the rows over (default: 1)",
-    )
-    group.add_argument(
-        "--num-pieces",
-        "--num_pieces",
-        type=int,
-        metavar="N",
-        help="pieces: files to divide the documents over (default: 100)",
-    )
-    group.add_argument(
-        "--dataset-impl",
-        choices=("lazy", "cached", "mmap"),
-        default="mmap",
-        help="Megatron's choice of an implementation; only mmap is written (default: mmap)",
-    )
-    group = parser.add_argument_group("run")
-    group.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="write only part I of N, for tools/merge_datasets.py; slurm takes the numbers of an"
-        " array job; a part that is there already is kept",
-    )
-    group.add_argument(
-        "--engine",
-        choices=("local", "ray"),
-        default="local",
-        help="local: this process and its --workers; ray: --shards tasks on the Ray cluster of"
-        " $RAY_ADDRESS or of this host, else on this host (default: local)",
-    )
-    group.add_argument(
-        "--shards",
-        type=int,
-        metavar="N",
-        help="with --engine ray: parts of the corpus, a few for each CPU of the cluster",
-    )
-    group.add_argument(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that tokenize; the output does not depend on it (default: 1)",
-    )
-    group.add_argument(
-        "--log-interval",
-        type=int,
-        default=10000,
-        metavar="N",
-        help="documents between progress lines (default: 10000)",
-    )
-    return parser
-
-
-def _options(args: argparse.Namespace) -> PreprocessOptions:
+def _options(args: Request) -> PreprocessOptions:
     mindrecord = args.format == "mindrecord"
-    small = [
-        name
-        for name in ("seq_length", "num_splits", "num_pieces")
-        if (value := getattr(args, name)) is not None and value < 1
-    ]
     refusals = (
         (
             args.dataset_impl != "mmap",
             f"--dataset-impl {args.dataset_impl}: only mmap is written; Megatron removed lazy and"
             " cached in 2023, and whatever reads them reads mmap too; leave the option out",
-        ),
-        (
-            args.max_document_mib < 1,
-            f"--max-document-mib={args.max_document_mib}: expected 1 or more",
         ),
         (
             args.keep_newlines and not args.split_sentences,
@@ -369,13 +270,6 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             mindrecord and args.split_sentences,
             "--split-sentences with --format mindrecord: rows of equal length know no sentences;"
             " leave one of them out",
-        ),
-        (
-            bool(small),
-            "".join(
-                f"--{name.replace('_', '-')}={getattr(args, name)}: expected 1 or more"
-                for name in small[:1]
-            ),
         ),
         (
             args.num_pieces is not None and args.format != "pieces",
@@ -399,10 +293,6 @@ def _options(args: argparse.Namespace) -> PreprocessOptions:
             args.engine == "ray" and args.workers != 1,
             f"--workers {args.workers} with --engine ray: each shard is one process; leave"
             " --workers out and give more --shards",
-        ),
-        (
-            args.min_length < 0,
-            f"--min-length={args.min_length}: expected 0 or more",
         ),
         (
             not mindrecord and (args.seq_length is not None or args.num_splits is not None),
@@ -469,11 +359,3 @@ class _Display:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise StopRequested(number, "; no output is left in part")
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -19,103 +19,21 @@ change the study's own numbers. In the script of a Slurm job, cells are started 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
 
-from common.errors import GPT2Error
+    start(__file__)
+
 from common.log import start_log
+from common.program import command
 from common.study.command import StudyRequest, run_study
 
 
-def parse_arguments(words: list[str] | None = None) -> StudyRequest:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the study's YAML"
-    )
-    parser.add_argument(
-        "--small",
-        action="store_true",
-        help="run the variant for two CPU cores, the section small of the YAML",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="AXIS=LABEL",
-        help="leave out cells with other labels on this axis; may be given several times",
-    )
-    parser.add_argument(
-        "--plan", action="store_true", help="show the cells and what is expected; start nothing"
-    )
-    parser.add_argument(
-        "--accelerator",
-        metavar="NAME",
-        help='compute the study for devices that are not here, such as "Ascend 910A"; with --plan,'
-        " add the time of a step on it",
-    )
-    parser.add_argument(
-        "--redo",
-        action="append",
-        default=[],
-        metavar="CELL",
-        help="run this cell again; may be given several times",
-    )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of runs and report (default: output/study/NAME)",
-    )
-    parser.add_argument(
-        "--report_only",
-        action="store_true",
-        help="make tables, plots and report again from study.json; start nothing",
-    )
-    parser.add_argument(
-        "--example",
-        type=Path,
-        metavar="DIR",
-        help="with --report_only: copy table and pictures into a folder below DIR, without paths"
-        " and commands, such as docs/study_example",
-    )
-    parser.add_argument(
-        "--hosts",
-        metavar="A,B",
-        help="print the commands of every cell for these hosts; start nothing without --ssh",
-    )
-    parser.add_argument("--ssh", action="store_true", help="run the cells on --hosts over ssh")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="keys of the configuration to set in all cells",
-    )
-    found = vars(parser.parse_intermixed_args(words))
-    found |= {name: tuple(found[name]) for name in ("redo", "only", "overrides")}
-    return StudyRequest(**found)
-
-
-def main(words: list[str] | None = None) -> int:
-    request = parse_arguments(words)
+@command(StudyRequest)
+def main(request: StudyRequest) -> int:
     start_log()
-    try:
-        return run_study(request, sys.stdout.write)
-    except (GPT2Error, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
-
-
-if __name__ == "__main__":
-    run_script(main)
+    return run_study(request, sys.stdout.write)

@@ -16,42 +16,52 @@ Ctrl-C and SIGTERM.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from common.config.tokenizer_kinds import kind_named
 from common.dataset.blocks import DocumentRule
 from common.dataset.encodings import checked_encoding
 from common.dataset.texts import read_texts
-from common.errors import ConfigError, GPT2Error, report
+from common.errors import ConfigError
 from common.files import atomic_write, refuse_to_overwrite
+from common.flags import flag
 from common.log import progress_bar
+from common.program import command
 from common.tokenizer import load_tokenizer
 from common.tokenizer.folder import CONFIG
 from common.tokenizer.training import LEAST, TRAINERS
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        print(_train(arguments), file=sys.stderr)
-    except GPT2Error as error:
-        return report(error)
-    return 0
+@dataclass(kw_only=True)
+class Request:
+    input: tuple[Path, ...] = flag(
+        "FILE: texts: .txt, .jsonl, .json (array), each also .gz", required=True, nargs="+"
+    )
+    output_folder: Path = flag("FOLDER: folder for the tokenizer's files", required=True)
+    vocab_size: int = flag("N: number of tokens, special ones included", required=True)
+    type: str = flag(
+        f"KIND: kind of tokenizer: {', '.join(TRAINERS)}, or the name that Megatron or transformers"
+        " has for it",
+        default="GPT2BPETokenizer",
+    )
+    json_key: str = flag("KEY: key of JSON objects that holds the text", default="text")
+    encoding: str = flag("NAME: encoding of the input", default="utf-8")
 
 
-def _train(arguments: argparse.Namespace) -> str:
+@command(Request, dashes=True)
+def main(arguments: Request) -> None:
     kind = str(kind_named(arguments.type))
     if kind not in TRAINERS:
         raise ConfigError(f"--type {arguments.type}: expected {', '.join(TRAINERS)}")
@@ -84,59 +94,9 @@ def _train(arguments: argparse.Namespace) -> str:
         with atomic_write(folder / name) as file:
             file.write(content)
     tokenizer = load_tokenizer(kind.partition("/")[0], folder)
-    return (
+    print(
         f"wrote {' and '.join(str(folder / name) for name in files)}: {tokenizer.vocab_size}"
         f" tokens, {time.monotonic() - started:.1f} s; set data.tokenizer={folder} and"
-        f" model.vocab_size={tokenizer.vocab_size}"
+        f" model.vocab_size={tokenizer.vocab_size}",
+        file=sys.stderr,
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="texts: .txt, .jsonl, .json (array), each also .gz",
-    )
-    parser.add_argument(
-        "--output-folder",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="folder for the tokenizer's files",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        required=True,
-        type=int,
-        metavar="N",
-        help="number of tokens, special ones included",
-    )
-    parser.add_argument(
-        "--type",
-        default="GPT2BPETokenizer",
-        metavar="KIND",
-        help=f"kind of tokenizer: {', '.join(TRAINERS)}, or the name that Megatron or"
-        " transformers has for it (default: GPT2BPETokenizer)",
-    )
-    parser.add_argument(
-        "--json-key",
-        default="text",
-        metavar="KEY",
-        help="key of JSON objects that holds the text (default: text)",
-    )
-    parser.add_argument(
-        "--encoding", default="utf-8", metavar="NAME", help="encoding of the input (default: utf-8)"
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    run_script(main)

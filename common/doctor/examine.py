@@ -16,11 +16,12 @@ from functools import cached_property
 from pathlib import Path
 
 from common.cluster import hccn
-from common.cluster.places import Placement, find_places, place_hosts, places_of_table
+from common.cluster.places import Placement, find_places, parse_range, place_hosts, places_of_table
 from common.cluster.rank_environment import (
     ROOT,
     given_port,
     make_rendezvous,
+    parse_master,
     rank_variables,
     scheduler_variables,
 )
@@ -30,27 +31,80 @@ from common.doctor import machine, multi_host, software
 from common.doctor.allreduce import AllReduceTrial, TrialRanks
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
+from common.flags import flag
 from common.processes.addresses import DEFAULT_PORT, is_own
+from common.whole_numbers import MOST_RANKS, argument, whole_number
 
 IMPORT_SECONDS = 120.0
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Communication library of each kind of device."""
 
 
+def device_range(words: str) -> range:
+    """The devices that ``--ranks`` names: ``8`` or ``[4,8)``. Raises ConfigError."""
+    found = whole_number(words)
+    devices = parse_range(words) if found is None else range(found)
+    if not 0 < len(devices) <= MOST_RANKS:
+        raise ConfigError(f"--ranks {words}: expected 1 or more, {MOST_RANKS} at most")
+    return devices
+
+
 @dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
-    """Request of the user, as --help explains it. address, port: where the hosts connect."""
+    """Request of the user. Raises ConfigError."""
 
-    rank_table: Path | None
-    devices: range | None
-    address: str | None
-    port: int | None
-    nnodes: int | None
-    node_rank: int | None
-    backend: str | None
-    device: str
-    time_limit: float
-    output_dir: Path
+    rank_table: Path | None = flag("FILE: check this table, and all-reduce over its ranks")
+    ranks: str | None = flag(
+        "N: all-reduce over N ranks of this host, devices 0 to N-1; or over the devices '[4,8)';"
+        " with --master, of each host (default then: its devices, 2 on a CPU)"
+    )
+    master: str | None = flag(
+        "IP:PORT: address of host 0 and a port, where the hosts meet without a rank table"
+    )
+    nnodes: int | None = flag("N: number of hosts", type=argument(1))
+    node_rank: int | None = flag(
+        "K: number of this host, from 0; host 0 has rank 0", type=argument()
+    )
+    backend: str | None = flag(
+        "framework to check (default: torch where it is installed, else mindspore)",
+        choices=sorted(software.BACKENDS),
+    )
+    device: str = flag(
+        "kind of device that the ranks compute on (default: auto, what is there)",
+        default="auto",
+        choices=("auto", *LIBRARIES),
+    )
+    time_limit: float = flag(
+        "S: seconds that the all-reduce may take, imports included (default: 60)", default=60.0
+    )
+    output_dir: Path = flag(
+        "DIR: folder that runs will write to, whose disk is checked (default: the current one)",
+        default=Path(),
+    )
+
+    def __post_init__(self) -> None:
+        if self.rank_table and (self.ranks or self.master or self.nnodes):
+            raise ConfigError(
+                "--rank_table names the ranks and hosts; leave out --ranks, --master and --nnodes"
+            )
+        if not 0 < self.time_limit <= 86400:
+            raise ConfigError(f"--time_limit {self.time_limit:g}: expected seconds, above 0")
+        if (self.nnodes is None) != (self.master is None):
+            raise ConfigError("--master IP:PORT and --nnodes N belong together")
+        _ = self.devices, self.address  # refused before the checks begin
+
+    @property
+    def devices(self) -> range | None:
+        return device_range(self.ranks) if self.ranks else None
+
+    @property
+    def address(self) -> str | None:
+        """Where the hosts meet, as is ``port``."""
+        return parse_master(self.master)[0]
+
+    @property
+    def port(self) -> int | None:
+        return parse_master(self.master)[1]
 
 
 class Facts:

@@ -11,105 +11,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from common.errors import ConfigError
+from common.launcher.job_request import ASCEND, JobRequest
 from common.processes.addresses import DEFAULT_PORT
-from common.whole_numbers import shortened
 
-RANK_TABLE = "/user/serverid/devindex/config/hccl.json"
-"""Place of the rank table in MindCluster's containers."""
-ASCEND = "huawei.com/Ascend910"
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_CLAIM = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_QUALIFIED = re.compile(
-    r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-)
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-_IMAGE = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_./:@]*")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
-_VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
 _GRACE_SECONDS = 600
 """Time between SIGTERM, for which the ranks save, and the end of a pod."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobRequest:
-    """Job of ``nodes`` pods with ``devices`` each.
-
-    name, namespace, queue: of Kubernetes. config: path in the pod, absolute or below ``workdir``,
-    the folder of the project in the pod. words: overrides. resource: what the device plugin calls
-    a device; None for pods without one. mounts: claim of a persistent volume, or folder of the
-    node, and its path in the pod. rank_table: path in the pod of the table that MindCluster fills.
-    chip: value of the label ``ring-controller.atlas``. restarts: further attempts after a failure.
-    Raises ConfigError for a value that Kubernetes refuses.
-    """
-
-    name: str
-    image: str
-    config: str
-    nodes: int
-    devices: int
-    mode: str = "train"
-    words: tuple[str, ...] = ()
-    namespace: str = "default"
-    queue: str = "default"
-    workdir: str = "/job/code"
-    resource: str | None = None
-    cpu: str | None = None
-    memory: str | None = None
-    shared_memory: str = "16Gi"
-    mounts: tuple[tuple[str, str], ...] = ()
-    variables: Mapping[str, str]
-    node_labels: Mapping[str, str]
-    host_network: bool = False
-    rank_table: str = RANK_TABLE
-    chip: str = "ascend-910"
-    fault_scheduling: str = "grace"
-    restarts: int = 3
-
-    def __post_init__(self) -> None:
-        last = f"-worker-{max(0, self.nodes - 1)}"  # behind the name in that of a pod
-        _require_label("--name", self.name, 63 - len(last), f"with {last} behind it ")
-        _require_label("--namespace", self.namespace)
-        _require_label("--queue", self.queue)
-        _require(_IMAGE, "--image", self.image, "registry/name:tag")
-        for option, quantity in (
-            ("--cpu", self.cpu),
-            ("--memory", self.memory),
-            ("--shared_memory", self.shared_memory),
-        ):
-            if quantity is not None:
-                _require(_QUANTITY, option, quantity, "a quantity such as 64, 500m or 128Gi")
-        if self.resource is not None:
-            _require(_QUALIFIED, "--resource", self.resource, f"a resource such as {ASCEND}")
-        _require(re.compile("ascend-[a-z0-9]+"), "--chip", self.chip, "ascend-910 or ascend-910b")
-        for key, value in self.node_labels.items():
-            _require(_QUALIFIED, "--node_label", key, "KEY=VALUE with the key of a label")
-            _require(_LABEL_VALUE, f"--node_label {key}", value, "the value of a label")
-        for name in self.variables:
-            _require(_VARIABLE, "--env", name, "NAME=VALUE with the name of a variable")
-        for text in (self.config, *self.words, *self.variables.values()):
-            _require_utf8(text)
-        _require_path("--workdir", self.workdir)
-        _require_path("--rank_table", self.rank_table)
-        taken = {"/dev/shm", str(PurePosixPath(self.rank_table).parent)}  # noqa: S108
-        for source, path in self.mounts:
-            _require_path("--mount", path)
-            if source.startswith("/"):
-                _require_path("--mount", source)
-            else:
-                _require(_CLAIM, "--mount", source, "a claim (DNS-1123) or a folder, /...")
-            if path in taken:
-                raise ConfigError(f"--mount {source}:{path}: {path} is mounted twice; name it once")
-            taken.add(path)
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """Folders of the pod that outlive it."""
-        return tuple(path for _, path in self.mounts)
 
 
 def volcano_job(job: JobRequest) -> list[dict[str, Any]]:
@@ -117,7 +27,7 @@ def volcano_job(job: JobRequest) -> list[dict[str, Any]]:
 
     Raises ConfigError for devices that are not Ascend NPUs.
     """
-    resource = job.resource or ASCEND
+    resource = job.device or ASCEND
     if not resource.startswith("huawei.com/"):
         raise ConfigError(
             f"--resource {resource}: a Volcano job gets its rank table from Ascend's device plugin,"
@@ -196,7 +106,7 @@ def pytorch_job(job: JobRequest) -> list[dict[str, Any]]:
     """Return the PyTorchJob: a Master, and a Worker for each further node."""
     template = _template(
         job,
-        job.resource,
+        job.device,
         container="pytorch",  # in which the operator looks for the port
         command=_command(job, "none"),
         labels={},
@@ -227,7 +137,7 @@ def pytorch_job(job: JobRequest) -> list[dict[str, Any]]:
 
 def _command(job: JobRequest, table: str) -> list[str]:
     words = [
-        *("bash", "scripts/run_distribute.sh", table, job.config),
+        *("bash", "scripts/run_distribute.sh", table, job.config_in_pod),
         *(f"[0,{job.devices})", job.mode, *job.words),
     ]
     return [_unexpanded(word) for word in words]
@@ -281,17 +191,14 @@ def _template(
         **({"resources": {"requests": limits, "limits": limits}} if limits else {}),
         "volumeMounts": mounts,
     }
-    apart = {
-        "labelSelector": {"matchLabels": beside},
-        "topologyKey": "kubernetes.io/hostname",
-    }
+    apart = {"labelSelector": {"matchLabels": beside}, "topologyKey": "kubernetes.io/hostname"}
     network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return {
         **({"metadata": {"labels": labels}} if labels else {}),
         "spec": {
             "terminationGracePeriodSeconds": _GRACE_SECONDS,
             **(network if job.host_network else {}),
-            **({"nodeSelector": dict(job.node_labels)} if job.node_labels else {}),
+            **({"nodeSelector": job.node_labels} if job.node_labels else {}),
             "affinity": {
                 "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
             },
@@ -304,38 +211,6 @@ def _template(
 def _from_pod(name: str, field: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
 
-
-def _require_label(option: str, text: str, most: int = 63, why: str = "") -> None:
-    if len(text) > most or not _LABEL.fullmatch(text):
-        raise ConfigError(
-            f"{option} {shortened(text)!r}: expected a name of Kubernetes (DNS-1123): {why}at most"
-            f" {most} lower-case letters, digits and -, with a letter or digit at both ends"
-        )
-
-
-def _require(pattern: re.Pattern[str], option: str, text: str, expected: str) -> None:
-    if not pattern.fullmatch(text):
-        raise ConfigError(f"{option} {shortened(text)!r}: expected {expected}")
-
-
-def _require_utf8(text: str) -> None:
-    try:
-        whole = "\0" not in text.encode().decode()
-    except UnicodeEncodeError:
-        whole = False
-    if not whole:
-        raise ConfigError(f"{ascii(text)[:80]}: expected text in UTF-8 without null bytes")
-
-
-def _require_path(option: str, text: str) -> None:
-    path = PurePosixPath(text)
-    if not path.is_absolute() or ".." in path.parts or ":" in text or not text.isprintable():
-        raise ConfigError(
-            f"{option} {shortened(text)!r}: expected an absolute path without .. and colons"
-        )
-
-
-# ---- YAML ----
 
 _PLAIN = re.compile(r"[A-Za-z/][-A-Za-z0-9_./]*")
 _BREAKS = re.compile("[\x7f-\xa0\u2028\u2029\ufeff]")

@@ -15,6 +15,7 @@ from common.accelerators import require_accelerator
 from common.cluster import hccn
 from common.device import processor_name
 from common.errors import ConfigError
+from common.flags import flag
 from common.launcher.host_list import parse_hosts
 from common.log import LOG
 from common.paths import ROOT
@@ -49,20 +50,43 @@ _QUERY_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRequest:
-    """The options of tools/study.py, as --help explains them."""
+    """The options of tools/study.py."""
 
-    config: Path
-    overrides: tuple[str, ...] = ()
-    small: bool = False
-    only: tuple[str, ...] = ()
-    plan: bool = False
-    report_only: bool = False
-    example: Path | None = None
-    accelerator: str | None = None
-    redo: tuple[str, ...] = ()
-    output_dir: Path | None = None
-    hosts: str | None = None
-    ssh: bool = False
+    config: Path = flag("FILE: the study's YAML", required=True)
+    small: bool = flag(
+        "run the variant for two CPU cores, the section small of the YAML", default=False
+    )
+    only: tuple[str, ...] = flag(
+        "AXIS=LABEL: leave out cells with other labels on this axis; may be given several times",
+        default=(),
+    )
+    plan: bool = flag("show the cells and what is expected; start nothing", default=False)
+    accelerator: str | None = flag(
+        'NAME: compute the study for devices that are not here, such as "Ascend 910A"; with --plan,'
+        " add the time of a step on it"
+    )
+    redo: tuple[str, ...] = flag(
+        "CELL: run this cell again; may be given several times", default=()
+    )
+    output_dir: Path | None = flag("DIR: folder of runs and report (default: output/study/NAME)")
+    report_only: bool = flag(
+        "make tables, plots and report again from study.json; start nothing", default=False
+    )
+    example: Path | None = flag(
+        "DIR: with --report_only: copy table and pictures into a folder below DIR, without paths"
+        " and commands, such as docs/study_example"
+    )
+    hosts: str | None = flag(
+        "A,B: print the commands of every cell for these hosts; start nothing without --ssh"
+    )
+    ssh: bool = flag("run the cells on --hosts over ssh", default=False)
+    overrides: tuple[str, ...] = flag(
+        "keys of the configuration to set in all cells",
+        default=(),
+        positional=True,
+        nargs="*",
+        metavar="section.key=value",
+    )
 
 
 def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:

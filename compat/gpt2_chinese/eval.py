@@ -1,18 +1,10 @@
 """GPT2-Chinese's ``python eval.py FLAGS``: measure the perplexity of a model."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from common.interrupts import end_at_interrupts
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    import sys
+    from pathlib import Path
 
-from common.conversion.gpt2_chinese import run_command
-from common.training.stop import end_process
-from run_gpt2 import main
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from common.program import start
 
-if __name__ == "__main__":
-    end_process(run_command(main, "eval.py", sys.argv[1:]))
+    start("compat/programs.py", __file__)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.flags import parse
 from common.resolve.derive import resolve_mode
 from common.run_config import load_config
 from tests.pages.blocks import blocks, commands, read
@@ -72,4 +73,4 @@ def test_pasted_yaml_has_the_layout_of_the_tutorial(folder: Path) -> None:
 def test_the_doctor_is_asked_for_the_device() -> None:
     """A missing driver is an error then."""
     [found] = [line for line in lines() if line.startswith("python tools/doctor.py")]
-    assert doctor.parse_arguments(shlex.split(found)[2:]).device == "npu"
+    assert parse(doctor.Request, shlex.split(found)[2:], None).device == "npu"

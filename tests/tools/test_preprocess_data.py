@@ -290,8 +290,14 @@ def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, gpt2_vocab_files, sp
     ("arguments", "message"),
     [
         (["--format", "mindrecord", "--split-sentences"], "rows of equal length know no sentences"),
-        (["--format", "mindrecord", "--seq-length", "0"], "--seq-length=0: expected 1 or more"),
-        (["--format", "mindrecord", "--num-splits", "0"], "--num-splits=0: expected 1 or more"),
+        (
+            ["--format", "mindrecord", "--seq-length", "0"],
+            "--seq-length: '0': expected a whole number of 1",
+        ),
+        (
+            ["--format", "mindrecord", "--num-splits", "0"],
+            "--num-splits: '0': expected a whole number of 1",
+        ),
         (["--num-splits", "2"], "only mean something with --format mindrecord"),
         (["--format", "mindrecord", "--seq-length", "9"], "expected at least seq_length + 1 = 10"),
     ],

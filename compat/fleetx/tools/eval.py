@@ -2,19 +2,11 @@
 Offline_Eval.eval_path.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
-from common.interrupts import end_at_interrupts
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    import sys
+    from pathlib import Path
 
-from common.systems.fleetx.scripts import run_script
-from common.training.stop import end_process
-from run_gpt2 import main
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from common.program import start
 
-if __name__ == "__main__":
-    end_process(run_script(main, "eval", sys.argv[1:], "tools/eval.py"))
+    start("compat/programs.py", __file__)

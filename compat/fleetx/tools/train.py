@@ -2,18 +2,11 @@
 says.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
-from common.interrupts import end_at_interrupts
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    import sys
+    from pathlib import Path
 
-from common.training.stop import end_process
-from run_gpt2 import main
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from common.program import start
 
-if __name__ == "__main__":
-    end_process(main(["--run_mode", "train", *sys.argv[1:]], program="tools/train.py"))
+    start("compat/programs.py", __file__)

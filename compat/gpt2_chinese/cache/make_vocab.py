@@ -2,17 +2,11 @@
 write the vocabulary of a corpus, as tools/make_vocab.py does.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
-from common.interrupts import end_at_interrupts, run_script
-
 if __name__ == "__main__":
-    end_at_interrupts()
+    import sys
+    from pathlib import Path
 
-from tools.make_vocab import main
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from common.program import start
 
-if __name__ == "__main__":
-    run_script(main)
+    start("compat/programs.py", __file__)

@@ -10,6 +10,7 @@ from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
 from common.config.tokenizer_kinds import TokenizerKind
 from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
 from common.evaluation.detokenize import DETOKENIZERS
+from common.flags import make_parser
 from common.systems.config import COMMAND_LINES, DIALECTS
 from common.systems.dialect_module import CommandLine, DialectModule, FileDialect
 from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
@@ -17,7 +18,7 @@ from common.systems.oneflow.names import MOMENTS as OF_ONEFLOW
 from common.tokenizer import TOKENIZERS
 from common.training.report import STYLES
 from common.training.tracker_process import STORES
-from tools.convert_config import _parser
+from tools.convert_config import Request
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_a_dialect_has_every_member(module: Any, protocol: type) -> None:
 
 
 def test_the_converter_knows_every_dialect() -> None:
-    (option,) = (each for each in _parser()._actions if each.dest == "system")
+    (option,) = (each for each in make_parser(None, Request)._actions if each.dest == "system")
     of_files = {module.__name__.split(".")[2] for module in DIALECTS}
     assert set(option.choices or ()) == of_files | COMMAND_LINES.keys()
 

@@ -3,7 +3,6 @@ them.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +15,7 @@ from common.doctor.report import ok
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> DoctorRequest:
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    return DoctorRequest(
-        rank_table=None, devices=None, address=None, port=None, nnodes=None, node_rank=None,
-        backend=None, device="cpu", time_limit=60.0, output_dir=Path(),
-    )  # fmt: skip
+    return DoctorRequest(device="cpu")
 
 
 def test_a_check_is_one_entry(monkeypatch: pytest.MonkeyPatch, asked: DoctorRequest) -> None:

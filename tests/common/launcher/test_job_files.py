@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from common.launcher.job_files import JobRequest, job_yaml, pytorch_job, volcano_job
+from common.launcher.job_files import job_yaml, pytorch_job, volcano_job
+from common.launcher.job_request import ASCEND, JobRequest
 from tools.job_files import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -238,20 +239,10 @@ def test_strings_stay_strings_for_every_parser() -> None:
 
 
 def test_a_request_needs_no_config_on_this_machine() -> None:
-    job = JobRequest(
-        name="a", image="b", config="/c.yaml", nodes=1, devices=8, variables={}, node_labels={}
-    )
+    given = {"kind": "volcano", "name": "a", "image": "b", "nodes": 1, "devices": 8}
+    job = JobRequest(config=Path("/c.yaml"), resource=ASCEND, **given)
     for documents in (volcano_job(job), pytorch_job(job)):
         for document in documents:
             assert problems(document, SCHEMAS[document["kind"]]) == []
     with pytest.raises(ConfigError, match="--workdir"):
-        JobRequest(
-            name="a",
-            image="b",
-            config="c",
-            nodes=1,
-            devices=8,
-            workdir="code",
-            variables={},
-            node_labels={},
-        )
+        JobRequest(config=Path("c"), workdir="code", **given)

@@ -1,0 +1,104 @@
+"""Options of a program, declared as the fields of a dataclass.
+
+The type of a field says how its words are read. bool is a switch, Literal has choices, and a tuple
+takes several values. An option that is left out is the field's default; without one it is None, off
+or empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, field, fields
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Request = TypeVar("Request")
+
+
+def flag(
+    text: str,
+    *names: str,
+    default: Any = None,
+    group: str | None = None,
+    required: bool = False,
+    positional: bool = False,
+    **settings: Any,
+) -> Any:
+    """Return a field for an option.
+
+    text: its help, behind ``METAVAR: ``; a default is added to it. names: in place of the field's
+    own name. group: title under which this option and those that follow are listed. settings:
+    argparse's, of what the type does not say.
+    """
+    if "metavar" not in settings and (found := re.match(r"([^a-z\s]\S*): ", text)):
+        settings["metavar"], text = found[1], text[found.end() :]
+    metadata = {"flag": (text, names, group, positional, settings)}
+    return field(default=MISSING if required else default, metadata=metadata)
+
+
+def make_parser(
+    about: str | None, request: type | None = None, *, dashes: bool = False, **settings: Any
+) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with ``about`` as it is written.
+
+    request: dataclass with the options. dashes: write ``--two-words``, not ``--two_words``.
+    """
+    parser = argparse.ArgumentParser(
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **{"allow_abbrev": False, **settings},
+    )
+    if request is None:
+        return parser
+    types, place = get_type_hints(request), None
+    for each in fields(request):
+        if "flag" in each.metadata:
+            _, names, group, positional, _ = each.metadata["flag"]
+            place = parser.add_argument_group(group) if group else place or parser
+            if not names:
+                names = (each.name if positional else f"--{each.name}",)
+                names = tuple(name.replace("_", "-") for name in names) if dashes else names
+            place.add_argument(*names, **_settings(types[each.name], each))
+    return parser
+
+
+def parse(
+    request: type[Request], words: Sequence[str] | None, about: str | None, **settings: Any
+) -> Request:
+    """Return the request of a command line, or raise what the dataclass raises.
+
+    Ends the process with exit code 2 for words that are not options.
+    """
+    found = vars(make_parser(about, request, **settings).parse_intermixed_args(words))
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    return request(**found | lists)
+
+
+def _settings(kind: Any, each: Field[Any]) -> dict[str, Any]:
+    """Return argparse's settings for a field of this type."""
+    text, _, _, positional, given = each.metadata["flag"]
+    settings: dict[str, Any] = {} if positional else {"dest": each.name}
+    default = None if each.default is MISSING else each.default
+    if each.default is MISSING and not positional:
+        settings["required"] = True
+    shown = default
+    if NoneType in get_args(kind):
+        (kind,) = (one for one in get_args(kind) if one is not NoneType)
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+        if "nargs" not in given:
+            settings["action"] = "append"
+        default = list(default or ())
+        shown = " ".join(map(str, default))
+    if kind is bool:
+        default = bool(default)
+        settings["action"] = argparse.BooleanOptionalAction if default else "store_true"
+    elif get_origin(kind) is Literal:
+        settings["choices"] = get_args(kind)
+    elif kind is not str:
+        settings["type"] = kind
+    if shown not in (None, False, "") and "(default" not in text and text != argparse.SUPPRESS:
+        text += f" (default: {shown})"
+    return {**settings, "default": default, "help": text.replace("%", "%%"), **given}

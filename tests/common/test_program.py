@@ -1,0 +1,163 @@
+"""Every program starts, fails and stops in one way, and gpt2 names them all."""
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from common import program
+from common.command_line import RUN_MODES
+from common.errors import ConfigError, StorageError
+from common.flags import flag, parse
+from common.program import TOOLS, command, gpt2
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ["--config", str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "train.global_batch_size=16"]
+
+
+def test_gpt2_is_installed_and_starts_every_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["gpt2"].partition(":")
+    assert getattr(import_module(module), name) is gpt2
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(program, "end_at_interrupts", lambda: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def start(*given: Any, **options: Any) -> None:
+        started.append((*given, *options.items()))
+        raise SystemExit
+
+    monkeypatch.setattr(program, "start", start)
+    for name in (*RUN_MODES, *TOOLS):
+        monkeypatch.setattr(sys, "argv", ["/bin/gpt2", name, "a.b=1"])
+        with pytest.raises(SystemExit):
+            gpt2()
+        if name in TOOLS:
+            assert sys.argv == [f"gpt2 {name}", "a.b=1"]
+    assert started == [
+        *(
+            ("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}"))
+            for mode in RUN_MODES
+        ),
+        *((f"tools/{file}.py",) for file, _ in TOOLS.values()),
+    ]
+    assert all((ROOT / given[0]).is_file() for given in started)
+    for words, code in ((["fly"], 2), (["--help"], 0)):
+        monkeypatch.setattr(sys, "argv", ["gpt2", *words])
+        with pytest.raises(SystemExit) as stop:
+            gpt2()
+        assert stop.value.code == code
+    out, error = capsys.readouterr()
+    assert error.startswith("error: gpt2 fly: expected one of train, ") and error.count("\n") == 1
+    assert [line.split()[0] for line in out.splitlines()[2:]] == [*RUN_MODES, *TOOLS]
+
+
+def run(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_gpt2_and_the_script_do_the_same_from_any_folder(tmp_path: Path) -> None:
+    start = "from common.program import gpt2; gpt2()"
+    one = run("-c", start, "plan", *PLAN, folder=tmp_path, PYTHONPATH=str(ROOT))
+    other = run(str(ROOT / "run_gpt2.py"), "--run_mode", "plan", *PLAN, folder=tmp_path)
+    assert one.stdout == other.stdout and "batch: global batch 16 =" in one.stdout
+    assert (one.returncode, one.stderr) == (other.returncode, other.stderr) == (0, "")
+
+
+def test_output_that_is_lost_is_an_error_and_a_reader_that_leaves_is_not() -> None:
+    words = f"{sys.executable} tools/config_schema.py"
+    for line, code, message in (
+        (f"{words} > /dev/full", 1, "error: [Errno 28] No space left on device\n"),
+        (f"{words} | head -1 > /dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (code, message)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (None, 0, ""),
+        (ConfigError("x: wrong"), 2, "error: x: wrong\n"),
+        (StorageError("full"), 1, "error: full\n"),
+        (FileNotFoundError(2, "No such file", "a"), 1, "error: [Errno 2] No such file: 'a'\n"),
+        (BrokenPipeError(), 0, ""),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C; nothing is left\n"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM; nothing is left\n"),
+    ],
+)
+def test_an_error_becomes_a_message_and_a_code(
+    error: Any, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned = []
+
+    @command(stopped="; nothing is left")
+    def main(words: list[str]) -> None:
+        try:
+            if isinstance(error, BaseException):
+                raise error
+            if error is not None:
+                signal.raise_signal(error)
+        finally:
+            cleaned.append(words)
+
+    assert main(["word"]) == code
+    assert capsys.readouterr().err == message and cleaned == [["word"]]
+
+
+@dataclass(kw_only=True)
+class Request:
+    files: tuple[Path, ...] = flag("FILE: inputs", positional=True, nargs="*")
+    size: int = flag("N: size", default=4)
+    kind: Literal["a", "b"] | None = flag("50% of all", group="more")
+    two_words: tuple[str, ...] = flag("WORD: may be repeated", "--word")
+    on: bool = flag("on (default: on)", default=True)
+    off: bool = flag("off")
+
+    def __post_init__(self) -> None:
+        if self.size == 13:
+            raise ConfigError("--size 13: is unlucky")
+
+
+def test_options_are_what_the_types_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert vars(parse(Request, [], "About.")) == {
+        "files": (), "size": 4, "kind": None, "two_words": (), "on": True, "off": False,
+    }  # fmt: skip
+    words = ["x", "--size", "5", "y", *["--word", "1"] * 2, "--kind", "b", "--no-on", "--off", "z"]
+    assert vars(parse(Request, words, "About.")) == {
+        "files": (Path("x"), Path("y"), Path("z")), "size": 5, "kind": "b",
+        "two_words": ("1", "1"), "on": False, "off": True,
+    }  # fmt: skip
+    for words, message in (
+        (["--size", "five"], "argument --size: invalid int value: 'five'"),
+        (["--kind", "c"], "argument --kind: invalid choice: 'c'"),
+        (["--siz=5"], "unrecognized arguments: --siz=5"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            parse(Request, words, "About.", prog="x")
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and f"\nx: error: {message}" in error
+    assert command(Request)(print)(["--size", "13"]) == 2
+    assert capsys.readouterr().err == "error: --size 13: is unlucky\n"
+    with pytest.raises(SystemExit):
+        parse(Request, ["--help"], "About.")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--size N size (default: 4)" in out and "more: --kind {a,b} 50% of all" in out

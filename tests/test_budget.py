@@ -1,0 +1,212 @@
+"""Ceilings of size, and the modules that may use what is easily used in too many places.
+
+tests/budget.txt holds the numbers. ``make budget`` lowers them to those of today.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "budget.txt"
+LONGEST = 400
+"""Lines of a file of the product. Longer ones have a ceiling of their own."""
+RULE = "A ceiling rises only in a commit that says what was taken out or which user asked."
+NOT_OURS = ("data", "output", "build")
+
+
+def modules() -> Iterator[Path]:
+    """Yield all Python files of the project, relative to its folder."""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")):
+        if path.relative_to(ROOT).parts[0] not in NOT_OURS:
+            yield path.relative_to(ROOT)
+
+
+def folder_of(path: Path) -> str:
+    """Return the folder in whose row a file counts: common/X, tests/X, tests/common/X, or X."""
+    depth = 2 if path.parts[0] in ("common", "tests") else 1
+    depth += path.parts[:2] == ("tests", "common")
+    return "/".join(path.parent.parts[:depth]) or "."
+
+
+def numbers_of_today() -> dict[str, tuple[int, int]]:
+    """Return lines and modules of every folder, and of every long file of the product."""
+    lines, count, long = Counter[str](), Counter[str](), {}
+    for path in modules():
+        number = len((ROOT / path).read_bytes().splitlines())
+        lines[folder_of(path)] += number
+        count[folder_of(path)] += 1
+        if number > LONGEST and path.parts[0] != "tests":
+            long[path.as_posix()] = (number, 1)
+    return {folder: (lines[folder], count[folder]) for folder in lines} | long
+
+
+def ceilings() -> dict[str, tuple[int, int]]:
+    rows = [line.split() for line in TABLE.read_text().splitlines() if line[:1] != "#"]
+    return {name: (int(lines), int(count)) for lines, count, name in rows}
+
+
+def excess(today: dict[str, tuple[int, int]], table: dict[str, tuple[int, int]]) -> list[str]:
+    """Return what is above its ceiling, and by how much."""
+    found = []
+    for name, numbers in sorted(today.items()):
+        limits = table.get(name, (LONGEST, 1) if name.endswith(".py") else (0, 0))
+        for number, limit, what in zip(numbers, limits, ("lines", "modules"), strict=True):
+            if number > limit:
+                found.append(f"{name}: {number} {what}, {number - limit} above its {limit}")
+    return found
+
+
+def lowered(
+    today: dict[str, tuple[int, int]], table: dict[str, tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    """Return the table without rows that are gone, and with no number above that of today."""
+    return {
+        name: (min(lines, today[name][0]), min(count, today[name][1]))
+        for name, (lines, count) in table.items()
+        if name in today
+    }
+
+
+def test_nothing_is_above_its_ceiling() -> None:
+    found = excess(numbers_of_today(), ceilings())
+    assert not found, "\n".join(["", *found, RULE])
+
+
+def test_a_ceiling_is_found_and_only_falls() -> None:
+    today = {"common/a": (90, 3), "common/b": (7, 1), "common/a/long.py": (410, 1)}
+    table = {"common/a": (80, 3), "common/b": (9, 2), "common/gone": (5, 1)}
+    assert excess(today, table) == [
+        "common/a: 90 lines, 10 above its 80",
+        "common/a/long.py: 410 lines, 10 above its 400",
+    ]
+    assert excess({"new": (5, 1)}, table) == [
+        "new: 5 lines, 5 above its 0",
+        "new: 1 modules, 1 above its 0",
+    ]
+    assert lowered(today, table) == {"common/a": (80, 3), "common/b": (7, 1)}
+
+
+USERS = {
+    "socket": {
+        "benchmarks/overhead.py": "a free port",
+        "common/bundle.py": "name of this host",
+        "common/cluster/pods.py": "name of this host",
+        "common/doctor/machine.py": "names and ports that it checks",
+        "common/doctor/peer_channel.py": "the doctor's connections between hosts",
+        "common/launcher/control.py": "the launcher's connections between hosts",
+        "common/launcher/roll_call.py": "hosts that ask for their number",
+        "common/parallel/arrival.py": "whether rank 0 answers",
+        "common/processes/addresses.py": "addresses of this host, free ports",
+        "common/processes/channel.py": "messages over a connection",
+        "common/serving/server.py": "the address of the service",
+        "common/study/command.py": "name of this host",
+        "common/study/this_machine.py": "rate of a loopback connection",
+        "common/training/agreement.py": "name of this host",
+        "tools/hccl_tools.py": "name and address of this host",
+    },
+    "subprocess.Popen": {
+        "benchmarks/interleaved.py": "systems that take turns",
+        "benchmarks/overhead.py": "ranks that take turns",
+        "common/launcher/host_list.py": "ssh to each host",
+        "common/launcher/launch.py": "DETACH=1",
+        "common/processes/process_tree.py": "the guard of a launch",
+        "common/processes/programs.py": "a program with a time limit",
+        "common/processes/ranks.py": "ranks",
+        "common/study/children.py": "cells of a study",
+        "common/training/trackers.py": "trackers, which may hang",
+    },
+    "fcntl": {
+        "common/conversion/gpt2_chinese.py": "lock of the converted corpus",
+        "common/files.py": "lock of a file in the making",
+        "common/modelarts/remote.py": "lock of a copy that ranks share",
+        "common/run_folder.py": "lock of a run folder",
+        "common/tensor_files/checksummed.py": "O_DIRECT, switched while writing",
+        "common/training/tracker_process.py": "lock of a tracker's folder",
+    },
+    "struct": {
+        "common/dataset/indexed.py": "header of .idx",
+        "common/dataset/mindrecord_file.py": "MindRecord",
+        "common/dataset/token_files.py": "header of token files",
+        "common/processes/channel.py": "time limit of a socket",
+        "common/tensor_files/torch_reader.py": "zip entries of torch files",
+        "common/tensor_files/torch_writer.py": "zip entries of torch files",
+    },
+    "threading.Thread": {
+        "benchmarks/conversion.py": "watches memory",
+        "common/dataset/prefetch.py": "reads the next batches",
+        "common/dataset/workers.py": "ends a worker with its parent",
+        "common/doctor/machine.py": "a name server that may hang",
+        "common/doctor/peer_channel.py": "one listener for each host",
+        "common/launcher/control.py": "one listener for each host",
+        "common/launcher/terminal.py": "a terminal that may block",
+        "common/processes/heartbeat.py": "signs of life while a step computes",
+        "common/processes/process_tree.py": "waits for a child",
+        "common/serving/server.py": "the HTTP server",
+        "common/study/this_machine.py": "the other end of a loopback connection",
+        "common/training/checkpoint_writer.py": "writes while training continues",
+        "common/training/stop.py": "Ctrl-C beside MindSpore",
+    },
+    "os.open": {
+        "common/conversion/gpt2_chinese.py": "lock of a folder",
+        "common/dataset/index_cache.py": "a lock file that must be new",
+        "common/files.py": "files that must be new, sync of folders",
+        "common/launcher/rank_logs.py": "a log that may be a full pipe",
+        "common/launcher/terminal.py": "standard streams that were closed",
+        "common/program.py": "standard output that has failed",
+        "common/run_folder.py": "a file that is appended to without a race",
+    },
+}
+"""Modules that may use each of these, and their reasons. A new one needs a reason here."""
+
+
+def uses(text: str) -> set[str]:
+    """Return which of USERS a module imports, calls or derives from."""
+    found: set[str] = set()
+    if not re.search("|".join(name.rpartition(".")[2] for name in USERS), text):  # most files
+        return found
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call):
+            found.add(ast.unparse(node.func))
+        elif isinstance(node, ast.ClassDef):
+            found |= {ast.unparse(base) for base in node.bases}
+    return found & USERS.keys()
+
+
+def test_only_these_modules_use_what_needs_a_reason() -> None:
+    found: dict[str, set[str]] = {name: set() for name in USERS}
+    for path in modules():
+        if path.parts[0] != "tests":
+            for name in uses((ROOT / path).read_text(encoding="utf-8")):
+                found[name].add(path.as_posix())
+    assert found == {name: set(paths) for name, paths in USERS.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import socket", {"socket"}),
+        ("from fcntl import flock", {"fcntl"}),
+        ("from threading import Thread", {"threading.Thread"}),
+        ("class A(threading.Thread): pass", {"threading.Thread"}),
+        ("subprocess.Popen(words); os.open(path, 0)", {"subprocess.Popen", "os.open"}),
+        ("a: subprocess.Popen[str]; threading.current_thread()", set()),
+    ],
+)
+def test_a_use_is_found(text: str, names: set[str]) -> None:
+    assert uses(text) == names
+
+
+if __name__ == "__main__":
+    now = numbers_of_today()
+    rows = lowered(now, ceilings() if TABLE.exists() else now)
+    lines = [f"{one:6} {two:4} {name}\n" for name, (one, two) in sorted(rows.items())]
+    TABLE.write_text(f"# lines, modules, folder or long file. {RULE}\n{''.join(lines)}")
