@@ -15,9 +15,7 @@ import pytest
 import yaml
 
 import run_gpt2
-from common.config.hints import hint, schema_keys
 from common.config.load import dump_config, flatten, load_config
-from common.dialects.rules import To
 from common.errors import ConfigError
 from common.parallel.learning_rate import learning_rate
 from common.resolve.derive import resolve_config, resolve_length, resolve_mode
@@ -25,10 +23,6 @@ from common.resolve.engine_checks import check_here
 from common.systems.config import describe_origin, find_dialect, open_config, open_flags
 from common.systems.flag_scripts import main_with_flags
 from common.systems.flags import read_command, read_flag_file
-from common.systems.fleetx import config as fleetx
-from common.systems.megatron import flags as megatron
-from common.systems.mindformers import config as mindformers
-from common.systems.oneflow import flags as oneflow
 from common.systems.oneflow.launch import start_nodes_devices
 from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
@@ -833,23 +827,6 @@ def test_lines_around_the_flags_are_skipped(tmp_path) -> None:
     assert read_flag_file(tmp_path / "run.sh") == ["--lr", "-1e-4", "--split", "9,1,0"]
     (tmp_path / "run.sh").write_text("python -m oneflow_gpt.training --seed 1 &\nwait\n")
     assert read_flag_file(tmp_path / "run.sh") == ["--seed", "1"]
-
-
-@pytest.mark.parametrize(
-    "dialect", [mindformers, fleetx, megatron, oneflow], ids=lambda each: each.SYSTEM
-)
-def test_each_name_of_a_system_is_hinted_to_the_key_that_it_becomes(dialect) -> None:
-    """In a file of ours, where only the name says what is meant."""
-    own = {key.rpartition(".")[2] for key in schema_keys()}
-    wrong = {}
-    for key, rule in dialect.TABLE.items():
-        name = key.rpartition(".")[2]
-        if isinstance(rule, To) and name not in own and name != "*":
-            said = hint(name)
-            section = rule.key.partition(".")[0]
-            if rule.key not in said and not re.search(rf"\b{section}\b", said):
-                wrong[key] = (rule.key, said)
-    assert wrong == {}
 
 
 OWN = ["model.hidden_size=8", "model.num_heads=1", "train.max_steps=1"]
