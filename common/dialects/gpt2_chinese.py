@@ -1,6 +1,6 @@
 """Flags of GPT2-Chinese's commands. Its model_config.json has the fields of ``hugging_face``.
 
-Sources: train.py of Morizeyao/GPT2-Chinese 898a0ac, generate_texts.py of c4288cd, and generate.py of
+Sources: train.py of Morizeyao/GPT2-Chinese 898a0ac, generate_texts.py of c4288cd, generate.py of
 the study DistributedTrainingGPT2. Both programs since April 2021 are those of a22ba9a.
 """
 
