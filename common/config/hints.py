@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from common.config.aliases import ALIASES, Path_, Sources
 from common.config.schema import RunConfig
@@ -173,29 +174,24 @@ def nearest_keys(dotted: str) -> list[str]:
 @lru_cache(maxsize=1)
 def schema_keys() -> dict[str, bool]:
     """Map every dotted key to whether it is a section."""
-    return dict(_keys_of(RunConfig))
+    return {key: is_section for key, _, is_section in _fields_of(RunConfig)}
 
 
 def schema_defaults() -> dict[str, Any]:
     """Map every dotted key with a default, sections left out, to it."""
-    return dict(_defaults_of(RunConfig))
+    return {
+        key: field.default
+        for key, field, is_section in _fields_of(RunConfig)
+        if not is_section and not field.is_required()
+    }
 
 
-def _defaults_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, bool]]:
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
+        yield f"{prefix}{name}", field, section is not None
         if section is not None:
-            yield from _defaults_of(section, f"{prefix}{name}.")
-        elif not field.is_required():
-            yield f"{prefix}{name}", field.default
-
-
-def _keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        yield f"{prefix}{name}", section is not None
-        if section is not None:
-            yield from _keys_of(section, f"{prefix}{name}.")
+            yield from _fields_of(section, f"{prefix}{name}.")
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

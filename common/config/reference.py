@@ -8,21 +8,13 @@ from common.config.aliases import ALIASES
 from common.config.explain import BASE, SECTIONS, key_facts
 from common.config.hints import schema_keys
 from common.config.schema import MOST
+from common.dialects.rules import words
 
-TORCH_ONLY = frozenset(
-    {
-        "engine",
-        "precision.float8",
-        "precision.float8_head",
-        "train.compile",
-        "train.compile_mode",
-        "train.offload_activations",
-        "parallel.async_tensor_parallel",
-        "parallel.strategy",
-        "parallel.virtual_stages",
-        "deepspeed",
-    }
-)
+TORCH_ONLY = words("""
+    engine precision.float8 precision.float8_head train.compile train.compile_mode
+    train.offload_activations parallel.async_tensor_parallel parallel.strategy
+    parallel.virtual_stages deepspeed
+""")
 """Keys and sections that ``backend=mindspore`` refuses."""
 
 COMPILED_TOO = frozenset({"parallel.sequence_parallel", "parallel.shard_size"})

@@ -63,22 +63,10 @@ _FLOAT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PRECISION_PRESETS: dict[str, dict[str, str]] = {
     "float32": dict.fromkeys(
         ("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32"
-    ),
-    "bf16": {
-        "parameters": "float32",
-        "compute": "bfloat16",
-        "reduction": "float32",
-        "softmax": "float32",
-        "layer_norm": "float32",
-    },
-    "fp16": {
-        "parameters": "float32",
-        "compute": "float16",
-        "reduction": "float32",
-        "softmax": "float32",
-        "layer_norm": "float32",
-    },
+    )
 }
+PRECISION_PRESETS["bf16"] = PRECISION_PRESETS["float32"] | {"compute": "bfloat16"}
+PRECISION_PRESETS["fp16"] = PRECISION_PRESETS["float32"] | {"compute": "float16"}
 PRECISION_PRESETS["fp8"] = PRECISION_PRESETS["bf16"] | {"float8": "tensorwise"}
 PRECISION_PRESETS["O2"] = PRECISION_PRESETS["fp16"] | {"parameters": "float16"}
 PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(

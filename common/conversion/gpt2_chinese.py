@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.cluster.environment import find_process
@@ -25,16 +24,17 @@ from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.id_files import numbered_files
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
-from common.dialects.rules import To
+from common.dialects.gpt2_chinese import OF_SAMPLES, OF_TITLES, SINCE_2021
+from common.dialects.rules import To, Without
 from common.errors import ConfigError, DataError, GPT2Error
 from common.files import atomic_write
 from common.log import LOG, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
-from common.systems.config import open_flags
+from common.systems.config import COMMAND_LINES, open_flags
+from common.systems.dialect import Dialect
 from common.systems.flags import read_flags
-from common.systems.gpt2_chinese import eval_flags, flags as train_flags, generate_flags
-from common.systems.gpt2_chinese.shared import TOKENS
+from common.systems.gpt2_chinese import GENERATION, TOKENS
 from common.systems.opened import Opened
 from common.tokenizer import require_files
 
@@ -46,11 +46,6 @@ _COMMANDS = {
     "eval.py": ("gpt2_chinese_eval", "eval"),
 }
 """Key of COMMAND_LINES and run mode of each command."""
-_MODULES: dict[str, ModuleType] = {
-    "gpt2_chinese": train_flags,
-    "gpt2_chinese_generate": generate_flags,
-    "gpt2_chinese_eval": eval_flags,
-}
 LONGEST_WAIT = 6 * 3600.0
 """Seconds that a rank waits for the rank that makes the data."""
 
@@ -65,7 +60,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
     """
     system, mode = _COMMANDS[program]
     if {"--help", "-h"} & set(words):
-        sys.stdout.write(_help(program, _MODULES[system]))
+        sys.stdout.write(_help(program, COMMAND_LINES[system]))
         return 0
     try:
         theirs, overrides = _split(words)
@@ -78,8 +73,8 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         process = find_process(os.environ)
         rank = process.rank
         start_log(rank=rank)
-        module = _MODULES[system]
-        flags = module.DEFAULTS | read_flags(theirs, "command line", module.TABLE)[0]
+        dialect = COMMAND_LINES[system]
+        flags = {**dialect.defaults, **read_flags(theirs, "command line", dialect.table)[0]}
         if "device" in flags:
             trains = mode == "train" and "--prepare" not in words
             _choose_devices(
@@ -141,7 +136,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _titles(words: Sequence[str]) -> list[str]:
     """Return the default of --titles as flags, unless the command line has a flag of titles."""
-    defaults = generate_flags.OF_TITLES
+    defaults = OF_TITLES
     given = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
     return [] if given & defaults.keys() else ["--titles", defaults["titles"]]
 
@@ -204,7 +199,7 @@ _MEANINGS = {
 }
 
 
-def _help(program: str, module: ModuleType) -> str:
+def _help(program: str, dialect: Dialect) -> str:
     """Return the text of --help: each flag, its meaning and default, and the key it sets."""
     example = f"{program} --model_config config/model_config_small.json"
     lines = [
@@ -219,16 +214,16 @@ def _help(program: str, module: ModuleType) -> str:
         "",
         "flags:",
     ]
-    later = getattr(module, "SINCE_2021", {})
-    defaults = {**module.DEFAULTS, **getattr(module, "OF_SAMPLES", {})}
-    defaults |= getattr(module, "OF_TITLES", {})
-    for flag in sorted(module.TABLE):
-        rule = module.TABLE[flag]
+    defaults = dict(dialect.defaults)
+    if dialect is GENERATION:
+        defaults |= OF_SAMPLES | OF_TITLES
+    for flag in sorted(dialect.table):
+        rule = dialect.table[flag]
         becomes = f"; sets {rule.key}" if isinstance(rule, To) else ""
         meaning = _MEANINGS.get(flag) or (
-            f"refused: of the train.py since April 2021; write {later[flag]}"
-            if flag in later
-            else f"no effect here: {rule.why}"
+            f"no effect here: {rule.why}"
+            if isinstance(rule, Without)
+            else f"refused: of the train.py since April 2021; write {SINCE_2021[flag]}"
         )
         default = f" (default: {defaults[flag]})" if defaults.get(flag, "") != "" else ""
         lines.append(f"  --{flag:<22}{meaning}{becomes}{default}")

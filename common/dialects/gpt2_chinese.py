@@ -1,7 +1,7 @@
 """Flags of GPT2-Chinese's commands. Its model_config.json has the fields of ``hugging_face``.
 
-Sources: Morizeyao/GPT2-Chinese 898a0ac, train.py, and c4288cd, generate_texts.py; the study
-DistributedTrainingGPT2, generate.py; a22ba9a, train.py and generate.py since April 2021.
+Sources: train.py of Morizeyao/GPT2-Chinese 898a0ac, generate_texts.py of c4288cd, generate.py of
+the study DistributedTrainingGPT2. Both programs since April 2021 are those of a22ba9a.
 """
 
 from __future__ import annotations

@@ -17,41 +17,34 @@ from common.config.load import (
     read_yaml,
     read_yaml_text,
 )
+from common.dialects.mindformers import PARTS
 from common.dialects.rules import Table, has_rule
 from common.errors import ConfigError
+from common.systems import gpt2_chinese
 from common.systems.bases import Sources, read_with_bases
-from common.systems.dialect import Translation, read_word
-from common.systems.dialect_module import CommandLine, DialectModule, FileDialect
+from common.systems.dialect import Dialect, Translation, read_word
 from common.systems.flags import COMMAND_LINE, check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
-from common.systems.gpt2_chinese import (
-    config as gpt2_chinese,
-    eval_flags as gpt2_chinese_eval,
-    flags as gpt2_chinese_train,
-    generate_flags as gpt2_chinese_generate,
-)
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
 from common.systems.oneflow import flags as oneflow
 from common.systems.opened import Opened
 from common.whole_numbers import whole_number
 
-DIALECTS: list[FileDialect] = [mindformers, fleetx, gpt2_chinese]
+DIALECTS = [mindformers.DIALECT, fleetx.DIALECT, gpt2_chinese.FILES]
 """Systems with YAML or JSON files."""
 
-COMMAND_LINES: dict[str, CommandLine] = {
-    "megatron": megatron,
-    "oneflow": oneflow,
-    "gpt2_chinese": gpt2_chinese_train,
-    "gpt2_chinese_generate": gpt2_chinese_generate,
-    "gpt2_chinese_eval": gpt2_chinese_eval,
+COMMAND_LINES = {
+    "megatron": megatron.DIALECT,
+    "oneflow": oneflow.DIALECT,
+    "gpt2_chinese": gpt2_chinese.TRAINING,
+    "gpt2_chinese_generate": gpt2_chinese.GENERATION,
+    "gpt2_chinese_eval": gpt2_chinese.EVALUATION,
 }
 """Systems with command lines, by the word of --from."""
 
 OTHER_PROGRAMS = {
-    name: why
-    for dialect in COMMAND_LINES.values()
-    for name, why in getattr(dialect, "OTHER_PROGRAMS", {}).items()
+    name: why for dialect in COMMAND_LINES.values() for name, why in dialect.other_programs.items()
 }
 """Programs of these systems that take other flags, and what to do instead."""
 
@@ -72,7 +65,7 @@ class ConfigFile:
     where: str = ""
     program: str = ""
     flags: Sequence[str] | None = None
-    dialect: FileDialect | None = None
+    dialect: Dialect | None = None
     tree: Mapping[str, Any] = field(default_factory=dict)
     sources: Sources = field(default_factory=dict)
     has_parts: bool = False
@@ -91,7 +84,7 @@ class ConfigFile:
         if dialect is None:
             tree, sources = read_own_config(path, text)
         else:
-            tree, sources = read_with_bases(path, dialect.BASE, _sections(dialect), text=text)
+            tree, sources = read_with_bases(path, dialect.base, _sections(dialect), text=text)
         return cls(
             path=path,
             fill=fill,
@@ -115,7 +108,7 @@ class ConfigFile:
         own = []
         for word in overrides:
             if _is_theirs(self.dialect, word):
-                _override(tree, sources, word, self.dialect.TABLE)
+                _override(tree, sources, word, self.dialect.table)
             else:
                 own.append(word)
         return _finish(self.dialect, self.where, tree, sources, own, self.fill)
@@ -128,7 +121,7 @@ class ConfigFile:
             ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
             mindformers.settle(ours, whole=False)
         config = build_config(ours.tree, ours.sources, self.fill)
-        return Opened(config, ours, origin=self.where, parts_of=mindformers.SYSTEM)
+        return Opened(config, ours, origin=self.where, parts_of=mindformers.DIALECT.system)
 
 
 def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
@@ -139,12 +132,12 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
 def _has_parts(tree: Mapping[str, Any]) -> bool:
     """Tell whether a file of ours has sections of MindFormers'."""
     context = tree.get("context")
-    return not mindformers.PARTS.isdisjoint(tree) or (
+    return not PARTS.isdisjoint(tree) or (
         isinstance(context, Mapping) and "device_target" in context
     )
 
 
-def _is_theirs(dialect: FileDialect, word: str) -> bool:
+def _is_theirs(dialect: Dialect, word: str) -> bool:
     """Tell whether an override has a key of a dialect. A key of both systems means the same in
     each.
     """
@@ -153,9 +146,9 @@ def _is_theirs(dialect: FileDialect, word: str) -> bool:
     return dotted not in schema_keys() and section in _sections(dialect)
 
 
-def _sections(dialect: FileDialect) -> set[str]:
+def _sections(dialect: Dialect) -> set[str]:
     """Return the keys at the top of a dialect's files."""
-    return {*dialect.MARKS, *(key.partition(".")[0] for key in dialect.TABLE)}
+    return {*dialect.marks, *(key.partition(".")[0] for key in dialect.table)}
 
 
 def find_command_line(flags: Sequence[str], program: str = "") -> str:
@@ -163,7 +156,7 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
     flags.
     """
     for system, dialect in COMMAND_LINES.items():
-        if program in getattr(dialect, "PROGRAMS", (dialect.PROGRAM,)):
+        if program in dialect.programs:
             return system
     names = {
         word.lstrip("-").partition("=")[0].replace("-", "_")
@@ -176,8 +169,8 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
     )
 
 
-def _is_flag_of(dialect: CommandLine, name: str) -> bool:
-    return has_rule(name, dialect.TABLE)
+def _is_flag_of(dialect: Dialect, name: str) -> bool:
+    return has_rule(name, dialect.table)
 
 
 def open_flags(
@@ -191,24 +184,24 @@ def open_flags(
     ConfigError.
     """
     dialect = COMMAND_LINES[system]
-    tree, sources, replaced = read_flags(words, where, dialect.TABLE)
+    tree, sources, replaced = read_flags(words, where, dialect.table)
     for other in COMMAND_LINES.values():
         alien = [key for key in tree if not _is_flag_of(dialect, key) and _is_flag_of(other, key)]
         if alien:
             own = any(_is_flag_of(dialect, key) for key in tree)
             raise ConfigError(
-                f"{sources[alien[0],]} is {other.SYSTEM}'s, and"
-                f" {'other flags are' if own else 'the flags here are'} {dialect.SYSTEM}'s; keep"
+                f"{sources[alien[0],]} is {other.system}'s, and"
+                f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep"
                 " one system's flags"
             )
-    check_values(tree, sources, dialect.TABLE)
+    check_values(tree, sources, dialect.table)
     opened = _finish(dialect, where, tree, sources, overrides, fill)
     opened.ours.without_effect.update(replaced)
     return opened
 
 
 def _finish(
-    dialect: DialectModule,
+    dialect: Dialect,
     origin: str,
     tree: dict[str, Any],
     sources: Sources,
@@ -220,10 +213,10 @@ def _finish(
     apply_overrides(ours.tree, ours.sources, overrides)
     dialect.settle(ours)
     ours.drop_own_defaults()
-    return Opened(build_config(ours.tree, ours.sources, fill), ours, dialect.SYSTEM, origin)
+    return Opened(build_config(ours.tree, ours.sources, fill), ours, dialect.system, origin)
 
 
-def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> FileDialect | None:
+def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Dialect | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
     several systems.
     """
@@ -233,7 +226,7 @@ def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> FileD
         return None
     if len(found) > 1:
         places = "; ".join(
-            f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.SYSTEM}'s"
+            f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.system}'s"
             for dialect, marks in found
         )
         raise ConfigError(f"{path}: mixes the words of several systems: {places}; keep one")
@@ -242,16 +235,16 @@ def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> FileD
     if own:
         raise ConfigError(
             f"{sources.get((min(own),), path)}: {min(own)} is ours, and {marks[0]}"
-            f" ({sources.get((marks[0],), path)}) is {dialect.SYSTEM}'s; keep one system's words in"
+            f" ({sources.get((marks[0],), path)}) is {dialect.system}'s; keep one system's words in"
             " a file, and give the rest on the command line"
         )
     return dialect
 
 
-def _marks(tree: Mapping[str, Any], dialect: FileDialect) -> set[str]:
-    marks = set(dialect.MARKS & tree.keys())
+def _marks(tree: Mapping[str, Any], dialect: Dialect) -> set[str]:
+    marks = set(dialect.marks & tree.keys())
     if (
-        dialect is mindformers
+        dialect is mindformers.DIALECT
         and isinstance(model := tree.get("model"), Mapping)
         and "model_config" in model
     ):

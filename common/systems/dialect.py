@@ -5,7 +5,7 @@ result. A key without a rule is refused.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -60,6 +60,10 @@ class Translation:
         self.sources[path] = where
         self.origins[key] = theirs
 
+    def put(self, key: str, value: Any, theirs: Theirs, name: str) -> None:
+        """Set a key of ours to what their key ``name`` becomes. Raises ConfigError as ``set``."""
+        self.set(key, value, theirs.where(name), theirs.named(name))
+
     def set_left_out(self, key: str, value: Any) -> None:
         """Set a key of ours that no key of theirs has set. One that does so later replaces it."""
         if self.get(key) is None:
@@ -111,6 +115,16 @@ class Translation:
 
     def note(self, theirs: str, why: str) -> None:
         self.without_effect[theirs] = why
+
+    def note_given(self, theirs: Theirs, key: str, why: str) -> None:
+        """Note that a key of theirs has no effect, unless it was left out."""
+        if theirs.named(key):
+            self.note(key, why)
+
+    def leave_out(self, theirs: Theirs, key: str, why: str) -> None:
+        """Take a key of theirs that has no effect beside others, and note it if it was given."""
+        theirs.take(key)
+        self.note_given(theirs, key, why)
 
     def drop_own_defaults(self) -> None:
         """Remove what no key of theirs set and the schema takes anyway."""
@@ -275,3 +289,31 @@ def require_all_taken(theirs: Theirs, known: Iterable[str]) -> None:
         )
         lines.append(f"{theirs.where(key)}: {key}: unknown key; {hint}")
     raise ConfigError("\n".join(lines))
+
+
+def _settle_nothing(ours: Translation) -> None:
+    """Take nothing away: every key of the system has its effect on both backends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """Configurations of another system: its YAML or JSON files, or its programs' command lines."""
+
+    system: str
+    """Name of the system, for messages."""
+    table: Table
+    defaults: Defaults
+    translate: Callable[[Mapping[str, Any], Mapping[tuple[str | int, ...], str]], Translation]
+    """Returns our configuration of its keys, from their values and places. Raises ConfigError for
+    what this project cannot follow.
+    """
+    settle: Callable[[Translation], None] = _settle_nothing
+    """Removes keys without effect, once overrides have chosen backend, device and engine."""
+    base: str = ""
+    """Key with which a file names the one that it builds on."""
+    marks: frozenset[str] = frozenset()
+    """Keys at the top of a file by which it is recognized. No other system has them."""
+    programs: tuple[str, ...] = ()
+    """Programs that take its flags."""
+    other_programs: Mapping[str, str] = field(default_factory=dict)
+    """Programs of the system that take other flags, and what to do instead."""

@@ -20,8 +20,7 @@ from common.errors import ConfigError
 from common.parallel.sharding import slice_of
 from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
 from common.systems.run_state import checked_run, moment_shapes, require_moments
-from common.systems.weight_format import System, WeightFormat
-from common.systems.weights import FLOATS, Weight, Weights, arrays_of, checked_model
+from common.systems.weights import Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
@@ -143,17 +142,3 @@ def _write_integers(path: Path, weights: Weights) -> int:
     kinds = kinds_of_integers({name: each.shape for name, each in weights.tensors.items()}, scheme)
     values = ((name, weight.load_as("float32")) for name, weight in weights.tensors.items())
     return stream_safetensors(path, kinds, arrays_of_integers(values, scheme))
-
-
-SYSTEM = System(
-    weight_formats={
-        "torch_gpt2": WeightFormat(
-            title="torch_gpt2",
-            detects=detects,
-            open=open_project,
-            open_to_compute=partial(open_project, checksums=False),
-            write=write_project,
-            dtypes=(*FLOATS, "int8"),
-        ),
-    }
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +25,41 @@ class Joined(TensorKind):
 
     parts: tuple[FileTensor, ...]
     dim: int = 0
+
+
+def require_ranks(
+    folder: Path, found: Iterable[Any], expected: Iterable[Any], name: Callable[[Any], str]
+) -> None:
+    """Require that the files of exactly the expected ranks were found. Raises CheckpointError.
+
+    name: returns the name of a rank's file.
+    """
+    there, wanted = set(found), set(expected)
+    if absent := sorted(wanted - there):
+        more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
+        raise CheckpointError(
+            f"{folder}: missing {', '.join(map(name, absent[:4]))}{more}; copy the whole folder"
+            " again"
+        )
+    if strange := sorted(there - wanted):
+        raise CheckpointError(
+            f"{folder / name(strange[0])}: training had {len(wanted)} such files, and"
+            f" {len(strange)} more are here: they are of several checkpoints; copy one whole"
+        )
+
+
+def require_same(
+    path: Path, values: Mapping[str, Any], other: str, others: Mapping[str, Any]
+) -> None:
+    """Require that a rank's file says what another one, named ``other``, says. Raises
+    CheckpointError.
+    """
+    for name in others:
+        if values.get(name) != others[name]:
+            raise CheckpointError(
+                f"{path}: {name} is {values.get(name)}, and {other} says {others[name]}: these"
+                " files are of several checkpoints; copy one whole"
+            )
 
 
 def join_ranks(where: Path, ranks: Ranks, rows: Mapping[str, NameRow]) -> dict[str, Joined]:

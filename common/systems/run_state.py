@@ -14,7 +14,7 @@ from common.checkpoint.snapshot import EngineState
 from common.checkpoint.state import TrainState
 from common.config.resolved import ResolvedModel
 from common.config.update_rules import RULES, RuleName
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from common.structured_files import shown
 from common.systems.weights import Weight
 from common.weights.names import check_tensors, parameter_shapes
@@ -137,6 +137,19 @@ def checked_run(path: Path, record: Any) -> dict[str, Any]:
         f"{path}: does not say where its run stood: {problem}; expected state, engine and config as"
         " in our manifests; copy it again"
     )
+
+
+def require_one_run(path: Path, name: str, found: Any, told: Any) -> None:
+    """Require that the weights at ``path`` are of the run in the model.yaml beside them. Raises
+    CheckpointError.
+
+    name, found: a count and its value in the weights. told: what the model.yaml says.
+    """
+    if found != told:
+        raise CheckpointError(
+            f"{path}: its {name} is {found}, and model.yaml says {told}: they are of two runs; take"
+            " the section run out of model.yaml, or copy both again"
+        )
 
 
 def moment_shapes(model: ResolvedModel, optimizer: RuleName) -> dict[str, tuple[int, ...]]:

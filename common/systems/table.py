@@ -1,50 +1,102 @@
-"""Table of the systems whose files this project reads and writes. A new one is a folder beside this
-file, and a line here.
+"""Table of the formats of weights that this project reads and writes. A new system is a folder
+beside this file, and an entry here.
 
-This package stands above all packages that use a part of a system. Such a lower package (names of
-config keys, a style of log lines) defines the type of the part. A system's folder makes one,
-``System`` has a field for it, and an entry script passes it down. The folders do not import each
-other.
+This package stands above all packages that use a part of a system. Such a lower package (a style of
+log lines) defines the type of the part. A system's folder makes one, and an entry script passes it
+down. The folders do not import each other.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.systems import (
-    deepspeed,
-    fleetx,
-    gguf,
-    hugging_face,
-    megatron,
-    mindformers,
-    oneflow,
-    onnx,
-    openai,
-    own_folder,
-)
+from common.systems import own_folder
+from common.systems.deepspeed import read as deepspeed
+from common.systems.fleetx import read as fleetx, write as to_fleetx
+from common.systems.gguf import read as gguf, write as to_gguf
+from common.systems.hugging_face import read as hugging_face, write as to_hugging_face
+from common.systems.megatron import read as megatron, write as to_megatron
+from common.systems.mindformers import read as mindformers, write as to_mindformers
+from common.systems.oneflow import read as oneflow, write as to_oneflow
+from common.systems.onnx import write as to_onnx
+from common.systems.openai import read as openai
 from common.systems.strangers import stranger_at
-from common.systems.weight_format import System, WeightFormat
+from common.systems.weight_format import WeightFormat
+from common.systems.weights import FLOATS
 
-SYSTEMS: dict[str, System] = {
-    "hugging_face": hugging_face.SYSTEM,
-    "own": own_folder.SYSTEM,
-    "mindformers": mindformers.SYSTEM,
-    "openai": openai.SYSTEM,
-    "fleetx": fleetx.SYSTEM,
-    # before Megatron-LM, since it writes Megatron-LM's file of the last iteration too
-    "deepspeed": deepspeed.SYSTEM,
-    "megatron": megatron.SYSTEM,
-    "oneflow": oneflow.SYSTEM,
-    "onnx": onnx.SYSTEM,
-    "gguf": gguf.SYSTEM,
-}
-"""Systems in the order in which a path is compared with them."""
+_QUANTIZED = ("float32", "float16", "int8", "int4")
+
+
+def _of_megatron(name: str, title: str) -> WeightFormat:
+    write = partial(to_megatron.write_megatron, format=name)
+    return WeightFormat(
+        title,
+        partial(megatron.detects, format=name),
+        partial(megatron.open_megatron, format=name),
+        write,
+        write_shards=write,
+    )
+
+
+def _of_mindformers(name: str, title: str) -> WeightFormat:
+    return WeightFormat(
+        title,
+        partial(mindformers.detects, format=name),
+        partial(mindformers.open_mindformers, format=name),
+        partial(to_mindformers.write_mindformers, format=name),
+        missing_config=partial(mindformers.missing_config, format=name),
+        open_as=lambda path, model: mindformers.open_mindformers(path, name, model),
+    )
+
 
 FORMATS: dict[str, WeightFormat] = {
-    name: format for system in SYSTEMS.values() for name, format in system.weight_formats.items()
-}
+    "hf": WeightFormat(
+        "a Hugging Face folder", hugging_face.detects, hugging_face.open_hugging_face,
+        to_hugging_face.write_hugging_face,
+        open_as=hugging_face.open_hugging_face, holds_run=False,
+    ),
+    "torch_gpt2": WeightFormat(
+        "torch_gpt2", own_folder.detects, own_folder.open_project, own_folder.write_project,
+        open_to_compute=partial(own_folder.open_project, checksums=False),
+        dtypes=(*FLOATS, "int8"),
+    ),
+    "mindformers": _of_mindformers("mindformers", "a checkpoint of MindFormers (.ckpt)"),
+    "mindformers_r0.3": _of_mindformers(
+        "mindformers_r0.3", "a checkpoint of MindFormers before 0.6 (.ckpt)"
+    ),
+    "openai": WeightFormat(
+        "a TensorFlow checkpoint of OpenAI's GPT-2", openai.detects, openai.open_openai,
+        holds_run=False,
+    ),
+    "fleetx": WeightFormat(
+        "a checkpoint of PaddleFleetX", fleetx.detects, fleetx.open_fleetx, to_fleetx.write_fleetx,
+        holds_run=False,
+    ),
+    # before Megatron-LM, since it writes Megatron-LM's file of the last iteration too
+    "deepspeed": WeightFormat(
+        "a checkpoint of Megatron-DeepSpeed", deepspeed.detects, deepspeed.open_deepspeed
+    ),
+    "megatron": _of_megatron("megatron", "a checkpoint of Megatron-LM"),
+    "megatron_core": _of_megatron("megatron_core", "a checkpoint of Megatron-Core"),
+    "oneflow": WeightFormat(
+        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow,
+        to_oneflow.write_oneflow,
+    ),
+    "onnx": WeightFormat(
+        "an ONNX folder",
+        lambda path: path.suffix == ".onnx" or (path / to_onnx.GRAPH_FILE).is_file(),
+        write=to_onnx.write_onnx, dtypes=_QUANTIZED, holds_run=False, hugging_face_config=True,
+    ),
+    "gguf": WeightFormat(
+        "a GGUF file", gguf.detects, gguf.open_gguf, to_gguf.write_gguf,
+        open_to_compute=gguf.open_to_compute, dtypes=_QUANTIZED, holds_run=False,
+    ),
+}  # fmt: skip
+"""Formats by their names for ``--from`` and ``--to`` of tools/convert_weight.py, in the order in
+which a path is compared with them.
+"""
 FORMATS["mindspore"] = FORMATS["torch_gpt2"]  # both backends share our own folder
 
 

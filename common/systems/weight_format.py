@@ -1,8 +1,8 @@
-"""Record of a format of weights, which each system's folder makes."""
+"""Record of a format of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from common.config.resolved import ResolvedModel
 from common.systems.weights import FLOATS, Weights
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightFormat:
     title: str
     """Name in messages, such as "a Hugging Face folder"."""
@@ -43,13 +43,3 @@ class WeightFormat:
     """Opens weights to run them: quantized ones as the numbers that they stand for. None: ``open``
     does.
     """
-
-
-@dataclass(frozen=True, kw_only=True)
-class System:
-    """Record of one foreign system. Another part of the project that needs something of it adds a
-    field with a default.
-    """
-
-    weight_formats: Mapping[str, WeightFormat]
-    """Formats by their names for ``--from`` and ``--to`` of tools/convert_weight.py."""

@@ -146,7 +146,7 @@ def test_flags_of_gpt2_chinese_have_meanings(system: str) -> None:
 
     module = COMMAND_LINES[f"gpt2_chinese{system}"]
     rows = re.findall(r"^  --(\w+) +(\w.+)$", _help("x.py", module), flags=re.M)
-    assert {name for name, _ in rows} == set(module.TABLE)
+    assert {name for name, _ in rows} == set(module.table)
 
 
 def test_standalone_shows_its_own_text(

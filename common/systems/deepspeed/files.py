@@ -10,6 +10,7 @@ each data rank's partition of the optimizer.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
 from common.systems.deepspeed.names import FIRST_OF_BLOCK, short_name
+from common.systems.rank_parts import require_ranks, require_same
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 
@@ -87,6 +89,14 @@ def args_of(file: TensorFile) -> dict[str, Any]:
     """Return Megatron's args in the file of a rank, where it has them."""
     args = file.tree.get("args")
     return vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
+def _of_all(file: TensorFile) -> dict[str, Any]:
+    """Return the values that are the same in the files of all ranks."""
+    args = args_of(file)
+    return {name: file.tree.get(name) for name in _OF_ALL} | {
+        name: args.get(name) for name in _ARGS_OF_ALL
+    }
 
 
 def has_files(folder: Path) -> bool:
@@ -160,20 +170,21 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             )
         first = next(iter(files.values()))
         ranks = _world(first, "mp_world_size", max(files) + 1)
-        _require(folder, files, range(ranks), "mp_rank_{:02d}_model_states.pt")
+        require_ranks(folder, files, range(ranks), "mp_rank_{:02d}_model_states.pt".format)
+        one = _of_all(first)
         for file in files.values():
-            _check_same(first, file)
+            require_same(file.path, _of_all(file), first.path.name, one)
         tensor, by_layer = ranks, {}
         if layers:
+            numbers = sorted({number for number, _ in layers})
             tensor = max(rank for _, rank in layers) + 1
+            require_ranks(
+                folder, layers, itertools.product(numbers, range(tensor)),
+                lambda place: "layer_{:02d}-model_{:02d}-model_states.pt".format(*place),
+            )  # fmt: skip
             by_layer = {
-                number: [
-                    opened(layers[number, rank])
-                    if (number, rank) in layers
-                    else _missing(folder, [f"layer_{number:02d}-model_{rank:02d}-model_states.pt"])
-                    for rank in range(tensor)
-                ]
-                for number in sorted({number for number, _ in layers})
+                number: [opened(layers[number, rank]) for rank in range(tensor)]
+                for number in numbers
             }
         if ranks % tensor:
             raise CheckpointError(
@@ -196,8 +207,10 @@ def _open_optimizers(
     if not paths:
         return []
     data = _world(first, "dp_world_size", max(rank for rank, _ in paths) + 1)
-    expected = [(rank, mp) for mp in range(ranks) for rank in range(data)]
-    _require(folder, paths, expected, "zero_pp_rank_{0[0]}_mp_rank_{0[1]:02d}_optim_states.pt")
+    require_ranks(
+        folder, paths, itertools.product(range(data), range(ranks)),
+        lambda place: "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt".format(*place),
+    )  # fmt: skip
     return [[opened(paths[rank, mp]) for rank in range(data)] for mp in range(ranks)]
 
 
@@ -222,35 +235,3 @@ def _world(first: TensorFile, name: str, fallback: int) -> int:
     if type(size) is not int or not 0 < size <= _MAX_RANKS:
         raise CheckpointError(f"{first.path}: {name} is {size!r}; copy it again")
     return size
-
-
-def _require(folder: Path, found: Iterable[Any], expected: Iterable[Any], name: str) -> None:
-    """Require that ``found`` has the expected ranks. Raises CheckpointError."""
-    there, wanted = set(found), set(expected)
-    if absent := sorted(wanted - there):
-        _missing(folder, [name.format(rank) for rank in absent])
-    if more := sorted(there - wanted):
-        raise CheckpointError(
-            f"{folder / name.format(more[0])}: training had {len(wanted)} such files, and"
-            f" {len(more)} more are here: they are of several checkpoints; copy one whole"
-        )
-
-
-def _missing(folder: Path, names: Sequence[str]) -> Any:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    raise CheckpointError(
-        f"{folder}: missing {', '.join(names[:4])}{more}; copy the whole folder again"
-    )
-
-
-def _check_same(first: TensorFile, file: TensorFile) -> None:
-    for one, other, names in (
-        (first.tree, file.tree, _OF_ALL),
-        (args_of(first), args_of(file), _ARGS_OF_ALL),
-    ):
-        for name in names:
-            if one.get(name) != other.get(name):
-                raise CheckpointError(
-                    f"{file.path}: {name} is {other.get(name)}, and {first.path.name} says"
-                    f" {one.get(name)}: these files are of several checkpoints; copy one whole"
-                )

@@ -17,9 +17,14 @@ from common.systems.deepspeed.files import Checkpoint, args_of, find_folder, ope
 from common.systems.deepspeed.names import NAME_MAP
 from common.systems.deepspeed.optimizer import Saved, read_optimizers
 from common.systems.megatron_args import in_version, model_of_args
-from common.systems.model_yaml import MODEL_YAML
 from common.systems.rank_parts import Ranks, join_ranks, read_joined
-from common.systems.run_state import NO_SCALE, checked_run, new_run, require_moments
+from common.systems.run_state import (
+    NO_SCALE,
+    checked_run,
+    new_run,
+    require_moments,
+    require_one_run,
+)
 from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
@@ -75,11 +80,8 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
             parts = _by_tensor_rank(there, saved, lambda one, part=part: one.moments[part])  # type: ignore[misc]
             moments |= named(parts, f".{part}")
         step = first.tree.get("global_steps", first.tree.get("iteration", 0))
-        if run is not None and run["state"]["step"] != step:
-            raise CheckpointError(
-                f"{first.path}: its global_steps is {step}, and {MODEL_YAML} says step"
-                f" {run['state']['step']}: they are of two runs; copy both again"
-            )
+        if run is not None:
+            require_one_run(first.path, "global_steps", step, run["state"]["step"])
         if run is None and moments:
             run = _run_of(there, saved[0], step)
         if step and run is None:

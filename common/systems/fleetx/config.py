@@ -11,18 +11,18 @@ from typing import Any
 from common.config.schema import MOST
 from common.config.update_rules import takes_momentum
 from common.dialects.fleetx import (
-    BASE as BASE,
+    BASE,
     COSINE,
-    DEFAULTS as DEFAULTS,
+    DEFAULTS,
     END_OF_TEXT,
-    MARKS as MARKS,
-    SYSTEM as SYSTEM,
-    TABLE as TABLE,
+    MARKS,
+    SYSTEM,
+    TABLE,
 )
 from common.dialects.rules import Defaults, Without
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
-from common.systems.dialect import Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, Theirs, Translation, apply, require_all_taken
 from common.systems.fleetx import quantization
 
 _CHECKOUT = "ppfleetx"
@@ -112,22 +112,20 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         theirs.take_count(copies_key),
     )
     if degree > 1:
-        ours.set("parallel.zero_stage", stage, theirs.where(stage_key), theirs.named(stage_key))
+        ours.put("parallel.zero_stage", stage, theirs, stage_key)
         if copies is not None and copies > 1:
-            ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
+            ours.put("parallel.shard_size", degree, theirs, degree_key)
     if copies is not None or degree > 1:
         # without dp_degree, FleetX makes copies of the ranks that sharding leaves
         if copies is not None:
-            ours.set(
-                "parallel.data_parallel", copies * degree, theirs.where(copies_key), copies_key
-            )
+            ours.put("parallel.data_parallel", copies * degree, theirs, copies_key)
         else:
-            ours.set("parallel.shard_size", degree, theirs.where(degree_key), degree_key)
+            ours.put("parallel.shard_size", degree, theirs, degree_key)
     key = "Model.virtual_pp_degree"
     virtual = theirs.take_count(key)
     if virtual > 1:
-        ours.set("parallel.virtual_stages", virtual, theirs.where(key), key)
-        ours.set("parallel.pipeline_schedule", "interleaved_1f1b", theirs.where(key), key)
+        ours.put("parallel.virtual_stages", virtual, theirs, key)
+        ours.put("parallel.pipeline_schedule", "interleaved_1f1b", theirs, key)
 
 
 def _batch(theirs: Theirs, ours: Translation) -> None:
@@ -139,7 +137,7 @@ def _batch(theirs: Theirs, ours: Translation) -> None:
     if local is not None:
         if not isinstance(local, int) or not isinstance(micro, int) or micro < 1 or local % micro:
             theirs.refuse(key, local, f"expected a multiple of micro_batch_size={micro}")
-        ours.set("train.accumulation_steps", local // micro, theirs.where(key), key)
+        ours.put("train.accumulation_steps", local // micro, theirs, key)
     _steps(theirs, ours)
 
 
@@ -156,12 +154,12 @@ def _steps(theirs: Theirs, ours: Translation) -> None:
         theirs.refuse(key, steps, "expected a whole number")
     if mode == "epoch" and steps <= 0:
         source = theirs.named(epochs_key) or mode_key
-        ours.set("train.max_epochs", epochs, theirs.where(source), source)
+        ours.put("train.max_epochs", epochs, theirs, source)
         return
     if steps <= 0:
         theirs.refuse(key, steps, "expected a whole number above 0, or run_mode: epoch")
     source = epochs_key if epochs > 1 else key
-    ours.set("train.max_steps", steps * epochs, theirs.where(source), theirs.named(source))
+    ours.put("train.max_steps", steps * epochs, theirs, source)
 
 
 def _validation(theirs: Theirs, ours: Translation) -> None:
@@ -173,13 +171,12 @@ def _validation(theirs: Theirs, ours: Translation) -> None:
         theirs.refuse(key, batches, "expected a whole number of batches; 0 is off")
     if by_epoch and type(frequency) is int and frequency > 0:
         theirs.take(freq_key)
-        ours.set("validation.interval", 0, theirs.where(freq_key), freq_key)
+        ours.put("validation.interval", 0, theirs, freq_key)
     elif batches == 0:
-        if theirs.take(freq_key) is not None:
-            ours.note(freq_key, "eval_iters is 0")
-        ours.set("validation.interval", "never", theirs.where(key), theirs.named(key))
+        ours.leave_out(theirs, freq_key, "eval_iters is 0")
+        ours.put("validation.interval", "never", theirs, key)
     else:
-        ours.set("validation.max_batches", batches, theirs.where(key), key)
+        ours.put("validation.max_batches", batches, theirs, key)
 
 
 def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None:
@@ -205,7 +202,7 @@ def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None
             f"Data.Train has {train[0]!r} with {train[1]}; give both one input_dir and one split,"
             " or the splits [1, 0, 0] and [0, 1, 0]",
         )
-    ours.set("data.validation", given[0], theirs.where(folder_key), folder_key)
+    ours.put("data.validation", given[0], theirs, folder_key)
 
 
 def _shares(split: Any) -> list[float]:
@@ -256,16 +253,15 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
     if enabled and not pure:  # release 2.4
         parts, key = _LEVELS[str(level).upper()], f"{prefix}.level"
     for part in parts:
-        ours.set(f"precision.{part}", dtype, theirs.where(key), key)
+        ours.put(f"precision.{part}", dtype, theirs, key)
     key = f"{prefix}.scale_loss"
-    where, named = theirs.where(key), theirs.named(key)
     scale = theirs.take_number(key)
     if parts and dtype == "float16":
-        ours.set("loss_scale.initial", float(scale), where, named)
+        ours.put("loss_scale.initial", float(scale), theirs, key)
         ours.set("loss_scale.hysteresis", 2)  # Paddle's GradScaler: decr_every_n_nan_or_inf
         ours.set("loss_scale.window", 1000)  # and incr_every_n_steps
-    elif named:
-        ours.note(key, f"{dtype if parts else 'float32'} needs no scale")
+    else:
+        ours.note_given(theirs, key, f"{dtype if parts else 'float32'} needs no scale")
 
 
 def _model(theirs: Theirs, ours: Translation) -> None:
@@ -274,9 +270,7 @@ def _model(theirs: Theirs, ours: Translation) -> None:
     if grain not in ("full", "full_attn", "core_attn"):
         theirs.refuse(grain_key, grain, "expected full, full_attn or core_attn")
     if recompute:
-        ours.set(
-            "train.recompute", "full" if grain == "full" else "selective", theirs.where(key), key
-        )
+        ours.put("train.recompute", "full" if grain == "full" else "selective", theirs, key)
 
 
 def _checkpoint(theirs: Theirs, ours: Translation) -> None:
@@ -291,12 +285,12 @@ def _checkpoint(theirs: Theirs, ours: Translation) -> None:
     _validation_data(theirs, ours, trains=module == "GPTModule")
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
-        ours.set(f"checkpoint.{_MODULES[module]}", path, theirs.where(key), key)
+        ours.put(f"checkpoint.{_MODULES[module]}", path, theirs, key)
     key = "Engine.save_load.save_steps"
     steps = theirs.take(key)
     if type(steps) is not int:
         theirs.refuse(key, steps, "expected a whole number; -1 saves at the end only")
-    ours.set("checkpoint.interval", max(0, steps), theirs.where(key), theirs.named(key))
+    ours.put("checkpoint.interval", max(0, steps), theirs, key)
 
 
 def _evaluation(theirs: Theirs, ours: Translation) -> None:
@@ -330,3 +324,9 @@ def settle(ours: Translation) -> None:
     if not takes_momentum(ours.get("optimizer.name")):
         ours.drop("optimizer.momentum", "it is for Momentum")
     ours.settle_end_of_text(END_OF_TEXT)
+
+
+DIALECT = Dialect(
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, settle=settle, base=BASE,
+    marks=MARKS,
+)  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common.errors import CheckpointError
 from common.systems.fleetx.names import name_in_whole
+from common.systems.rank_parts import require_ranks, require_same
 from common.systems.weights import check_tied
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
@@ -93,13 +94,10 @@ def open_parts(path: Path) -> Iterator[Parts]:
             " path"
         )
     tensor, sharding, stages = (max(ranks) + 1 for ranks in zip(*folders, strict=True))
-    expected = itertools.product(range(tensor), range(sharding), range(stages))
-    if absent := [_NAME.format(*ranks) for ranks in expected if ranks not in folders]:
-        raise CheckpointError(
-            f"{path}: {len(folders)} parts are here, without {', '.join(absent[:4])}"
-            f"{f' and {len(absent) - 4} more' if len(absent) > 4 else ''}; copy the whole folder"
-            " again"
-        )
+    require_ranks(
+        path, folders, itertools.product(range(tensor), range(sharding), range(stages)),
+        lambda place: _NAME.format(*place),
+    )  # fmt: skip
     _check_steps(list(folders.values()))
     with ExitStack() as stack:
         yield Parts(
@@ -119,17 +117,7 @@ def _check_steps(folders: Sequence[Path]) -> None:
     for folder in folders:
         if (folder / _META).is_file():
             with open_tensors(folder / _META) as file:
-                told[folder / _META] = {
-                    name: file.plain[name] for name in ("epoch", "step") if name in file.plain
-                }
-    first = next(iter(told), None)
+                told[folder / _META] = {name: file.plain.get(name) for name in ("epoch", "step")}
     for path, state in told.items():
-        if first is not None and state != told[first]:
-            raise CheckpointError(
-                f"{path}: says {_shown(state)}, and {first.parent.name} says {_shown(told[first])}:"
-                " these parts are of several checkpoints; copy one whole"
-            )
-
-
-def _shown(state: dict[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in state.items()) or "nothing"
+        first, known = next(iter(told.items()))
+        require_same(path, state, first.parent.name, known)

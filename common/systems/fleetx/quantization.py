@@ -46,7 +46,7 @@ def translate(theirs: Theirs, ours: Translation) -> None:
         if path is not None:
             # FleetX takes a prefix, to which it adds the ending
             weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
-            ours.set("checkpoint.init_from", weights, theirs.where(key), key)
+            ours.put("checkpoint.init_from", weights, theirs, key)
 
 
 def _bounds(section: str, theirs: Theirs, ours: Translation) -> None:
@@ -71,7 +71,7 @@ def _layers(section: str, theirs: Theirs, ours: Translation) -> None:
     for key in list(theirs.under(f"{prefix}.")):
         skip += _skipped(key, theirs.take(key), theirs)
     if skip:
-        ours.set("quantization.skip", skip, theirs.where(prefix), prefix)
+        ours.put("quantization.skip", skip, theirs, prefix)
     elif prefix in theirs.left() and theirs.peek(prefix) is None:
         theirs.take(prefix)
 

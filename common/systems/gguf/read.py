@@ -16,10 +16,28 @@ from numpy.typing import NDArray
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError
 from common.packages import require_package
-from common.systems.gguf.names import NAME_MAP
+from common.systems.name_map import name_map
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor
+from common.weights.names import EMBEDDING, POSITIONS
 
+_BLOCK = "blk.{layer}."
+
+NAME_MAP = name_map(
+    {
+        EMBEDDING: "token_embd.weight",
+        POSITIONS: "position_embd.weight",
+        "ln_f": "output_norm",
+        "ln_1": f"{_BLOCK}attn_norm",
+        "attn.qkv_proj": f"{_BLOCK}attn_qkv",
+        "attn.c_proj": f"{_BLOCK}attn_output",
+        "ln_2": f"{_BLOCK}ffn_norm",
+        "mlp.c_fc": f"{_BLOCK}ffn_up",
+        "mlp.c_proj": f"{_BLOCK}ffn_down",
+    },
+    head="output.weight",
+)
+"""llama.cpp's names. Weights are (out, in); without a head, the embedding serves as one."""
 _SIZES = {
     "num_layers": "block_count",
     "hidden_size": "embedding_length",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from common.errors import TokenizerError
 from common.log import LOG
 from common.packages import require_package
-from common.systems.gguf.names import NAME_MAP
+from common.systems.gguf.read import NAME_MAP
 from common.systems.weights import Weights, arrays_of, export_names, require_blocks
 from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import file_checksum

@@ -10,17 +10,18 @@ from typing import Any
 
 from common.config.update_rules import takes_momentum
 from common.dialects.megatron import (
-    DEFAULTS as DEFAULTS,
+    DEFAULTS,
     HELD,
     OF_LOADING,
-    OTHER_PROGRAMS as OTHER_PROGRAMS,
-    PROGRAM as PROGRAM,
-    SYSTEM as SYSTEM,
-    TABLE as TABLE,
+    OTHER_PROGRAMS,
+    PROGRAM,
+    STATIC,
+    SYSTEM,
+    TABLE,
 )
 from common.dialects.rules import Only, Rule, Without, listed, whole
 from common.parallel.batch import pad_vocabulary
-from common.systems.dialect import Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, Theirs, Translation, apply, require_all_taken
 from common.systems.megatron.deepspeed_file import read_deepspeed_file
 
 GPT2_VOCABULARY = 50257
@@ -64,25 +65,22 @@ def _check_sizes(theirs: Theirs) -> None:
 def _precision(theirs: Theirs, ours: Translation) -> None:
     for flag, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         if theirs.take(flag):
-            ours.set("precision.parameters", dtype, theirs.where(flag), flag)
-            ours.set("precision.compute", dtype, theirs.where(flag), flag)
+            ours.put("precision.parameters", dtype, theirs, flag)
+            ours.put("precision.compute", dtype, theirs, flag)
     scale = theirs.take_number("loss_scale")
     if scale:
-        ours.set("loss_scale.mode", "static", theirs.where("loss_scale"), "loss_scale")
-        ours.set("loss_scale.initial", float(scale), theirs.where("loss_scale"), "loss_scale")
+        ours.put("loss_scale.mode", "static", theirs, "loss_scale")
+        ours.put("loss_scale.initial", float(scale), theirs, "loss_scale")
         if not theirs.is_left_out("initial_loss_scale"):
-            theirs.take("initial_loss_scale")
-            ours.note(
-                "initial_loss_scale", "it is for a dynamic scale, and --loss-scale makes it static"
-            )
+            ours.leave_out(theirs, "initial_loss_scale", STATIC)
 
 
 def _recompute(theirs: Theirs, ours: Translation) -> None:
     is_full = theirs.peek("recompute_granularity") == "full"
     method, flag = theirs.take("recompute_method"), "recompute_num_layers"
-    where, layers = theirs.where(flag), theirs.take_count(flag)
+    layers = theirs.take_count(flag)
     if is_full and method == "block" and layers is not None:
-        ours.set("train.recompute_layers", layers, where, flag)
+        ours.put("train.recompute_layers", layers, theirs, flag)
         return
     if method is not None:
         ours.note("recompute_method", "each block is recomputed by itself")
@@ -94,38 +92,34 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
     ramp, samples = _ramp(theirs), theirs.take_count("train_samples")
     if ramp is not None:
         flag = "rampup_batch_size"
-        ours.set("train.rampup_batch_size", ramp, theirs.where(flag), flag)
+        ours.put("train.rampup_batch_size", ramp, theirs, flag)
     length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
     flag = "step_batch_size_schedule"
-    schedule, where = theirs.take(flag), theirs.where(flag)
+    schedule = theirs.take(flag)
     if schedule is not None:
         steps = _steps(theirs, flag, schedule, length or 1)
-        ours.set("train.rampup_batch_size", steps, where, flag)
-        ours.set("train.global_batch_size", steps[-1][1], where, flag)
+        ours.put("train.rampup_batch_size", steps, theirs, flag)
+        ours.put("train.global_batch_size", steps[-1][1], theirs, flag)
     if samples is not None and length is not None:
-        where = theirs.where("train_samples")
-        ours.set("train.max_tokens", samples * length, where, "train_samples")
+        ours.put("train.max_tokens", samples * length, theirs, "train_samples")
         # the schedule counts samples too, unless flags of older scripts say iterations
         if not any(
             theirs.peek(f"lr_{name}") for name in ("decay_samples", "decay_iters", "warmup_iters")
         ):
-            ours.set("optimizer.decay_samples", samples, where, "train_samples")
+            ours.put("optimizer.decay_samples", samples, theirs, "train_samples")
 
 
 def _validation(theirs: Theirs, ours: Translation) -> None:
     """Translate the length of a validation in batches, and the steps that a profile covers."""
     flag = "eval_iters"
-    passes, where = theirs.take_count(flag, least=0), theirs.where(flag)
-    said = "" if theirs.is_left_out(flag) else flag
+    passes = theirs.take_count(flag, least=0)
     if theirs.take("full_validation"):
-        if said:
-            ours.note(flag, "--full-validation reads all of it")
+        ours.note_given(theirs, flag, "--full-validation reads all of it")
     elif passes:
-        ours.set("validation.max_batches", passes, where, said)
+        ours.put("validation.max_batches", passes, theirs, flag)
     else:
-        ours.set("validation.interval", "never", where, flag)
-        if theirs.take("eval_interval") is not None:
-            ours.note("eval_interval", "--eval-iters 0 switches validation off")
+        ours.put("validation.interval", "never", theirs, flag)
+        ours.leave_out(theirs, "eval_interval", "--eval-iters 0 switches validation off")
     first = theirs.take_count("profile_step_start", least=0)
     last = theirs.take_count("profile_step_end")
     if theirs.take("profile"):  # Megatron counts steps from 0 and leaves out the end
@@ -169,29 +163,29 @@ def _data(theirs: Theirs, ours: Translation) -> None:
     for flag in ("data_path", "train_data_path"):
         paths = theirs.take(flag)
         if paths is not None:
-            ours.set("data.train", listed(paths), theirs.where(flag), flag)
+            ours.put("data.train", listed(paths), theirs, flag)
             if flag == "train_data_path" and "valid_data_path" not in theirs.names:
-                ours.set("data.split", "1,0,0", theirs.where(flag), flag)
+                ours.put("data.split", "1,0,0", theirs, flag)
 
 
 def _folders(theirs: Theirs, ours: Translation) -> None:
     """Translate where a run begins and is written. With --finetune it begins at step 0, with
     weights only.
     """
-    save, load, where = theirs.take("save"), theirs.take("load"), theirs.where("load")
+    save, load = theirs.take("save"), theirs.take("load")
     is_finetuning = bool(theirs.take("finetune"))
     if save is not None:
-        ours.set("output_dir", str(save), theirs.where("save"), "save")
+        ours.put("output_dir", str(save), theirs, "save")
     if load is None:
         if is_finetuning:
             ours.note("finetune", _NOTHING_LOADED)
     elif is_finetuning and load == save:
         theirs.refuse("load", load, "with --finetune give another folder than that of --save")
     elif is_finetuning:
-        ours.set("checkpoint.init_from", str(load), where, "load")
+        ours.put("checkpoint.init_from", str(load), theirs, "load")
         ours.note("finetune", "checkpoint.init_from says it")
     elif load != save:
-        ours.set("checkpoint.resume", str(load), where, "load")
+        ours.put("checkpoint.resume", str(load), theirs, "load")
     else:
         ours.note("load", "checkpoint.resume=auto resumes from the newest checkpoint of --save")
     table: dict[str, Rule] = {}
@@ -206,10 +200,10 @@ def _folders(theirs: Theirs, ours: Translation) -> None:
 
 
 def _trackers(theirs: Theirs, ours: Translation) -> None:
-    where, project = theirs.where("wandb_project"), theirs.take("wandb_project")
-    if project is not None:
-        ours.set("logging.trackers", ["wandb"], where, "wandb_project")
-        ours.set("logging.project", str(project), where, "wandb_project")
+    flag = "wandb_project"
+    if (project := theirs.take(flag)) is not None:
+        ours.put("logging.trackers", ["wandb"], theirs, flag)
+        ours.put("logging.project", str(project), theirs, flag)
 
 
 def _layout(theirs: Theirs, ours: Translation) -> None:
@@ -222,8 +216,8 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
     else:
         flag = other
     if pieces:
-        ours.set("parallel.virtual_stages", pieces, theirs.where(flag), flag)
-        ours.set("parallel.pipeline_schedule", "interleaved_1f1b", theirs.where(flag), flag)
+        ours.put("parallel.virtual_stages", pieces, theirs, flag)
+        ours.put("parallel.pipeline_schedule", "interleaved_1f1b", theirs, flag)
 
 
 def _zero(theirs: Theirs, ours: Translation) -> None:
@@ -237,9 +231,9 @@ def _deepspeed(theirs: Theirs, ours: Translation) -> None:
     flag = "deepspeed_config"
     path = theirs.take(flag)
     if theirs.take("deepspeed"):
-        ours.set("engine", "deepspeed", theirs.where("deepspeed"), "deepspeed")
+        ours.put("engine", "deepspeed", theirs, "deepspeed")
         if path is not None:
-            ours.set("deepspeed.config_file", str(path), theirs.where(flag), flag)
+            ours.put("deepspeed.config_file", str(path), theirs, flag)
             read_deepspeed_file(str(path), theirs.where(flag), theirs, ours)
     elif path is not None:
         ours.note(flag, "--deepspeed is not given")
@@ -251,3 +245,9 @@ def settle(ours: Translation) -> None:
         ours.drop("deepspeed.config_file", "the engine is native")
     if not takes_momentum(ours.get("optimizer.name")):
         ours.drop("optimizer.momentum", "it is for sgd")
+
+
+DIALECT = Dialect(
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, settle=settle,
+    programs=(PROGRAM,), other_programs=OTHER_PROGRAMS,
+)  # fmt: skip

@@ -24,10 +24,9 @@ from common.systems.megatron.shards import (
     rank_files,
 )
 from common.systems.megatron_args import in_version
-from common.systems.model_yaml import MODEL_YAML
 from common.systems.name_map import NameMap, match_name_map
 from common.systems.rank_parts import Joined, read_joined
-from common.systems.run_state import require_moments
+from common.systems.run_state import require_moments, require_one_run
 from common.systems.weights import Weight, Weights, check_tied, import_names, weights_from
 from common.tensor_files.containers import open_tensors
 
@@ -120,12 +119,7 @@ def _where_it_stood(
     """
     step = shards.first.tree.get("iteration", shards.first.tree.get("total_iters", 0))
     if run is not None:
-        if step != run["state"]["step"]:
-            raise CheckpointError(
-                f"{shards.first.path}: its iteration is {step}, and {MODEL_YAML} says step"
-                f" {run['state']['step']}: they are of two runs; take the section run out of"
-                f" {MODEL_YAML}, or copy both again"
-            )
+        require_one_run(shards.first.path, "iteration", step, run["state"]["step"])
         return run, {}
     if has_moments:
         return run_of(shards, saved, step), {}

@@ -21,7 +21,7 @@ from typing import Any
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
 from common.systems.name_map import NameMap
-from common.systems.rank_parts import Joined, join_ranks
+from common.systems.rank_parts import Joined, join_ranks, require_ranks, require_same
 from common.systems.weights import MAX_LAYERS
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
@@ -38,7 +38,6 @@ _OF_ALL = (
     "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "params_dtype",
 )  # fmt: skip
-"""Args with one value on all ranks of a checkpoint."""
 _NEW_FORMAT = (".metadata", "common.pt")
 
 RankTensors = Sequence[Sequence[Mapping[str, FileTensor]]]
@@ -141,49 +140,30 @@ def open_shards(path: Path) -> Iterator[Shards]:
                 f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole"
                 " folder again"
             )
-        expected = set(itertools.product(range(stages), range(tensor)))
-        if expected != paths.keys():
-            absent = [
-                f"missing mp_rank_{rank:02d}" + (f"_{stage:03d}" * (stages > 1))
-                for stage, rank in sorted(expected - paths.keys())
-            ]
-            more = [
-                f"unexpected {paths[ranks].parent.name}"
-                for ranks in sorted(paths.keys() - expected)
-            ]
-            raise CheckpointError(
-                f"{folder}: training had {tensor} tensor x {stages} pipeline ranks:"
-                f" {', '.join([*absent, *more][:6])}; copy all of them"
-            )
+        require_ranks(
+            folder, paths, itertools.product(range(stages), range(tensor)),
+            lambda place: f"mp_rank_{place[1]:02d}" + f"_{place[0]:03d}" * (stages > 1),
+        )  # fmt: skip
+        one = _of_all(opened[0, 0])
         for file in opened.values():
             if any(name.startswith("model0.") for name in file):
                 raise ConfigError(
                     f"{file.path}: holds the parts of an interleaved pipeline (model0, model1,"
                     " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
                 )
-            _check_same(next(iter(opened.values())), file)
+            require_same(file.path, _of_all(file), paths[0, 0].parent.name, one)
         yield Shards(
             folder=folder,
             files=[[opened[stage, rank] for rank in range(tensor)] for stage in range(stages)],
         )
 
 
-def _check_same(first: TensorFile, file: TensorFile) -> None:
-    """Check that two files are of one checkpoint. Swapped tensor ranks are not found, since no file
-    holds its rank. Raises CheckpointError.
+def _of_all(file: TensorFile) -> dict[str, Any]:
+    """Return values that are the same on all ranks. None is a rank's own, so swapped ones are not
+    found.
     """
-    one, other = (vars(_args_of(rank)) | _counters(rank) for rank in (first, file))
-    for name in (*_OF_ALL, "checkpoint_version", "iteration in the file"):
-        if one.get(name) != other.get(name):
-            raise CheckpointError(
-                f"{file.path}: {name} is {other.get(name)}, and {first.path.parent.name} says"
-                f" {one.get(name)}: these files are of several checkpoints; copy one whole"
-            )
-
-
-def _counters(file: TensorFile) -> dict[str, Any]:
-    tree = file.tree if isinstance(file.tree, dict) else {}
-    return {
+    args, tree = vars(_args_of(file)), file.tree if isinstance(file.tree, dict) else {}
+    return {name: args.get(name) for name in _OF_ALL} | {
         "checkpoint_version": tree.get("checkpoint_version"),
         "iteration in the file": tree.get("iteration", tree.get("total_iters")),
     }

@@ -6,22 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.dialects.mindformers import (
-    BASE as BASE,
+    BASE,
     CALLBACKS,
     CLASSES,
-    DEFAULTS as DEFAULTS,
+    DEFAULTS,
     LORA,
-    MARKS as MARKS,
+    MARKS,
     OF_TYPES,
-    PARTS as PARTS,
-    SYSTEM as SYSTEM,
-    TABLE as TABLE,
+    SYSTEM,
+    TABLE,
     TARGETS,
     WRITTEN,
 )
 from common.dialects.rules import Defaults, To, Without
 from common.resolve.auto_device import sees_ascend
-from common.systems.dialect import Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, Theirs, Translation, apply, require_all_taken
 
 _COMPILED = (
     "parallel.vocab_emb_dp", "parallel.gradient_aggregation_group", "parallel.full_batch",
@@ -108,22 +107,17 @@ def _kind(theirs: Theirs, ours: Translation) -> None:
 def _validation(theirs: Theirs, ours: Translation) -> None:
     """Source: training_process of base_trainer.py, and EvalCallBack."""
     key, step_key, epoch_key = "do_eval", "eval_step_interval", "eval_epoch_interval"
-    wanted, named = theirs.take(key), theirs.named(key)
-    given = [name for name in (step_key, epoch_key) if theirs.named(name)]
-    where, places = theirs.where(key), {name: theirs.where(name) for name in given}
+    wanted = theirs.take(key)
     steps, epochs = theirs.take(step_key) or 100, theirs.take(epoch_key) or -1
-    if not wanted:
-        ours.set("validation.interval", "never", where, named)
-        for name in given:
-            ours.note(name, "do_eval is off")
-    elif steps > 0:
-        ours.set("validation.interval", steps, places.get(step_key, where), step_key)
-        if epoch_key in given:
-            ours.note(epoch_key, "validation.interval counts steps")
+    why = "validation.interval counts steps"
+    if wanted and steps > 0:
+        where = theirs.where(step_key if theirs.named(step_key) else key)
+        ours.set("validation.interval", steps, where, step_key)
     else:
-        ours.set("validation.interval", 0 if epochs > 0 else "never", where, named)
-        for name in given:
-            ours.note(name, "validation.interval counts steps; 0 is once, at the end")
+        ours.put("validation.interval", 0 if wanted and epochs > 0 else "never", theirs, key)
+        why = f"{why}; 0 is once, at the end" if wanted else "do_eval is off"
+        ours.note_given(theirs, step_key, why)
+    ours.note_given(theirs, epoch_key, why)
 
 
 def _columns(theirs: Theirs, ours: Translation) -> None:
@@ -131,7 +125,6 @@ def _columns(theirs: Theirs, ours: Translation) -> None:
     text.
     """
     key = "train_dataset.input_columns"
-    where, named = theirs.where(key), theirs.named(key)
     columns = theirs.take(key, ["input_ids"])
     names = set(map(str, columns if isinstance(columns, list) else [columns]))
     if not {"input_ids"} <= names <= {"input_ids", *_MASKS}:
@@ -143,7 +136,7 @@ def _columns(theirs: Theirs, ours: Translation) -> None:
     if names & _MASKS:
         ours.note(key, "a row whose mask has a 0 is refused when it is read")
     else:
-        ours.set("data.eod_mask_loss", "targets", where, named)
+        ours.put("data.eod_mask_loss", "targets", theirs, key)
 
 
 def _model(theirs: Theirs, ours: Translation) -> None:
@@ -152,7 +145,7 @@ def _model(theirs: Theirs, ours: Translation) -> None:
     if size is None:
         size = theirs.peek("model.model_config.hidden_size")
     if ratio is not None and isinstance(size, int):
-        ours.set("model.ffn_hidden_size", int(ratio * size), theirs.where(key), key)
+        ours.put("model.ffn_hidden_size", int(ratio * size), theirs, key)
     key = "model.model_config.checkpoint_name_or_path"
     if theirs.take(key) is not None:
         ours.note(
@@ -168,30 +161,21 @@ def _length(theirs: Theirs, ours: Translation) -> None:
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         theirs.refuse(key, size, "expected a whole number above 0, or -1")
     if size is not None and mode and 1 <= size <= _MOST_SUNK:
-        ours.set("train.sink_size", size, theirs.where(key), key)
+        ours.put("train.sink_size", size, theirs, key)
     elif size is not None:
         ours.note(key, "train.sink_size stays 1; losses do not depend on it")
     key = "lr_schedule.total_steps"
-    steps = theirs.take(key)
-    if steps != -1:
-        ours.set("optimizer.decay_steps", steps, theirs.where(key), key)
+    if (steps := theirs.take(key)) != -1:
+        ours.put("optimizer.decay_steps", steps, theirs, key)
     key = "lr_schedule.warmup_steps"
-    where, named = theirs.where(key), theirs.named(key)
     steps = theirs.take(key)
     if theirs.peek("lr_schedule.warmup_ratio") is None:
-        ours.set("optimizer.warmup_steps", steps, where, named)
-    elif named:
-        ours.note(key, "warmup_ratio says it")
-    if (
-        theirs.peek("runner_config.batch_size") is None
-        and (batch := theirs.peek("train_dataset.batch_size")) is not None
-    ):
-        ours.set(
-            "train.micro_batch_size",
-            batch,
-            theirs.where("train_dataset.batch_size"),
-            "train_dataset.batch_size",
-        )
+        ours.put("optimizer.warmup_steps", steps, theirs, key)
+    else:
+        ours.note_given(theirs, key, "warmup_ratio says it")
+    key = "train_dataset.batch_size"
+    if theirs.peek("runner_config.batch_size") is None and theirs.peek(key) is not None:
+        ours.put("train.micro_batch_size", theirs.peek(key), theirs, key)
 
 
 def _scale(theirs: Theirs, ours: Translation) -> None:
@@ -213,15 +197,13 @@ def _scale(theirs: Theirs, ours: Translation) -> None:
     key, norm_key = "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm"
     # MFPipelineWithLossScaleCell, which a pipeline takes, clips unless it is told not to
     piped = theirs.peek_count("parallel_config.pipeline_stage") > 1
-    clip, named = theirs.take(key, piped), theirs.named(key)
-    where, norm_named = theirs.where(norm_key), theirs.named(norm_key)
-    norm = theirs.take_number(norm_key)
+    clip, norm = theirs.take(key, piped), theirs.take_number(norm_key)
     if clip and not norm:
         theirs.refuse(norm_key, norm, "expected a number above 0; use_clip_grad: False is off")
-    source = norm_named if clip and norm_named else named
-    ours.set("optimizer.clip_grad", float(norm) if clip else 0.0, where, source)
-    if norm_named and not clip:
-        ours.note(norm_key, "use_clip_grad is off")
+    source = norm_key if clip and theirs.named(norm_key) else key
+    ours.put("optimizer.clip_grad", float(norm) if clip else 0.0, theirs, source)
+    if not clip:
+        ours.note_given(theirs, norm_key, "use_clip_grad is off")
 
 
 def _parallel(theirs: Theirs, ours: Translation) -> None:
@@ -234,28 +216,23 @@ def _parallel(theirs: Theirs, ours: Translation) -> None:
         ours.note("parallel_config.optimizer_shard", "parallel.enable_parallel_optimizer says it")
     stages = theirs.peek_count("parallel_config.pipeline_stage")
     key = "parallel_config.data_parallel"
-    where, named = theirs.where(key), theirs.named(key)
     copies = theirs.take(key)
     if mode not in (0, "data_parallel"):
-        ours.set("parallel.data_parallel", copies, where, named)
-    elif named:
-        ours.note(key, "in parallel_mode 0 every device has a copy of the model")
+        ours.put("parallel.data_parallel", copies, theirs, key)
+    else:
+        ours.note_given(theirs, key, "in parallel_mode 0 every device has a copy of the model")
     key = "parallel_config.micro_batch_num"
-    where, named = theirs.where(key), theirs.named(key)
     parts = theirs.take(key)
     if stages > 1:
         theirs.take("runner_config.gradient_accumulation_steps")  # not with a pipeline there
-        ours.set("train.accumulation_steps", parts, where, named)
-    elif named:
-        ours.note(
-            key,
-            "MindFormers splits batches for a pipeline only; train.accumulation_steps does it"
-            " everywhere",
-        )
+        ours.put("train.accumulation_steps", parts, theirs, key)
+    else:
+        why = "MindFormers splits batches for a pipeline only; train.accumulation_steps does it"
+        ours.note_given(theirs, key, f"{why} everywhere")
     key = "recompute_config.recompute"
     if theirs.take("recompute_config.select_recompute", False) and theirs.peek(key) is not True:
         theirs.take(key)
-        ours.set("train.recompute", "selective", theirs.where(key), key)
+        ours.put("train.recompute", "selective", theirs, key)
 
 
 def _callbacks(theirs: Theirs, ours: Translation) -> None:
@@ -291,12 +268,7 @@ def _checkpoint(theirs: Theirs, ours: Translation) -> None:
     resume = theirs.take("resume_training", False)
     for key in ("load_checkpoint", "resume_or_finetune_checkpoint"):
         if (path := theirs.take(key)) is not None:
-            ours.set(
-                "checkpoint.resume" if resume else "checkpoint.init_from",
-                path,
-                theirs.where(key),
-                key,
-            )
+            ours.put("checkpoint.resume" if resume else "checkpoint.init_from", path, theirs, key)
 
 
 def _profile(theirs: Theirs, ours: Translation) -> None:
@@ -381,3 +353,9 @@ def _unused_on_device(device: str) -> dict[str, str]:
     if device == "auto":
         return {"context.max_device_memory": "device=auto may be a CPU; give device=npu or cuda"}
     return {}
+
+
+DIALECT = Dialect(
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, settle=settle, base=BASE,
+    marks=MARKS,
+)  # fmt: skip

@@ -10,9 +10,10 @@ from typing import Any
 
 from common.config.load import read_yaml
 from common.config.resolved import ResolvedModel
+from common.dialects.mindformers import BASE
 from common.errors import ConfigError
 from common.systems.bases import read_with_bases
-from common.systems.mindformers.config import BASE, translate
+from common.systems.mindformers.config import translate
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.weights import checked_model
 

@@ -19,7 +19,7 @@ from common.systems.mindformers.names import NAME_MAPS
 from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.name_map import match_name_map
-from common.systems.run_state import NO_SCALE, new_run, require_moments
+from common.systems.run_state import NO_SCALE, new_run, require_moments, require_one_run
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
@@ -145,12 +145,9 @@ def open_mindformers(
                 moments |= import_names(
                     file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}"
                 )
-        if run is not None and counters.get("global_step") != run["engine"]["optimizer_steps"]:
-            raise CheckpointError(
-                f"{file}: global_step is {counters.get('global_step')}, and {MODEL_YAML} says"
-                f" {run['engine']['optimizer_steps']} updates: they are of two runs; take the"
-                f" section run out of {MODEL_YAML}, or copy both again"
-            )
+        if run is not None:
+            updates = run["engine"]["optimizer_steps"]
+            require_one_run(file, "global_step", counters.get("global_step"), updates)
         if run is None and moments:
             run = _run_of(file, counters, rule_keeping([part for part in groups if groups[part]]))
             notes["position in the data"] = (

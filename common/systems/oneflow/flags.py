@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.dialects.megatron import STATIC
 from common.dialects.oneflow import (
-    DEFAULTS as DEFAULTS,
-    PROGRAM as PROGRAM,
-    SYSTEM as SYSTEM,
-    TABLE as TABLE,
+    DEFAULTS,
+    PROGRAM,
+    SYSTEM,
+    TABLE,
     above_zero,
 )
-from common.systems.dialect import Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import (
+    Dialect,
+    Theirs,
+    Translation,
+    apply,
+    require_all_taken,
+)
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -31,30 +38,29 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
             scale = above_zero(scale)
         except ValueError as error:
             theirs.refuse("loss_scale", scale, str(error))
-        ours.set("loss_scale.mode", "static", theirs.where("loss_scale"), "loss_scale")
-        ours.set("loss_scale.initial", scale, theirs.where("loss_scale"), "loss_scale")
+        ours.put("loss_scale.mode", "static", theirs, "loss_scale")
+        ours.put("loss_scale.initial", scale, theirs, "loss_scale")
         if not theirs.is_left_out(flag):
-            theirs.take(flag)
-            ours.note(flag, "it is for a dynamic scale, and --loss-scale makes it static")
+            ours.leave_out(theirs, flag, STATIC)
     samples = theirs.take_count("train_samples")
     if samples is not None and not theirs.is_left_out("train_iters"):
         ours.note("train_samples", "--train-iters says it")
     elif samples is not None:
         tokens = samples * theirs.peek_count("seq_length")
-        ours.set("train.max_tokens", tokens, theirs.where("train_samples"), "train_samples")
+        ours.put("train.max_tokens", tokens, theirs, "train_samples")
     flag = "lr_warmup_fraction"
     if theirs.peek(flag) is not None and theirs.is_left_out("lr_decay_iters"):
-        theirs.take(flag)
-        ours.note(flag, "it is a part of --lr-decay-iters, which is not given")
+        ours.leave_out(theirs, flag, "it is a part of --lr-decay-iters, which is not given")
     save, load = theirs.take("save"), theirs.take("load")
     if save is not None:
-        ours.set("output_dir", str(save), theirs.where("save"), "save")
+        ours.put("output_dir", str(save), theirs, "save")
     if load is not None and load != save:
-        ours.set("checkpoint.resume", str(load), theirs.where("load"), "load")
+        ours.put("checkpoint.resume", str(load), theirs, "load")
     apply(TABLE, theirs, ours)
     require_all_taken(theirs, TABLE)
     return ours
 
 
-def settle(ours: Translation) -> None:
-    """Take nothing away: every flag has its effect on both backends."""
+DIALECT = Dialect(
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, programs=(PROGRAM,)
+)

@@ -17,7 +17,13 @@ from common.errors import CheckpointError
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.oneflow.names import MOMENTS, NAME_MAP, SCALE, STEP, SYSTEM, moment_map
 from common.systems.oneflow.snapshot import DATA, read_all
-from common.systems.run_state import NO_SCALE, checked_run, new_run, require_moments
+from common.systems.run_state import (
+    NO_SCALE,
+    checked_run,
+    new_run,
+    require_moments,
+    require_one_run,
+)
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.weights.names import parameter_shapes
@@ -76,11 +82,8 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
             moments |= import_names(folder, moment_map(part), tensors, model, suffix=f".{part}")
     notes: dict[str, str] = {}
     step = _number(own, STEP)
-    if run is not None and step is not None and step != run["state"]["step"]:
-        raise CheckpointError(
-            f"{folder}: its TrainStep is {step:g}, and {MODEL_YAML} says step"
-            f" {run['state']['step']}: they are of two runs; copy both again"
-        )
+    if run is not None and step is not None:
+        require_one_run(folder, "TrainStep", step, run["state"]["step"])
     if run is None and moments and step is not None:
         rule = rule_keeping([part for part in groups if groups[part]])
         run = _run_of(folder, own, step, rule)

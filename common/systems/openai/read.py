@@ -14,12 +14,29 @@ from pathlib import Path
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import MAX_JSON_BYTES, read_bytes, read_json_mapping
-from common.systems.name_map import match_name_map
-from common.systems.openai.names import NAME_MAPS
+from common.systems.name_map import LINEAR, POSITIONS, match_name_map, name_map
 from common.systems.weights import Weights, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
+from common.weights.names import EMBEDDING
 
+NAME_MAPS = (
+    name_map(
+        {
+            EMBEDDING: "model/wte",
+            POSITIONS: "model/wpe",
+            "ln_f": "model/ln_f/g|b",
+            "ln_1": "model/h{layer}/ln_1/g|b",
+            "attn.qkv_proj": "model/h{layer}/attn/c_attn/w|b",
+            "attn.c_proj": "model/h{layer}/attn/c_proj/w|b",
+            "ln_2": "model/h{layer}/ln_2/g|b",
+            "mlp.c_fc": "model/h{layer}/mlp/c_fc/w|b",
+            "mlp.c_proj": "model/h{layer}/mlp/c_proj/w|b",
+        },
+        transposed=LINEAR,
+    ),
+)
+"""OpenAI's names. Weights are those of convolutions of width 1, (1, in, out)."""
 CONFIG = "hparams.json"
 _SIZES = {
     "num_layers": "n_layer",
@@ -45,7 +62,7 @@ def open_openai(path: Path) -> Iterator[Weights]:
     file = path if path.is_file() else _find(path)
     model = read_config(file.parent / CONFIG)
     with open_tensors(file) as stored:
-        name_map = match_name_map(file, "openai", NAME_MAPS, stored)
+        names = match_name_map(file, "openai", NAME_MAPS, stored)
         ignored = {
             name: "state of the training"
             for name in [*stored, *stored.plain]
@@ -54,9 +71,7 @@ def open_openai(path: Path) -> Iterator[Weights]:
         tensors = {
             name: _without_width(tensor) for name, tensor in stored.items() if name not in ignored
         }
-        yield weights_from(
-            file, name_map, tensors, model, format="openai", path=path, ignored=ignored
-        )
+        yield weights_from(file, names, tensors, model, format="openai", path=path, ignored=ignored)
 
 
 def _find(folder: Path) -> Path:

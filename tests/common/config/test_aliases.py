@@ -2,6 +2,7 @@
 contradict.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,21 @@ from common.errors import ConfigError
 from common.resolve.derive import resolve_config, resolve_length
 from common.run_config import load_config
 
-TREE: dict[str, Any] = {
-    "output_dir": "out",
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 8,
-        "num_heads": 2,
-        "seq_length": 16,
-        "vocab_size": 100,
-    },
-    "optimizer": {"learning_rate": 0.1},
-}
+MODEL = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 16, "vocab_size": 100}
+TREE: dict[str, Any] = {"output_dir": "out", "model": MODEL, "optimizer": {"learning_rate": 0.1}}
 
 
-def build(**sections: Any) -> RunConfig:
-    return build_config(TREE | sections)
+def build(text: str = "", **sections: Any) -> RunConfig:
+    """text: words ``section.key=value``."""
+    tree = copy.deepcopy(TREE | sections)
+    for word in text.split():
+        dotted, _, value = word.partition("=")
+        *path, name = dotted.split(".")
+        at = tree
+        for section in path:
+            at = at.setdefault(section, {})
+        at[name] = yaml.safe_load(value)
+    return build_config(tree)
 
 
 def test_aliases_are_not_keys_of_the_schema_and_stand_for_ones_that_are() -> None:
@@ -40,40 +41,29 @@ def test_aliases_are_not_keys_of_the_schema_and_stand_for_ones_that_are() -> Non
     assert {alias.ours for alias in ALIASES.values()} <= keys.keys()
 
 
+_SHARD = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ({"parallel": {"micro_batch_num": 4}}, {"train": {"accumulation_steps": 4}}),
+        ("parallel.micro_batch_num=4", "train.accumulation_steps=4"),
+        ("parallel.micro_batch_num=4 train.accumulation_steps=4", "train.accumulation_steps=4"),
+        ("parallel.enable_parallel_optimizer=true", "parallel.zero_stage=1"),
         (
-            {"parallel": {"micro_batch_num": 4}, "train": {"accumulation_steps": 4}},
-            {"train": {"accumulation_steps": 4}},
+            "parallel.enable_parallel_optimizer=true parallel.zero_stage=3",
+            "parallel.zero_stage=3",
         ),
-        ({"parallel": {"enable_parallel_optimizer": True}}, {"parallel": {"zero_stage": 1}}),
-        (
-            {"parallel": {"enable_parallel_optimizer": True, "zero_stage": 3}},
-            {"parallel": {"zero_stage": 3}},
-        ),
-        ({"parallel": {"enable_parallel_optimizer": False}}, {}),
-        (
-            {
-                "parallel": {
-                    "zero_stage": 1,
-                    "parallel_optimizer_config": {"gradient_accumulation_shard": True},
-                }
-            },
-            {"parallel": {"zero_stage": 2}},
-        ),
-        ({"context": {"device_target": "Ascend"}}, {"device": "npu"}),
-        ({"context": {"device_target": "CPU"}, "device": "auto"}, {"device": "cpu"}),
-        ({"parallel": {"gradients_mean": True}}, {}),
-        (
-            {"parallel": {"gradients_mean": False, "parallel_mode": 1}},
-            {"parallel": {"parallel_mode": 1}},
-        ),
+        ("parallel.enable_parallel_optimizer=false", ""),
+        (f"parallel.zero_stage=1 {_SHARD}=true", "parallel.zero_stage=2"),
+        ("context.device_target=Ascend", "device=npu"),
+        ("context.device_target=CPU device=auto", "device=cpu"),
+        ("parallel.gradients_mean=true", ""),
+        ("parallel.gradients_mean=false parallel.parallel_mode=1", "parallel.parallel_mode=1"),
     ],
 )
-def test_an_alias_says_what_our_key_says(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    assert build(**theirs) == build(**ours)
+def test_an_alias_says_what_our_key_says(theirs: str, ours: str) -> None:
+    assert build(theirs) == build(ours)
 
 
 def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
@@ -90,52 +80,49 @@ def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("text", "message"),
     [
         (
-            {"parallel": {"micro_batch_num": 4}, "train": {"accumulation_steps": 2}},
+            "parallel.micro_batch_num=4 train.accumulation_steps=2",
             "train.accumulation_steps=2 and parallel.micro_batch_num=4 are two names of one number",
         ),
         (
-            {"parallel": {"enable_parallel_optimizer": False, "zero_stage": 1}},
+            "parallel.enable_parallel_optimizer=false parallel.zero_stage=1",
             "parallel.zero_stage=1 and parallel.enable_parallel_optimizer=false contradict each"
             " other; keep one",
         ),
         (
-            {"parallel": {"parallel_optimizer_config": {"gradient_accumulation_shard": True}}},
+            f"{_SHARD}=true",
             "gradient_accumulation_shard=true contradict each other; set"
             " parallel.enable_parallel_optimizer=true",
         ),
         (
-            {"device": "cpu", "context": {"device_target": "GPU"}},
+            "device=cpu context.device_target=GPU",
             "device=cpu and context.device_target=GPU differ; keep one of them",
         ),
         (
-            {"parallel": {"gradients_mean": False}},
+            "parallel.gradients_mean=false",
             "gradients_mean=false contradict each other: gradients are averaged over the global"
             " batch",
         ),
         (
-            {"parallel": {"gradients_mean": False, "parallel_mode": 0}},
+            "parallel.gradients_mean=false parallel.parallel_mode=0",
             "parallel.parallel_mode=0 and parallel.gradients_mean=false contradict each other",
         ),
         (
-            {"parallel": {"enable_parallel_optimizer": 1}},
+            "parallel.enable_parallel_optimizer=1",
             "enable_parallel_optimizer: expected true or false, found 1",
         ),
         (
-            {"context": {"device_target": "TPU"}},
+            "context.device_target=TPU",
             "device_target: expected Ascend or GPU or CPU, found 'TPU'",
         ),
-        (
-            {"parallel": {"micro_batch_num": "x"}},
-            "train.accumulation_steps: input should be a valid integer",
-        ),
+        ("parallel.micro_batch_num=x", "train.accumulation_steps: input should be a valid integer"),
     ],
 )
-def test_contradictions_are_refused(sections: dict[str, Any], message: str) -> None:
+def test_contradictions_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(**sections)
+        build(text)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from typing import Any
 from common.config.load import apply_overrides, build_config, flatten
 from common.config.schema import RunConfig
 from common.dialects.rules import To
+from common.systems.dialect import Dialect
 
 ROWS = Path(__file__).parent / "rows"
-"""One file a system. DIALECT is the module of the translation, and MINIMAL has the keys of its
+"""One file a system. DIALECT is the translation, and MINIMAL has the keys of its
 smallest run. BESIDE has the keys with which a key acts. WITHOUT_DEFAULT has a reason for each key
-without a default in DIALECT.DEFAULTS. SENTINELS are checked by test_sentinels.py.
+without a default in DIALECT.defaults. SENTINELS are checked by test_sentinels.py.
 """
 
 
@@ -41,7 +42,7 @@ def all_rows() -> list[ModuleType]:
     return [import_module(f"tests.common.systems.rows.{name}") for name in names]
 
 
-def config_of(dialect: ModuleType, leaves: Mapping[str, Any]) -> RunConfig:
+def config_of(dialect: Dialect, leaves: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of a file with these dotted keys, or of these flags. Raises
     ConfigError.
     """
@@ -63,10 +64,10 @@ def values_of(config: RunConfig) -> dict[str, Any]:
     return dict(flatten(config.model_dump()))
 
 
-def mapped_keys(dialect: ModuleType) -> dict[str, str]:
+def mapped_keys(dialect: Dialect) -> dict[str, str]:
     """Return the keys that become one of ours by the table, with the key of ours."""
     return {
         key: rule.key
-        for key, rule in dialect.TABLE.items()
+        for key, rule in dialect.table.items()
         if isinstance(rule, To) and not key.endswith("*")
     }

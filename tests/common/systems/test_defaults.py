@@ -1,6 +1,6 @@
 """The default of another system for a key that a file leaves out is taken here too.
 
-A system's rows are in ``rows``; ``len(DIALECT.DEFAULTS)`` counts its defaults.
+A system's rows are in ``rows``; ``len(DIALECT.defaults)`` counts its defaults.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ SYSTEMS = pytest.mark.parametrize("rows", all_rows(), ids=lambda rows: rows.__na
 def test_each_key_that_becomes_ours_has_a_default_or_a_reason(rows: ModuleType) -> None:
     """Each key of both tables is known of the system, and has one of the two."""
     dialect = rows.DIALECT
-    keys, defaults = mapped_keys(dialect), dialect.DEFAULTS
+    keys, defaults = mapped_keys(dialect), dialect.defaults
     assert keys.keys() - defaults.keys() - rows.WITHOUT_DEFAULT.keys() == set()
     assert defaults.keys() & rows.WITHOUT_DEFAULT.keys() == set()
-    by_hand = {
-        key for name in ("BY_HAND", "SWITCHES", "VALUED") for key in getattr(dialect, name, ())
-    }
-    named = defaults.keys() | rows.WITHOUT_DEFAULT.keys()
-    assert {key for key in named if not has_rule(key, dialect.TABLE)} <= by_hand
+    assert all(has_rule(key, dialect.table) for key in (*defaults, *rows.WITHOUT_DEFAULT))
     assert all(rows.WITHOUT_DEFAULT.values())
 
 
 @SYSTEMS
 def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: ModuleType) -> None:
     dialect, different = rows.DIALECT, {}
-    for key, value in dialect.DEFAULTS.items():
+    for key, value in dialect.defaults.items():
         leaves = {**rows.MINIMAL, **rows.BESIDE.get(key, {})}
         leaves.pop(key, None)
         without, given = (

@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.systems import fleetx, hugging_face, megatron, mindformers, openai
+from common.systems.fleetx import names as fleetx
+from common.systems.hugging_face import names as hugging_face
+from common.systems.megatron import names as megatron
+from common.systems.mindformers import names as mindformers
 from common.systems.name_map import Fusion, NameMap, NameRow
+from common.systems.openai import read as openai
 from common.weights.names import parameter_shapes
 
 NAME_MAPS = {
-    "hf": hugging_face.names.NAME_MAPS, "openai": openai.names.NAME_MAPS,
-    "fleetx": fleetx.names.NAME_MAPS, **mindformers.names.NAME_MAPS,
-    **megatron.names.NAME_MAPS,
+    "hf": hugging_face.NAME_MAPS, "openai": openai.NAME_MAPS, "fleetx": fleetx.NAME_MAPS,
+    **mindformers.NAME_MAPS, **megatron.NAME_MAPS,
 }  # fmt: skip
 MODEL = ModelConfig(
     num_layers=2,

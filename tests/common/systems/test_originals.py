@@ -8,7 +8,6 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from common.run_config import load_config
 from common.systems import config as systems
 from common.systems.bases import read_with_bases
 from common.systems.config import COMMAND_LINES, DIALECTS, open_config, open_flags
+from common.systems.dialect import Dialect
 from common.systems.flags import read_flag_file, read_flags
 from common.systems.opened import Opened
 from common.weights.names import count_parameters
@@ -205,7 +205,7 @@ def test_each_flag_is_read_or_refused_with_the_reason(folder, system, count) -> 
                 outcomes.append(message)
                 continue
             known = {*opened.ours.origins.values(), *opened.ours.without_effect}
-            assert key in known or key in dialect.TABLE, f"{name} leaves no trace"
+            assert key in known or key in dialect.table, f"{name} leaves no trace"
         assert len(outcomes) < 2 or outcomes[0] != outcomes[1] or "leave" in outcomes[0], outcomes
 
 
@@ -217,11 +217,11 @@ def test_a_typing_error_among_flags_without_effect_is_an_error() -> None:
     assert len(opened.ours.without_effect) == 1
 
 
-def each_key(dialect: ModuleType) -> Iterator[tuple[str, str]]:
+def each_key(dialect: Dialect) -> Iterator[tuple[str, str]]:
     """Yield the keys that have a rule: the key, what a file of ours calls unknown in it, the
     rule.
     """
-    for key in dialect.TABLE:
+    for key in dialect.table:
         parts = key.removesuffix(".*").split(".")
         path = next(
             (".".join(parts[: n + 1]) for n in range(len(parts))
@@ -233,9 +233,9 @@ def each_key(dialect: ModuleType) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "dialect", [*DIALECTS, *COMMAND_LINES.values()], ids=lambda each: each.SYSTEM
+    "dialect", [*DIALECTS, *COMMAND_LINES.values()], ids=lambda each: each.system
 )
-def test_in_a_file_of_ours_no_key_gets_a_wrong_hint(dialect: ModuleType) -> None:
+def test_in_a_file_of_ours_no_key_gets_a_wrong_hint(dialect: Dialect) -> None:
     """The hint names what the rule says, or what a rule of another system says of this name."""
     said_of: dict[str, set[str]] = {}
     for table in (*TABLES, {name: ByHand(here) for name, here in HERE.items() if "." not in name}):
@@ -251,17 +251,17 @@ def test_in_a_file_of_ours_no_key_gets_a_wrong_hint(dialect: ModuleType) -> None
     assert wrong == {}
 
 
-def trees() -> Iterator[tuple[str, ModuleType, dict[str, Any], dict[Any, str]]]:
+def trees() -> Iterator[tuple[str, Dialect, dict[str, Any], dict[Any, str]]]:
     for name in FIGURES:
         path = ORIGINALS / name
         if path.suffix == ".sh":
             words = read_flag_file(path)
             dialect = COMMAND_LINES[systems.find_command_line(words)]
-            yield name, dialect, *read_flags(words, str(path), dialect.TABLE)[:2]
+            yield name, dialect, *read_flags(words, str(path), dialect.table)[:2]
         else:
             found = systems.ConfigFile.read(path).dialect
             assert found is not None
-            tree, sources = read_with_bases(path, found.BASE)
+            tree, sources = read_with_bases(path, found.base)
             yield name, found, tree, sources
 
 
@@ -272,7 +272,7 @@ def test_every_key_of_the_originals_has_a_rule() -> None:
         known = " ".join((*ours.origins.values(), *ours.without_effect))
         for key, value in flatten(tree):
             if value not in (None, "", []):
-                assert has_rule(key, dialect.TABLE) or key in known or value is False or (
+                assert has_rule(key, dialect.table) or key in known or value is False or (
                     key.partition(".")[0] in known or key.rpartition(".")[0] in known
                 ), (name, key)  # fmt: skip
 

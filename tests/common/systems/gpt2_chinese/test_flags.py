@@ -47,7 +47,7 @@ def keys_of(system: str, *words: str) -> dict[str, Any]:
 
 def test_the_flags_of_the_originals_are_all_known() -> None:
     for system, names in FLAGS.items():
-        assert set(names.split()) <= set(COMMAND_LINES[system].TABLE)
+        assert set(names.split()) <= set(COMMAND_LINES[system].table)
 
 
 def test_the_study_s_train_sh_is_its_preset(tmp_path: Path) -> None:

@@ -576,7 +576,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(
         return tmp_path / "bad" / "release" / rank / "model_optim_rng.pt"
 
     bad("mp_rank_01_001").unlink()
-    fails(r"training had 2 tensor x 2 pipeline ranks: missing mp_rank_01_001; copy all of them")
+    fails(r"bad/release: missing mp_rank_01_001; copy the whole folder again")
     file = bad("mp_rank_01_000")
     saved = load(file)
     saved["model"]["language_model"]["encoder"]["layers.1.input_layernorm.bias"][0] += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.systems.fleetx import config as DIALECT
+from common.systems.fleetx.config import DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
 __all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
@@ -22,7 +22,7 @@ _GENERATION = {"Generation.max_dec_len": 20}
 _AMP = {"Engine.mix_precision.enable": True}
 _SPLIT = {"Data.Train.dataset.split": [949, 50, 1]}
 BESIDE: dict[str, dict[str, Any]] = {
-    **{name: _GENERATION for name in DIALECT.DEFAULTS if name.startswith("Generation.")},
+    **{name: _GENERATION for name in DIALECT.defaults if name.startswith("Generation.")},
     "Engine.mix_precision.level": _AMP, "Engine.mix_precision.dtype": _AMP,
     "Engine.mix_precision.scale_loss": {"Engine.mix_precision.use_pure_fp16": True},
     "Engine.eval_freq": {"Engine.eval_iters": 10}, "Engine.eval_iters": {"Engine.eval_freq": 5},
@@ -48,7 +48,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
     ),
     **dict.fromkeys(("Global.global_batch_size", "Model.ffn_hidden_size"), _DERIVED),
     **dict.fromkeys(
-        (key for key in DIALECT.TABLE if "Quantization." in key),
+        (key for key in DIALECT.table if "Quantization." in key),
         "PaddleSlim's, which quantization.py sets, or as here",
     ),
     "Generation.input_text": "a script there has its own prompt, which compat/fleetx gives",

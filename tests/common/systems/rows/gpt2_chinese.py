@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.systems.gpt2_chinese import config as DIALECT
+from common.systems.gpt2_chinese import FILES as DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
 __all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.systems.gpt2_chinese import generate_flags as DIALECT
+from common.systems.gpt2_chinese import GENERATION as DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
 __all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.dialects.rules import Switch, To
-from common.systems.megatron import flags as DIALECT
+from common.systems.megatron.flags import DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
 __all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
@@ -58,7 +58,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
         ("vocab_file", "merge_file", "tokenizer_type", "tokenizer_model"),
         "None; a tokenizer has to be named to be read",
     ),
-    **{key: "a switch, off" for key, rule in DIALECT.TABLE.items()
+    **{key: "a switch, off" for key, rule in DIALECT.table.items()
        if isinstance(rule, To) and isinstance(rule.change, Switch)},
     "async_save": "a switch, off; checkpoints of a thread, as ours are, have the same content",
 }  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.systems.mindformers import config as DIALECT
+from common.systems.mindformers.config import DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
 __all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
@@ -75,7 +75,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
         "there is no scale without them",
     ),
     **dict.fromkeys(
-        (key for key in DIALECT.TABLE if key.startswith("parallel.")
+        (key for key in DIALECT.table if key.startswith("parallel.")
          and key != "parallel.parallel_mode"),
         "of set_auto_parallel_context, as here",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.systems.oneflow import flags as DIALECT
+from common.systems.oneflow.flags import DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
 __all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
