@@ -47,6 +47,7 @@ DIFFERENCES = {
         "TorchDevice": "the device record, under the framework's name",
         "MindSporeDevice": "the device record, under the framework's name",
         "attention_mask": "MindSpore's model makes its kernel's form itself",
+        "wide_type": "MindSpore's step computes its few numbers in float32",
     },
     "parallel/data_parallel.py": {
         "LossSum": "what DDP wraps",
