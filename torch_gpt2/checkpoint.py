@@ -35,7 +35,7 @@ def copy_at_once(name: str, tensor: Tensor) -> Array:
 
 
 class Staging:
-    """Pinned memory of the host that a device fills while the host goes on.
+    """Pinned memory of the host that a device fills without making the host wait.
 
     It is kept for the next snapshot: to pin memory takes longer than to fill it. torch rounds a
     block up to a power of two (pytorch issue 150517), so all blocks are such.

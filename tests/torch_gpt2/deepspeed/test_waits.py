@@ -1,4 +1,4 @@
-"""What the host reads during a step, with stand-ins for DeepSpeed."""
+"""DeepSpeed's step, with stand-ins: what the host reads during it."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_a_step_reads_its_losses_once() -> None:
-    """Of four micro batches, whose mean losses are 1 to 4."""
+    """Four micro batches have mean losses of 1 to 4."""
     losses = iter(torch.arange(1.0, 5.0).unbind())
 
     class Wrapped:
