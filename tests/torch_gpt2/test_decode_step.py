@@ -16,8 +16,7 @@ from torch._dynamo.utils import counters
 from common.config.schema import PredictConfig
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from tests.mixed_load import prompts as mixed_prompts
-from tests.mixed_load import run
+from tests.mixed_load import prompts as mixed_prompts, run
 from tests.torch_gpt2.test_predict import make_model, prompts, theirs
 from torch_gpt2 import decode_step
 from torch_gpt2.device import TorchDevice, select_device
