@@ -89,17 +89,17 @@ class Kernel:
 
 @dataclass
 class Graph:
-    """What torch's compiler made of a graph."""
+    """A graph as torch's compiler made it."""
 
     nodes: list[tuple[Any, int]]
     """Scheduled nodes, each a kernel, and the bytes that it moves."""
     kernels: list[Kernel] = field(default_factory=list)
-    """Those that Triton compiles."""
+    """Kernels that Triton compiles."""
     calls: int = 0
 
 
 class _Driver:
-    """What Triton asks of a GPU's driver."""
+    """Answers to what Triton asks a GPU's driver."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

@@ -1,6 +1,6 @@
-"""What torch compiles for an H100, in a process that has the one of tests/fake_cuda: test_gpu.py
-starts pytest on this file there. Every kernel has a binary, and bytes and products are held against
-closed forms.
+"""Graphs that torch compiles for an H100: binaries, and bytes and products beside closed forms.
+
+test_gpu.py starts pytest on this file, in a process that has the device of tests/fake_cuda.
 """
 
 from dataclasses import replace

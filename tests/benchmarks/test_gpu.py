@@ -1,4 +1,4 @@
-"""What torch's compiler and Triton make for an H100, on machines without one (tests/fake_cuda)."""
+"""Kernels of torch's compiler and Triton for an H100, on machines without one."""
 
 import os
 import platform
