@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,21 +36,22 @@ from common.accelerators import require_accelerator
 from common.config.resolved import as_run
 from common.errors import ConfigError
 from common.interrupts import run_script
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.planner.fitting import with_fitting
 from common.planner.plan import make_plan, memory_limit, table
 from common.resolve.derive import resolve_config, resolve_length
 from common.run_config import load_config
 from tests.fake_cuda.build import with_cuda
 from tests.fake_cuda.device import CUDA, fake_device, h100
+from torch_gpt2 import compilation
+from torch_gpt2.device import open_device
+from torch_gpt2.engine import Engine
 
 DEVICE = require_accelerator("H100")
 PRESETS = ROOT / "configs/gpt2"
 ALONE = (
     "backend=torch",
-    "device=cuda",
     "engine=native",
-    "train.compile=true",
     "parallel.parallel_mode=null",
     "parallel.data_parallel=1",
     "parallel.model_parallel=1",
@@ -72,7 +74,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "documents, dropout": (*DOCUMENTS, "model.dropout=0.1"),
     "recompute selective": ("train.recompute=selective", "model.dropout=0.1"),
     "recompute full": ("train.recompute=full", "model.dropout=0.1"),
-    "offload": ("train.offload_activations=true",),
+    "graphs by region": ("model.num_layers=36",),
     "attention written out": ("train.fused_attention=false",),
 }
 """Settings of cases of the preset run_gpt2_124m."""
@@ -87,16 +89,17 @@ class Kernel:
 
 @dataclass
 class Graph:
-    """What torch's compiler made of a graph."""
+    """A graph as torch's compiler made it."""
 
     nodes: list[tuple[Any, int]]
     """Scheduled nodes, each a kernel, and the bytes that it moves."""
     kernels: list[Kernel] = field(default_factory=list)
-    """Those that Triton compiles."""
+    """Kernels that Triton compiles."""
+    calls: int = 0
 
 
 class _Driver:
-    """What Triton asks of a GPU's driver."""
+    """Answers to what Triton asks a GPU's driver."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -125,12 +128,14 @@ def lowering(*, binaries: bool) -> Iterator[list[Graph]]:
 
     def lower(graph: Any) -> Any:
         source = graph.codegen()[0].value
-        found.append(Graph(nodes=[(node, words * 4) for node, words in graph.count_bytes()[1]]))
+        made = Graph(nodes=[(node, words * 4) for node, words in graph.count_bytes()[1]])
+        found.append(made)
         if binaries:
-            found[-1].kernels += map(_binary, _KERNEL.findall(source))
-            assert len(found[-1].kernels) == source.count("async_compile.triton(")
+            made.kernels += map(_binary, _KERNEL.findall(source))
+            assert len(made.kernels) == source.count("async_compile.triton(")
 
         def call(inputs: list[Any]) -> Any:
+            made.calls += 1
             fake = next(each.fake_mode for each in inputs if isinstance(each, torch.Tensor))
             with fake, torch.no_grad():
                 return torch.fx.Interpreter(graph.orig_gm).run(*inputs)
@@ -145,7 +150,6 @@ def lowering(*, binaries: bool) -> Iterator[list[Graph]]:
     }
     of_device |= {name: value for name, value in CUDA.items() if hasattr(interface, name)}
     of_device.pop("Event")
-    nothing = patch.object(triton_helpers, "set_driver_to_gpu", lambda: None)
     with ExitStack() as stack:
         for context in (
             h100(),
@@ -161,7 +165,7 @@ def lowering(*, binaries: bool) -> Iterator[list[Graph]]:
             # the address of an input, which has none
             patch.object(torch._inductor.compile_fx, "get_input_idxs_to_check", lambda *_: ()),
             patch.object(GraphLowering, "_compile_to_module", lower),
-            nothing,
+            patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
             torch._functorch.config.patch(enable_autograd_cache=False),
             torch._inductor.config.patch(
                 fx_graph_cache=False,
@@ -193,21 +197,26 @@ def _binary(kernel: tuple[str, str]) -> Kernel:
     return Kernel(name, sum(len(each.kernel.asm["cubin"]) for each in made))
 
 
-def lower_training(config: ResolvedRun, graphs: list[Graph]) -> None:
-    """Compile a micro batch's forward and backward pass, then a batch of a validation."""
-    from torch_gpt2.device import open_device
-    from torch_gpt2.engine import Engine
-
+def lower_training(config: ResolvedRun, layers: int = 1, *, validates: bool = True) -> None:
+    """Compile a micro batch's forward and backward pass, of as many blocks, and a validation's
+    batch.
+    """
     shape = config.train.micro_batch_size, config.model.seq_length
-    with fake_device():
-        engine = Engine(as_run(config, "train"), open_device(config))
+    shallow = config.model.model_copy(update={"num_layers": layers})
+    by_region = config.model.num_layers > compilation.MOST_LAYERS_IN_ONE_GRAPH
+    most = 0 if by_region else layers
+    train = config.train.model_copy(update={"compile": True, "offload_activations": False})
+    config = config.model_copy(update={"device": "cuda", "model": shallow, "train": train})
+    with fake_device(), patch.object(compilation, "MOST_LAYERS_IN_ONE_GRAPH", most):
+        engine = Engine(as_run(TrainingRun, config), open_device(config))
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device="cuda") for _ in range(2))
     engine.model.train()
     engine._loss_sum(ids, targets).backward()
     assert all(each.grad is not None for each in engine.model.parameters())
-    engine.model.eval()
-    with torch.no_grad():
-        engine._loss_sum(ids, targets)
+    if validates:
+        engine.model.eval()
+        with torch.no_grad():
+            engine._loss_sum(ids, targets)
 
 
 def cases() -> Iterator[tuple[str, ResolvedRun]]:
@@ -227,25 +236,19 @@ def _resolved(path: Path, *settings: str) -> ResolvedRun:
     return resolve_length(resolve_config(config, world_size=1), 1_000_000)
 
 
-def of_layers(config: ResolvedRun, layers: int) -> ResolvedRun:
-    """Return the run with fewer blocks."""
-    shallow = config.model.model_copy(update={"num_layers": layers})
-    return config.model_copy(update={"model": shallow})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="names; default all")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="names, or patterns of them")
     arguments = parser.parse_args(argv)
     rows, failed = [], 0
     for name, config in cases():
-        if arguments.cases and name not in arguments.cases:
+        if arguments.cases and not any(fnmatch(name, each) for each in arguments.cases):
             continue
         begin = time.monotonic()
         with lowering(binaries=True) as graphs:
-            lower_training(of_layers(config, 1), graphs)
+            lower_training(config)
         kernels = [kernel for graph in graphs for kernel in graph.kernels]
         without = sum(not kernel.size for kernel in kernels)
         failed += without

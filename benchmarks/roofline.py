@@ -3,10 +3,10 @@
     python benchmarks/roofline.py [--accelerator H100] [--config CONFIG] [KEY=VALUE ...]
 
 Without --config the four sizes of GPT-2 are counted, in bfloat16 or with precision=fp8. The graphs
-are those that torch compiles for a CPU, of forward and backward pass; nothing is run and no
-accelerator is needed. Two and three layers are compiled; the others cost what the third does.
-Kernels for a GPU fuse a little more. Not counted: messages between ranks, data, and the gaps that a
-slow host leaves.
+are those that torch compiles for an H100, of forward and backward pass
+(benchmarks/gpu_lowering.py). Nothing is run and no accelerator is needed, but Triton is. Two and
+three layers are compiled; the others cost what the third does. Attention goes over whole windows.
+Not counted: messages between ranks, data, and the gaps that a slow host leaves.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_lowering import lower_training, lowering
 from common.accelerators import Accelerator, require_accelerator
 from common.interrupts import run_script
-from common.parallel.loss_rows import loss_rows
+from common.parallel.loss_rows import with_loss_rows
+from common.parallel.packing import KEYS
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.fitting import with_fitting
 from common.planner.plan import table
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.weights.names import count_parameters
-from torch_gpt2.float8 import convert_linear_layers
-from torch_gpt2.model import build_meta_model, round_linear_layers
+from tests.fake_cuda.build import with_cuda
 
 SIZES = {
     "124M": ("run_gpt2_124m", 64, 512),
@@ -78,9 +74,6 @@ class Counts:
     attention_forward: float = 0
     attention_backward: float = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return self._with(other, 1)
-
     def plus(self, times: int, other: Counts) -> Counts:
         return self._with(other, times)
 
@@ -108,9 +101,11 @@ class Counts:
         )
 
 
-def count_micro_batch(config: ResolvedRun, memory: int | None) -> Counts:
+def count_micro_batch(config: ResolvedRun, memory: int) -> Counts:
     """Return the counts of one micro batch. memory: of the device, for the rows of the loss."""
-    few, more = (_count_layers(config, layers, memory) for layers in (FEW, MORE))
+    whole = config.data.model_copy(update=dict.fromkeys(KEYS, False))
+    config = with_loss_rows(config.model_copy(update={"data": whole}), memory)
+    few, more = (_count_layers(config, layers) for layers in (FEW, MORE))
     return few.plus(config.model.num_layers - FEW, more.minus(few))
 
 
@@ -122,64 +117,19 @@ def step_seconds(config: ResolvedRun, counts: Counts, device: Accelerator) -> fl
     return accumulation * counts.seconds(device, half=half) + bytes_ / (BYTES * device.bandwidth)
 
 
-class _Compiled(Exception):
-    """Both graphs are there; the call that made them ends here."""
-
-
-def _count_layers(config: ResolvedRun, layers: int, memory: int | None) -> Counts:
-    shallow = config.model.model_copy(update={"num_layers": layers})
-    model = build_meta_model(config.model_copy(update={"model": shallow}))
-    convert_linear_layers(model, config)
-    if config.rounds_weights_once:
-        round_linear_layers(model)
-    model.to_empty(device="cpu")
-    model.loss_rows = loss_rows(config, memory)
-    ids = torch.zeros(config.train.micro_batch_size, config.model.seq_length, dtype=torch.int64)
-    torch._dynamo.reset()
-    with _without_running() as found:
-        try:
-            torch.compile(model.train().loss_sum, dynamic=False)(ids, ids.clone())
-        except _Compiled:
-            pass
-        except Exception as error:
-            if "_Compiled" not in repr(error):
-                raise
+def _count_layers(config: ResolvedRun, layers: int) -> Counts:
+    with lowering(binaries=False) as graphs:
+        lower_training(config, layers, validates=False)
     total = Counts()
-    for each in found:
-        total += each
+    for graph in graphs:
+        for node, moved in graph.nodes:
+            total = total.plus(graph.calls, _count_kernel(node, moved))
     return total
 
 
-@contextmanager
-def _without_running() -> Iterator[list[Counts]]:
-    """Collect the kernels of every graph that is compiled, and end the call that would run it."""
-    import torch._functorch.config
-    import torch._inductor.config
-    from torch._inductor.graph import GraphLowering
-
-    found: list[Counts] = []
-
-    def count(graph: Any) -> Any:
-        graph.codegen()
-        for node, words in graph.count_bytes()[1]:
-            found.append(_count_kernel(node, words * 4))
-
-        def run(_: Any) -> Any:
-            raise _Compiled
-
-        return SimpleNamespace(call=run, __file__="/dev/null", __path__="", key="")
-
-    with (
-        patch.object(GraphLowering, "_compile_to_module", count),
-        torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1),
-        torch._functorch.config.patch(
-            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
-        ),
-    ):
-        yield found
-
-
 def _count_kernel(node: Any, moved: int) -> Counts:
+    if type(node).__name__ == "NopKernelSchedulerNode":
+        return Counts()
     if "Extern" not in type(node).__name__:
         origins = {
             str(origin.target) for each in node.get_nodes() for origin in each.node.get_origins()
@@ -187,7 +137,9 @@ def _count_kernel(node: Any, moved: int) -> Counts:
         # one number a row, though torch counts the whole table
         return Counts(fused=1, bytes=0 if any("gather" in name for name in origins) else moved)
     kernel = node.node
-    name = getattr(kernel, "python_kernel_name", None) or ""
+    name = getattr(kernel, "python_kernel_name", None)
+    if name is None:  # one of several results of a kernel
+        return Counts()
     shapes = [shape for each in kernel.inputs if (shape := _shape(each)) is not None]
     if "scaled_mm" in name:  # its scales come behind
         left, right = shapes[:2]
@@ -259,4 +211,4 @@ def _configs(path: Path | None, overrides: Sequence[str]) -> Iterator[tuple[str,
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(lambda: with_cuda(main))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -61,6 +61,12 @@ CUDA: dict[str, Any] = {
     "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": lambda state, device="cuda": None,
     "Event": Mock,
+    "Stream": Mock,
+    "current_stream": Mock(),
+    "stream": lambda stream: nullcontext(),
+    "graph_pool_handle": Mock(),
+    "CUDAGraph": Mock,
+    "graph": lambda graph, pool: FakeDevice.capturing(),
 }
 
 
@@ -101,6 +107,15 @@ def attend(
 class FakeDevice(TorchDispatchMode):
     """Runs operators of the host, and only works out the shapes of those of the device."""
 
+    captures = False
+    """Whether a CUDA graph is made, which has no copies from or to the host."""
+
+    @classmethod
+    @contextmanager
+    def capturing(cls) -> Iterator[None]:
+        with patch.object(cls, "captures", True):
+            yield
+
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode()
@@ -114,8 +129,11 @@ class FakeDevice(TorchDispatchMode):
                 if (result := function.decompose(*arguments, **options)) is not NotImplemented:
                     return result
         name = function.overloadpacket.__name__
-        on_device = any(isinstance(each, FakeTensor) for each in tree_leaves((arguments, options)))
         target = None if options.get("device") is None else torch.device(options["device"]).type
+        leaves = tree_leaves((arguments, options))
+        on_device = any(isinstance(each, FakeTensor) for each in leaves)
+        of_host = any(type(each) is Tensor for each in leaves) or target == "cpu"
+        assert not (self.captures and of_host), f"{function} in a CUDA graph"
         if name == "_pin_memory":
             return arguments[0]
         if not on_device and target != "cuda":
