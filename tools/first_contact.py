@@ -86,7 +86,14 @@ class Check:
     def commands(self) -> Sequence[str]:
         if not self.compare:
             return self.run
-        of = {"config": "tiny", "steps": 20, "options": "", "a": "", "b": "", "both": ""}
+        of: dict[str, Any] = {
+            "config": "tiny",
+            "steps": 20,
+            "options": "",
+            "a": "",
+            "b": "",
+            "both": "",
+        }
         of |= self.compare
         shared = f"backend={{backend}} device={{device}} {of['both']}"
         sides = [f"--set_{side} {word}" for side in "ab" for word in f"{shared} {of[side]}".split()]
@@ -167,10 +174,10 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
         launch = Launch(command=(sys.executable, *shlex.split(filled)), environment=check.env)
         limit = min(LIMIT, left) - (time.monotonic() - start)
         outcome = run_launches([launch], here / LAUNCHER_LOG, limit)
-        state, reason = judge(outcome, here, LIMIT)
+        end, reason = judge(outcome, here, LIMIT)
         said = (here / LAUNCHER_LOG).read_text(errors="replace")
         text, log = text + said, f"{log}$ python {filled}\n{said}"
-        if state is not State.FINISHED:
+        if end is not State.FINISHED:
             reason = NO_TIME if outcome.timed_out and left < LIMIT else reason
             break
     (here / LOG).write_text(log)
@@ -194,7 +201,8 @@ def judge_figures(
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the figures, and what is wrong and what is slow of them."""
     figures: dict[str, Any] = {}
-    wrong, slow = [], []
+    wrong: list[str] = []
+    slow: list[str] = []
     for name, rule in rules.items():
         value = _find(name, rule, text, here, figures)
         expected = rule.get("expect", rule.get("speed"))
@@ -395,7 +403,7 @@ def main(words: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add, folder = parser.add_argument, {"type": Path, "metavar": "DIR"}
+    add, folder = parser.add_argument, dict[str, Any](type=Path, metavar="DIR")
     out = Path("output/first_contact")
     add("--device", choices=("cpu", "cuda", "npu"), help="kind of device to check")
     add(
