@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.interleaved import median_ratio
 from benchmarks.table import report
+from common.flags import make_parser
 
 # Peer of preprocessing: one process, one document after the other, ids written as uint16.
 BASELINE = """
@@ -195,11 +196,7 @@ def index(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("preprocess")
     command.add_argument("--corpus", type=Path, required=True, help="text to preprocess")

@@ -10,8 +10,6 @@ RANK_SIZE, MASTER_ADDR, ...); for the check itself run
 Exit codes: 0 the sum is right, 1 it is not, 2 an argument is at fault.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

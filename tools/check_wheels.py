@@ -9,8 +9,6 @@ and that is said. Nothing is installed; pip reads what the package index tells.
 Exit codes: 0 all there, or the package index does not answer; 1 a wheel is missing.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@ CONTRIBUTING.md has the house rule. Each offence is a line of output. Exit code:
     python tools/check_words.py common/launcher README.md
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

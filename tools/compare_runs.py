@@ -19,8 +19,6 @@ Exit code 0: the runs are the same within the tolerance; 1: they differ; 2: bad 
 A run that fails on the way: 1 or 2, with its error.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -12,8 +12,6 @@ Behind each key stands the one that it comes from, and at the end what has no ef
 Exit code 0: written; 2: bad arguments, or a configuration that this project cannot follow.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -10,8 +10,6 @@ gguf. mindformers and mindformers_r0.3 are a .ckpt, or the rank_N folders of a r
 files. deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onnx is written only.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

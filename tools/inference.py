@@ -12,8 +12,6 @@ out are the run's or the export's own. An ONNX folder is run without a training 
 Exit code 0: success; 2: bad arguments or a bad model; 1: failure at run time.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -17,8 +17,6 @@ Exit codes: 0 written, 1 the file could not be written, 2 an option or the confi
 fault.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

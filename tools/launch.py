@@ -21,8 +21,6 @@ returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else that 
 that failed, 128+n: signal n.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -11,8 +11,6 @@ The images are made by docker build -f containers/KIND.Dockerfile -t gpt2-toolki
 cann). Exit code: that of docker; 2 for wrong arguments, and where docker is not installed.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -11,8 +11,6 @@ its options with `run --help`.
 Exit codes: 0 success, 2 bad input, else the harness's own.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@ Ranks are numbered in the order of the files. Exit code 0: written; 2: bad table
 the file could not be written.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 Exit code 0: success; 2: bad arguments or metrics; 1: the picture could not be written.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -20,8 +20,6 @@ Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 
 Ctrl-C and SIGTERM.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -177,6 +175,37 @@ class Request:
     log_interval: int = flag("N: documents between progress lines", default=10000)
 
 
+class _Display:
+    """A bar where a person watches, else one line every ``interval`` documents."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = max(1, interval)
+        self._next = self._interval
+        self._bar: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        if sys.stderr.isatty():
+            self._draw(progress)
+        elif progress.documents >= self._next:
+            self._next = (progress.documents // self._interval + 1) * self._interval
+            share = 100 * progress.read_bytes / max(1, progress.total_bytes)
+            print(
+                f"processed {progress.documents} documents, {share:.0f} % ({progress.rates()})",
+                file=sys.stderr,
+            )
+
+    def _draw(self, progress: Progress) -> None:
+        if self._bar is None:
+            self._bar = progress_bar(total=progress.total_bytes, unit="B")
+        self._bar.set_postfix_str(f"{progress.documents} documents", refresh=False)
+        self._bar.update(progress.read_bytes - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
 @command(Request, stopped="; no output is left in part", dashes=True)
 def main(request: Request) -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
@@ -328,34 +357,3 @@ def _options(args: Request) -> PreprocessOptions:
         shard=parse_shard(args.shard, os.environ) if args.shard else None,
         document_bytes=args.max_document_mib << 20,
     )
-
-
-class _Display:
-    """A bar where a person watches, else one line every ``interval`` documents."""
-
-    def __init__(self, interval: int) -> None:
-        self._interval = max(1, interval)
-        self._next = self._interval
-        self._bar: Any = None
-
-    def __call__(self, progress: Progress) -> None:
-        if sys.stderr.isatty():
-            self._draw(progress)
-        elif progress.documents >= self._next:
-            self._next = (progress.documents // self._interval + 1) * self._interval
-            share = 100 * progress.read_bytes / max(1, progress.total_bytes)
-            print(
-                f"processed {progress.documents} documents, {share:.0f} % ({progress.rates()})",
-                file=sys.stderr,
-            )
-
-    def _draw(self, progress: Progress) -> None:
-        if self._bar is None:
-            self._bar = progress_bar(total=progress.total_bytes, unit="B")
-        self._bar.set_postfix_str(f"{progress.documents} documents", refresh=False)
-        self._bar.update(progress.read_bytes - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None

@@ -17,8 +17,6 @@ change the study's own numbers. In the script of a Slurm job, cells are started 
 0: the study is complete; 2: bad arguments; 1: no cell has finished; 128+n: stopped by signal n.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

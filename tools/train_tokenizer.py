@@ -14,8 +14,6 @@ Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 
 Ctrl-C and SIGTERM.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

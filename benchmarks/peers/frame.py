@@ -19,7 +19,7 @@ from common.checkpoint.state import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
 from common.dataset import Batch, Tokens
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError, GPT2Error, report
 from common.log import start_log
 from common.parallel.learning_rate import learning_rate
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
@@ -255,6 +255,5 @@ def main(peer: type[Peer], words: list[str] | None = None) -> int:
         refuse(config, peer)
         train(config, process, engines={"native": peer})
     except (GPT2Error, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
+        return report(error)
     return 0

@@ -99,7 +99,7 @@ class DoctorRequest:
 
     @property
     def address(self) -> str | None:
-        """Where the hosts meet, as is ``port``."""
+        """Meeting place of the hosts, as is ``port``."""
         return parse_master(self.master)[0]
 
     @property
