@@ -17,9 +17,15 @@ Exit codes: 0 no check has failed, 1 some have, 2 bad arguments or no such devic
 stopped by Ctrl-C and SIGTERM. Both files are written then, too.
 """
 
-from __future__ import annotations
+import sys
+from pathlib import Path
 
-import argparse
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from common.program import start
+
+    start(__file__)
+
 import contextlib
 import importlib.util
 import json
@@ -28,24 +34,17 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from common.interrupts import end_at_interrupts, exiting_at_sigterm, run_script
-
-if __name__ == "__main__":
-    end_at_interrupts()
-
-from common.errors import ConfigError, DeviceError, GPT2Error, RunError, report
+from common.errors import ConfigError, DeviceError, RunError
+from common.flags import flag
+from common.paths import ROOT
+from common.program import command
 
 CHECKS = ROOT / "benchmarks" / "first_contact" / "checks.yaml"
 PROBES = "benchmarks/first_contact/probes.py"
@@ -68,6 +67,18 @@ WORDS = {
     "probes": PROBES,
     "pages": "docs/config_reference.md docs/training.md docs/layouts.md docs/launching.md",
 }
+
+
+@dataclass(kw_only=True)
+class Request:
+    device: Literal["cpu", "cuda", "npu"] | None = flag("kind of device to check")
+    backend: Literal["torch", "mindspore"] = flag("framework", default="torch")
+    out: Path = flag("DIR: folder of results and logs", default=Path("output/first_contact"))
+    budget: float = flag("S: seconds in all", default=540.0)
+    only: tuple[str, ...] = flag("NAME: check to run, also again", action="append", default=())
+    resume: bool = flag("keep the checks that --out holds")
+    wheels: Path | None = flag("DIR: folder to fetch wheels into, or with --device to install from")
+    machine: str = flag("NAME: processor to fetch for", default="x86_64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +180,8 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir()
     start = time.monotonic()
-    for command in check.commands():
-        filled = place.fill(command, here)
+    for words in check.commands():
+        filled = place.fill(words, here)
         launch = Launch(command=(sys.executable, *shlex.split(filled)), environment=check.env)
         limit = min(LIMIT, left) - (time.monotonic() - start)
         outcome = run_launches([launch], here / LAUNCHER_LOG, limit)
@@ -260,7 +271,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             cells = ["", "", ""]
 
 
-def run_all(arguments: argparse.Namespace) -> int:
+def run_all(arguments: Request) -> int:
     """Run the checks, save each, and write both files. Returns the exit code."""
     start, out = time.monotonic(), arguments.out
     if (out / ROWS).exists() and not arguments.resume:
@@ -397,45 +408,13 @@ def _is_installed(name: str) -> bool:
     return False
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add, folder = parser.add_argument, dict[str, Any](type=Path, metavar="DIR")
-    out = Path("output/first_contact")
-    add("--device", choices=("cpu", "cuda", "npu"), help="kind of device to check")
-    add(
-        "--backend",
-        choices=("torch", "mindspore"),
-        default="torch",
-        help="framework (default: torch)",
-    )
-    add("--out", default=out, help=f"folder of results and logs (default: {out})", **folder)
-    add("--budget", type=float, default=540.0, metavar="S", help="seconds in all (default: 540)")
-    add("--only", action="append", default=[], metavar="NAME", help="check to run, also again")
-    add("--resume", action="store_true", help="keep the checks that --out holds")
-    add("--wheels", help="folder to fetch wheels into, or with --device to install from", **folder)
-    add(
-        "--machine",
-        default="x86_64",
-        metavar="NAME",
-        help="processor to fetch for (default: x86_64)",
-    )
-    arguments = parser.parse_args(words)
-    arguments.out = arguments.out.resolve()
-    try:
-        if arguments.device:
-            with contextlib.chdir(ROOT), exiting_at_sigterm():
-                return run_all(arguments)
-        if not arguments.wheels:
-            parser.error("give --device, or --wheels to fetch wheels for another machine")
-        fetch(arguments.wheels, arguments.machine)
-    except GPT2Error as error:
-        return report(error)
+@command(Request, stopped="; --resume continues")
+def main(request: Request) -> int:
+    request.out = request.out.resolve()
+    if request.device:
+        with contextlib.chdir(ROOT):
+            return run_all(request)
+    if not request.wheels:
+        raise ConfigError("give --device, or --wheels to fetch wheels for another machine")
+    fetch(request.wheels, request.machine)
     return 0
-
-
-if __name__ == "__main__":
-    run_script(main)
