@@ -110,6 +110,7 @@ USERS = {
         "tools/hccl_tools.py": "name and address of this host",
     },
     "subprocess.Popen": {
+        "benchmarks/first_contact/probes.py": "a server, and clients beside it",
         "benchmarks/interleaved.py": "systems that take turns",
         "benchmarks/overhead.py": "ranks that take turns",
         "common/launcher/host_list.py": "ssh to each host",
@@ -138,6 +139,7 @@ USERS = {
     },
     "threading.Thread": {
         "benchmarks/conversion.py": "watches memory",
+        "common/checkpoint/writer.py": "writes while training continues",
         "common/dataset/prefetch.py": "reads the next batches",
         "common/dataset/workers.py": "ends a worker with its parent",
         "common/doctor/machine.py": "a name server that may hang",
@@ -148,7 +150,6 @@ USERS = {
         "common/processes/process_tree.py": "waits for a child",
         "common/serving/server.py": "the HTTP server",
         "common/study/this_machine.py": "the other end of a loopback connection",
-        "common/training/checkpoint_writer.py": "writes while training continues",
         "common/training/stop.py": "Ctrl-C beside MindSpore",
     },
     "os.open": {
