@@ -39,6 +39,10 @@ ONE_SIDED_FILES = {
 
 DIFFERENCES = {
     "base_engine.py": {"QueuedStep": "tensors of MindSpore; torch's engine keeps functions"},
+    "checkpoint.py": dict.fromkeys(
+        ("Copy", "Staging", "copy_at_once"),
+        "torch copies through pinned memory; MindSpore makes arrays of tensors by itself",
+    ),
     "data.py": dict.fromkeys(
         ("pin_batch", "split", "to_device"),
         "torch copies a global batch once and splits it on the device; MindSpore's takes arrays",
