@@ -271,7 +271,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             cells = ["", "", ""]
 
 
-def run_all(arguments: Request) -> int:
+def run_all(arguments: Request, kind: str) -> int:
     """Run the checks, save each, and write both files. Returns the exit code."""
     start, out = time.monotonic(), arguments.out
     if (out / ROWS).exists() and not arguments.resume:
@@ -292,11 +292,11 @@ def run_all(arguments: Request) -> int:
     if unknown := set(arguments.only) - checks.keys():
         raise ConfigError(f"--only {min(unknown)}: expected one of {', '.join(checks)}")
     place = Place(
-        kind=arguments.device,
+        kind=kind,
         backend=arguments.backend,
         out=out,
-        device=ask_device(arguments.device, arguments.backend),
-        words=tree["words"][arguments.device],
+        device=ask_device(kind, arguments.backend),
+        words=tree["words"][kind],
     )
     out.mkdir(parents=True, exist_ok=True)
     for name, config in tree["configs"].items():
@@ -413,7 +413,7 @@ def main(request: Request) -> int:
     request.out = request.out.resolve()
     if request.device:
         with contextlib.chdir(ROOT):
-            return run_all(request)
+            return run_all(request, request.device)
     if not request.wheels:
         raise ConfigError("give --device, or --wheels to fetch wheels for another machine")
     fetch(request.wheels, request.machine)
