@@ -1,5 +1,4 @@
-"""Compile a training step, an evaluation and a step of decoding to binaries for an H100, without
-a GPU.
+"""Compile a training step and an evaluation to binaries for an H100, without a GPU.
 
     python benchmarks/gpu_lowering.py [CASE ...]
 
