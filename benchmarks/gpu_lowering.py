@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.accelerators import require_accelerator
 from common.config.resolved import as_run
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from common.interrupts import run_script
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.planner.fitting import with_fitting
@@ -221,7 +221,7 @@ def lower_training(config: ResolvedRun, layers: int = 1, *, validates: bool = Tr
 def cases() -> Iterator[tuple[str, ResolvedRun]]:
     """Runs by name: presets that fit, with the micro batch that the plan chooses, then options."""
     for path in sorted(PRESETS.glob("run_gpt2*.yaml")):
-        with suppress(ConfigError):
+        with suppress(ConfigError, CheckpointError):  # no single GPU, or weights that are not here
             config = with_fitting(_resolved(path), DEVICE)
             limit = memory_limit(config, DEVICE)
             if limit is not None and make_plan(config).peak < limit:
