@@ -165,7 +165,10 @@ def lowering(*, binaries: bool) -> Iterator[list[Graph]]:
             patch.object(torch._inductor.compile_fx, "get_input_idxs_to_check", lambda *_: ()),
             patch.object(GraphLowering, "_compile_to_module", lower),
             patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
-            torch._functorch.config.patch(enable_autograd_cache=False),
+            torch._functorch.config.patch(
+                enable_autograd_cache=False,
+                graphsafe_rng_functionalization=False,  # reads a generator of the device
+            ),
             torch._inductor.config.patch(
                 fx_graph_cache=False,
                 compile_threads=1,

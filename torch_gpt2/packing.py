@@ -25,16 +25,20 @@ def document_numbers(ids: Tensor, eod: int) -> Tensor:
 
     The end-of-document token belongs to the document that it ends.
     """
-    ends = (ids == eod).long()
-    return ends.cumsum(1) - ends
+    # a sum comes last, which torch's compiler keeps: flex_attention takes no formula of its graph
+    return _follows(ids, eod).long().cumsum(1)
 
 
 def document_positions(ids: Tensor, eod: int) -> Tensor:
     """Return the position of each token in its document, (B, T) -> (B, T)."""
     places = torch.arange(ids.shape[1], device=ids.device)
-    follows = (ids == eod).roll(1, 1) & (places > 0)
-    starts = torch.where(follows, places, 0).cummax(1).values
+    starts = torch.where(_follows(ids, eod), places, 0).cummax(1).values
     return places - starts
+
+
+def _follows(ids: Tensor, eod: int) -> Tensor:
+    """Return whether each token follows the end of a document, (B, T) -> (B, T)."""
+    return (ids == eod).roll(1, 1) & (torch.arange(ids.shape[1], device=ids.device) > 0)
 
 
 def document_mask(documents: Tensor) -> Tensor:

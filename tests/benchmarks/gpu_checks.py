@@ -21,7 +21,7 @@ from common.resolve.derive import resolve_config
 LAYERS, WIDTH, WINDOW, WINDOWS, ROWS = 4, 64, 1024, 4, 50_304
 
 
-def run(precision: Any = "bf16") -> ResolvedRun:
+def run(precision: Any = "bf16", **sections: Any) -> ResolvedRun:
     return resolve_config(
         build_config(
             {
@@ -36,6 +36,7 @@ def run(precision: Any = "bf16") -> ResolvedRun:
                 },
                 "train": {"max_steps": 1, "micro_batch_size": WINDOWS, "global_batch_size": 8},
                 "optimizer": {"learning_rate": 1e-3},
+                **sections,
             }
         )
     )
@@ -47,6 +48,13 @@ def test_every_kernel_of_a_block_has_a_binary() -> None:
     assert [graph.calls for graph in graphs] == [1, 1, 1], "forward, backward and validation"
     kernels = [kernel for graph in graphs for kernel in graph.kernels]
     assert len(kernels) > 20 and all(kernel.size > 1000 for kernel in kernels)
+
+
+def test_documents_are_kept_apart_within_the_graphs() -> None:
+    """flex_attention's kernel takes a result of its graph, but not a formula of results."""
+    with lowering(binaries=False) as graphs:
+        lower_training(run(data={"eod_id": 50256, "reset_attention_mask": True}))
+    assert [graph.calls for graph in graphs] == [1, 1, 1]
 
 
 @pytest.fixture(scope="module")
