@@ -14,6 +14,7 @@ from common.checkpoint.snapshot import (
     padded_rows,
 )
 from common.config.resolved import ResolvedModel
+from common.log import LOG
 from common.training.checkpoint_reader import CheckpointReader
 from common.weights.pieces import TensorSlice
 from torch_gpt2.optimizer import local_shard
@@ -55,7 +56,13 @@ class Staging:
     def _take(self, numbers: int) -> Tensor:
         if numbers > len(self._rest):
             size = max(_BLOCK, 1 << (numbers - 1).bit_length())
-            self._rest = torch.empty(size, dtype=torch.float32, pin_memory=True)
+            try:
+                self._rest = torch.empty(size, dtype=torch.float32, pin_memory=True)
+            except RuntimeError as error:
+                LOG.warning(
+                    f"checkpoints: no more memory can be pinned ({error}); saves wait longer"
+                )
+                self._rest = torch.empty(size, dtype=torch.float32)
         taken, self._rest = self._rest[:numbers], self._rest[numbers:]
         return taken
 

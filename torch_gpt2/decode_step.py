@@ -110,13 +110,14 @@ class DecodeStep:
         last = max((column for column in columns if column < unread), default=0)
         keys = min(unread, max(_FEWEST_KEYS, 1 << last.bit_length()))
         if keys not in self._steps:
-            step = partial(self.compute, self._inputs, keys)
+            step = partial(_compute, self._layers, self._inputs, keys)  # without a cycle to self
             self._steps[keys] = self._device.capture(step, self._memory)
         return self._layers.read(self._steps[keys]())[list(rows)]
 
-    def compute(self, inputs: Tensor, keys: int) -> Tensor:
-        """Map tokens and columns (2, R) to logits (R, vocab_size), and remember the tokens."""
-        return self._layers.logits(self._layers.hidden(inputs, keys)[:, 0])
+
+def _compute(layers: Layers, inputs: Tensor, keys: int) -> Tensor:
+    """Map tokens and columns (2, R) to logits (R, vocab_size), and remember the tokens."""
+    return layers.logits(layers.hidden(inputs, keys)[:, 0])
 
 
 class Layer:

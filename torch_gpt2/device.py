@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,10 @@ _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 _CANN = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 """Set by CANN's set_env.sh."""
+
+
+_CAPTURING = Lock()
+"""A process makes one graph at a time."""
 
 
 def attention_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,6 +175,11 @@ class TorchDevice:
         """Return the memory that graphs share which live equally long and run in turns."""
         return self.module.graph_pool_handle() if self.kind == "cuda" else None
 
+    @cached_property
+    def _stream_aside(self) -> Any:
+        """Stream for captures. cuBLAS keeps memory for each stream that it has seen."""
+        return self.module.Stream()
+
     def capture(self, step: Callable[[], Tensor], memory: Any) -> Callable[[], Tensor]:
         """Return ``step`` as a CUDA graph, or as it is on other devices.
 
@@ -178,14 +188,16 @@ class TorchDevice:
         """
         if self.kind != "cuda":
             return step
-        current, aside = self.module.current_stream(), self.module.Stream()
-        aside.wait_stream(current)
-        with self.module.stream(aside):
-            step()  # what libraries allocate or choose at first must not be in the graph
-        current.wait_stream(aside)
-        graph = self.module.CUDAGraph()
-        with self.module.graph(graph, pool=memory):
-            result = step()
+        with _CAPTURING:
+            current, aside = self.module.current_stream(), self._stream_aside
+            aside.wait_stream(current)
+            with self.module.stream(aside):
+                step()  # what libraries allocate or choose at first must not be in the graph
+            current.wait_stream(aside)
+            graph = self.module.CUDAGraph()
+            options = {"pool": memory, "stream": aside, "capture_error_mode": "thread_local"}
+            with self.module.graph(graph, **options):
+                result = step()
 
         def replay() -> Tensor:
             graph.replay()

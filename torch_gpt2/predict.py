@@ -79,6 +79,9 @@ class Decoder:
         self._column = 0
         if room and not self._step:
             self._layers.allocate(len(prompts), longest + room)
+        for layer in self._layers.blocks if room and self._step else ():
+            layer.keys.zero_()  # a step multiplies later columns by 0, which leaves a NaN of a text
+            layer.values.zero_()
         self._mask = None
         if any(begins):
             seen = torch.arange(longest + room)[None] >= torch.tensor(begins)[:, None]

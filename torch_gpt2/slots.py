@@ -48,6 +48,8 @@ class Slots:
         for layer in self._layers.blocks:
             q, k, v = layer.heads(x)
             layer.keys[rows, :, reuse:end], layer.values[rows, :, reuse:end] = k, v
+            if self._fixed:  # a step multiplies later columns by 0, which leaves a NaN of a text
+                layer.keys[rows, :, end:] = layer.values[rows, :, end:] = 0
             x = layer.finish(x, q, layer.keys[rows, :, :end], layer.values[rows, :, :end], mask)
         if observe is not None:
             for first in range(0, end - reuse, ROWS_AT_ONCE):

@@ -99,6 +99,7 @@ class Saver:
 
     def _save(self, state: TrainState) -> None:
         beat(state.step, "saving")
+        self._writer.wait()  # it would wait later, and arrays that it still reads would be copied
         snapshot = self._take(state)
         if snapshot is not None:
             self._writer.save(snapshot)

@@ -66,7 +66,7 @@ CUDA: dict[str, Any] = {
     "stream": lambda stream: nullcontext(),
     "graph_pool_handle": Mock(),
     "CUDAGraph": Mock,
-    "graph": lambda graph, pool: FakeDevice.capturing(),
+    "graph": lambda graph, **_: FakeDevice.capturing(),
 }
 
 

@@ -115,9 +115,9 @@ def test_validation_generation_and_serving_mix_no_devices(precision: str) -> Non
         slots.admit(2, [1, 2, 3, 4], reuse=2, observe=lambda place, _: seen.append(place))
         slots.copy(2, 1, 3)
         shapes.append(slots.step([0, 1, 2], [1, 2, 3], [3, 3, 4]).shape)
-        captures = device.capture(lambda: torch.ones(1, device="cuda"))
+        captures = device.capture(lambda: torch.ones(1, device="cuda"), None)
         assert captures().shape == (1,)
         with pytest.raises(AssertionError, match=r"lift_fresh.* in a CUDA graph"):
-            device.capture(lambda: torch.tensor([1.0], device="cuda"))
+            device.capture(lambda: torch.tensor([1.0], device="cuda"), None)
     assert shapes == [(3, 101)] * 5 and seen == [2]
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -2,6 +2,9 @@
 step of a CPU.
 """
 
+import gc
+import math
+import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -100,6 +103,35 @@ def test_a_full_row_does_not_change_its_neighbours(model: GPT2) -> None:
     ]
 
 
+def test_what_an_earlier_text_left_does_not_matter(model: GPT2) -> None:
+    """A text with float16 that overflows leaves NaN, and 0 times NaN is NaN."""
+    decoder, slots = Decoder(model, ACCELERATOR, 1), Slots(model, ACCELERATOR, 2)
+    expected = Decoder(model, CPU, 1)
+    first = expected.start([[5, 6, 7]], 2)[0], expected.step([8])[0]
+    for blocks in (decoder._layers.blocks, slots._layers.blocks):
+        for layer in blocks:
+            layer.keys[:, :, : model.config.max_positions] = math.nan
+            layer.values[:, :, : model.config.max_positions] = math.nan
+    of_decoder = decoder.start([[5, 6, 7]], 2)[0], decoder.step([8])[0]
+    of_slots = slots.admit(1, [5, 6, 7], 0, None), slots.step([1], [8], [3])[0]
+    for found in (of_decoder, of_slots):
+        np.testing.assert_allclose(found, first, rtol=0, atol=2e-6)
+
+
+def test_a_decoder_that_is_dropped_gives_its_memory_back(model: GPT2) -> None:
+    decoder = Decoder(model, ACCELERATOR, 1)
+    decoder.start([[1]], 2)
+    decoder.step([1])
+    keys = weakref.ref(decoder._layers.blocks[0].keys)
+    captured.clear()
+    gc.disable()  # which does not look at an accelerator's memory
+    try:
+        del decoder
+        assert keys() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_mixed_load_in_slots(model: GPT2, window: int | None) -> None:
     given = mixed_prompts(101, None if window else 48)
@@ -134,7 +166,7 @@ def test_a_gpu_replays_what_it_has_captured() -> None:
         current_stream=lambda: stream("current"),
         Stream=lambda: stream("aside"),
         stream=lambda _: within("stream"),
-        graph=lambda _, pool: within("graph", pool=pool),
+        graph=lambda _, **options: within("graph", pool=options["pool"]),
         graph_pool_handle=lambda: 7,
     )
     device = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=module)
