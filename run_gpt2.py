@@ -104,19 +104,22 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> None:
     """Read and resolve the configuration, and run the mode; ModelArts does more around it."""
     from common.backends import begin, run_backend, serve_as_scheduler
-    from common.cluster.environment import find_process, is_scheduler
-    from common.modelarts.job import is_asked_for, run_job
+    from common.cluster.environment import is_scheduler
+    from common.log import LOG
+    from common.modelarts.job import is_asked_for, process_of_job, run_job
     from common.resolve.derive import resolve_mode
     from common.run_config import read_config
 
     raise_interrupts()
+    process = process_of_job(environ)
+    begin(process, job.remarks)
     file, mode, overrides = read_config(arguments.config), arguments.run_mode, arguments.overrides
     opened = file.open(overrides)
+    if process.rank == 0 and opened.remark:
+        LOG.info(opened.remark)
     if is_asked_for(opened.config, job, environ):
-        run_job(file, opened, mode, overrides, job, environ)
+        run_job(file, opened, mode, overrides, job, process, environ)
         return
-    process = find_process(environ)
-    begin(process, job.remarks, opened.remark)
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(mode, opened.config)
         return

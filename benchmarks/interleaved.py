@@ -9,10 +9,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2
 
 Answer = dict[str, Any]

@@ -33,17 +33,12 @@ _ENTRIES = {
 """Run mode -> module of a backend, with a function of that name."""
 
 
-def begin(process: Process, remarks: Iterable[str], origin: str | None) -> None:
-    """Start the log of a process. Rank 0 says what its arguments and its configuration leave out.
-
-    origin: line about the configuration of another system.
-    """
+def begin(process: Process, remarks: Iterable[str]) -> None:
+    """Start the log of a process, in which rank 0 says what is left out of its arguments."""
     start_log(rank=process.rank)
     if process.rank == 0:
         for remark in (*remarks, *process.remarks):
             LOG.warning(remark)
-        if origin:
-            LOG.info(origin)
 
 
 def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 class GPT2Error(Exception):
@@ -107,5 +108,9 @@ def report(error: Exception) -> int:
     A stop has no word "error" in front.
     """
     start = "" if isinstance(error, StopRequested) else "error: "
-    sys.stderr.write(f"{start}{error}\n")
+    try:
+        sys.stderr.write(f"{start}{error}\n")
+    except (OSError, ValueError, AttributeError):  # full, closed, or without a reader
+        with suppress(OSError):  # the interpreter's own flush would change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     return getattr(error, "exit_code", 1)

@@ -67,7 +67,7 @@ def _corpus_in(entry: str | float, key: str) -> str | float:
     """
     if not isinstance(entry, str) or not (folder := Path(entry)).is_dir():
         return entry
-    if folder.with_name(f"{folder.name}.idx").is_file():
+    if Path(f"{folder}.idx").is_file():
         return entry
     prefixes = sorted(
         path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file()

@@ -102,8 +102,12 @@ def command(
                 raise_interrupts()
                 with nullcontext() if stopped is None else exiting_at_sigterm():
                     return work(given) or 0
-            except BrokenPipeError:  # its reader has seen enough of the output
-                return 0
+            except BrokenPipeError as error:
+                try:
+                    sys.stdout.flush()
+                except BrokenPipeError:  # its reader has seen enough of the output
+                    return 0
+                return report(error)
             except (GPT2Error, OSError) as error:
                 return report(error)
             except (KeyboardInterrupt, SystemExit) as stop:

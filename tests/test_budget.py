@@ -155,6 +155,7 @@ USERS = {
     "os.open": {
         "common/conversion/gpt2_chinese.py": "lock of a folder",
         "common/dataset/index_cache.py": "a lock file that must be new",
+        "common/errors.py": "standard error that has failed",
         "common/files.py": "files that must be new, sync of folders",
         "common/launcher/rank_logs.py": "a log that may be a full pipe",
         "common/launcher/terminal.py": "standard streams that were closed",

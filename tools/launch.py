@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 from argparse import SUPPRESS
 from dataclasses import dataclass, replace
+from functools import cache
 
 import run_gpt2
 from common import whole_numbers
@@ -141,9 +142,9 @@ def launch(kind: str, words: list[str]) -> int:
     request = (parse_standalone if kind == "standalone" else parse_distribute)(
         positional, RUN_MODES, argv=argv, **arguments
     )
-    file = read_config(request.config)
+    read = cache(read_config)  # only once, and not where nothing is asked of it
     start = _certify if request.certify is not None else _start
-    return start(kind, request, lambda words: file.open(words).config)
+    return start(kind, request, lambda words: read(request.config).open(words).config)
 
 
 def _start(kind: str, request: LaunchRequest, load: Load) -> int:

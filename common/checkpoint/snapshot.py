@@ -74,11 +74,6 @@ def make_snapshot(
     )
 
 
-def true_rows(name: str, values: Array, model: ResolvedModel) -> Array:
-    """Cut off the rows that pad the vocabulary."""
-    return values[: model.vocab_size] if name == EMBEDDING else values
-
-
 def true_slice(name: str, piece: TensorSlice, model: ResolvedModel) -> TensorSlice:
     """Cut off the rows that pad the vocabulary, in a slice of a parameter."""
     return (

@@ -212,6 +212,8 @@ def _from_pod(name: str, field: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
 
 
+# ---- YAML ----
+
 _PLAIN = re.compile(r"[A-Za-z/][-A-Za-z0-9_./]*")
 _BREAKS = re.compile("[\x7f-\xa0\u2028\u2029\ufeff]")
 """Characters that YAML takes for line ends or refuses."""

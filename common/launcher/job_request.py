@@ -194,6 +194,3 @@ def _require_path(option: str, text: str) -> None:
         raise ConfigError(
             f"{option} {shortened(text)!r}: expected an absolute path without .. and colons"
         )
-
-
-# ---- YAML ----

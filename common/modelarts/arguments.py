@@ -125,7 +125,7 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
     """
     # not at the top: --help of run_gpt2.py, which imports this file, loads no library
     from common.log import LOG
-    from common.run_config import read_config
+    from common.systems.config import open_config
 
     if any(re.match("(--)?backend(=|$)", word) for word in argv):
         return False
@@ -137,7 +137,7 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
     asked += [_value_of(name, argv) or "" for name in ("device_target", "context.device_target")]
     name = _value_of("config", argv) or ""
     try:
-        opened = read_config(name if Path(name).is_file() else ROOT / name).open()
+        opened = open_config(name if Path(name).is_file() else ROOT / name)  # without a checkpoint
     except ConfigError:  # read again later, with all overrides
         return "Ascend" in asked
     config, context = opened.config, opened.ours.tree.get("context") or {}

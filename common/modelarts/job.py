@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.backends import begin, run_backend, serve_as_scheduler
+from common.backends import run_backend, serve_as_scheduler
 from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
@@ -39,20 +39,24 @@ def is_asked_for(config: RunConfig, job: ModelArtsJob, environ: Mapping[str, str
     return in_modelarts(environ) or job.output_url is not None or names_urls(config)
 
 
+def process_of_job(environ: Mapping[str, str]) -> Process:
+    """Return the place of this process; a single one if the ranks of its host are yet to start."""
+    return ALONE if must_start_ranks(environ) else find_process(environ)
+
+
 def run_job(
     file: ConfigFile,
     opened: Opened,
     run_mode: str,
     overrides: Sequence[str],
     job: ModelArtsJob,
+    process: Process,
     environ: Mapping[str, str],
 ) -> None:
     """Run a mode between the copies of its files, or start the ranks that do.
 
     opened: the configuration of ``file`` with these overrides.
     """
-    process = ALONE if must_start_ranks(environ) else find_process(environ)
-    begin(process, job.remarks, opened.remark)
     os.environ.update(platform_variables(process, environ))
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(run_mode, opened.config)

@@ -99,7 +99,7 @@ def test_output_that_is_lost_is_an_error_and_a_reader_that_leaves_is_not() -> No
         (ConfigError("x: wrong"), 2, "error: x: wrong\n"),
         (StorageError("full"), 1, "error: full\n"),
         (FileNotFoundError(2, "No such file", "a"), 1, "error: [Errno 2] No such file: 'a'\n"),
-        (BrokenPipeError(), 0, ""),
+        (BrokenPipeError(32, "Broken pipe"), 1, "error: [Errno 32] Broken pipe\n"),  # a socket
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C; nothing is left\n"),
         (signal.SIGTERM, 143, "stopped by SIGTERM; nothing is left\n"),
     ],

@@ -206,3 +206,11 @@ def test_mindformers_ascend_is_mindspores(
         assert mindformers_argv(given) == [*(["backend=mindspore"] if chosen else []), *given]
     said = "says backend: torch, which is used; for MindSpore give backend=mindspore" in caplog.text
     assert said is (text in ("backend: torch", "base: other.yaml"))
+
+
+def test_the_choice_of_a_backend_opens_no_checkpoint(tmp_path: Path) -> None:
+    """It comes before the overrides, and training begins with new weights."""
+    path = tmp_path / "run.yaml"
+    path.write_text("checkpoint: {init_from: hf://owner/name}\noutput_dir: out\n")
+    words = ["--config", str(path), "--device_target=Ascend"]
+    assert mindformers_argv(words)[-4:] == ["backend=mindspore", *words]
