@@ -103,7 +103,7 @@ def test_a_full_row_does_not_change_its_neighbours(model: GPT2) -> None:
     ]
 
 
-def test_what_an_earlier_text_left_does_not_matter(model: GPT2) -> None:
+def test_nan_of_an_earlier_text_ends_with_it(model: GPT2) -> None:
     """A text with float16 that overflows leaves NaN, and 0 times NaN is NaN."""
     decoder, slots = Decoder(model, ACCELERATOR, 1), Slots(model, ACCELERATOR, 2)
     expected = Decoder(model, CPU, 1)
