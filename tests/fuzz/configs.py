@@ -20,7 +20,7 @@ from common.config.load import save_config
 from common.config.schema import RunConfig
 from common.planner.plan import describe_plan, make_plan
 from common.resolve.derive import resolve_mode, written_ranks
-from common.run_config import load_config
+from common.systems.config import open_config
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import ROOT, Case
 from tests.fuzz.mutations import (
@@ -285,7 +285,7 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
 
     def check(config: RunConfig) -> str | None:
         save_config(config, folder / "again.yaml")
-        if load_config(folder / "again.yaml") != config:
+        if open_config(folder / "again.yaml").config != config:
             return "what is written is read back as another config"
         return (
             _not_float32(config)
@@ -314,7 +314,7 @@ def _nodes(tree: Any) -> Iterator[Any]:
 def _run(
     path: Path, words: list[str], run_mode: str, world_size: int | None, all_ranks: bool
 ) -> RunConfig:
-    config = load_config(path, words)
+    config = open_config(path, words).config  # without the checkpoint that a preset names
     size = world_size or written_ranks(config)
     resolved = resolve_mode(config, run_mode, world_size=size)
     if run_mode == "plan":

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "python tools/lm_eval.py": "hands its flags to another package, lm-evaluation-harness",
     "tensorboard": "is another package, and runs until it is stopped",
     "bash scripts/test.sh": "is the suite that this test belongs to",
+    "python benchmarks/gpu_lowering.py": "takes minutes; tests/benchmarks/test_gpu.py runs it",
     "make benchmark": "takes half an hour of an idle machine",
     "sbatch": "needs Slurm",
     "srun": "needs Slurm",

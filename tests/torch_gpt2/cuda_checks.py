@@ -22,6 +22,7 @@ from tests.host_waits import counted
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import build_model
+from torch_gpt2.packing import BlockAttention
 from torch_gpt2.predict import Decoder
 from torch_gpt2.slots import Slots
 
@@ -95,6 +96,12 @@ def test_a_number_that_the_host_reads_is_seen() -> None:
 
     with patch.object(Engine, "_update", reads), pytest.raises(DataDependentOutputException):
         train(make_config())
+
+
+@pytest.fixture(autouse=True)
+def plain_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention has no operators to look at; gpu_checks.py compiles it."""
+    monkeypatch.setattr(BlockAttention, "suits", staticmethod(lambda config, device: False))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -405,7 +405,7 @@ def test_a_second_run_in_the_same_folder_is_refused(start: Any, tmp_path: Path) 
         ({"data__train": "nowhere"}, DataError, "nowhere"),
         ({"data": {}}, ConfigError, "data.train is not given"),
         ({"model__vocab_size": 60}, DataError, "vocab_size is 60"),
-        ({"model__seq_length": 100_000}, DataError, "seq_length"),
+        ({"model__seq_length": 100_000, "model__dropout": 0.0}, DataError, "seq_length"),
         ({"train": {"micro_batch_size": 2}}, ConfigError, "length of the run is not given"),
         ({"device": "cuda"}, None, "device=cuda"),
         ({"device": "npu"}, None, "device=npu"),

@@ -232,7 +232,7 @@ def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: 
     (folder / "model.yaml").write_text(
         yaml.safe_dump(config | {"run": config["run"] | {"engine": engine}})
     )
-    fails("global_step is 2.0, and model.yaml says 5 updates")
+    fails("global_step is 2.0, and model.yaml says 5: they are of two runs")
     (folder / "model.yaml").write_text(yaml.safe_dump(config))
     with open_tensors(folder / "gpt2.ckpt") as found:
         kept = {

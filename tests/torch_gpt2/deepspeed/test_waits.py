@@ -39,7 +39,7 @@ def test_a_step_reads_its_losses_once() -> None:
     engine: Any = SimpleNamespace(
         optimizer=SimpleNamespace(param_groups=[{}]),
         config=SimpleNamespace(train=SimpleNamespace(micro_batch_size=2)),
-        device=SimpleNamespace(torch_device="cpu"),
+        device=SimpleNamespace(torch_device=torch.device("cpu")),
         world=SimpleNamespace(size=1, sum=lambda *values: values),
         predicted=lambda tokens: 8,
         _pairs=lambda pieces: [(None, None)] * len(pieces),
