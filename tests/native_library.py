@@ -49,7 +49,8 @@ def built(source: Path, name: str, libraries: Sequence[str]) -> Path:
         *(f"-l{library}" for library in libraries),
     ]
     files = [*sorted(source.parent.glob("*.[ch]pp")), Path(__file__)]
-    versions = [torch.__version__, torch.version.git_version, suffix]
+    # the library looks for torch's in the folder of the environment that built it
+    versions = [torch.__version__, torch.version.git_version, suffix, *library_paths()]
     digest = hashlib.sha256(
         repr(versions).encode() + b"".join(path.read_bytes() for path in files)
     ).hexdigest()[:16]

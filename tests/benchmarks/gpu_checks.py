@@ -63,6 +63,7 @@ def plain() -> Counts:
     return count_micro_batch(run(), 80 * GIB)
 
 
+@pytest.mark.campaign
 def test_the_compiled_loss_reads_each_logit_once_and_writes_its_slope(plain: Counts) -> None:
     config, counts = run(), plain
     tokens = WINDOW * WINDOWS
