@@ -10,9 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.checkpoint.snapshot import (
-    padded_rows,
-)
+from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
 from common.log import LOG
 from common.training.checkpoint_reader import CheckpointReader
@@ -21,12 +19,11 @@ from torch_gpt2.optimizer import local_shard
 
 Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
-
-
 Copy = Callable[[str, Tensor], Array]
 """Takes a tensor and its name; returns it as float32 on the host."""
 
 _BLOCK = 2**26
+"""Fewest numbers that are pinned at once, 256 MiB."""
 
 
 def copy_at_once(name: str, tensor: Tensor) -> Array:

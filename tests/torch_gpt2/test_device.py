@@ -5,6 +5,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from common.config.load import build_config
 from common.device import device_index
 from common.errors import ConfigError, DeviceError
 from common.resolve.derive import resolve_config
+from torch_gpt2 import checkpoint
 from torch_gpt2.device import TorchDevice, check_support, select_device
 
 
@@ -184,3 +186,21 @@ def test_a_gpu_compiles_where_triton_can_build(
     assert gpu.compiles
     del found["triton"]
     assert not gpu.compiles
+
+
+def test_without_memory_to_pin_a_snapshot_is_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = torch.empty
+
+    def refuse(*shape: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("no host memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(checkpoint, "_BLOCK", 8)
+    staging, tensors = checkpoint.Staging(), {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(9)}
+    copies = {name: staging.copy(name, tensor) for name, tensor in tensors.items()}
+    assert all((copies[name] == tensor.numpy()).all() for name, tensor in tensors.items())
+    assert "no host memory" in caplog.text

@@ -30,6 +30,7 @@ from common.training.loop import train
 from common.training.loss_scale import LossScale
 from common.training.metrics import MetricsWriter, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
+from common.training.saving import Saver
 from common.training.steps import Run
 from tests.config_overrides import changed
 
@@ -397,3 +398,20 @@ def test_a_last_row_without_its_newline_is_not_torn(tmp_path: Path) -> None:
 def test_a_manifest_of_the_loop_is_whole(tmp_path: Path) -> None:
     start(tmp_path)
     assert read_manifest(tmp_path / "checkpoints" / "step_00000020")["state"]["step"] == 20
+
+
+def test_a_snapshot_waits_for_the_save_before_it() -> None:
+    """Taken earlier, it would copy the arrays that the writer still reads."""
+    said: list[str] = []
+    writer: Any = SimpleNamespace(
+        wait=lambda: said.append("wait"),
+        save=said.append,
+        confirm=lambda step: None,
+    )
+
+    def take(state: TrainState) -> Any:
+        said.append("take")
+        return "save"
+
+    Saver(writer, take, vocabulary=101, saved_step=None).save_last(TrainState(step=3))
+    assert said == ["wait", "take", "save"]
