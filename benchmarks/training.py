@@ -119,14 +119,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.output_dir or Path(temporary)).resolve()
         name = STUDIES[arguments.device]
-        command = [sys.executable, str(ROOT / "tools" / "study.py"), *words]
+        command = [sys.executable, str(ROOT / "tools" / "study.py")]
         command += ["--config", str(ROOT / "benchmarks" / f"{name}.yaml")]
         command += ["--output_dir", str(folder / name)]
-        if "--plan" in words:
-            return subprocess.run(command, cwd=ROOT).returncode
-        command.append(f"data.train={write_random_tokens(folder)}")
-        code = subprocess.run(command, cwd=ROOT).returncode
-        if code:
+        if "--plan" not in words:
+            command.append(f"data.train={write_random_tokens(folder)}")
+        code = subprocess.run([*command, *words], cwd=ROOT).returncode
+        if code or "--plan" in words:
             return code
         study = read_study(folder / name)
         report(rows_of(study))

@@ -171,6 +171,14 @@ class TorchDevice:
 
         return wait
 
+    def moment(self) -> Any:
+        """Return an event at which the device has computed what it has been given so far. Those of
+        two moments know the milliseconds between them: ``first.elapsed_time(second)``.
+        """
+        event = self.module.Event(enable_timing=True)
+        event.record()
+        return event
+
     def graph_memory(self) -> Any:
         """Return the memory that graphs share which live equally long and run in turns."""
         return self.module.graph_pool_handle() if self.kind == "cuda" else None

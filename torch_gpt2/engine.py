@@ -106,6 +106,8 @@ class Engine(BaseEngine):
         """The scale of the next step; ``loss_scale`` is that after the last result."""
         self._under_way: Callable[[], StepResult] | None = None
         """Function that waits for the result of the last step, if that is not known."""
+        self._began: Any = None
+        """Moment at which an accelerator began the step under way."""
         self._lent: Snapshot | None = None
         """Arrays that the checkpoint writer may still be reading."""
         self._staging = Staging() if device.runs_ahead else None
@@ -264,6 +266,8 @@ class Engine(BaseEngine):
         when the device has the gradients of this step to compute, so that neither waits long.
         """
         self.step += 1
+        if self.device.runs_ahead and self._under_way is None:
+            self._began = self.device.moment()
         tokens = batch.tokens
         scale = self._device_scale.value
         self.optimizer.zero_grad(set_to_none=True)
@@ -291,8 +295,13 @@ class Engine(BaseEngine):
         factor = clip_factor(norm, self.config.optimizer.clip_grad) / scale
         self._update(list(gradients.values()), applied, factor, rate)
         self._device_scale.update(finite)
+        began, self._began = self._began, self.device.moment() if self.device.runs_ahead else None
+        ended = self._began
         numbers = self.device.fetch(torch.stack([loss, norm, applied.to(norm.dtype)]))
-        self._under_way = lambda: self._result(numbers(), rate, batch.samples)
+        self._under_way = lambda: replace(
+            self._result(numbers(), rate, batch.samples),
+            seconds=began.elapsed_time(ended) / 1000 if began is not None else None,
+        )
         return results
 
     def _update(

@@ -29,6 +29,8 @@ class StepResult:
     skipped: bool
     """Whether the weights did not change, because the gradient was not finite or beyond the limits.
     """
+    seconds: float | None = None
+    """Time that the device took. Where it is None, the host sees when a step ends."""
 
 
 class Engine(ABC):

@@ -124,12 +124,11 @@ class Steps:
             return
         run, state, config = self._run, self._state, self._run.config
         now = time.perf_counter()
-        seconds, self._since = (now - self._since) / len(results), now
+        seen, self._since = (now - self._since) / len(results), now
         if run.profile is not None and len(results) == self.under_way:
             run.profile.end(self._asked)
         memory = run.peak_memory()
         read = [self._batches.read.popleft() for _ in results]
-        speed = sum(batch.samples for batch in read) / len(read) / seconds
         waited = sum(batch.waited for batch in read) / len(results)
         for result, batch in zip(results, read, strict=True):
             state.step += 1
@@ -142,6 +141,8 @@ class Steps:
                 state, config.logging, result.loss, result.grad_norm, skipped=result.skipped
             )
             state.is_outlier = outlier and not result.skipped
+            seconds = result.seconds or seen
+            speed = batch.samples / seconds
             yield {
                 "step": state.step,
                 "loss": result.loss,

@@ -60,7 +60,7 @@ CUDA: dict[str, Any] = {
     "mem_get_info": lambda device=None: (80 * GIB, 80 * GIB),
     "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": lambda state, device="cuda": None,
-    "Event": Mock,
+    "Event": lambda **_: Mock(elapsed_time=lambda other: 1.0),
     "Stream": Mock,
     "current_stream": Mock(),
     "stream": lambda stream: nullcontext(),

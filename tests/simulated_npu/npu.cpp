@@ -25,6 +25,7 @@ constexpr c10::DeviceIndex kDevices = 8;
 constexpr size_t kAlignment = 64;
 
 thread_local c10::DeviceIndex current = 0;
+using Clock = std::chrono::steady_clock;
 
 // ---- places, streams and events: all work is done when a call returns
 
@@ -50,7 +51,17 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kNPU> {
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return getStream(stream.device()); }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Clock::time_point;
+    *static_cast<Clock::time_point*>(*event) = Clock::now();
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Clock::time_point*>(event);
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    auto passed = *static_cast<Clock::time_point*>(second) - *static_cast<Clock::time_point*>(first);
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void*) const override {}

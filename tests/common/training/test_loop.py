@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -273,6 +274,22 @@ def test_a_trace_has_steps_of_its_own(tmp_path: Path) -> None:
     assert run_loop(
         tmp_path / "other", 100, profile={"start": 8}, validation={}, checkpoint={}
     ).asked == [7, 1, 2]
+
+
+def test_the_device_s_own_time_of_a_step_is_taken(tmp_path: Path) -> None:
+    """The host sees the last two results at once, long after or soon after the device had them."""
+
+    class Timed(LateEngine):
+        def run(self, *arguments: Any) -> list[StepResult]:
+            return [replace(each, seconds=0.25) for each in super().run(*arguments)]
+
+        def finish(self) -> list[StepResult]:
+            return [replace(each, seconds=0.25) for each in super().finish()]
+
+    run_loop(tmp_path, 1, Timed)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert [row["step_time"] for row in rows] == [0.25] * 10
+    assert {row["tokens_per_second"] for row in rows} == {2 * 4 / 0.25}
 
 
 def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_path: Path) -> None:
