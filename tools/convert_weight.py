@@ -7,7 +7,7 @@
 
 FORMAT: hf, torch_gpt2 and mindspore (our own folder), megatron, megatron_core, fleetx, oneflow,
 gguf. mindformers and mindformers_r0.3 are a .ckpt, or the rank_N folders of a run with its strategy
-files. deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onnx is written only.
+files. deepspeed (Megatron-DeepSpeed) is read only, onnx is written only.
 """
 
 import sys

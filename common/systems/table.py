@@ -21,7 +21,6 @@ from common.systems.megatron import read as megatron, write as to_megatron
 from common.systems.mindformers import read as mindformers, write as to_mindformers
 from common.systems.oneflow import read as oneflow, write as to_oneflow
 from common.systems.onnx import write as to_onnx
-from common.systems.openai import read as openai
 from common.systems.strangers import stranger_at
 from common.systems.weight_format import WeightFormat
 from common.systems.weights import FLOATS
@@ -65,10 +64,6 @@ FORMATS: dict[str, WeightFormat] = {
     "mindformers": _of_mindformers("mindformers", "a checkpoint of MindFormers (.ckpt)"),
     "mindformers_r0.3": _of_mindformers(
         "mindformers_r0.3", "a checkpoint of MindFormers before 0.6 (.ckpt)"
-    ),
-    "openai": WeightFormat(
-        "a TensorFlow checkpoint of OpenAI's GPT-2", openai.detects, openai.open_openai,
-        holds_run=False,
     ),
     "fleetx": WeightFormat(
         "a checkpoint of PaddleFleetX", fleetx.detects, fleetx.open_fleetx, to_fleetx.write_fleetx,

@@ -348,7 +348,7 @@ def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             )
         assert not list(tmp_path.glob("*out*"))
 
-    fails(ConfigError, "--to openai: this format is read only", to="openai")
+    fails(ConfigError, "--to deepspeed: this format is read only", to="deepspeed")
     file.write_bytes(pickle.dumps({"gpt.decoder.norm.weight": np.zeros(2000), "x": Evil()}))
     fails(
         CheckpointError,
