@@ -90,6 +90,11 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     return _of_onnx(path) if format == "onnx" else _of_weights(path, format)
 
 
+def _require_readable(path: Path, format: str) -> None:
+    if format not in PROGRAMS and FORMATS[format].open is None:
+        raise CheckpointError(f"{path}: {explain(path, 'a model')}")
+
+
 def _tokenizer_of(run: Mapping[str, Any]) -> dict[str, Any]:
     data = run.get("data")
     found = data.get("tokenizer") if isinstance(data, Mapping) else None
@@ -101,8 +106,9 @@ def _of_export(folder: Path, *, verify: bool) -> Source:
     if record.format not in (*PROGRAMS, *FORMATS):
         raise CheckpointError(
             f"{folder / RECORD}: format {record.format!r} is not known here; expected"
-            f" {', '.join(PROGRAMS)} or gguf; update the toolkit"
+            f" {', '.join(PROGRAMS)}; update the toolkit"
         )
+    _require_readable(folder, record.format)
     return Source(
         path=folder,
         format=record.format,
@@ -119,6 +125,7 @@ def _of_onnx(path: Path) -> Source:
 
 
 def _of_weights(path: Path, format: str) -> Source:
+    _require_readable(path, format)
     opened = FORMATS[format].open_to_compute or FORMATS[format].open
     assert opened is not None
     with reading(path, CheckpointError), opened(path) as weights:

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.systems import own_folder
 from common.systems.deepspeed import read as deepspeed
 from common.systems.fleetx import read as fleetx, write as to_fleetx
-from common.systems.gguf import read as gguf, write as to_gguf
+from common.systems.gguf import write as to_gguf
 from common.systems.hugging_face import read as hugging_face, write as to_hugging_face
 from common.systems.megatron import read as megatron, write as to_megatron
 from common.systems.mindformers import read as mindformers, write as to_mindformers
@@ -85,8 +85,9 @@ FORMATS: dict[str, WeightFormat] = {
         write=to_onnx.write_onnx, dtypes=_QUANTIZED, holds_run=False, hugging_face_config=True,
     ),
     "gguf": WeightFormat(
-        "a GGUF file", gguf.detects, gguf.open_gguf, to_gguf.write_gguf,
-        open_to_compute=gguf.open_to_compute, dtypes=_QUANTIZED, holds_run=False,
+        "a GGUF file for llama.cpp",
+        lambda path: path.suffix == ".gguf" or any(path.glob("*.gguf")),
+        write=to_gguf.write_gguf, dtypes=_QUANTIZED, holds_run=False,
     ),
 }  # fmt: skip
 """Formats by their names for ``--from`` and ``--to`` of tools/convert_weight.py, in the order in
