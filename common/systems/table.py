@@ -14,12 +14,12 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.systems import own_folder
 from common.systems.deepspeed import read as deepspeed
-from common.systems.fleetx import read as fleetx, write as to_fleetx
+from common.systems.fleetx import read as fleetx
 from common.systems.gguf import write as to_gguf
 from common.systems.hugging_face import read as hugging_face, write as to_hugging_face
 from common.systems.megatron import read as megatron, write as to_megatron
 from common.systems.mindformers import read as mindformers, write as to_mindformers
-from common.systems.oneflow import read as oneflow, write as to_oneflow
+from common.systems.oneflow import read as oneflow
 from common.systems.onnx import write as to_onnx
 from common.systems.strangers import stranger_at
 from common.systems.weight_format import WeightFormat
@@ -66,8 +66,7 @@ FORMATS: dict[str, WeightFormat] = {
         "mindformers_r0.3", "a checkpoint of MindFormers before 0.6 (.ckpt)"
     ),
     "fleetx": WeightFormat(
-        "a checkpoint of PaddleFleetX", fleetx.detects, fleetx.open_fleetx, to_fleetx.write_fleetx,
-        holds_run=False,
+        "a checkpoint of PaddleFleetX", fleetx.detects, fleetx.open_fleetx, holds_run=False
     ),
     # before Megatron-LM, since it writes Megatron-LM's file of the last iteration too
     "deepspeed": WeightFormat(
@@ -76,8 +75,7 @@ FORMATS: dict[str, WeightFormat] = {
     "megatron": _of_megatron("megatron", "a checkpoint of Megatron-LM"),
     "megatron_core": _of_megatron("megatron_core", "a checkpoint of Megatron-Core"),
     "oneflow": WeightFormat(
-        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow,
-        to_oneflow.write_oneflow,
+        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow
     ),
     "onnx": WeightFormat(
         "an ONNX folder",

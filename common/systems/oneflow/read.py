@@ -15,7 +15,7 @@ from common.config.update_rules import RuleName, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
-from common.systems.oneflow.names import MOMENTS, NAME_MAP, SCALE, STEP, SYSTEM, moment_map
+from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, name_map
 from common.systems.oneflow.snapshot import DATA, read_all
 from common.systems.run_state import (
     NO_SCALE,
@@ -26,10 +26,44 @@ from common.systems.run_state import (
 )
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
-from common.weights.names import parameter_shapes
+from common.weights.names import EMBEDDING, parameter_shapes
 
+_BLOCK = "model-h{layer}-"
+NAME_MAP = name_map(
+    {
+        EMBEDDING: "model-wte",
+        POSITIONS: "model-wpe",
+        "ln_f": "model-layernorm_f-gamma|beta",
+        "ln_1": f"{_BLOCK}layernorm_1-gamma|beta",
+        "attn.qkv_proj": f"{_BLOCK}attn-c_attn-weight|bias",
+        "attn.c_proj": f"{_BLOCK}attn-c_proj-weight|bias",
+        "ln_2": f"{_BLOCK}layernorm_2-gamma|beta",
+        "mlp.c_fc": f"{_BLOCK}mlp-c_fc-weight|bias",
+        "mlp.c_proj": f"{_BLOCK}mlp-c_proj-weight|bias",
+    },
+    transposed=LINEAR,
+    fusion=Fusion.HEADS,
+)
+"""Linear weights are (in, out); c_attn holds query, key and value of each head in turn
+(GPT/oneflow_gpt/model.py).
+"""
+MOMENTS = {"exp_avg": "-m", "exp_avg_sq": "-v", "momentum_buffer": "-momentum"}
+"""Part of the optimizer's state -> suffix of the variable's name."""
+SYSTEM = "System-"
+"""Prefixes of the names of OneFlow's own variables."""
+STEP = "System-Train-TrainStep-"
+SCALE = "System-Train-DynamicLossScale-"
 _SNAPSHOT = re.compile(r"iter(\d{1,15})_snapshot|last_snapshot")
 _TABLE = NAME_MAP.global_rows[0].theirs
+
+
+def moment_map(part: str) -> NameMap:
+    """Return the map of names of a part of the optimizer's state."""
+    global_rows, layer_rows = (
+        tuple(replace(row, theirs=row.theirs + MOMENTS[part]) for row in rows)
+        for rows in (NAME_MAP.global_rows, NAME_MAP.layer_rows)
+    )
+    return replace(NAME_MAP, global_rows=global_rows, layer_rows=layer_rows)
 
 
 def find_snapshot(path: Path) -> Path | None:

@@ -15,14 +15,13 @@ from pathlib import Path
 
 from common.errors import CheckpointError
 from common.structured_files import read_bytes
-from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, TensorKind, map_file
+from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, map_file
 
 DATA, META = "out", "meta"
 _TYPES = {
     "kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16",
     "kInt8": "int8", "kInt32": "int32", "kInt64": "int64", "kUInt8": "uint8",
 }  # fmt: skip
-_WORDS = {ours: theirs for theirs, ours in _TYPES.items()}
 _META = re.compile(
     r"\s*shape\s*\{(?P<dims>(?:\s*dim\s*:\s*\d{1,18})*)\s*\}\s*data_type\s*:\s*(?P<type>\w+)\s*"
 )
@@ -66,12 +65,6 @@ def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
         return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
     except ValueError as error:  # a shape that an array cannot have
         raise CheckpointError(f"{folder / META}: {error}; copy it again") from None
-
-
-def meta_of(tensor: TensorKind) -> str:
-    """Return the content of ``meta``."""
-    dims = "".join(f"  dim: {size}\n" for size in tensor.shape)
-    return f"shape {{\n{dims}}}\ndata_type: {_WORDS[tensor.dtype]}\n"
 
 
 def read_all(

@@ -13,7 +13,7 @@ from common.evaluation.detokenize import DETOKENIZERS
 from common.flags import make_parser
 from common.systems.config import COMMAND_LINES, DIALECTS
 from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
-from common.systems.oneflow.names import MOMENTS as OF_ONEFLOW
+from common.systems.oneflow.read import MOMENTS as OF_ONEFLOW
 from common.tokenizer import TOKENIZERS
 from common.training.report import STYLES
 from common.training.tracker_process import STORES

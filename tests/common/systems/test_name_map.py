@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.systems.fleetx import names as fleetx
+from common.systems.fleetx import parts as fleetx
 from common.systems.hugging_face import names as hugging_face
 from common.systems.megatron import names as megatron
 from common.systems.mindformers import names as mindformers

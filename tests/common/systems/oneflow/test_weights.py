@@ -22,10 +22,8 @@ from google.protobuf import (  # noqa: E402
     text_format,
 )
 
-from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
-from tests.common.conversion.test_convert import random_weights  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
 LAYERS, WIDTH, HEADS, POSITIONS, VOCABULARY, ROWS = 2, 12, 3, 7, 13, 16
@@ -167,45 +165,6 @@ def test_the_last_snapshot_is_taken(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "iter20_snapshot", tmp_path / "last_snapshot")
     with FORMATS["oneflow"].open(tmp_path) as found:
         assert found.run is not None and found.run["state"]["step"] == 100
-
-
-def test_written_files_are_read_by_protobuf_and_back(tmp_path: Path) -> None:
-    """Our snapshot holds what transformers' weights become by OneFlow's rules, bit for bit."""
-    snapshot_of(tmp_path / "theirs")
-    for source, target in (("theirs", "ours"), ("ours", "own"), ("own", "again")):
-        convert(
-            tmp_path / source, tmp_path / target, source_format=None,
-            target_format="torch_gpt2" if target == "own" else "oneflow", dtype=None, verify=True,
-        )  # fmt: skip
-    expected = {path.name: path for path in (tmp_path / "theirs").glob("*/*")}
-    written = {path.name: path for path in (tmp_path / "again").glob("*/*")}
-    assert written.keys() == expected.keys()
-    for name, path in expected.items():
-        if not path.is_dir():
-            continue
-        meta = text_format.Parse((written[name] / "meta").read_text(), META())
-        theirs = text_format.Parse((path / "meta").read_text(), META())
-        data = (path / "out").read_bytes()
-        if name.startswith("model-wte"):  # without the rows of padding
-            theirs.shape.dim[0] = VOCABULARY
-            data = data[: VOCABULARY * WIDTH * 4]
-        assert meta == theirs
-        assert (written[name] / "out").read_bytes() == data, name
-
-
-def test_bfloat16(tmp_path: Path) -> None:
-    model = ModelConfig(
-        num_layers=1, hidden_size=8, num_heads=2, seq_length=5, max_positions=5,
-        vocab_size=11, ffn_hidden_size=32,
-        embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
-    )  # fmt: skip
-    weights = random_weights(model, "bfloat16", 0)
-    assert FORMATS["oneflow"].write is not None
-    FORMATS["oneflow"].write(tmp_path, weights, None)
-    assert "data_type: kBFloat16" in (tmp_path / "iter0_snapshot/model-wpe/meta").read_text()
-    with FORMATS["oneflow"].open(tmp_path) as found:
-        for name, weight in weights.tensors.items():
-            np.testing.assert_array_equal(found.tensors[name].load(), weight.load())
 
 
 def cut(folder: Path) -> None:
