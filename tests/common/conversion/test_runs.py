@@ -261,9 +261,7 @@ def test_every_format_that_holds_a_run_is_tested_here() -> None:
             "megatron",
             "megatron_core",
         ),
-        # read only: tests/common/systems has the files of DeepSpeed and OneFlow
-        "deepspeed",
-        "oneflow",
+        *("deepspeed", "oneflow"),  # read only: tests/common/systems has their own files
     }
 
 
