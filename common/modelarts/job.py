@@ -65,7 +65,7 @@ def run_job(
     ranks = () if url is None else ranks_to_copy(process, environ, one_process=job.one_process)
     words = [*overrides, *bring_files(opened.config, overrides, url, ranks, environ)]
     config = file.open(words).config
-    with output_copied(url, Path(config.output_dir), ranks, environ):
+    with output_copied(url, Path(config.output_dir), ranks):
         if must_start_ranks(environ) and not job.one_process:
             start_ranks(file, run_mode, words, environ, url=url)
         else:
@@ -181,10 +181,10 @@ def start_ranks(
         limit = config.runtime.return_limit if number else connect_limit(environ)
         folder, ranks = Path(config.output_dir), tuple(place.rank for place in places.own)
         if url is not None and number and 0 in ranks:
-            send_checkpoint(url, folder, environ)
+            send_checkpoint(url, folder)
         found = meet_all(job.hosts, attempt=number, limit=limit)
         if url is not None and (number or found) and 0 not in ranks:
-            bring_output(url, folder, ranks=ranks, environ=environ)
+            bring_output(url, folder, ranks)
         return Attempt(job=replace(job, phase=str(found)), number=found)
 
     if code := run_attempts(prepare, most=most, folder=Path(config.output_dir)):
