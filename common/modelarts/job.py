@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.backends import run_backend, serve_as_scheduler
-from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
+from common.backends import run_backend
+from common.cluster.environment import ALONE, Process, find_process, in_modelarts
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
@@ -58,9 +58,6 @@ def run_job(
     opened: the configuration of ``file`` with these overrides.
     """
     os.environ.update(platform_variables(process, environ))
-    if is_scheduler(environ):  # msrun starts it with the same command as the ranks
-        serve_as_scheduler(run_mode, opened.config)
-        return
     url = output_url(opened.config, job.output_url)
     ranks = () if url is None else ranks_to_copy(process, environ, one_process=job.one_process)
     words = [*overrides, *bring_files(opened.config, overrides, url, ranks, environ)]
@@ -81,8 +78,6 @@ def ranks_to_copy(
     one_process: every host runs the same program by itself, and only the first host's output is
     copied.
     """
-    if is_scheduler(environ):
-        return ()
     if not must_start_ranks(environ):
         if process.local_rank != 0:
             return ()

@@ -57,6 +57,8 @@ def test_each_file_is_opened_once(tmp_path: Path, corpus_prefix: Path) -> None:
         "predict": ("run_gpt2", ["--config", CONFIG, "--run_mode", "predict", *run]),
         "plan": ("run_gpt2", ["--config", LARGE, "--run_mode", "plan"]),
         "launch": ("tools.launch", ["distribute", "none", CONFIG, "[0,2]", "train", *run]),
+        "standalone": ("tools.launch", ["standalone", CONFIG, "0", "plan", *run]),
+        "mindformer": ("run_mindformer", ["--config", CONFIG, "--run_mode", "plan", *run]),
         "study": ("tools.study", ["--config", f"{tmp_path}/study.yaml", "--plan"]),
     }
     done = subprocess.run(
