@@ -51,14 +51,15 @@ def main(
     try:
         job = translate(sys.argv[1:] if argv is None else argv, environ)
         arguments = parse_arguments(job.argv, program=program, more=more)
+        arguments.file = file
         if arguments.show_config:
-            show_config(arguments, file)
+            show_config(arguments)
         elif arguments.run_mode == "plan" or is_asked("DRY_RUN"):
-            plan(arguments, environ, file)
+            plan(arguments, environ)
         elif arguments.certify is not None:
             return certify(arguments, environ)
         else:
-            run(arguments, job, environ, file)
+            run(arguments, job, environ)
     except (GPT2Error, OSError) as error:  # OSError: a disk that is full or gone
         return report(error)
     except KeyboardInterrupt:
@@ -67,28 +68,24 @@ def main(
     return 0
 
 
-def show_config(arguments: argparse.Namespace, file: ConfigFile | None) -> None:
+def show_config(arguments: argparse.Namespace) -> None:
     """Print the configuration in this project's words, and start nothing."""
     from common.config.load import dump_config
-    from common.run_config import read_config
 
     raise_interrupts()
-    opened = (file or read_config(arguments.config)).open(arguments.overrides)
+    opened = read(arguments).open(arguments.overrides)
     sys.stdout.write(opened.yaml or dump_config(opened.config))
 
 
-def plan(
-    arguments: argparse.Namespace, environ: Mapping[str, str], file: ConfigFile | None
-) -> None:
+def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Print what the run would be, and start nothing. Of a dry run of several ranks rank 0 does."""
     from common.cluster.environment import find_process
     from common.planner.show import plan_text
-    from common.run_config import read_config
 
     raise_interrupts()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
     path, overrides = Path(arguments.config), arguments.overrides
-    config = (file or read_config(path)).open(overrides).config
+    config = read(arguments).open(overrides).config
     text = plan_text(config, path, overrides, environ, **options)
     if arguments.run_mode == "plan" or find_process(environ).rank == 0:
         sys.stdout.write(text)
@@ -100,7 +97,6 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     from common.cluster.environment import find_process
     from common.errors import ConfigError
-    from common.run_config import load_config
     from common.study.certificate import certify as certify_run
 
     raise_interrupts()
@@ -112,31 +108,30 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     words = ["--config", arguments.config, "--run_mode", arguments.run_mode, *arguments.overrides]
     command = [sys.executable, str(Path(__file__).resolve()), *words]
     return certify_run(
-        load_config(Path(arguments.config), arguments.overrides),
+        read(arguments).open(arguments.overrides).config,
         arguments.certify,
         lambda more: subprocess.run([*command, *more], check=False).returncode,  # noqa: S603
     )
 
 
-def run(
-    arguments: argparse.Namespace,
-    job: ModelArtsJob,
-    environ: Mapping[str, str],
-    file: ConfigFile | None,
-) -> None:
+def read(arguments: argparse.Namespace) -> ConfigFile:
+    from common.run_config import read_config
+
+    return arguments.file or read_config(arguments.config)
+
+
+def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> None:
     """Read and resolve the configuration, and run the mode; ModelArts does more around it."""
     from common.backends import begin, run_backend, serve_as_scheduler
     from common.cluster.environment import is_scheduler
     from common.log import LOG
     from common.modelarts.job import is_asked_for, process_of_job, run_job
     from common.resolve.derive import resolve_mode
-    from common.run_config import read_config
 
     raise_interrupts()
     process = process_of_job(environ)
     begin(process, job.remarks)
-    mode, overrides = arguments.run_mode, arguments.overrides
-    file = file or read_config(arguments.config)
+    file, mode, overrides = read(arguments), arguments.run_mode, arguments.overrides
     opened = file.open(overrides)
     if process.rank == 0 and opened.remark:
         LOG.info(opened.remark)
