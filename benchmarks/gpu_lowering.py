@@ -13,7 +13,6 @@ Exit codes: 0 all kernels have a binary, 1 some have none, 2 there is no Triton 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
@@ -34,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from common.accelerators import require_accelerator
 from common.config.resolved import as_run
 from common.errors import CheckpointError, ConfigError
+from common.flags import make_parser
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.planner.fitting import with_fitting
 from common.planner.plan import make_plan, memory_limit, table
@@ -240,9 +240,7 @@ def _resolved(path: Path, *settings: str) -> ResolvedRun:
 
 @command()
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="names, or patterns of them")
     arguments = parser.parse_args(words)
     rows, failed = [], 0

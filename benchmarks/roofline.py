@@ -11,7 +11,6 @@ Not counted: messages between ranks, data, and the gaps that a slow host leaves.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_lowering import lower_training, lowering
 from common.accelerators import Accelerator, require_accelerator
+from common.flags import make_parser
 from common.parallel.loss_rows import with_loss_rows
 from common.parallel.packing import KEYS
 from common.parallel.resolved_run import ResolvedRun
@@ -165,9 +165,7 @@ def _shape(value: Any) -> list[int] | None:
 
 @command()
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--accelerator", default="H100", help="name of the device; default H100")
     parser.add_argument("--config", type=Path, help="a config instead of the four sizes")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings")
