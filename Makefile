@@ -1,8 +1,8 @@
 PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
-.PHONY: check lint types spelling words shell wheels test campaign golden budget benchmark
+.PHONY: check lint types spelling shell wheels test campaign golden budget benchmark
 
-check: lint types spelling words shell wheels  ## lint, format, types, spelling, words, shell, wheels of the dependencies
+check: lint types spelling shell wheels  ## lint, format, types, spelling, shell, wheels of the dependencies
 
 lint:
 	$(PYTHON) -m ruff check .
@@ -13,9 +13,6 @@ types:
 
 spelling:
 	git ls-files -z '*.py' '*.md' '*.sh' '*.yaml' '*.toml' | xargs -0 $(PYTHON) -m codespell_lib
-
-words:
-	$(PYTHON) tools/check_words.py
 
 shell:
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck" -x -P SCRIPTDIR scripts/*.sh compat/*/*.sh compat/*/*/*.sh compat/gpt2_chinese/run.swb .ci/run

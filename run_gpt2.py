@@ -20,6 +20,7 @@ if __name__ == "__main__":
 import argparse
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 # These imports load no library, so that --help answers at once.
 from common.command_line import parse_arguments
@@ -28,8 +29,21 @@ from common.interrupts import raise_interrupts
 from common.modelarts.arguments import ModelArtsJob, translate
 from common.processes.heartbeat import start_heartbeat
 
+if TYPE_CHECKING:
+    from common.systems.config import ConfigFile
 
-def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "") -> int:
+
+def main(
+    argv: list[str] | None = None,
+    *,
+    program: str = "run_gpt2.py",
+    more: str = "",
+    file: ConfigFile | None = None,
+) -> int:
+    """Run what the arguments say, and return the exit code.
+
+    program, more: for --help. file: the file of --config, if it has been read.
+    """
     from common.launcher.request import is_asked
 
     environ = dict(os.environ)  # with the launcher's variables, which the next line takes out
@@ -37,6 +51,7 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
     try:
         job = translate(sys.argv[1:] if argv is None else argv, environ)
         arguments = parse_arguments(job.argv, program=program, more=more)
+        arguments.file = file
         if arguments.show_config:
             show_config(arguments)
         elif arguments.run_mode == "plan" or is_asked("DRY_RUN"):
@@ -56,10 +71,9 @@ def main(argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: s
 def show_config(arguments: argparse.Namespace) -> None:
     """Print the configuration in this project's words, and start nothing."""
     from common.config.load import dump_config
-    from common.run_config import read_config
 
     raise_interrupts()
-    opened = read_config(arguments.config).open(arguments.overrides)
+    opened = read(arguments).open(arguments.overrides)
     sys.stdout.write(opened.yaml or dump_config(opened.config))
 
 
@@ -67,12 +81,12 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Print what the run would be, and start nothing. Of a dry run of several ranks rank 0 does."""
     from common.cluster.environment import find_process
     from common.planner.show import plan_text
-    from common.run_config import load_config
 
     raise_interrupts()
     options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
     path, overrides = Path(arguments.config), arguments.overrides
-    text = plan_text(load_config(path, overrides), path, overrides, environ, **options)
+    config = read(arguments).open(overrides).config
+    text = plan_text(config, path, overrides, environ, **options)
     if arguments.run_mode == "plan" or find_process(environ).rank == 0:
         sys.stdout.write(text)
 
@@ -83,7 +97,6 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     from common.cluster.environment import find_process
     from common.errors import ConfigError
-    from common.run_config import load_config
     from common.study.certificate import certify as certify_run
 
     raise_interrupts()
@@ -95,10 +108,16 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     words = ["--config", arguments.config, "--run_mode", arguments.run_mode, *arguments.overrides]
     command = [sys.executable, str(Path(__file__).resolve()), *words]
     return certify_run(
-        load_config(Path(arguments.config), arguments.overrides),
+        read(arguments).open(arguments.overrides).config,
         arguments.certify,
         lambda more: subprocess.run([*command, *more], check=False).returncode,  # noqa: S603
     )
+
+
+def read(arguments: argparse.Namespace) -> ConfigFile:
+    from common.run_config import read_config
+
+    return arguments.file or read_config(arguments.config)
 
 
 def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> None:
@@ -108,19 +127,18 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     from common.log import LOG
     from common.modelarts.job import is_asked_for, process_of_job, run_job
     from common.resolve.derive import resolve_mode
-    from common.run_config import read_config
 
     raise_interrupts()
     process = process_of_job(environ)
     begin(process, job.remarks)
-    file, mode, overrides = read_config(arguments.config), arguments.run_mode, arguments.overrides
+    file, mode, overrides = read(arguments), arguments.run_mode, arguments.overrides
     opened = file.open(overrides)
     if process.rank == 0 and opened.remark:
         LOG.info(opened.remark)
-    if is_asked_for(opened.config, job, environ):
-        run_job(file, opened, mode, overrides, job, process, environ)
-        return
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(mode, opened.config)
+        return
+    if is_asked_for(opened.config, job, environ):
+        run_job(file, opened, mode, overrides, job, process, environ)
         return
     run_backend(mode, resolve_mode(opened.config, mode, world_size=process.world_size), process)

@@ -17,6 +17,6 @@ from common.modelarts.arguments import describe_flags, mindformers_argv
 from run_gpt2 import main as run
 
 
-def main() -> int:
-    words = mindformers_argv(sys.argv[1:])
-    return run(words, program="run_mindformer.py", more=describe_flags())
+def main(argv: list[str] | None = None) -> int:
+    words, file = mindformers_argv(sys.argv[1:] if argv is None else argv)
+    return run(words, program="run_mindformer.py", more=describe_flags(), file=file)

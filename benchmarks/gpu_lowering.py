@@ -13,11 +13,10 @@ Exit codes: 0 all kernels have a binary, 1 some have none, 2 there is no Triton 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -34,10 +33,11 @@ sys.path.insert(0, str(ROOT))
 from common.accelerators import require_accelerator
 from common.config.resolved import as_run
 from common.errors import CheckpointError, ConfigError
-from common.interrupts import run_script
+from common.flags import make_parser
 from common.parallel.resolved_run import ResolvedRun, TrainingRun
 from common.planner.fitting import with_fitting
 from common.planner.plan import make_plan, memory_limit, table
+from common.program import command
 from common.resolve.derive import resolve_config, resolve_length
 from common.run_config import load_config
 from tests.fake_cuda.build import with_cuda
@@ -238,12 +238,11 @@ def _resolved(path: Path, *settings: str) -> ResolvedRun:
     return resolve_length(resolve_config(config, world_size=1), 1_000_000)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@command()
+def main(words: list[str]) -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="names, or patterns of them")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     rows, failed = [], 0
     for name, config in cases():
         if arguments.cases and not any(fnmatch(name, each) for each in arguments.cases):
@@ -273,4 +272,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(lambda: with_cuda(main))
+    sys.exit(with_cuda(main))

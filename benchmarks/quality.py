@@ -129,7 +129,7 @@ def open_gguf(folder: Path, config: Any) -> Loss:
     import gguf
     import torch
 
-    from common.systems.gguf.read import NAME_MAP
+    from common.systems.gguf.write import NAME_MAP
     from common.systems.weights import weights_from
     from common.tensor_files.arrays import FileTensor
     from torch_gpt2.device import open_device

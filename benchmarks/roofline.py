@@ -11,7 +11,6 @@ Not counted: messages between ranks, data, and the gaps that a slow host leaves.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,12 +23,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_lowering import lower_training, lowering
 from common.accelerators import Accelerator, require_accelerator
-from common.interrupts import run_script
+from common.flags import make_parser
 from common.parallel.loss_rows import with_loss_rows
 from common.parallel.packing import KEYS
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.fitting import with_fitting
 from common.planner.plan import table
+from common.program import command
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.weights.names import count_parameters
@@ -163,14 +163,13 @@ def _shape(value: Any) -> list[int] | None:
         return None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@command()
+def main(words: list[str]) -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--accelerator", default="H100", help="name of the device; default H100")
     parser.add_argument("--config", type=Path, help="a config instead of the four sizes")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     device = require_accelerator(arguments.accelerator)
     rows = []
     for name, config in _configs(arguments.config, arguments.overrides):
@@ -211,4 +210,4 @@ def _configs(path: Path | None, overrides: Sequence[str]) -> Iterator[tuple[str,
 
 
 if __name__ == "__main__":
-    run_script(lambda: with_cuda(main))
+    sys.exit(with_cuda(main))

@@ -7,6 +7,8 @@ import re
 import sys
 from typing import Any
 
+from common.flags import Parser
+
 MODES = {
     "train": (
         "train, or resume a stopped run",
@@ -116,7 +118,7 @@ def parse_arguments(
         f"  {mode:<10}{meaning}\n{'':<12}  --run_mode {mode} {example}\n"
         for mode, (meaning, example) in MODES.items()
     )
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program,
         description="Train, evaluate, generate with and export GPT-2 from one YAML.",
         epilog=_EPILOG.format(modes=modes, more=more),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 Request = TypeVar("Request")
 
@@ -38,6 +38,13 @@ def flag(
     return field(default=MISSING if required else default, metadata=metadata)
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser that answers a wrong word with the error, without its whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n{self.prog} --help explains the options\n")
+
+
 def make_parser(
     about: str | None, request: type | None = None, *, dashes: bool = False, **settings: Any
 ) -> argparse.ArgumentParser:
@@ -45,7 +52,7 @@ def make_parser(
 
     request: dataclass with the options. dashes: write ``--two-words``, not ``--two_words``.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **{"allow_abbrev": False, **settings},

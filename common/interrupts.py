@@ -123,18 +123,6 @@ def holding_signals() -> Iterator[list[int]]:
             signal.raise_signal(held[0])
 
 
-def run_script(main: Callable[[], int]) -> NoReturn:
-    """Call the ``main`` of a script, and end the process with its exit code; 130 after Ctrl-C."""
-    raise_interrupts()
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        _say()
-        code = EXIT_CODE
-    end_at_interrupts()
-    sys.exit(code)
-
-
 def _is_ours_to_set() -> bool:
     """Tell whether this code may set handlers: only in the main thread, and if SIGINT is not
     ignored.

@@ -6,6 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 """Folder of the project."""
+_OF_WHEEL = ROOT / "gpt2_toolkit" / "tools"
+TOOLS = _OF_WHEEL if _OF_WHEEL.is_dir() else ROOT / "tools"
+"""Folder of the programs, which a wheel puts into a package of its own."""
 
 
 def looked_in(path: str | Path) -> str:

@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 from common.interrupts import end_at_interrupts, exiting_at_sigterm, raise_interrupts
-from common.paths import ROOT
+from common.paths import ROOT, TOOLS as TOOLS_FOLDER
 
 TOOLS = {
     "convert": ("convert_weight", "convert weights between formats"),
@@ -44,7 +44,7 @@ def gpt2() -> NoReturn:
     sys.argv = [f"gpt2 {name}", *words]
     sys.path.insert(0, str(ROOT))
     if name in TOOLS:
-        start(f"tools/{TOOLS[name][0]}.py")
+        start(f"{TOOLS_FOLDER}/{TOOLS[name][0]}.py")
     start("run_gpt2.py", ["--run_mode", name, *words], program=sys.argv[0])
 
 

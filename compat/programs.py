@@ -1,17 +1,30 @@
-"""Work of the scripts in this folder, each under the name that users of another system know."""
+"""Work of the scripts in this folder, each under the name that users of another system know.
+
+A script runs this file, with its own path as the global name ``SCRIPT``.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+if "SCRIPT" in globals():
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from common.program import start
+
+    start(__file__, [globals()["SCRIPT"], *sys.argv[1:]])
+
+from common.program import command
 from run_gpt2 import main as run
 
 
-def main(script: str) -> int:
-    """Do what a script of this folder is for. Returns its exit code."""
-    system, *folders = Path(script).resolve().relative_to(Path(__file__).parent).parts
-    name, words = "/".join(folders), sys.argv[1:]
+@command()
+def main(words: list[str]) -> int:
+    """Do what a script of this folder is for. words: its path and its arguments."""
+    script, *words = words
+    system, *folders = Path(script).resolve().relative_to(Path(__file__).resolve().parent).parts
+    name = "/".join(folders)
     if name == "cache/make_vocab.py":
         from tools.make_vocab import main as make_vocab
 
@@ -39,6 +52,12 @@ def _fleetx(name: str, words: list[str]) -> int:
     from common.systems.fleetx.scripts import infer, run_script
 
     if name == "tools/inference.py":
-        return infer(run, words, name)
+        return infer(run, _read, words, name)
     modes = {"tasks/gpt/generation.py": "predict", "tools/eval.py": "eval"}
-    return run_script(run, modes.get(name, "export"), words, name)
+    return run_script(run, _read, modes.get(name, "export"), words, name)
+
+
+def _read(path: str) -> Any:
+    from common.run_config import read_config  # not above: --help loads no library
+
+    return read_config(path)

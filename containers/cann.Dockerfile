@@ -3,7 +3,7 @@
 ARG BASE=ascendai/cann:8.2.rc1-910-ubuntu22.04-py3.11
 FROM ${BASE}
 WORKDIR /opt/gpt2-toolkit
-COPY pyproject.toml requirements.txt README.md run_gpt2.py ./
+COPY pyproject.toml setup.py requirements.txt README.md run_gpt2.py ./
 COPY common common
 COPY torch_gpt2 torch_gpt2
 COPY mindformers_gpt2 mindformers_gpt2

@@ -3,7 +3,7 @@
 FROM python:3.12-slim-bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends openssh-client procps gcc g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/gpt2-toolkit
-COPY pyproject.toml requirements.txt README.md run_gpt2.py ./
+COPY pyproject.toml setup.py requirements.txt README.md run_gpt2.py ./
 COPY common common
 COPY torch_gpt2 torch_gpt2
 COPY mindformers_gpt2 mindformers_gpt2

@@ -5,9 +5,9 @@
     python tools/convert_weight.py --torch_path pytorch_model.bin --mindspore_path gpt2.ckpt
                                                                       as MindFormers' own did
 
-FORMAT: hf, torch_gpt2 and mindspore (our own folder), megatron, megatron_core, fleetx, oneflow,
-gguf. mindformers and mindformers_r0.3 are a .ckpt, or the rank_N folders of a run with its strategy
-files. deepspeed (Megatron-DeepSpeed) and openai (TensorFlow) are read only, onnx is written only.
+FORMAT: hf, torch_gpt2 and mindspore (our own folder), megatron, megatron_core. mindformers
+and mindformers_r0.3 are a .ckpt, or the rank_N folders of a run with its strategy files. deepspeed
+(Megatron-DeepSpeed), fleetx and oneflow are read only, onnx and gguf are written only.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Continue prompts with the model of a folder, in whatever format it is.
 
-The folder is a run, a checkpoint, an export (ONNX, MindIR, GGUF, safetensors), a Hugging Face
+The folder is a run, a checkpoint, an export (ONNX, MindIR, pt2, safetensors), a Hugging Face
 folder, or other weights that tools/convert_weight.py reads.
 
     python tools/inference.py --model_dir output/first/onnx --prompt "Once upon a time" \\

@@ -143,14 +143,15 @@ def launch(kind: str, words: list[str]) -> int:
         positional, RUN_MODES, argv=argv, **arguments
     )
     read = cache(read_config)  # only once, and not where nothing is asked of it
+    if request.mode == "plan" and kind == "standalone":  # needs no process of its own
+        words = ["--config", str(request.config), "--run_mode", "plan", *request.overrides]
+        return run_gpt2.main(words, file=read(request.config))
     start = _certify if request.certify is not None else _start
     return start(kind, request, lambda words: read(request.config).open(words).config)
 
 
 def _start(kind: str, request: LaunchRequest, load: Load) -> int:
-    if kind == "standalone":
-        return standalone(request, load, run_gpt2.main, check_before_ranks)
-    return distribute(request, load, check_before_ranks)
+    return (standalone if kind == "standalone" else distribute)(request, load, check_before_ranks)
 
 
 def _certify(kind: str, request: LaunchRequest, load: Load) -> int:

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from common.checkpoint.folders import NoCheckpointError
 from common.errors import CheckpointError, UserError
-from common.paths import looked_in
+from common.paths import TOOLS, looked_in
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
 
-_ROOT = Path(__file__).resolve().parents[2]
 _TOOL = Path("tools") / "convert_weight.py"
 
 
@@ -79,7 +78,7 @@ def _key(why: str) -> str | None:
 
 def _convert(where: Path, output: Path, why: str, format: str) -> str:
     """Return the command that converts it, and the key that takes the result."""
-    tool = _TOOL if _TOOL.is_file() else _ROOT / _TOOL
+    tool = _TOOL if _TOOL.is_file() else TOOLS / _TOOL.name
     key = _key(why)
     if key == "checkpoint.resume" and not FORMATS[format].holds_run:
         key = "checkpoint.init_from"

@@ -26,7 +26,7 @@ from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
 from common.dialects.gpt2_chinese import OF_SAMPLES, OF_TITLES, SINCE_2021
 from common.dialects.rules import To, Without
-from common.errors import ConfigError, DataError, GPT2Error
+from common.errors import ConfigError, DataError
 from common.files import atomic_write
 from common.log import LOG, start_log
 from common.paths import looked_in
@@ -56,38 +56,31 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
 
     Words of the form section.key=value are overrides; --show_config prints the YAML and starts
     nothing. --prepare makes the data and starts nothing, so that a refusal comes once, before
-    there are ranks.
+    there are ranks. Raises GPT2Error and OSError.
     """
     system, mode = _COMMANDS[program]
     if {"--help", "-h"} & set(words):
         sys.stdout.write(_help(program, COMMAND_LINES[system]))
         return 0
-    try:
-        theirs, overrides = _split(words)
-        if program == "generate_texts.py":
-            theirs += _titles(theirs)
-        opened = open_flags(system, theirs, overrides)
-        if "--show_config" in words:
-            sys.stdout.write(opened.yaml)
-            return 0
-        process = find_process(os.environ)
-        rank = process.rank
-        start_log(rank=rank)
-        dialect = COMMAND_LINES[system]
-        flags = {**dialect.defaults, **read_flags(theirs, "command line", dialect.table)[0]}
-        if "device" in flags:
-            trains = mode == "train" and "--prepare" not in words
-            _choose_devices(
-                str(flags["device"]), single_training=trains and process.world_size == 1
-            )
-        if mode != "predict":
-            make_data(flags, opened, framed=program != "train_single.py")
-        if "--prepare" in words:
-            return 0
-        return _run(main, program, mode, opened, rank)
-    except (GPT2Error, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return getattr(error, "exit_code", 1)
+    theirs, overrides = _split(words)
+    if program == "generate_texts.py":
+        theirs += _titles(theirs)
+    opened = open_flags(system, theirs, overrides)
+    if "--show_config" in words:
+        sys.stdout.write(opened.yaml)
+        return 0
+    process = find_process(os.environ)
+    start_log(rank=process.rank)
+    dialect = COMMAND_LINES[system]
+    flags = {**dialect.defaults, **read_flags(theirs, "command line", dialect.table)[0]}
+    if "device" in flags:
+        trains = mode == "train" and "--prepare" not in words
+        _choose_devices(str(flags["device"]), single_training=trains and process.world_size == 1)
+    if mode != "predict":
+        make_data(flags, opened, framed=program != "train_single.py")
+    if "--prepare" in words:
+        return 0
+    return _run(main, program, mode, opened, process.rank)
 
 
 def _run(main: Callable[..., int], program: str, mode: str, opened: Opened, rank: int) -> int:

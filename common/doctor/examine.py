@@ -32,6 +32,7 @@ from common.doctor.allreduce import AllReduceTrial, TrialRanks
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
 from common.flags import flag
+from common.paths import TOOLS
 from common.processes.addresses import DEFAULT_PORT, is_own
 from common.whole_numbers import MOST_RANKS, argument, whole_number
 
@@ -354,7 +355,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     patience = str(int(limit) + 60)
     command = [
         sys.executable,
-        str(ROOT / "tools" / "allreduce_check.py"),
+        str(TOOLS / "allreduce_check.py"),
         backend,
         device,
         patience,

@@ -87,7 +87,10 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
             else explain(path, "a model")
         )
         raise CheckpointError(f"{path}: no model here: {reason}") from None
-    return _of_onnx(path) if format == "onnx" else _of_weights(path, format)
+    if format == "onnx":  # a graph beside transformers' config.json, as optimum writes it
+        model = read_config((path if path.is_dir() else path.parent) / CONFIG)
+        return Source(path=path, format="onnx", model=model, tokenizer={})
+    return _of_weights(path, format)
 
 
 def _tokenizer_of(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,10 +101,10 @@ def _tokenizer_of(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_export(folder: Path, *, verify: bool) -> Source:
     record = read_export(folder, verify=verify)
-    if record.format not in (*PROGRAMS, *FORMATS):
+    if record.format not in (*PROGRAMS, *(name for name, each in FORMATS.items() if each.open)):
         raise CheckpointError(
-            f"{folder / RECORD}: format {record.format!r} is not known here; expected"
-            f" {', '.join(PROGRAMS)} or gguf; update the toolkit"
+            f"{folder / RECORD}: format {record.format!r} is not run here; expected"
+            f" {', '.join(PROGRAMS)} or weights; run llama.cpp for gguf, or update the toolkit"
         )
     return Source(
         path=folder,
@@ -112,15 +115,10 @@ def _of_export(folder: Path, *, verify: bool) -> Source:
     )
 
 
-def _of_onnx(path: Path) -> Source:
-    """Return the source of a folder with a graph and transformers' config.json, as by optimum."""
-    folder = path if path.is_dir() else path.parent
-    return Source(path=path, format="onnx", model=read_config(folder / CONFIG), tokenizer={})
-
-
 def _of_weights(path: Path, format: str) -> Source:
     opened = FORMATS[format].open_to_compute or FORMATS[format].open
-    assert opened is not None
+    if opened is None:
+        raise CheckpointError(f"{path}: {explain(path, 'a model')}")
     with reading(path, CheckpointError), opened(path) as weights:
         run = dict(weights.run or {}).get("config", {})
         return Source(

@@ -112,18 +112,13 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
     )
 
 
-def standalone(
-    request: LaunchRequest, load: Load, plan: Callable[[list[str]], int], check: Check
-) -> int:
+def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
     """Show, or start and supervise, one process on one device. Returns the exit code.
 
-    plan: ``run_gpt2.main`` for a plan, which needs no process of its own. load, check: as in
-    ``distribute``.
+    load, check: as in ``distribute``.
     """
     command = rank_command(request.config, request.mode, request.overrides)
     config = resolve_mode(load(request.overrides), request.mode, world_size=1)
-    if request.mode == "plan":
-        return plan(list(command[2:]))  # an additional process would outlive a killed launcher
     places = find_places(request.numbers)
 
     def job() -> Job:

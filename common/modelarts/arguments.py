@@ -7,17 +7,23 @@ Container".
 
 from __future__ import annotations
 
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.cluster.environment import in_modelarts
 from common.command_line import FLAGS
 from common.errors import ConfigError
 from common.modelarts.stores import is_url
 from common.paths import ROOT
+
+if TYPE_CHECKING:
+    from common.systems.config import ConfigFile
 
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 """Keys outside of sections, with a flag of the same name; output_dir has rules of its own."""
@@ -106,8 +112,8 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
     return job
 
 
-def mindformers_argv(argv: Sequence[str]) -> list[str]:
-    """Add the defaults of r0.3.
+def mindformers_argv(argv: Sequence[str]) -> tuple[list[str], ConfigFile | None]:
+    """Add the defaults of r0.3. Returns the file of --config too, if it was read.
 
     The mode is train. Training begins with new weights, whatever checkpoint the YAML names. An
     Ascend means MindSpore.
@@ -115,18 +121,21 @@ def mindformers_argv(argv: Sequence[str]) -> list[str]:
     mode = _value_of("run_mode", argv)
     chosen = [] if mode is not None else ["--run_mode=train"]
     chosen += ["checkpoint.init_from=null"] if mode in (None, "train") else []
-    return [*chosen, *(["backend=mindspore"] if _means_mindspore(argv) else []), *argv]
+    file = None
+    if {"--help", "-h"}.isdisjoint(argv) and (name := _value_of("config", argv)):
+        from common.run_config import read_config  # not above: --help loads no library
+
+        with suppress(ConfigError):  # reported when it is read again
+            file = read_config(_config(name, in_modelarts(os.environ)))
+    mindspore = ["backend=mindspore"] if _means_mindspore(argv, file) else []
+    return [*chosen, *mindspore, *argv], file
 
 
-def _means_mindspore(argv: Sequence[str]) -> bool:
+def _means_mindspore(argv: Sequence[str], file: ConfigFile | None) -> bool:
     """Tell whether the arguments or the YAML ask for an Ascend, and neither names a backend.
 
     A YAML that names torch wins, with a warning.
     """
-    # not at the top: --help of run_gpt2.py, which imports this file, loads no library
-    from common.log import LOG
-    from common.systems.config import open_config
-
     if any(re.match("(--)?backend(=|$)", word) for word in argv):
         return False
     asked = [
@@ -135,10 +144,11 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
         if re.match(r"(--)?(context\.)?device_target=", word)
     ]
     asked += [_value_of(name, argv) or "" for name in ("device_target", "context.device_target")]
-    name = _value_of("config", argv) or ""
     try:
-        opened = open_config(name if Path(name).is_file() else ROOT / name)  # without a checkpoint
-    except ConfigError:  # read again later, with all overrides
+        opened = None if file is None else replace(file, fill=None).open()  # without a checkpoint
+    except ConfigError:  # opened again later, with all overrides
+        opened = None
+    if opened is None:
         return "Ascend" in asked
     config, context = opened.config, opened.ours.tree.get("context") or {}
     if "Ascend" not in (asked if any(asked) else [context.get("device_target")]):
@@ -146,9 +156,11 @@ def _means_mindspore(argv: Sequence[str]) -> bool:
     if "backend" not in config.model_fields_set:
         return True
     if config.backend == "torch":
+        from common.log import LOG
+
         LOG.warning(
-            f"device_target=Ascend, but {name} says backend: torch, which is used; for MindSpore"
-            " give backend=mindspore"
+            f"device_target=Ascend, but {_value_of('config', argv)} says backend: torch, which is"
+            " used; for MindSpore give backend=mindspore"
         )
     return False
 

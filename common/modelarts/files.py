@@ -28,7 +28,7 @@ from common.checkpoint.manifest import MANIFEST
 from common.cluster.environment import in_modelarts
 from common.config.load import flatten
 from common.config.schema import RunConfig
-from common.errors import CheckpointError, ConfigError, StorageError
+from common.errors import CheckpointError, ConfigError, StorageError, report
 from common.files import atomic_write
 from common.log import LOG
 from common.modelarts import remote
@@ -78,7 +78,7 @@ def bring_files(
             if key == "output_dir" and not is_url(value)
         ]
         folder = Path(given[-1]) if given else local_folder(url, environ).with_name("output")
-        bring_output(url, folder, ranks=ranks, environ=environ)
+        bring_output(url, folder, ranks)
         found.append(f"output_dir={folder}")
     return found
 
@@ -108,7 +108,7 @@ def _brought(key: str, value: Any, environ: Mapping[str, str]) -> Any:
     if not _is_url(value) or key == "output_dir":
         return value
     if key in _CHECKPOINT_KEYS:
-        return str(_bring(checkpoint_url(key, value, environ), environ))
+        return str(_bring(checkpoint_url(key, value), environ))
     if key in _FILE_KEYS:
         return str(_bring(value, environ))
     raise ConfigError(
@@ -130,16 +130,16 @@ def names_urls(config: RunConfig) -> bool:
 
 
 def _bring(url: str, environ: Mapping[str, str]) -> Path:
-    return remote.pull_once(url, local_folder(url, environ), environ)
+    return remote.pull_once(url, local_folder(url, environ))
 
 
-def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
+def checkpoint_url(key: str, url: str) -> str:
     """Return the step folder for the URL of itself, a run folder, its checkpoints or their
     ``latest``.
 
     Raises CheckpointError if there is none.
     """
-    found = find_checkpoint_url(url, environ)
+    found = find_checkpoint_url(url)
     if found is None:
         raise CheckpointError(
             f"{key}={url}: no complete checkpoint there; expected the URL of a run folder, of its"
@@ -148,13 +148,13 @@ def checkpoint_url(key: str, url: str, environ: Mapping[str, str]) -> str:
     return found
 
 
-def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
+def find_checkpoint_url(url: str) -> str | None:
     """Return the step folder that ``latest`` names, else the newest complete one, else None.
 
     A ``latest`` that names another folder is a warning.
     """
     folder = url.rstrip("/").removesuffix(f"/{LATEST}")
-    names = {file.name for file in remote.files(folder, environ)}
+    names = {file.name for file in remote.files(folder)}
     if MANIFEST in names:
         return folder
     if any(name.startswith("checkpoints/") for name in names):
@@ -169,7 +169,7 @@ def find_checkpoint_url(url: str, environ: Mapping[str, str]) -> str | None:
     if not whole:
         return None
     named = (
-        remote.read(join(folder, LATEST), environ).decode(errors="replace").strip()
+        remote.read(join(folder, LATEST)).decode(errors="replace").strip()
         if LATEST in names
         else whole[-1]
     )
@@ -205,9 +205,7 @@ def local_folder(url: str, environ: Mapping[str, str]) -> Path:
 # ---- output ----
 
 
-def bring_output(
-    url: str, folder: Path, *, ranks: Sequence[int], environ: Mapping[str, str]
-) -> None:
+def bring_output(url: str, folder: Path, ranks: Sequence[int]) -> None:
     """Copy the output of an earlier start of the run from the URL into the run folder.
 
     A host without a run folder gets everything. Any other host gets only the newest checkpoint, and
@@ -215,29 +213,29 @@ def bring_output(
     older, because another host had rank 0 then. Raises StorageError.
     """
     if not folder.exists():
-        if remote.files(url, environ):
-            remote.pull_once(url, folder, environ)
+        if remote.files(url):
+            remote.pull_once(url, folder)
         return
-    newest = find_checkpoint_url(url, environ) if ranks else None
+    newest = find_checkpoint_url(url) if ranks else None
     if newest is None:
         return
     checkpoints = folder / "checkpoints"
     mine = max((step_of(path.name) for path in whole_checkpoints(checkpoints)), default=0)
     if 0 not in ranks:
-        _refresh(newest, checkpoints, environ)
+        _refresh(newest, checkpoints)
     elif mine < step_of(base_name(newest)):
         LOG.warning(
             f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and"
             " copied there"
         )
-        _refresh(newest, checkpoints, environ)
-        if remote.files(join(url, _METRICS), environ):
+        _refresh(newest, checkpoints)
+        if remote.files(join(url, _METRICS)):
             with atomic_write(folder / _METRICS) as file:
-                file.write(remote.read(join(url, _METRICS), environ))
+                file.write(remote.read(join(url, _METRICS)))
         point_latest(checkpoints / base_name(newest))
 
 
-def send_checkpoint(url: str, folder: Path, environ: Mapping[str, str]) -> None:
+def send_checkpoint(url: str, folder: Path) -> None:
     """Copy the checkpoint that a restart resumes from to the URL, unless it is there already.
 
     Hosts with a disk of their own get it by ``bring_output``. Raises StorageError.
@@ -247,27 +245,25 @@ def send_checkpoint(url: str, folder: Path, environ: Mapping[str, str]) -> None:
         return
     wanted: tuple[str, ...] = (f"checkpoints/{LATEST}",)
     manifest = join(url, f"checkpoints/{newest.name}/{MANIFEST}")
-    is_there = bool(remote.files(manifest, environ))
-    if not is_there or remote.read(manifest, environ) != (newest / MANIFEST).read_bytes():
+    is_there = bool(remote.files(manifest))
+    if not is_there or remote.read(manifest) != (newest / MANIFEST).read_bytes():
         wanted += (f"checkpoints/{newest.name}/",)
-    remote.push(folder, url, environ, wanted=lambda name: name.startswith(wanted))
+    remote.push(folder, url, wanted=lambda name: name.startswith(wanted))
 
 
-def _refresh(url: str, checkpoints: Path, environ: Mapping[str, str]) -> None:
+def _refresh(url: str, checkpoints: Path) -> None:
     """Copy a step folder, unless a copy with the same manifest (and its checksums) is here."""
     here = checkpoints / base_name(url)
     try:
-        if (here / MANIFEST).read_bytes() == remote.read(join(url, MANIFEST), environ):
+        if (here / MANIFEST).read_bytes() == remote.read(join(url, MANIFEST)):
             return
     except OSError:
         pass
-    remote.pull_once(url, here, environ)
+    remote.pull_once(url, here)
 
 
 @contextmanager
-def output_copied(
-    url: str | None, output_dir: Path, ranks: Sequence[int], environ: Mapping[str, str]
-) -> Iterator[None]:
+def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int]) -> Iterator[None]:
     """Copy ``output_dir`` to ``url`` when the block ends, however it ends.
 
     All of it is copied if rank 0 is among ``ranks``, else the files of these ranks; rank 0 has
@@ -281,9 +277,7 @@ def output_copied(
         return
 
     def push() -> None:
-        remote.push(
-            output_dir, url, environ, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks
-        )
+        remote.push(output_dir, url, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks)
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # not StopRequested, which means that all ranks have agreed
@@ -299,7 +293,7 @@ def output_copied(
         try:
             push()
         except (StorageError, ConfigError) as error:
-            sys.stderr.write(f"error: {error}\n")
+            report(error)
         raise
     else:
         push()

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.backends import run_backend, serve_as_scheduler
-from common.cluster.environment import ALONE, Process, find_process, in_modelarts, is_scheduler
+from common.backends import run_backend
+from common.cluster.environment import ALONE, Process, find_process, in_modelarts
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
@@ -58,14 +58,11 @@ def run_job(
     opened: the configuration of ``file`` with these overrides.
     """
     os.environ.update(platform_variables(process, environ))
-    if is_scheduler(environ):  # msrun starts it with the same command as the ranks
-        serve_as_scheduler(run_mode, opened.config)
-        return
     url = output_url(opened.config, job.output_url)
     ranks = () if url is None else ranks_to_copy(process, environ, one_process=job.one_process)
     words = [*overrides, *bring_files(opened.config, overrides, url, ranks, environ)]
     config = file.open(words).config
-    with output_copied(url, Path(config.output_dir), ranks, environ):
+    with output_copied(url, Path(config.output_dir), ranks):
         if must_start_ranks(environ) and not job.one_process:
             start_ranks(file, run_mode, words, environ, url=url)
         else:
@@ -81,8 +78,6 @@ def ranks_to_copy(
     one_process: every host runs the same program by itself, and only the first host's output is
     copied.
     """
-    if is_scheduler(environ):
-        return ()
     if not must_start_ranks(environ):
         if process.local_rank != 0:
             return ()
@@ -181,10 +176,10 @@ def start_ranks(
         limit = config.runtime.return_limit if number else connect_limit(environ)
         folder, ranks = Path(config.output_dir), tuple(place.rank for place in places.own)
         if url is not None and number and 0 in ranks:
-            send_checkpoint(url, folder, environ)
+            send_checkpoint(url, folder)
         found = meet_all(job.hosts, attempt=number, limit=limit)
         if url is not None and (number or found) and 0 not in ranks:
-            bring_output(url, folder, ranks=ranks, environ=environ)
+            bring_output(url, folder, ranks)
         return Attempt(job=replace(job, phase=str(found)), number=found)
 
     if code := run_attempts(prepare, most=most, folder=Path(config.output_dir)):

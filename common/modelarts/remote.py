@@ -8,9 +8,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,76 +19,66 @@ from common.errors import DataError, StorageError, UserError
 from common.files import atomic_write
 from common.log import LOG
 from common.modelarts.stores import RemoteStore, StoredFile, base_name, find_store
-from common.structured_files import read_json_mapping
 
 T = TypeVar("T")
-_STARTED = time.time()
 _PAUSES = (5.0, 10.0)
 """Seconds before the second and the third attempt."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """Record beside a copy of its source. made: seconds since 1970."""
-
-    url: str
-    files: list[StoredFile]
-    made: float
-
-
-def pull_once(url: str, folder: Path, environ: Mapping[str, str], *, limit: float = 7200.0) -> Path:
+def pull_once(url: str, folder: Path) -> Path:
     """Copy ``url`` to ``folder`` unless the copy is current; one process of this host copies for
     all.
 
-    Returns the path of the copy. limit: seconds to wait for that process. An existing folder is
-    complete, since a copy is made beside it and renamed. Raises DataError for an empty URL and
-    StorageError for a failed copy, in every process that waited.
+    Returns the path of the copy. An existing folder is complete, since a copy is made beside it and
+    renamed; the list of its source's files is a hidden file beside it. Raises DataError for an
+    empty URL and StorageError for a failed copy.
     """
-    began = time.time()
-    complete, failed = (
-        folder.with_name(f".{folder.name}.{state}") for state in ("complete", "failed")
-    )
-    with _one_of_host(folder.with_name(f".{folder.name}.lock"), url, limit):
-        copy = _read_copy(complete) if folder.is_dir() else None
-        # otherwise another process made it meanwhile
-        if copy is None or copy.url != url or copy.made < began:
-            if failed.is_file() and failed.stat().st_mtime >= began:
-                raise StorageError(failed.read_text(encoding="utf-8"))
-            try:
-                _renew(copy, url, folder, environ)
-            except StorageError as error:
-                with atomic_write(failed, "w") as file:
-                    file.write(str(error))
-                raise
+    record = folder.with_name(f".{folder.name}.complete")
+    with _one_of_host(folder.with_name(f".{folder.name}.lock"), url):
+        store, there = find_store(url), files(url)
+        wanted = json.dumps({"url": url, "files": there}, ensure_ascii=False)
+        if folder.is_dir() and record.is_file():
+            if record.read_bytes() == wanted.encode():
+                LOG.info(f"{url} has not changed: its copy is used, {folder}")
+                return _copied(url, folder)
+            LOG.warning(f"{url} has changed: its copy is replaced, {folder}")
+        if not there:
+            raise DataError(
+                f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and"
+                " the permissions of this job"
+            )
+        LOG.info(f"copying {url} to {folder}")
+        _try(lambda: _pull(store, url, folder), f"{url}: could not be copied to {folder}")
+        with atomic_write(record, "w") as file:
+            file.write(wanted)
+    return _copied(url, folder)
+
+
+def _copied(url: str, folder: Path) -> Path:
+    """Return the file if the URL is one, else the folder."""
     inside = list(folder.iterdir())
     is_file = len(inside) == 1 and inside[0].is_file() and inside[0].name == base_name(url)
     return inside[0] if is_file else folder
 
 
-def files(url: str, environ: Mapping[str, str]) -> list[StoredFile]:
+def files(url: str) -> list[StoredFile]:
     """List the files below a URL at any depth; empty if there are none.
 
     Raises StorageError if the store does not answer.
     """
-    store = find_store(url, environ)
+    store = find_store(url)
     return _try(lambda: store.files(url), f"{url}: the store does not answer")
 
 
-def read(url: str, environ: Mapping[str, str]) -> bytes:
+def read(url: str) -> bytes:
     """Return the content of one small file. Raises StorageError."""
-    store = find_store(url, environ)
+    store = find_store(url)
     with tempfile.TemporaryDirectory() as folder:
         _try(lambda: store.pull(url, Path(folder)), f"{url}: could not be read")
         return (Path(folder) / base_name(url)).read_bytes()
 
 
-def push(
-    folder: Path,
-    url: str,
-    environ: Mapping[str, str],
-    *,
-    wanted: Callable[[str], bool] = lambda name: True,
-) -> None:
+def push(folder: Path, url: str, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
     """Copy files of a folder to a URL: those whose relative names ``wanted`` accepts, but no hidden
     ones.
 
@@ -100,37 +89,11 @@ def push(
     if not names:
         return
     LOG.info(f"copying {len(names)} files of {folder} to {url}")
-    store = find_store(url, environ)
+    store = find_store(url)
     _try(
         lambda: store.push(folder, names, url),
         f"{url}: {folder} could not be copied there, and is still here",
     )
-
-
-def _renew(copy: _Copy | None, url: str, folder: Path, environ: Mapping[str, str]) -> None:
-    """Keep the copy if its source has not changed, else make it again."""
-    began = time.time()
-    there = files(url, environ)
-    if copy is not None and copy.url == url:
-        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(copy.made))
-        if copy.files == there:
-            if copy.made < _STARTED:
-                LOG.info(
-                    f"{url} has not changed since {made}: the copy of that time is used, {folder}"
-                )
-            return
-        LOG.warning(f"{url} has changed since {made}: the copy of that time is replaced")
-    if not there:
-        raise DataError(
-            f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and the"
-            " permissions of this job"
-        )
-    LOG.info(f"copying {url} to {folder}")
-    store = find_store(url, environ)
-    _try(lambda: _pull(store, url, folder), f"{url}: could not be copied to {folder}")
-    made_now = _Copy(url=url, files=there, made=time.time())
-    with atomic_write(folder.with_name(f".{folder.name}.complete"), "w") as file:
-        json.dump(asdict(made_now) | {"seconds": round(made_now.made - began, 1)}, file)
 
 
 def _pull(store: RemoteStore, url: str, folder: Path) -> None:
@@ -164,11 +127,7 @@ def _try(action: Callable[[], T], what: str) -> T:
         except UserError:
             raise
         except Exception as error:  # a store may raise any exception
-            reason = (
-                str(error)
-                if isinstance(error, OSError | StorageError)
-                else f"{type(error).__name__}: {error}"
-            )
+            reason = str(error) or type(error).__name__
             if pause is None:
                 raise StorageError(f"{what} ({reason}); tried {len(_PAUSES) + 1} times") from None
             LOG.warning(f"{what} ({reason}); trying again in {pause:g} s")
@@ -177,11 +136,8 @@ def _try(action: Callable[[], T], what: str) -> T:
 
 
 @contextmanager
-def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
-    """Hold a lock that ends with the process, and wait for it with a message.
-
-    Raises StorageError after ``limit`` seconds.
-    """
+def _one_of_host(lock: Path, url: str) -> Iterator[None]:
+    """Hold a lock that ends with the process, and wait for it with a message."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")
@@ -191,32 +147,9 @@ def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
             f" {url}"
         ) from None
     with file:
-        deadline, told = time.monotonic() + limit, False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    LOG.warning(f"waiting for another process of this host, which copies {url}")
-                    told = True
-                if time.monotonic() > deadline:
-                    raise StorageError(
-                        f"{url}: another process of this host has been copying it for more than"
-                        f" {limit:g} s; see its log"
-                    ) from None
-                time.sleep(0.2)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            LOG.warning(f"waiting for another process of this host, which copies {url}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _read_copy(complete: Path) -> _Copy | None:
-    try:
-        record = read_json_mapping(complete, error=DataError)
-        time.localtime(record["made"])  # as it will be shown
-        return _Copy(
-            url=record["url"],
-            files=[StoredFile(**file) for file in record["files"]],
-            made=float(record["made"]),
-        )
-    except (DataError, OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None

@@ -28,6 +28,13 @@ _OTHER_FRAMEWORK = (
     "it has weights for {0} only; open it with transformers 4 (from_pretrained(FOLDER, from_{1}="
     "True)), call save_pretrained, and give that folder"
 )
+_OPENAI = (
+    "it is OpenAI's own TensorFlow checkpoint; their four models are on the Hugging Face hub, such"
+    " as hf://openai-community/gpt2. Convert one that you trained with transformers 4: python -m"
+    " transformers.models.gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch"
+    " --gpt2_checkpoint_path model.ckpt --gpt2_config_file config.json --pytorch_dump_folder_path"
+    " OUTPUT, put the tokenizer into OUTPUT, and give that"
+)
 _ALONE = (
     "its weights lack config.json (transformers') or manifest.json (ours), which say heads and"
     " vocabulary; put it beside them"
@@ -35,6 +42,8 @@ _ALONE = (
 _PLACES = {
     "adapter_config.json": _PEFT,
     "adapter_model.*": _PEFT,
+    "hparams.json": _OPENAI,
+    "*.ckpt.index": _OPENAI,
     "tf_model.h5": _OTHER_FRAMEWORK.format("TensorFlow", "tf"),
     "flax_model.msgpack": _OTHER_FRAMEWORK.format("Flax", "flax"),
     "ckpt.pt": NANOGPT,
@@ -43,8 +52,8 @@ _PLACES = {
 }
 """File that is given, or in the folder that is given -> what it is, and what to do.
 
-Sources: peft's save_pretrained, transformers 4's TF2_WEIGHTS_NAME and FLAX_WEIGHTS_NAME, and
-nanoGPT's train.py and model.py.
+Sources: peft's save_pretrained, transformers 4's TF2_WEIGHTS_NAME and FLAX_WEIGHTS_NAME, its
+convert_gpt2_original_tf_checkpoint_to_pytorch.py, and nanoGPT's train.py and model.py.
 """
 _WRAPPERS = (
     "module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "state_dict", "model",

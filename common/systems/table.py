@@ -14,14 +14,13 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.systems import own_folder
 from common.systems.deepspeed import read as deepspeed
-from common.systems.fleetx import read as fleetx, write as to_fleetx
-from common.systems.gguf import read as gguf, write as to_gguf
+from common.systems.fleetx import read as fleetx
+from common.systems.gguf import write as to_gguf
 from common.systems.hugging_face import read as hugging_face, write as to_hugging_face
 from common.systems.megatron import read as megatron, write as to_megatron
 from common.systems.mindformers import read as mindformers, write as to_mindformers
-from common.systems.oneflow import read as oneflow, write as to_oneflow
+from common.systems.oneflow import read as oneflow
 from common.systems.onnx import write as to_onnx
-from common.systems.openai import read as openai
 from common.systems.strangers import stranger_at
 from common.systems.weight_format import WeightFormat
 from common.systems.weights import FLOATS
@@ -37,6 +36,7 @@ def _of_megatron(name: str, title: str) -> WeightFormat:
         partial(megatron.open_megatron, format=name),
         write,
         write_shards=write,
+        holds_run=False,
     )
 
 
@@ -66,23 +66,18 @@ FORMATS: dict[str, WeightFormat] = {
     "mindformers_r0.3": _of_mindformers(
         "mindformers_r0.3", "a checkpoint of MindFormers before 0.6 (.ckpt)"
     ),
-    "openai": WeightFormat(
-        "a TensorFlow checkpoint of OpenAI's GPT-2", openai.detects, openai.open_openai,
-        holds_run=False,
-    ),
     "fleetx": WeightFormat(
-        "a checkpoint of PaddleFleetX", fleetx.detects, fleetx.open_fleetx, to_fleetx.write_fleetx,
-        holds_run=False,
+        "a checkpoint of PaddleFleetX", fleetx.detects, fleetx.open_fleetx, holds_run=False
     ),
     # before Megatron-LM, since it writes Megatron-LM's file of the last iteration too
     "deepspeed": WeightFormat(
-        "a checkpoint of Megatron-DeepSpeed", deepspeed.detects, deepspeed.open_deepspeed
+        "a checkpoint of Megatron-DeepSpeed", deepspeed.detects, deepspeed.open_deepspeed,
+        holds_run=False,
     ),
     "megatron": _of_megatron("megatron", "a checkpoint of Megatron-LM"),
     "megatron_core": _of_megatron("megatron_core", "a checkpoint of Megatron-Core"),
     "oneflow": WeightFormat(
-        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow,
-        to_oneflow.write_oneflow,
+        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow, holds_run=False
     ),
     "onnx": WeightFormat(
         "an ONNX folder",
@@ -90,8 +85,9 @@ FORMATS: dict[str, WeightFormat] = {
         write=to_onnx.write_onnx, dtypes=_QUANTIZED, holds_run=False, hugging_face_config=True,
     ),
     "gguf": WeightFormat(
-        "a GGUF file", gguf.detects, gguf.open_gguf, to_gguf.write_gguf,
-        open_to_compute=gguf.open_to_compute, dtypes=_QUANTIZED, holds_run=False,
+        "a GGUF file for llama.cpp",
+        lambda path: path.suffix == ".gguf" or any(path.glob("*.gguf")),
+        write=to_gguf.write_gguf, dtypes=_QUANTIZED, holds_run=False,
     ),
 }  # fmt: skip
 """Formats by their names for ``--from`` and ``--to`` of tools/convert_weight.py, in the order in

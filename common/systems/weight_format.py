@@ -40,6 +40,4 @@ class WeightFormat:
     open_as: Callable[[Path, ResolvedModel], AbstractContextManager[Weights]] | None = None
     """Opens weights whose files do not describe their model, with a given model."""
     open_to_compute: Callable[[Path], AbstractContextManager[Weights]] | None = None
-    """Opens weights to run them: quantized ones as the numbers that they stand for. None: ``open``
-    does.
-    """
+    """Opens weights to run them, without checksums of large files. None: ``open`` does."""

@@ -14,7 +14,6 @@ from common.tensor_files.arrays import Bytes, TensorFile, map_file
 from common.tensor_files.mindspore_ckpt import read_mindspore
 from common.tensor_files.paddle_pickle import STATE, read_paddle
 from common.tensor_files.safetensors_file import read_safetensors
-from common.tensor_files.tensorflow_bundle import read_tensorflow
 from common.tensor_files.torch_reader import OLD_MAGIC, ZIP_MAGIC, read_torch
 
 
@@ -42,12 +41,6 @@ _CONTAINERS = (
         read=read_mindspore,
         endings=(".ckpt",),
         remedy="copy it again, decrypt it with MindSpore, or use another one",
-    ),
-    _Container(
-        title="TensorFlow checkpoint",
-        read=read_tensorflow,
-        endings=(".index",),
-        remedy="copy its files again or use another one",
     ),
     _Container(
         title="file of paddle.save",
@@ -97,8 +90,8 @@ def _container_of(path: Path, content: Bytes) -> _Container:
         return _SAFETENSORS
     raise CheckpointError(
         f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"
-        " .pt, .pth), a MindSpore .ckpt, the .index of TensorFlow, a .pdparams of Paddle, or the"
-        " .index.json of shards"
+        " .pt, .pth), a MindSpore .ckpt, a .pdparams of Paddle, or the .index.json of"
+        " shards"
     )
 
 

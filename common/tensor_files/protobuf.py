@@ -1,5 +1,5 @@
-"""Read and write fields of protobuf messages without protobuf. The files of MindSpore and
-TensorFlow consist of them.
+"""Read and write fields of protobuf messages without protobuf. MindSpore's files consist
+of them.
 
 Format: https://protobuf.dev/programming-guides/encoding.
 """

@@ -1,10 +1,6 @@
 """Megatron-LM's and Megatron-DeepSpeed's ``pretrain_gpt.py FLAGS``: train what the flags say."""
 
-if __name__ == "__main__":
-    import sys
-    from pathlib import Path
+import runpy
+from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from common.program import start
-
-    start("compat/programs.py", __file__)
+runpy.run_path(f"{Path(__file__).resolve().parents[1]}/programs.py", {"SCRIPT": __file__})

@@ -46,7 +46,7 @@ from pathlib import Path
 
 sys.path.insert(0, {root!r})
 import awkward  # its import alone takes a second
-from common.interrupts import run_script
+from common.program import command
 from common.tokenizer import load_tokenizer
 
 calls = 0
@@ -81,7 +81,7 @@ def child(moment):
         os.write(write, str(calls).encode())
         return 0
 
-    run_script(main)
+    sys.exit(command()(lambda _: main())())
 
 
 code, total = child(0)
@@ -140,7 +140,9 @@ def test_an_interrupt_in_a_destructor_is_not_lost(
 
 def test_other_errors_in_a_destructor_are_still_shown() -> None:
     program = """
+import sys
 from common.interrupts import *
+from common.program import command
 class Failing:
     def __del__(self):
         raise ValueError("shown")
@@ -148,7 +150,7 @@ def main():
     Failing()
     return 0
 end_at_interrupts()
-run_script(main)
+sys.exit(command()(lambda _: main())())
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -171,8 +173,9 @@ def test_every_tool(tool: str) -> None:
 
 def test_a_script_that_is_interrupted_in_its_work_says_so() -> None:
     program = (
-        "from common.interrupts import *\nimport"
-        " signal\nend_at_interrupts()\nrun_script(lambda: signal.raise_signal(signal.SIGINT))"
+        "import signal, sys\nfrom common.interrupts import *\nfrom common.program import command\n"
+        "end_at_interrupts()\n"
+        "sys.exit(command()(lambda _: signal.raise_signal(signal.SIGINT))())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -1,10 +1,12 @@
 """Every program starts, fails and stops in one way, and gpt2 names them all."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -48,7 +50,7 @@ def test_gpt2_is_installed_and_starts_every_program(
             ("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}"))
             for mode in RUN_MODES
         ),
-        *((f"tools/{file}.py",) for file, _ in TOOLS.values()),
+        *((f"{ROOT}/tools/{file}.py",) for file, _ in TOOLS.values()),
     ]
     assert all((ROOT / given[0]).is_file() for given in started)
     for words, code in ((["fly"], 2), (["--help"], 0)):
@@ -59,6 +61,28 @@ def test_gpt2_is_installed_and_starts_every_program(
     out, error = capsys.readouterr()
     assert error.startswith("error: gpt2 fly: expected one of train, ") and error.count("\n") == 1
     assert [line.split()[0] for line in out.splitlines()[2:]] == [*RUN_MODES, *TOOLS]
+
+
+def test_a_wheel_puts_no_tools_beside_other_packages(tmp_path: Path) -> None:
+    """Built and unpacked without a network; its gpt2 still finds every program."""
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
+        if name.endswith((".py", ".toml", ".txt", ".yaml", ".html", ".typed", "README.md")):
+            (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "src" / name)
+    words = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q", "."]
+    built = run(*words, "--wheel-dir", str(tmp_path), folder=tmp_path / "src")
+    assert built.returncode == 0, built.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(tmp_path / "site")
+    tops = {path.name for path in (tmp_path / "site").iterdir() if "dist-info" not in path.name}
+    ours = {"common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "run_gpt2.py"}
+    assert tops == ours
+    for name in TOOLS:
+        program = "from common.program import gpt2; gpt2()"
+        done = run("-c", program, name, "--help", folder=tmp_path, PYTHONPATH=f"{tmp_path}/site")
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: gpt2 {name}"), done.stderr
 
 
 def run(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -154,7 +178,8 @@ def test_options_are_what_the_types_say(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(SystemExit) as stop:
             parse(Request, words, "About.", prog="x")
         error = capsys.readouterr().err
-        assert stop.value.code == 2 and f"\nx: error: {message}" in error
+        assert stop.value.code == 2 and error.startswith(f"error: {message}")
+        assert error.endswith("\nx --help explains the options\n") and error.count("\n") == 2
     assert command(Request)(print)(["--size", "13"]) == 2
     assert capsys.readouterr().err == "error: --size 13: is unlucky\n"
     with pytest.raises(SystemExit):

@@ -55,8 +55,8 @@ from tests.fuzz.weight_files import (
 )
 
 CLASSES = {
-    "weights": "tensors in .safetensors, .bin (zip, old, shards), .ckpt, .pt, .pdparams,"
-    " TensorFlow: bytes, special files, headers",
+    "weights": "tensors in .safetensors, .bin (zip, old, shards), .ckpt, .pt, .pdparams:"
+    " bytes, special files, headers",
     "values": "whole Hugging Face files of other numbers, types, strides, shared storages, tied"
     " heads, masks, padded vocabularies",
     "archive": "a torch file with a record's bits flipped, and its CRC left as it is",
@@ -98,10 +98,6 @@ def _reader(files: list[str], one: Callable[[Path], Arrays]) -> Callable[[Path],
     return lambda folder: {
         f"{file}:{name}": array for file in files for name, array in one(folder / file).items()
     }
-
-
-def _none(folder: Path) -> Arrays:
-    raise ValueError("no independent reader; the whole file's values are held against")
 
 
 # ---- whole folders ----
@@ -205,9 +201,6 @@ def prepare(folder: Path) -> list[Source]:
             _reader(shards, read_torch),
         )
     )
-    shutil.copytree(FIXTURES / "openai", folder / "openai")
-    tensorflow = [path.name for path in sorted((folder / "openai").glob("model.ckpt.*"))]
-    made.append(("openai", "openai", tensorflow, ["hparams.json", "checkpoint"], _none))
     (folder / "fleetx").mkdir()
     shutil.copy(FIXTURES / "fleetx" / "model.pdparams", folder / "fleetx")
     count_paddle(folder / "fleetx" / "model.pdparams")
@@ -223,7 +216,7 @@ def prepare(folder: Path) -> list[Source]:
     )
     sources = []
     for name, format, files, settings, read in made:
-        values = {} if read is _none else read(folder / name)
+        values = read(folder / name)
         target = _convert(folder / name, format, folder / f"{name} converted")
         sources.append(
             Source(

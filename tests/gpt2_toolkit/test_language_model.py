@@ -53,11 +53,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "checkpoint": {"load": str(source)},
     }  # fmt: skip
     config.write_text(json.dumps(tree))
-    for format in ("onnx", "gguf", "safetensors", "pt2"):
+    for format in ("onnx", "safetensors", "pt2"):
         words = ["--config", str(config), "--run_mode", "export", f"export.format={format}"]
         assert main(words) == 0
     return {
-        "hf": source, "own": root / "own", "onnx": root / "onnx", "gguf": root / "gguf",
+        "hf": source, "own": root / "own", "onnx": root / "onnx",
         "weights": root / "weights", "pt2": root / "pt2", "config": config,
     }  # fmt: skip
 
@@ -87,7 +87,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("hf", "torch"), ("own", "torch"), ("weights", "auto"), ("gguf", "torch"),
+        ("hf", "torch"), ("own", "torch"), ("weights", "auto"),
         ("hf", "mindspore"), ("onnx", "auto"), ("pt2", "auto"),
     ],
 )  # fmt: skip
@@ -190,7 +190,7 @@ def test_the_same_as_the_run_mode_predict(
     assert printed[0].count("Prompt: ") == printed[0].count("Generation: ") == len(PROMPTS)
 
 
-@pytest.mark.parametrize("name", ["onnx", "gguf", "weights", "hf"])
+@pytest.mark.parametrize("name", ["onnx", "weights", "hf"])
 def test_the_tool_prints_prompt_and_generation(
     folders: dict[str, Path],
     expected: dict[str, Any],

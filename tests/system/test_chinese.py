@@ -21,7 +21,8 @@ from common.conversion.gpt2_chinese import one_at_a_time, run_command
 from common.errors import ConfigError
 from common.run_folder import LOCK
 from common.systems.config import open_flags
-from tests.run_scripts import clean_environment
+from compat import programs
+from tests.run_scripts import ROOT, clean_environment
 
 POEM = "白日依山盡，黃河入海流。\n欲窮千里目，更上一層樓。\n床前明月光，疑是地上霜。"
 CHARACTERS = "".join(sorted(set(POEM) - {"\n"}))
@@ -210,7 +211,8 @@ def test_bad_input_is_one_message(
 ) -> None:
     own = ["--model_config", "model.json"]
     own += [] if "--tokenizer_path" in words else ["--tokenizer_path", "vocab.txt"]
-    assert run_command(run_gpt2.main, program, [*own, *words, "device=cpu"]) == 2
+    script = str(ROOT / "compat" / "gpt2_chinese" / program)
+    assert programs.main([script, *own, *words, "device=cpu"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
     assert not Path("none").exists() and not Path("data").exists()

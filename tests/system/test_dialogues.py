@@ -85,7 +85,7 @@ def test_a_marked_dialogue_stops_at_its_mark(
     said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert tokenizer.decode(said) == "two<|im_end|>"
 
-    for where in (here, tmp_path / "hf", tmp_path / "onnx", tmp_path / "gguf"):
+    for where in (here, tmp_path / "hf", tmp_path / "onnx"):
         (found,) = load_model(where).generate([PROMPT], max_new_tokens=12)
         assert (found.text, found.finish_reason) == ("two", "end_of_text"), where
     fields = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").fields

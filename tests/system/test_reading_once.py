@@ -17,6 +17,8 @@ axes:
   train.recompute: [none, full]
   parallel.model_parallel: [1, 2]
 """
+EVAL = f"{ROOT}/compat/fleetx/tools/eval.py"
+FLEETX = f"{ROOT}/tests/common/systems/originals/fleetx/eval_gpt_345M_single_card.yaml"
 PROGRAM = """
 import collections, importlib, json, os, sys
 found = []
@@ -57,6 +59,9 @@ def test_each_file_is_opened_once(tmp_path: Path, corpus_prefix: Path) -> None:
         "predict": ("run_gpt2", ["--config", CONFIG, "--run_mode", "predict", *run]),
         "plan": ("run_gpt2", ["--config", LARGE, "--run_mode", "plan"]),
         "launch": ("tools.launch", ["distribute", "none", CONFIG, "[0,2]", "train", *run]),
+        "standalone": ("tools.launch", ["standalone", CONFIG, "0", "plan", *run]),
+        "mindformer": ("run_mindformer", ["--config", CONFIG, "--run_mode", "plan", *run]),
+        "fleetx": ("compat.programs", [EVAL, "-c", FLEETX, "--show_config"]),
         "study": ("tools.study", ["--config", f"{tmp_path}/study.yaml", "--plan"]),
     }
     done = subprocess.run(
@@ -72,6 +77,6 @@ def test_each_file_is_opened_once(tmp_path: Path, corpus_prefix: Path) -> None:
     found = dict(zip(programs, json.loads(done.stderr.splitlines()[-1]), strict=True))
     assert {name: row[:2] for name, row in found.items()} == {name: [0, 1] for name in programs}
     files = {name: row[2] for name, row in found.items()}
-    assert files == dict.fromkeys(programs, 1) | {"plan": 6, "study": 7}
+    assert files == dict.fromkeys(programs, 1) | {"plan": 6, "study": 7, "fleetx": 3}
     resolved = {name: row[3] for name, row in found.items()}
-    assert resolved == dict.fromkeys(programs, 1) | {"study": 4}, "a cell each"
+    assert resolved == dict.fromkeys(programs, 1) | {"study": 4, "fleetx": 0}, "a cell each"

@@ -11,8 +11,7 @@ from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
-from common.systems.fleetx.names import NAME_MAPS
-from common.systems.fleetx.parts import FILE, is_rank, open_parts, rank_folders
+from common.systems.fleetx.parts import FILE, NAME_MAPS, is_rank, open_parts, rank_folders
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.name_map import match_name_map
 from common.systems.rank_parts import join_ranks, read_joined

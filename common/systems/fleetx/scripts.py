@@ -8,17 +8,18 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.command_line import parse_arguments
-from common.errors import CheckpointError, ConfigError, GPT2Error
+from common.errors import CheckpointError, ConfigError
 from common.paths import ROOT
 
 if TYPE_CHECKING:  # --help loads no library
-    from common.systems.config import Opened
+    from common.systems.config import ConfigFile
 
+Read: TypeAlias = Callable[[str], "ConfigFile"]
+"""Reader of a configuration file: ``read_config``, in a room above this one."""
 PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
 """Prompt of FleetX's scripts, for commands without one."""
 _KEY = "Inference.model_dir"
@@ -31,40 +32,38 @@ _OF_THE_MACHINE = ("device", "seed", "predict", "logging")
 """Sections that come from the command's configuration; the others come from the export."""
 
 
-def run_script(main: Callable[..., int], mode: str, argv: Sequence[str], program: str) -> int:
-    """Call ``main`` of run_gpt2.py for one of FleetX's scripts. Returns its exit code.
+def run_script(
+    main: Callable[..., int], read: Read, mode: str, argv: Sequence[str], program: str
+) -> int:
+    """Call ``main`` of run_gpt2.py for one of FleetX's scripts. Returns its exit code. Raises
+    ConfigError and CheckpointError.
 
     Engine.save_load.ckpt_dir names the weights in every mode, also in a file for training. Where no
     prompt is given, FleetX's is continued.
     """
     words = ["--run_mode", mode, *argv]
     arguments = parse_arguments(words, program=program)
-    more: list[str] = []
-    with suppress(GPT2Error):  # ``main`` reports the error
-        tree = _open(arguments.config, arguments.overrides).ours.tree
-        checkpoint = tree.get("checkpoint", {})
-        resume = checkpoint.get("resume")
-        if resume not in (None, "auto", "latest", "never") and checkpoint.get("load") is None:
-            more.append(f"checkpoint.load={resume}")
-        if mode == "predict" and not _has_prompt(tree):
-            more.append(f"predict.prompt={PROMPT}")
-    return main([*words, *more], program=program)
+    file = read(arguments.config)
+    tree = file.open(arguments.overrides).ours.tree
+    checkpoint = tree.get("checkpoint", {})
+    resume = checkpoint.get("resume")
+    if resume not in (None, "auto", "latest", "never") and checkpoint.get("load") is None:
+        words.append(f"checkpoint.load={resume}")
+    if mode == "predict" and not _has_prompt(tree):
+        words.append(f"predict.prompt={PROMPT}")
+    return main(words, program=program, file=file)
 
 
-def infer(main: Callable[..., int], argv: Sequence[str], program: str) -> int:
+def infer(main: Callable[..., int], read: Read, argv: Sequence[str], program: str) -> int:
     """Call ``main`` of run_gpt2.py with the model, the tokenizer and the settings of an export
-    folder. Returns its exit code.
+    folder. Returns its exit code. Raises ConfigError and CheckpointError.
 
     Sampling and prompts of the command's own configuration win over the export's.
     """
-    arguments = parse_arguments(["--run_mode", "predict", *argv], program=program)
-    try:
-        tree = _with_export(arguments.config, arguments.overrides)
-    except GPT2Error as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
     from common.yaml_files import dump_yaml
 
+    arguments = parse_arguments(["--run_mode", "predict", *argv], program=program)
+    tree = _with_export(read(arguments.config), arguments.overrides)
     own = [word for word in arguments.overrides if not word[:1].isupper()]
     show = ["--show_config"] if arguments.show_config else []
     with tempfile.NamedTemporaryFile(
@@ -76,23 +75,27 @@ def infer(main: Callable[..., int], argv: Sequence[str], program: str) -> int:
         return main(words, program=program)
 
 
-def _with_export(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
     """Return a configuration of ours for the export that another one names. Raises ConfigError and
     CheckpointError.
     """
     from common.checkpoint.snapshot import SETTINGS_FILE
     from common.yaml_files import read_yaml_mapping
 
-    opened = _open(config, overrides)
-    folder = _find_export(_model_dir(Path(config), overrides))
+    ours = file.open(overrides).ours.tree
+    inference = file.tree.get("Inference")
+    given = [word.partition("=")[2] for word in overrides if word.startswith(f"{_KEY}=")]
+    if not given and isinstance(inference, Mapping) and inference.get("model_dir"):
+        given = [str(inference["model_dir"])]
+    folder = _find_export(Path(given[-1] if given else _FOLDER))
     settings = folder / SETTINGS_FILE
     tree = read_yaml_mapping(settings) if settings.is_file() else dict(_PROGRAM)
     for name in _OF_THE_MACHINE:
-        value, given = tree.get(name), opened.ours.tree.get(name)
-        if isinstance(value, Mapping) and isinstance(given, Mapping):
-            tree[name] = {**value, **given}
-        elif given is not None:
-            tree[name] = given
+        value, own = tree.get(name), ours.get(name)
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            tree[name] = {**value, **own}
+        elif own is not None:
+            tree[name] = own
     if not _has_prompt(tree):
         tree["predict"] = {**tree.get("predict", {}), "prompt": PROMPT}
     data = tree.get("data")
@@ -101,33 +104,11 @@ def _with_export(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     return tree | {"output_dir": str(folder), "checkpoint": {"load": str(folder)}}
 
 
-def _open(config: str, overrides: Sequence[str]) -> Opened:
-    from common.systems.config import open_config
-
-    return open_config(config, overrides)
-
-
 def _has_prompt(tree: Mapping[str, Any]) -> bool:
     predict = tree.get("predict")
     return isinstance(predict, Mapping) and bool(
         predict.get("prompt") or predict.get("prompt_file")
     )
-
-
-def _model_dir(config: Path, overrides: Sequence[str]) -> Path:
-    """Return Inference.model_dir of the command, else of the file or its bases."""
-    given = [word.partition("=")[2] for word in overrides if word.startswith(f"{_KEY}=")]
-    return Path(given[-1] if given else _in_file(config) or _FOLDER)
-
-
-def _in_file(config: Path) -> str | None:
-    from common.config.load import read_yaml
-
-    tree = read_yaml(config)[0]
-    section, base = tree.get("Inference"), tree.get("_base_")
-    if isinstance(section, Mapping) and section.get("model_dir"):
-        return str(section["model_dir"])
-    return _in_file(config.parent / base) if isinstance(base, str) else None
 
 
 def _find_export(folder: Path) -> Path:

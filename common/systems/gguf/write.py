@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from common.errors import TokenizerError
 from common.log import LOG
 from common.packages import require_package
-from common.systems.gguf.read import NAME_MAP
+from common.systems.name_map import name_map
 from common.systems.weights import Weights, arrays_of, export_names, require_blocks
 from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import file_checksum
@@ -21,8 +21,25 @@ from common.tokenizer.copies import vocabulary_in
 from common.tokenizer.folder import Folder
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
 from common.tokenizer.recognise import kind_of_files
+from common.weights.names import EMBEDDING, POSITIONS
 
 FILE = "model.gguf"
+_IN_BLOCK = "blk.{layer}."
+
+NAME_MAP = name_map(
+    {
+        EMBEDDING: "token_embd.weight",
+        POSITIONS: "position_embd.weight",
+        "ln_f": "output_norm",
+        "ln_1": f"{_IN_BLOCK}attn_norm",
+        "attn.qkv_proj": f"{_IN_BLOCK}attn_qkv",
+        "attn.c_proj": f"{_IN_BLOCK}attn_output",
+        "ln_2": f"{_IN_BLOCK}ffn_norm",
+        "mlp.c_fc": f"{_IN_BLOCK}ffn_up",
+        "mlp.c_proj": f"{_IN_BLOCK}ffn_down",
+    }
+)
+"""llama.cpp's names. Weights are (out, in). Without a head, the embedding serves as one."""
 _TYPES = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 """The type of matrices by dtype. Norms, biases and positions are float32 in all files."""
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7}

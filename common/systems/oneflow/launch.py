@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from common.cluster.environment import find_process
-from common.errors import ConfigError, GPT2Error
+from common.errors import ConfigError
 from common.whole_numbers import MOST_RANKS, argument
 
 
@@ -21,17 +20,13 @@ def start_nodes_devices(
     ranks.
 
     run: ``main`` of run_gpt2.py, for a single device or a rank that another launcher has started.
-    launch: ``main`` of tools/launch.py.
+    launch: ``main`` of tools/launch.py. The function raises ConfigError.
     """
 
     def start(argv: list[str], *, program: str) -> int:
         if not {"--show_config", "--help", "-h"}.isdisjoint(argv):
             return run(argv, program=program)
-        try:
-            options = _options(flags, os.environ)
-        except GPT2Error as error:
-            sys.stderr.write(f"error: {error}\n")
-            return error.exit_code
+        options = _options(flags, os.environ)
         if options is None:
             return run(argv, program=program)
         _, config, _, mode, *overrides = argv  # --config FILE --run_mode train KEY=VALUE ...

@@ -2,11 +2,7 @@
 write the vocabulary of a corpus, as tools/make_vocab.py does.
 """
 
-if __name__ == "__main__":
-    import sys
-    from pathlib import Path
+import runpy
+from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    from common.program import start
-
-    start("compat/programs.py", __file__)
+runpy.run_path(f"{Path(__file__).resolve().parents[2]}/programs.py", {"SCRIPT": __file__})

@@ -213,7 +213,7 @@ def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
     return Weights(path=Path("made.here"), format="random", model=model, tensors=tensors)
 
 
-FORMATS_OF_ANY_TYPE = ["hf", "mindformers", "mindformers_r0.3", "fleetx", "oneflow"]
+FORMATS_OF_ANY_TYPE = ["hf", "mindformers", "mindformers_r0.3"]
 
 
 @st.composite

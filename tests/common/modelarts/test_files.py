@@ -149,7 +149,7 @@ def test_a_latest_that_names_no_whole_checkpoint_is_said(
     (run / "checkpoints" / "step_00000003").mkdir()
     (run / "checkpoints" / "step_00000003" / "model.safetensors").touch()
     (run / "checkpoints" / "latest").write_text(f"{named}\n")
-    found = files.find_checkpoint_url(f"file://{run}", environ)
+    found = files.find_checkpoint_url(f"file://{run}")
     assert found == f"file://{run}/checkpoints/step_00000002"
     assert caplog.messages == [
         f"file://{run}/checkpoints/latest names {named!r}, which is not a complete checkpoint"
@@ -202,22 +202,22 @@ def test_a_host_without_rank_0_takes_its_newest_checkpoint(
 ) -> None:
     url, here = f"file://{bucket}/out", tmp_path / "here"
     make_run(bucket / "out", 1, 2)
-    files.bring_output(url, here, ranks=(2, 3), environ=environ)
+    files.bring_output(url, here, (2, 3))
     # step 2 again, after the run was sent back, and step 3
     make_run(bucket / "out", 2, 3, mark=" again")
-    files.bring_output(url, here, ranks=(), environ=environ)
+    files.bring_output(url, here, ())
     assert not (here / "checkpoints" / "step_00000003").exists(), "its first rank does it"
-    files.bring_output(url, here, ranks=(2, 3), environ=environ)
+    files.bring_output(url, here, (2, 3))
     assert (
         here / "checkpoints" / "step_00000003" / "model.safetensors"
     ).read_text() == "weights 3 again"
     make_run(bucket / "out", 2, mark=" again")
-    files.bring_output(url, here, ranks=(2, 3), environ=environ)
+    files.bring_output(url, here, (2, 3))
     assert (
         here / "checkpoints" / "step_00000002" / "model.safetensors"
     ).read_text() == "weights 2 again"
     (bucket / "out" / "checkpoints" / "step_00000002" / "model.safetensors").unlink()
-    files.bring_output(url, here, ranks=(2, 3), environ=environ)
+    files.bring_output(url, here, (2, 3))
     assert (here / "checkpoints" / "step_00000002" / "model.safetensors").exists(), (
         "the same manifest: nothing to copy"
     )
@@ -230,12 +230,12 @@ def test_a_host_that_has_rank_0_now_takes_a_newer_run(
     make_run(here, 1)
     (here / "own").touch()
     make_run(bucket / "out", 1, 2)
-    files.bring_output(url, here, ranks=(0, 1), environ=environ)
+    files.bring_output(url, here, (0, 1))
     assert find_checkpoint(here) == here / "checkpoints" / "step_00000002"
     assert (here / "metrics.jsonl").read_text() == "2" and (here / "own").exists()
     empty = tmp_path / "empty"
     empty.mkdir()
-    files.bring_output(url, empty, ranks=(0,), environ=environ)
+    files.bring_output(url, empty, (0,))
     assert find_checkpoint(empty) == empty / "checkpoints" / "step_00000002"
 
 
@@ -258,7 +258,7 @@ def test_output_is_copied_after_a_failure_too(
 ) -> None:
     with (
         pytest.raises(type(error)),
-        files.output_copied(f"file://{tmp_path}/bucket", output, (0,), {}),
+        files.output_copied(f"file://{tmp_path}/bucket", output, (0,)),
     ):
         raise error
     assert (tmp_path / "bucket" / "result").read_text() == "result"
@@ -268,7 +268,7 @@ def test_output_is_copied_when_the_platform_stops_the_job(output: Path, tmp_path
     before = signal.getsignal(signal.SIGTERM)
     with (
         pytest.raises(SystemExit) as caught,
-        files.output_copied(f"file://{tmp_path}/bucket", output, (0,), {}),
+        files.output_copied(f"file://{tmp_path}/bucket", output, (0,)),
     ):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
@@ -279,25 +279,25 @@ def test_output_is_copied_when_the_platform_stops_the_job(output: Path, tmp_path
 def test_a_failed_copy_is_an_error_but_hides_none(
     output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def push(folder: Path, url: str, environ: object, **_: object) -> None:
+    def push(folder: Path, url: str, **_: object) -> None:
         raise StorageError("the bucket is full")
 
     monkeypatch.setattr(remote, "push", push)
     with (
         pytest.raises(StorageError, match="the bucket is full"),
-        files.output_copied("file:///x", output, (0,), {}),
+        files.output_copied("file:///x", output, (0,)),
     ):
         pass
     with (
         pytest.raises(RuntimeError, match="the run's own"),
-        files.output_copied("file:///x", output, (0,), {}),
+        files.output_copied("file:///x", output, (0,)),
     ):
         raise RuntimeError("the run's own")
     assert capsys.readouterr().err == "error: the bucket is full\n"
 
 
 def test_the_loops_own_signal_handler_wins(output: Path, tmp_path: Path) -> None:
-    with files.output_copied(f"file://{tmp_path}/bucket", output, (0,), {}):
+    with files.output_copied(f"file://{tmp_path}/bucket", output, (0,)):
         before = signal.getsignal(signal.SIGTERM)
         with StopSignal() as stopped:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -317,7 +317,7 @@ def test_a_host_without_rank_0_copies_the_files_of_its_ranks(output: Path, tmp_p
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text("older")
     make_run(tmp_path / "bucket", 2)
-    with files.output_copied(f"file://{tmp_path}/bucket", output, (2, 3), {}):
+    with files.output_copied(f"file://{tmp_path}/bucket", output, (2, 3)):
         pass
     found = sorted(
         str(path.relative_to(tmp_path / "bucket"))
@@ -336,6 +336,6 @@ def test_a_host_without_rank_0_copies_the_files_of_its_ranks(output: Path, tmp_p
         "profile/steps_1_2_rank_2.json.gz",
     ]
     assert (tmp_path / "bucket" / "metrics.jsonl").read_text() == "2"
-    with files.output_copied(f"file://{tmp_path}/bucket", output, (), {}):
+    with files.output_copied(f"file://{tmp_path}/bucket", output, ()):
         pass
     assert (tmp_path / "bucket" / "metrics.jsonl").read_text() == "2"

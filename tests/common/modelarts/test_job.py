@@ -25,7 +25,6 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
         ({**TWO_HOSTS, "RANK_ID": "0", "RANK_SIZE": "4"}, False, (0, 1)),
         ({**TWO_HOSTS, "RANK_ID": "1", "RANK_SIZE": "4"}, False, ()),
         ({**TWO_HOSTS, "RANK_ID": "2", "RANK_SIZE": "4"}, False, (2, 3)),
-        ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2"}, False, ()),
     ],
 )
 def test_files_that_a_process_copies(

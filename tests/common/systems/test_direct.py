@@ -31,7 +31,6 @@ from common.yaml_files import dump_yaml
 from run_gpt2 import main
 from tests.common.systems.fleetx.test_weights import copy as fleetx_folder
 from tests.common.systems.mindformers.test_rank_files import MODEL, config_of, write_run
-from tests.common.systems.openai.test_weights import copy as openai_folder
 from tests.config_overrides import changed
 from tests.ranks import run_ranks
 
@@ -71,7 +70,6 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "slices": slices,
     "megatron": converted_to("megatron", model_parallel=2, pipeline_stage=2),
     "megatron_core": converted_to("megatron_core"),
-    "openai": lambda _, folder: openai_folder(folder),
     "fleetx": lambda _, folder: fleetx_folder(folder / "fleetx"),
 }
 

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.systems.fleetx import names as fleetx
+from common.systems.fleetx import parts as fleetx
 from common.systems.hugging_face import names as hugging_face
 from common.systems.megatron import names as megatron
 from common.systems.mindformers import names as mindformers
 from common.systems.name_map import Fusion, NameMap, NameRow
-from common.systems.openai import read as openai
 from common.weights.names import parameter_shapes
 
 NAME_MAPS = {
-    "hf": hugging_face.NAME_MAPS, "openai": openai.NAME_MAPS, "fleetx": fleetx.NAME_MAPS,
+    "hf": hugging_face.NAME_MAPS, "fleetx": fleetx.NAME_MAPS,
     **mindformers.NAME_MAPS, **megatron.NAME_MAPS,
 }  # fmt: skip
 MODEL = ModelConfig(
@@ -198,23 +197,6 @@ def test_mindformers_has_these_names(release: str) -> None:
         np.testing.assert_array_equal(
             found[name], parameters[ours].T if transposed else parameters[ours]
         )
-
-
-def test_openai_has_these_names() -> None:
-    found, parameters = (
-        packed(NAME_MAPS["openai"][0], random_parameters(MODEL)),
-        random_parameters(MODEL),
-    )
-    for name, ours in (
-        ("model/wte", "wte.weight"),
-        ("model/ln_f/g", "ln_f.weight"),
-        ("model/h1/ln_2/b", "h.1.ln_2.bias"),
-    ):
-        np.testing.assert_array_equal(found[name], parameters[ours])
-    np.testing.assert_array_equal(found["model/h1/mlp/c_fc/w"], parameters["h.1.mlp.c_fc.weight"].T)
-    np.testing.assert_array_equal(
-        found["model/h1/attn/c_attn/w"][:, 12:24], parameters["h.1.attn.k_proj.weight"].T
-    )
 
 
 # where row r of output d of head h lies, with 4 outputs a head and 3 heads: Megatron-LM's

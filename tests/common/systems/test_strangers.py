@@ -114,6 +114,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"pytorch_model.bin": None, "adapter_config.json": b"{}"},
         "it is an adapter of PEFT.*merge_and_unload",
     ),
+    "OpenAI": (
+        {"pytorch_model.bin": None, "hparams.json": b"{}", "model.ckpt.index": b""},
+        r"OpenAI's own TensorFlow checkpoint; .*hf://openai-community/gpt2",
+    ),
     "TensorFlow": (
         {"pytorch_model.bin": None, "tf_model.h5": b""},
         r"for TensorFlow only; .*from_tf=True",

@@ -1,1 +1,0 @@
-"""OpenAI's own TensorFlow code of GPT-2: ``openai``, read only."""
