@@ -32,8 +32,8 @@ class Attempt:
     number: int = 0
 
 
-Prepare = Callable[[int], Attempt | None]
-"""Function that returns the next attempt by its number, or None if this host is not needed."""
+Prepare = Callable[[int], Attempt]
+"""Function that returns the next attempt by its number."""
 
 
 def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
@@ -44,7 +44,8 @@ def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
     """
     history: list[Outcome] = []
     number = 0
-    while (attempt := prepare(number)) is not None:
+    while True:
+        attempt = prepare(number)
         for name in FOREIGN:
             os.environ.pop(name, None)
         number = max(number, attempt.number)
@@ -62,7 +63,7 @@ def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         outcome = run_attempt(job)
         if most and any(child.rank == 0 and not child.name for child in job.children):
-            append_attempt(folder, _line(number, began, outcome, job, failures, most))
+            append_attempt(folder, _line(began, outcome, job, failures, most))
         if not outcome.again:
             if most and outcome.failure:
                 tell(
@@ -72,8 +73,6 @@ def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
             return outcome.code
         history.append(outcome)
         number += 1
-        if outcome.takes_back:
-            continue
         seconds = pause(len(failures))
         tell(
             f"restart {len(failures) + 1} of {most} in {seconds:g} s, from the newest complete"
@@ -81,7 +80,6 @@ def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
             error=True,
         )
         time.sleep(seconds)
-    return 0
 
 
 def _may_restart(outcome: Outcome, *, before: Sequence[Outcome], most: int) -> bool:
@@ -116,7 +114,6 @@ def _numbered(child: ProcessSpec, number: int) -> ProcessSpec:
 
 
 def _line(
-    number: int,
     began: str,
     outcome: Outcome,
     job: Job,
@@ -126,11 +123,10 @@ def _line(
     ranks = [child.rank for child in job.children if not child.name]
     hosts = [rank_names(ranks)] if job.hosts is None else [str(host) for host in job.hosts.all]
     if outcome.again:
-        then = "takes hosts back" if outcome.takes_back else "restarted"
+        then = "restarted"
     else:
         then = why_not(outcome, before, most) if outcome.failure else "ended"
     return {
-        "attempt": number + 1,
         "began": began,
         "seconds": round(outcome.seconds, 1),
         "hosts": hosts,

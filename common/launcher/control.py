@@ -96,13 +96,6 @@ class HostNote(HostEvent):
     """Event that does not end the run, such as waiting for a host."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostReturned:
-    """Event: a host that this attempt runs without has come. host: its index in the full list."""
-
-    host: int
-
-
 def host_name(address: str) -> str:
     """Return a host's name for messages. ``find_places`` calls one without an address ``node
     1``.
@@ -123,16 +116,13 @@ class Control:
         connect_limit: float,
         *,
         phase: str = "",
-        full: Hosts | None = None,
     ) -> None:
         """Listen on host 0.
 
         phase: two ends connect only in the same phase; a caller in another one tries again.
-        full: all hosts of the command, if this attempt runs without some of them.
         """
         self._hosts = hosts
         self._phase = phase
-        self._full = full or hosts
         self._events = events
         self._limit = connect_limit
         self._links: dict[int, Channel] = {}
@@ -252,7 +242,7 @@ class Control:
             link.close()
             return
         if hello.get("phase", "") != self._phase:
-            self._send_back(link, hello, host)
+            self._send_back(link)
             return
         why = ""
         with self._lock:
@@ -274,14 +264,12 @@ class Control:
             self._serve(host, link)
             return
         if why == LATER:
-            self._send_back(link, hello, host)
+            self._send_back(link)
             return
         self._refuse(link, host_name(str(hello.get("address"))[:100]), why)
 
-    def _send_back(self, link: Channel, hello: Mapping[str, Any], host: int) -> None:
-        """Let a launcher of another phase of this run try again, and note a host that was away."""
-        if hello.get("phase") == MEETING and hello.get("hosts") == self._full.digest():
-            self._events.put(HostReturned(host=host))
+    def _send_back(self, link: Channel) -> None:
+        """Let a launcher of another phase of this run try again."""
         _send(link, {"kind": LATER})
         link.finish()
         with suppress(OSError):

@@ -34,7 +34,6 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.attempts import RESTARTABLE, Attempt, Prepare, run_attempts
 from common.launcher.children import make_children
-from common.launcher.elastic import HostChoice
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
 from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
@@ -86,13 +85,10 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         node_rank=request.node_rank,
         pod=None if table is None else server_of_pod(table, os.environ),
     )
-    resolve = partial(_resolve, request, load)
+    config = resolve_mode(load(request.overrides), request.mode, world_size=places.world_size)
     if request.mode == "plan":
-        config = resolve((), places.world_size)
         _say(_plan(request, config, places, table))
         return 0
-    choice = HostChoice(places, resolve, _min_nodes(request, load, places))
-    config = choice.nominal.config
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
     maker = JobMaker(request=request, table=table, port=port)
@@ -103,9 +99,8 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         _check_first(config, request, check)
     if is_asked("DETACH"):
         return _run(maker.make(config, places), request)
-    meets = len(places.hosts) > 1 and (_max_restarts(request, config) or config.runtime.min_nodes)
-    if meets and request.mode in RESTARTABLE:
-        return _supervise(partial(maker.meet, choice, places), request, config)
+    if len(places.hosts) > 1 and _max_restarts(request, config) and request.mode in RESTARTABLE:
+        return _supervise(partial(maker.meet, config, places), request, config)
     tell(ranks_here(places, request, config))
     return _supervise(
         lambda number: Attempt(job=maker.make(config, places), number=number), request, config
@@ -140,19 +135,6 @@ def standalone(
     if is_asked("DRY_RUN") or is_asked("DETACH"):
         return _run(job(), request)
     return _supervise(lambda number: Attempt(job=job(), number=number), request, config)
-
-
-def _resolve(
-    request: LaunchRequest, load: Load, overrides: Sequence[str], world_size: int
-) -> ResolvedRun:
-    config = load((*request.overrides, *overrides))
-    return resolve_mode(config, request.mode, world_size=world_size)
-
-
-def _min_nodes(request: LaunchRequest, load: Load, places: Placement) -> int | None:
-    if len(places.hosts) == 1 or request.mode not in RESTARTABLE:
-        return None
-    return load(request.overrides).runtime.min_nodes
 
 
 def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:

@@ -86,8 +86,7 @@ def _gather(
     if not chosen:
         missing = ", ".join(map(str, control.missing()))
         raise RunError(
-            f"{missing or 'no host'} did not come to port {hosts.port} within {limit:g} s, and the"
-            f" {len(present)} hosts here are too few to run without (runtime.min_nodes); look"
+            f"{missing or 'no host'} did not come to port {hosts.port} within {limit:g} s,; look"
             " whether the run was started there, and whether this port is open"
         )
     return chosen

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from common.launcher.control import (
     HostFailed,
     HostMissing,
     HostNote,
-    HostReturned,
     Hosts,
     Message,
 )
@@ -47,8 +46,6 @@ group.
 _REPORT_SECONDS = 2.0
 _DECISION_SECONDS = 30.0
 """Seconds to wait for host 0's decision: longer than it takes to kill its ranks."""
-_RETURN_SECONDS = 5.0
-"""Seconds after its last call for which a host counts as come."""
 _CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -78,12 +75,6 @@ class Job:
     """Function that tells whether another attempt follows a failure. Host 0 decides for all."""
     phase: str = ""
     """Number of the attempt in words, by which launchers of one attempt know each other."""
-    full: Hosts | None = None
-    """All hosts of the command, if this attempt runs without some of them."""
-    may_take_back: Callable[[Collection[int]], bool] | None = None
-    """Function that tells host 0 whether the run should end to begin again with hosts that have
-    come, given by their indexes in ``full``.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +94,6 @@ class Outcome:
     """The failure is that a host was lost or did not come."""
     again: bool = False
     """Another attempt follows on all hosts."""
-    takes_back: bool = False
-    """The ranks saved and ended so that hosts can take part again."""
 
 
 def run_attempt(job: Job) -> Outcome:
@@ -142,8 +131,7 @@ class _Failure:
 class _Supervisor:
     def __init__(self, job: Job) -> None:
         self._job = job
-        several = job.hosts is not None and (len(job.hosts.all) > 1 or job.full is not None)
-        self._hosts = job.hosts if several else None
+        self._hosts = job.hosts
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         own = None if self._hosts is None else self._hosts.all[self._hosts.own]
         self._ranks = LocalRanks(
@@ -158,7 +146,6 @@ class _Supervisor:
                 self._events,
                 connect_limit({**os.environ, **job.children[0].environment}),
                 phase=job.phase,
-                full=job.full,
             )
         )
         self._terminal = Terminal()
@@ -175,9 +162,6 @@ class _Supervisor:
         self._end: int | None = None
         self._again: bool | None = None
         """Answer of host 0 to the question whether another attempt follows; None until then."""
-        self._returned: dict[int, float] = {}
-        """Hosts of ``full`` that have come -> time of their last call."""
-        self._takes_back = False
         self._lost_first = False
         """Host 0 cannot be heard any more."""
         self._steps = (-1, -1)
@@ -221,7 +205,6 @@ class _Supervisor:
             seconds=seconds,
             lost_host=bool(self._failures) and self._failure().lost_host,
             again=bool(self._again),
-            takes_back=self._takes_back,
         )
 
     def _decide(self, seconds: float) -> None:
@@ -229,11 +212,10 @@ class _Supervisor:
         if self._job.may_restart is None or (self._hosts is not None and self._hosts.own > 0):
             return
         if self._failures:
-            was_stopped = self._stop is not None and not self._takes_back
             outcome = self._outcome(self._failure().code, seconds)
-            self._again = not was_stopped and self._job.may_restart(outcome)
+            self._again = self._stop is None and self._job.may_restart(outcome)
         else:
-            self._again = self._takes_back and self._was_stopped()
+            self._again = False
         if self._control is not None:
             self._control.tell("again", again=self._again)
 
@@ -295,8 +277,6 @@ class _Supervisor:
             self._take_exit(event.index, event.code)
         elif isinstance(event, _Signal):
             self._take_signal(event)
-        elif isinstance(event, HostReturned):
-            self._returned[event.host] = time.monotonic()
         elif isinstance(event, HostFailed):
             self._lost_first = self._hosts is not None and self._hosts.own > 0
             self._fail(_Failure(text=event.text, code=event.code, lost_host=True))
@@ -385,8 +365,6 @@ class _Supervisor:
             self._end = int(values["code"])
         elif event.kind == "again":
             self._again = bool(values["again"])
-        elif event.kind == "takes back":
-            self._takes_back = True
 
     def _fail(self, failure: _Failure) -> None:
         """Record a failure and tell the other hosts at once, since the first one told counts as the
@@ -408,7 +386,6 @@ class _Supervisor:
         self._show()
         if self._failures:
             return
-        self._take_back()
         if self._control is not None and self._ranks.done and not self._told_finished:
             self._told_finished = True
             self._done_at = time.monotonic()
@@ -423,25 +400,6 @@ class _Supervisor:
             )
             text += f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
-
-    def _take_back(self) -> None:
-        """End the attempt so that hosts that have come take part in the next one."""
-        job = self._job
-        if not self._returned or job.may_take_back is None or job.may_restart is None:
-            return
-        if self._stop is not None:
-            return
-        now = time.monotonic()
-        here = [host for host, at in self._returned.items() if now - at < _RETURN_SECONDS]
-        if not here or not self._ranks.have_met or not job.may_take_back(here):
-            return
-        self._takes_back = True
-        self._terminal.say(
-            "hosts have come back: the ranks save, and the run continues with these hosts"
-        )
-        if self._control is not None:
-            self._control.tell("takes back")
-        self._stop_ranks(_Signal(number=signal.SIGTERM, time=now))
 
     def _look_for_stalls(self) -> None:
         """Look for stalled ranks; host 0 does it for all hosts that it can hear.
