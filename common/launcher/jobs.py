@@ -13,17 +13,15 @@ from common.cluster.rank_environment import Rendezvous, make_rendezvous, rank_co
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import write_table
 from common.config.schema import RunConfig
-from common.launcher.attempts import Attempt
 from common.launcher.children import make_children, make_hosts
-from common.launcher.control import Hosts
-from common.launcher.meeting import meet_all
+from common.launcher.host_channel import Hosts
+from common.launcher.process_spec import ProcessSpec
 from common.launcher.request import LaunchRequest, absolute
-from common.launcher.supervisor import Job, connect_limit
+from common.launcher.supervisor import Job
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import layout_warnings
 from common.processes.addresses import is_own
-from common.processes.ranks import ProcessSpec
 from common.resolve.auto_device import sees_accelerator
 from common.resolve.engine_checks import check_here
 
@@ -43,15 +41,6 @@ class JobMaker:
         """
         children, hosts = self._children(config, places, starts=starts)
         return make_job(self.request, config, children, hosts)
-
-    def meet(self, config: ResolvedRun, places: Placement, number: int) -> Attempt:
-        """Meet the other hosts, and return the attempt. Raises RunError if one does not come."""
-        job = self.make(config, places)
-        assert job.hosts is not None
-        limit = config.runtime.return_limit if number else connect_limit(os.environ)
-        found = meet_all(job.hosts, attempt=number, limit=limit)
-        tell(ranks_here(places, self.request, config))
-        return Attempt(job=replace(job, phase=str(found)), number=found)
 
     def _children(
         self, config: ResolvedRun, places: Placement, *, starts: bool
@@ -144,6 +133,7 @@ def make_job(
         follow=not request.quiet,
         steps=config.train.max_steps if request.mode in ("train", "finetune") else None,
         hosts=hosts,
+        return_limit=config.runtime.return_limit,
     )
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -32,18 +31,18 @@ from common.cluster.rank_table_files import read_table, wait_for_table
 from common.cluster.rank_table_formats import NotReadyError
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.attempts import RESTARTABLE, Attempt, Prepare, run_attempts
+from common.launcher.attempts import RESTARTABLE, run_attempts
 from common.launcher.children import make_children
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
 from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
+from common.launcher.process_spec import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import describe_cluster
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK
-from common.processes.ranks import ProcessSpec
 from common.resolve.derive import resolve_mode
 from common.run_folder import require_free_folder
 
@@ -99,12 +98,8 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         _check_first(config, request, check)
     if is_asked("DETACH"):
         return _run(maker.make(config, places), request)
-    if len(places.hosts) > 1 and _max_restarts(request, config) and request.mode in RESTARTABLE:
-        return _supervise(partial(maker.meet, config, places), request, config)
     tell(ranks_here(places, request, config))
-    return _supervise(
-        lambda number: Attempt(job=maker.make(config, places), number=number), request, config
-    )
+    return _supervise(lambda number: maker.make(config, places), request, config)
 
 
 def standalone(
@@ -134,7 +129,7 @@ def standalone(
         _check_first(config, request, check)
     if is_asked("DRY_RUN") or is_asked("DETACH"):
         return _run(job(), request)
-    return _supervise(lambda number: Attempt(job=job(), number=number), request, config)
+    return _supervise(lambda number: job(), request, config)
 
 
 def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:
@@ -142,10 +137,10 @@ def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:
     return config.runtime.max_restarts if given is None else given
 
 
-def _supervise(prepare: Prepare, request: LaunchRequest, config: RunConfig) -> int:
+def _supervise(make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig) -> int:
     """Run the attempts of this host. Only training is started again after a failure."""
     most = _max_restarts(request, config) if request.mode in RESTARTABLE else 0
-    return run_attempts(prepare, most=most, folder=absolute(config.output_dir))
+    return run_attempts(make_job, most=most, folder=absolute(config.output_dir))
 
 
 def _check_options(request: LaunchRequest) -> None:
@@ -307,7 +302,7 @@ def _run(job: Job, request: LaunchRequest) -> int:
         return 0
     if is_asked("DETACH"):
         return _detach(job.log_folder, request)
-    return run_attempts(lambda number: Attempt(job=job), most=0, folder=job.log_folder)
+    return run_attempts(lambda number: job, most=0, folder=job.log_folder)
 
 
 def _detach(folder: Path, request: LaunchRequest) -> int:

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.processes.ranks import ProcessSpec
+from common.launcher.process_spec import ProcessSpec
 
 _SECRET = re.compile(
     r"\w*KEYS?|\w*TOKENS?|\w*SECRETS?|\w*PASS\w*|PWD|CREDS?|CREDENTIALS?"

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, signal_name
+from common.launcher.process_spec import ProcessSpec
 from common.launcher.rank_logs import open_log, read_new, visible
 from common.launcher.supervisor import Job, run_attempt
-from common.processes.ranks import ProcessSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER = 1e6
@@ -42,7 +42,7 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 from common.launcher.supervisor import Job, run_attempt
-from common.processes.ranks import ProcessSpec
+from common.launcher.process_spec import ProcessSpec
 job = json.loads(sys.argv[1])
 children = tuple(
     ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children")
