@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.cluster.rank_environment import FOREIGN
 from common.launcher.rank_logs import set_aside
 from common.launcher.supervisor import Job, Outcome, run_attempt
 from common.launcher.terminal import tell
@@ -33,8 +31,6 @@ def run_attempts(make_job: Callable[[int], Job], *, most: int, folder: Path) -> 
     number = 0
     while True:
         job = make_job(number)
-        for name in FOREIGN:
-            os.environ.pop(name, None)
         may_restart = partial(_may_restart, before=before, most=most) if most else None
         kept = [set_aside(job.log_folder, child) for child in job.children] if before else []
         if any(kept):

@@ -18,7 +18,6 @@ from common.accelerators import require_accelerator
 from common.cluster.places import Placement, find_places, places_of_table
 from common.cluster.pods import server_of_pod
 from common.cluster.rank_environment import (
-    FOREIGN,
     ROOT,
     given_port,
     make_rendezvous,
@@ -280,8 +279,6 @@ def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
 
 def _run(job: Job, request: LaunchRequest) -> int:
     """Supervise the job, unless DRY_RUN shows it, or DETACH leaves it to another process."""
-    for name in FOREIGN:
-        os.environ.pop(name, None)
     if is_asked("DRY_RUN"):
         full = None
         for child in job.children:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from common.cluster.rank_environment import FOREIGN
 from common.errors import DataError
 from common.failures.explain import Found, find_errors, language_of, merged
 from common.launcher.host_channel import host_name
@@ -204,7 +205,7 @@ class LocalRanks:
         reading, writing = os.pipe()
         environment = {
             "PYTHONUNBUFFERED": "1",  # so that a killed rank's last lines are in its log
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in FOREIGN},
             **spec.environment,
             **variables,
             "GPT2_LAUNCHER_PID": str(os.getpid()),

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -90,6 +90,8 @@ class Outcome:
     """Another attempt follows on all hosts."""
     number: int = 0
     """Number of the attempt, from 0, as host 0 counts."""
+    report: str = ""
+    """All lines about the failure, with the last ones of the logs that tell more."""
 
 
 MayRestart = Callable[[Outcome], bool]
@@ -190,8 +192,8 @@ class _Supervisor:
                     " see dmesg"
                 )
             code = self._code()
-            self._tell_end(code, seconds)
-            return self._outcome(code, seconds, again=again)
+            report = self._tell_end(code, seconds)
+            return replace(self._outcome(code, seconds), again=again, report=report)
 
     def _start(self) -> None:
         variables = {} if self._may_restart is None else {RESTART_COUNT: str(self._number)}
@@ -414,7 +416,7 @@ class _Supervisor:
         )
         return 128 + self._stop.number if self._stop is not None and was_stopped else 0
 
-    def _outcome(self, code: int, seconds: float, *, again: bool = False) -> Outcome:
+    def _outcome(self, code: int, seconds: float) -> Outcome:
         return Outcome(
             code=code,
             failure=self._failure().text.partition("\n")[0] if self._failures else "",
@@ -422,7 +424,6 @@ class _Supervisor:
             last_step=self._steps[1],
             seconds=seconds,
             lost_host=bool(self._failures) and self._failure().lost_host,
-            again=again,
             number=self._number,
         )
 
@@ -456,14 +457,15 @@ class _Supervisor:
             self._take_events()
         return again if self._end is None else bool(self._end["again"])
 
-    def _tell_end(self, code: int, seconds: float) -> None:
+    def _tell_end(self, code: int, seconds: float) -> str:
+        """Say how the attempt has ended. Returns what is said of a failure."""
         if not self._job.follow:  # until then the line shows progress; then the result replaces it
             self._terminal.keep_live()
         all_of = "hosts" if self._job.over_ssh else "ranks"
         if not self._failures:
             how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
             self._terminal.say(f"{how}, after {seconds:.0f} s")
-            return
+            return ""
         failure = self._failure()
         stopped = self._stop is not None and code == 128 + self._stop.number
         lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
@@ -473,8 +475,9 @@ class _Supervisor:
         lines += self._ranks.tails(ranks, None if self._job.over_ssh else _TAILS)
         lines += self._ranks.known_errors()
         where = "" if self._job.over_ssh else " here"
-        lines.append(f"all {all_of}{where} were ended; exit code {code}")
-        self._say_error("\n".join(lines))
+        ended = f"all {all_of}{where} were ended; exit code {code}"
+        self._say_error("\n".join([*lines, ended]))
+        return "\n".join(lines)
 
 
 def connect_limit(environ: Mapping[str, str]) -> float:
