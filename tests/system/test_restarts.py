@@ -158,7 +158,7 @@ def test_faults_that_a_restart_repeats_end_the_run(tmp_path: Path, corpus_prefix
     assert code == 137 and len(attempts_of(run)) == 1
     assert "not restarted: it failed before it had finished a step" in text
     run, code, text = run_with_faults(
-        tmp_path / "refused", corpus_prefix, [], "--max_restarts", "9", data__eod_id=10**6
+        tmp_path / "refused", corpus_prefix, [], "--max_restarts", "9", checkpoint__resume="nowhere"
     )
     assert code == 2 and len(attempts_of(run)) <= 1, text
 
