@@ -17,7 +17,6 @@ from common.doctor.software import installed_versions
 from common.errors import ConfigError, DataError
 from common.failures.explain import explain_log
 from common.files import atomic_write
-from common.launcher.rank_logs import visible
 
 MOST_OF_FILE = 2 << 20
 """Most bytes of one file: half from its start, half from its end."""
@@ -34,6 +33,23 @@ _PATTERNS = (
     "host_*/mindformer.log",
 )
 """Files of a run folder, in the order of their importance."""
+_SECRET = re.compile(
+    r"\w*KEYS?|\w*TOKENS?|\w*SECRETS?|\w*PASS\w*|PWD|CREDS?|CREDENTIALS?"
+    r"|AUTH(?!ORS?$)\w*|O?AUTH2?|COOKIES?|JWT|BEARER|SIG(NATURE)?|AK|SK|PAT",
+    re.IGNORECASE,
+)
+"""Words in the name of a secret. Only whole words match: not KEYBOARD, AUTHOR or data.path."""
+_COUNTED = re.compile(r"(^|_)(max|min|num|new|total|mega)(_\w+)?_tokens", re.IGNORECASE)
+"""Names that count tokens of text."""
+_WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
+_USER_IN_URL = re.compile(r"(\w://)\S*@")
+_USER_WITHOUT_SCHEME = re.compile(
+    r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)"
+)
+"""``user:secret@host``; as a whole value, also with a slash in the secret."""
+_AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
+"""Credentials after the scheme of an HTTP header."""
 _PAIR = re.compile(
     r"""(?P<name>[A-Za-z][\w.-]*)(?P<end>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|(?![{\[(])[^\s,;}\])]+)"""
 )
@@ -87,6 +103,26 @@ class Cleaner:
         if address.is_loopback or address.is_unspecified:
             return text
         return self._names.setdefault(str(address), f"address-{len(self._names) + 1}")
+
+
+def visible(name: str, value: str) -> str:
+    """Return the value of a variable without secrets.
+
+    They are recognized by their names, and in URLs and HTTP headers by their place.
+    """
+    if name != "PWD" and _is_secret(name):
+        return _HIDDEN
+    value = _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
+    value = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", value)
+    return _IN_QUERY.sub(
+        lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], value
+    )
+
+
+def _is_secret(name: str) -> bool:
+    return not _COUNTED.search(name) and any(
+        _SECRET.fullmatch(word) for word in _WORD.findall(name)
+    )
 
 
 def _is_hidden(name: str, value: str) -> bool:

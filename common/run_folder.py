@@ -132,12 +132,16 @@ def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None
 
 
 def append_attempt(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append a line about an attempt of the run. A disk that fails does not end the run."""
+    """Append a line about an attempt of the run, numbered by the lines before it.
+
+    A disk that fails does not end the run.
+    """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-        with os.fdopen(os.open(folder / ATTEMPTS, flags, 0o666), "wb") as file:
-            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        with os.fdopen(os.open(folder / ATTEMPTS, flags, 0o666), "r+b") as file:
+            numbered = {"attempt": file.read().count(b"\n") + 1, **line}
+            file.write(json.dumps(numbered, ensure_ascii=False).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from pathlib import PurePosixPath
 
 from common.files import atomic_write
-from common.launcher.job_files import job_yaml, pytorch_job, volcano_job
+from common.launcher.job_files import job_yaml
 from common.launcher.job_request import JobRequest
 from common.program import command
 from common.resolve.derive import resolve_mode
@@ -38,8 +38,7 @@ from common.run_config import load_config
 
 @command(JobRequest)
 def main(job: JobRequest) -> None:
-    make = volcano_job if job.kind == "volcano" else pytorch_job
-    text = f"# kubectl apply -f FILE; written by tools/job_files.py\n{job_yaml(make(job))}"
+    text = f"# kubectl apply -f FILE; written by tools/job_files.py\n{job_yaml(job)}"
     config = load_config(job.config, list(job.words))
     resolve_mode(config, job.mode, world_size=job.nodes * job.devices)
     if job.output is None:

@@ -100,7 +100,7 @@ class DistributeOptions(Options):
     )
     node_rank: int | None = flag(
         "K: number of this host, from 0, without a rank table (default: the host of --master is 0,"
-        " the others are numbered by address)",
+        " the others are numbered as they come)",
         type=whole_numbers.argument(),
     )
     node_ips: str | None = flag(

@@ -314,56 +314,29 @@ def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process
     )
 
 
-# rank, size, rank on the host and size on the host, for Open MPI, MPICH and Intel MPI (hydra), and
-# MVAPICH2
-_MPI = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    (
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-)
-
-
 def _mpirun(environ: Mapping[str, str]) -> Process | None:
-    for names in _MPI:
-        # srun --mpi=pmi2 also sets PMI_RANK, without a rank on the host; Slurm's variables apply
-        # then
-        if not environ.get(names[2]):
-            continue
-        pair = _rank_and_size(environ, names[0], names[1])
-        if pair is None:
-            continue
-        rank, world = pair
-        here = _size(environ, names[3])
-        master = _master(environ) or (LOOPBACK if here == world else None)
-        if master is None:
-            raise ConfigError(
-                f"environment: mpirun started {world} processes, {here} of them here, and"
-                " MASTER_ADDR is not set; name the host of rank 0: mpirun -x"
-                " MASTER_ADDR=HOST_OF_RANK_0 ... (Open MPI), or -genv MASTER_ADDR HOST_OF_RANK_0"
-                " (MPICH, Intel MPI)"
-            )
-        local = _number(environ, names[2])
-        port = _port(environ) or DEFAULT_PORT
-        return Process(
-            rank=rank,
-            world_size=world,
-            local_rank=local,
-            local_world_size=here,
-            master=master,
-            port=port,
-            launcher="mpirun",
+    """Find the rank in the variables of Open MPI."""
+    name = "OMPI_COMM_WORLD_{}"
+    pair = _rank_and_size(environ, name.format("RANK"), name.format("SIZE"))
+    if pair is None or not environ.get(name.format("LOCAL_RANK")):
+        return None
+    rank, world = pair
+    here = _size(environ, name.format("LOCAL_SIZE"))
+    master = _master(environ) or (LOOPBACK if here == world else None)
+    if master is None:
+        raise ConfigError(
+            f"environment: mpirun started {world} processes, {here} of them here, and MASTER_ADDR"
+            " is not set; name the host of rank 0: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ..."
         )
-    return None
+    return Process(
+        rank=rank,
+        world_size=world,
+        local_rank=_number(environ, name.format("LOCAL_RANK")),
+        local_world_size=here,
+        master=master,
+        port=_port(environ) or DEFAULT_PORT,
+        launcher="mpirun",
+    )
 
 
 def _check_mpi(environ: Mapping[str, str]) -> None:
@@ -371,17 +344,12 @@ def _check_mpi(environ: Mapping[str, str]) -> None:
 
     Raises ConfigError.
     """
-    for rank, size, local_rank, local_size in _MPI:
-        if (
-            environ.get(rank)
-            and environ.get(size)
-            and not environ.get(local_rank)
-            and _size(environ, size) > 1
-        ):
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if environ.get(name) and _size(environ, name) > 1:
             raise ConfigError(
-                f"environment: {rank}={environ[rank]} and {size}={environ[size]}, but {local_rank}"
-                " is not set, so the rank on this host is unknown; set it and"
-                f" {local_size} for each, use a launcher that does, or unset {rank} for one process"
+                f"environment: {name}={environ[name]}, but not which of these processes this one"
+                " is on its host; start them with Open MPI's mpirun, srun or torchrun, or unset"
+                f" {name} for one process"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.cluster.rank_table import RankTable, Server
@@ -46,13 +46,6 @@ class Placement:
 
     def of_host(self, host: str) -> tuple[RankPlacement, ...]:
         return tuple(place for place in self.all if place.host == host)
-
-    def only(self, hosts: Collection[str]) -> Placement:
-        """Return the placement on these hosts, with ranks counted from 0 in their order."""
-        kept = [place for place in self.all if place.host in hosts]
-        return replace(
-            self, all=tuple(replace(place, rank=rank) for rank, place in enumerate(kept))
-        )
 
     @property
     def own(self) -> tuple[RankPlacement, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,32 +98,6 @@ class RankTable:
                 f" {self.world_size - 1}"
             )
         return self.places()[rank]
-
-    def only(self, addresses: Collection[str]) -> RankTable:
-        """Return the table of these servers, with ranks counted from 0 in their order."""
-        servers = [server for server in self.servers if server.address in addresses]
-        server_ids = {server.server_id for server in servers}
-        held = sorted(device.rank_id for _, device in _pairs(servers))
-        pods = [
-            replace(
-                pod, servers={name: pod.servers[name] for name in pod.servers if name in server_ids}
-            )
-            for pod in self.super_pods
-        ]
-        return replace(
-            self,
-            servers=tuple(
-                replace(
-                    server,
-                    devices=tuple(
-                        replace(device, rank_id=held.index(device.rank_id))
-                        for device in server.devices
-                    ),
-                )
-                for server in servers
-            ),
-            super_pods=tuple(pod for pod in pods if pod.servers),
-        )
 
 
 def in_rank_order(servers: Iterable[Server]) -> tuple[Server, ...]:

@@ -1151,10 +1151,6 @@ class RuntimeConfig(Section):
     checkpoint. A refused setting, a first attempt without a finished step, and a step that fails
     twice end the run.
     """
-    min_nodes: Count | None = None
-    """Fewest hosts that the run may continue on when others do not come back, with the same global
-    batch. When left out, all hosts are needed.
-    """
     return_limit: Annotated[float, Field(ge=1.0, le=1e6)] = 600.0
     """Seconds to wait before a restart for hosts that have not come back."""
 

@@ -5,13 +5,14 @@ there.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,16 +23,16 @@ from common.cluster.rank_environment import (
     given_port,
     make_rendezvous,
     parse_master,
-    rank_variables,
-    scheduler_variables,
 )
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table
-from common.doctor import machine, multi_host, software
-from common.doctor.allreduce import AllReduceTrial, TrialRanks
+from common.doctor import machine, software
+from common.doctor.allreduce import FACTS, AllReduceTrial, try_all_reduce
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
 from common.flags import flag
+from common.launcher.children import make_children, make_hosts
+from common.launcher.supervisor import Job
 from common.paths import TOOLS
 from common.processes.addresses import DEFAULT_PORT, is_own
 from common.whole_numbers import MOST_RANKS, argument, whole_number
@@ -76,7 +77,9 @@ class DoctorRequest:
         choices=("auto", *LIBRARIES),
     )
     time_limit: float = flag(
-        "S: seconds that the all-reduce may take, imports included (default: 60)", default=60.0
+        "S: seconds that the other hosts, the imports, and each stage of the all-reduce may take"
+        " (default: 60)",
+        default=60.0,
     )
     output_dir: Path = flag(
         "DIR: folder that runs will write to, whose disk is checked (default: the current one)",
@@ -337,55 +340,52 @@ def _team_of_table(table: RankTable, node_rank: int | None) -> Placement:
 
 
 def try_ranks(facts: Facts, places: Placement) -> list[Check]:
-    """Return the checks of all doctors if there are several; the all-reduce is the last one."""
+    """Return the checks of a trial; the all-reduce is the last one."""
     asked, backend, device, limit = facts.asked, facts.backend, facts.device, facts.asked.time_limit
     path = asked.rank_table
     table = path.resolve() if path is not None and device == "npu" else None
     rendezvous = make_rendezvous(
         places, port=facts.port, table=table, backend=backend, environ=os.environ
     )
-    cores = max(1, (os.cpu_count() or 1) // len(places.own))
-    environments = {
-        place.rank: rank_variables(place, places, rendezvous, cores=cores, environ=os.environ)
-        for place in places.own
-    }
-    if rendezvous.scheduler and places.own_host == places.hosts[0]:
-        environments = {-1: scheduler_variables(places, rendezvous), **environments}
-    # Libraries with a shorter timeout would fail on the waiting ranks, and hide the missing one.
+    # libraries with a shorter timeout would fail on the waiting ranks, and hide the missing one
     patience = str(int(limit) + 60)
-    command = [
-        sys.executable,
-        str(TOOLS / "allreduce_check.py"),
-        backend,
-        device,
-        patience,
-    ]
-    trial = AllReduceTrial(
-        places=places.all,
-        backend=backend,
-        communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
-        address=f"{rendezvous.address}:{rendezvous.port}",
-        limit=limit,
-    )
-    job = {
-        "hosts": list(places.hosts),
-        "ranks": places.world_size,
-        "backend": backend,
-        "device": device,
-        "rank table": None if path is None else sha256(path),
-    }
-    versions = {
+    program = str(TOOLS / "allreduce_check.py")
+    facts_of_host = {
         "python": platform.python_version(),
         **{name: version for name, version in facts.versions.items() if version},
         "CANN": facts.cann[1],
+        "backend": f"{backend} on {device}",
+        "rank table": None if path is None else sha256(path),
     }
+    variables = {
+        FACTS: json.dumps(facts_of_host),
+        "HCCL_CONNECT_TIMEOUT": str(max(1, round(limit))),  # the launchers wait for each other
+    }
+    children = make_children(
+        places,
+        rendezvous,
+        (sys.executable, program, backend, device, patience),
+        environ=os.environ,
+        pinned=False,
+    )
     folder = Path(tempfile.mkdtemp(prefix="gpt2_doctor_"))
-    ranks = TrialRanks(command, environments, folder)
+    job = Job(
+        children=tuple(
+            replace(child, environment={**child.environment, **variables}) for child in children
+        ),
+        log_folder=folder,
+        stall_limit=limit,
+        hosts=make_hosts(places, rendezvous),
+    )
+    trial = AllReduceTrial(
+        places=places,
+        backend=backend,
+        communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
+        address=f"{rendezvous.address}:{rendezvous.port}",
+    )
     logs_are_wanted = False
     try:
-        checks = multi_host.all_reduce(
-            ranks, trial, places, (rendezvous.address, rendezvous.port + 1), job, versions
-        )
+        checks = try_all_reduce(job, trial)
         logs_are_wanted = bool(exit_code(checks))
     finally:
         if not logs_are_wanted:

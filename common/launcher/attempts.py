@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.cluster.rank_environment import FOREIGN
 from common.launcher.rank_logs import set_aside
 from common.launcher.supervisor import Job, Outcome, run_attempt
 from common.launcher.terminal import tell
-from common.processes.ranks import ProcessSpec
-from common.run_folder import RESTART_COUNT, append_attempt
+from common.run_folder import append_attempt
 from common.whole_numbers import rank_names
 
 RESTARTABLE = ("train", "finetune")
@@ -24,64 +20,39 @@ RESTARTABLE = ("train", "finetune")
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """Job of one attempt. number: from 0, as host 0 counts."""
-
-    job: Job
-    number: int = 0
-
-
-Prepare = Callable[[int], Attempt | None]
-"""Function that returns the next attempt by its number, or None if this host is not needed."""
-
-
-def run_attempts(prepare: Prepare, *, most: int, folder: Path) -> int:
+def run_attempts(make_job: Callable[[int], Job], *, most: int, folder: Path) -> int:
     """Run a job, again after each failure that another attempt may overcome, up to ``most`` times.
 
-    folder: of the run; the host of rank 0 writes a line for each attempt there, if ``most`` is not
-    0. Returns the exit code of the last attempt.
+    make_job: returns the job of an attempt by its number, from 0. folder: of the run; the host of
+    rank 0 writes a line for each attempt there, if ``most`` is not 0. Returns the exit code of the
+    last attempt.
     """
-    history: list[Outcome] = []
+    before: list[Outcome] = []
     number = 0
-    while (attempt := prepare(number)) is not None:
-        for name in FOREIGN:
-            os.environ.pop(name, None)
-        number = max(number, attempt.number)
-        failures = [outcome for outcome in history if outcome.failure]
-        job = attempt.job
-        if most:
-            job = replace(
-                job,
-                children=tuple(_numbered(child, number) for child in job.children),
-                may_restart=partial(_may_restart, before=failures, most=most),
-            )
-        kept = [set_aside(job.log_folder, child) for child in job.children] if history else []
+    while True:
+        job = make_job(number)
+        may_restart = partial(_may_restart, before=before, most=most) if most else None
+        kept = [set_aside(job.log_folder, child) for child in job.children] if before else []
         if any(kept):
             tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-        outcome = run_attempt(job)
+        outcome = run_attempt(job, number=number, may_restart=may_restart)
         if most and any(child.rank == 0 and not child.name for child in job.children):
-            append_attempt(folder, _line(number, began, outcome, job, failures, most))
+            append_attempt(folder, _line(began, outcome, job, before, most))
         if not outcome.again:
             if most and outcome.failure:
-                tell(
-                    f"not restarted: {why_not(outcome, failures, most) or 'host 0 says so'}",
-                    error=True,
-                )
+                why = why_not(outcome, before, most) or "host 0 says so"
+                tell(f"not restarted: {why}", error=True)
             return outcome.code
-        history.append(outcome)
-        number += 1
-        if outcome.takes_back:
-            continue
-        seconds = pause(len(failures))
+        seconds = pause(len(before))
+        before.append(outcome)
+        number = outcome.number + 1
         tell(
-            f"restart {len(failures) + 1} of {most} in {seconds:g} s, from the newest complete"
+            f"restart {len(before)} of {most} in {seconds:g} s, from the newest complete"
             " checkpoint; Ctrl-C ends the run",
             error=True,
         )
         time.sleep(seconds)
-    return 0
 
 
 def _may_restart(outcome: Outcome, *, before: Sequence[Outcome], most: int) -> bool:
@@ -111,12 +82,7 @@ def pause(failures: int) -> float:
     return min(_FIRST_PAUSE * 2.0 ** min(failures, 30), _LONGEST_PAUSE)
 
 
-def _numbered(child: ProcessSpec, number: int) -> ProcessSpec:
-    return replace(child, environment={**child.environment, RESTART_COUNT: str(number)})
-
-
 def _line(
-    number: int,
     began: str,
     outcome: Outcome,
     job: Job,
@@ -126,11 +92,10 @@ def _line(
     ranks = [child.rank for child in job.children if not child.name]
     hosts = [rank_names(ranks)] if job.hosts is None else [str(host) for host in job.hosts.all]
     if outcome.again:
-        then = "takes hosts back" if outcome.takes_back else "restarted"
+        then = "restarted"
     else:
         then = why_not(outcome, before, most) if outcome.failure else "ended"
     return {
-        "attempt": number + 1,
         "began": began,
         "seconds": round(outcome.seconds, 1),
         "hosts": hosts,

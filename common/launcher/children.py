@@ -12,9 +12,9 @@ from common.cluster.rank_environment import (
     rank_variables,
     scheduler_variables,
 )
-from common.launcher.control import Host, Hosts
 from common.launcher.cores import cores_of_ranks
-from common.processes.ranks import ProcessSpec
+from common.launcher.host_channel import Host, Hosts
+from common.launcher.process_spec import ProcessSpec
 
 
 def make_children(

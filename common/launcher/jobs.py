@@ -13,19 +13,15 @@ from common.cluster.rank_environment import Rendezvous, make_rendezvous, rank_co
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import write_table
 from common.config.schema import RunConfig
-from common.errors import ConfigError
-from common.launcher.attempts import Attempt
 from common.launcher.children import make_children, make_hosts
-from common.launcher.control import Hosts
-from common.launcher.elastic import HostChoice, hosts_of
-from common.launcher.meeting import meet
+from common.launcher.host_channel import Hosts
+from common.launcher.process_spec import ProcessSpec
 from common.launcher.request import LaunchRequest, absolute
-from common.launcher.supervisor import Job, connect_limit
+from common.launcher.supervisor import Job
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import layout_warnings
 from common.processes.addresses import is_own
-from common.processes.ranks import ProcessSpec
 from common.resolve.auto_device import sees_accelerator
 from common.resolve.engine_checks import check_here
 
@@ -45,55 +41,6 @@ class JobMaker:
         """
         children, hosts = self._children(config, places, starts=starts)
         return make_job(self.request, config, children, hosts)
-
-    def meet(self, choice: HostChoice, places: Placement, number: int) -> Attempt | None:
-        """Meet the other hosts, and return the attempt on those that host 0 chooses.
-
-        None if this host was a spare until the run was over. Raises RunError if too few come.
-        """
-        full = make_hosts(
-            places, self._rendezvous(choice.nominal.config, places, self.request.table)
-        )
-        assert full is not None
-        limit = choice.nominal.config.runtime.return_limit
-        meeting = meet(
-            full,
-            attempt=number,
-            limit=limit if number else connect_limit(os.environ),
-            choose=choice.choose,
-        )
-        share = choice.share(meeting.hosts) if meeting.hosts else None
-        if share is None:
-            return None
-        overrides = (*self.request.overrides, *share.overrides)
-        maker = replace(self, request=replace(self.request, overrides=overrides))
-        own = share.places
-        if len(own.hosts) < len(places.hosts):
-            maker = maker.on_table_of(own, share.config)
-            tell(f"this attempt has {len(own.hosts)} of {len(places.hosts)} hosts")
-        tell(ranks_here(own, self.request, share.config))
-        job = replace(
-            maker.make(share.config, own),
-            hosts=hosts_of(full, meeting.hosts, own),
-            full=full,
-            phase=str(meeting.attempt),
-            may_take_back=lambda come: choice.is_better(meeting.hosts, come),
-        )
-        return Attempt(job=job, number=meeting.attempt)
-
-    def on_table_of(self, places: Placement, config: ResolvedRun) -> JobMaker:
-        """Return the maker with a rank table of these hosts, if the launch has one."""
-        if self.table is None:
-            return self
-        if self.table.version == "2.0":
-            raise ConfigError(
-                f"{self.request.table}: a rank table of version 2.0 names networks instead of"
-                " machines, so the run cannot continue on fewer hosts; leave runtime.min_nodes out"
-            )
-        table = self.table.only(places.hosts)
-        path = log_folder(self.request, config) / f"rank_table_{len(places.hosts)}_hosts.json"
-        write_table(table, path)
-        return replace(self, table=table, request=replace(self.request, table=path))
 
     def _children(
         self, config: ResolvedRun, places: Placement, *, starts: bool
@@ -186,6 +133,7 @@ def make_job(
         follow=not request.quiet,
         steps=config.train.max_steps if request.mode in ("train", "finetune") else None,
         hosts=hosts,
+        return_limit=config.runtime.return_limit,
     )
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from common.accelerators import require_accelerator
 from common.cluster.places import Placement, find_places, places_of_table
 from common.cluster.pods import server_of_pod
 from common.cluster.rank_environment import (
-    FOREIGN,
     ROOT,
     given_port,
     make_rendezvous,
@@ -32,19 +30,18 @@ from common.cluster.rank_table_files import read_table, wait_for_table
 from common.cluster.rank_table_formats import NotReadyError
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.attempts import RESTARTABLE, Attempt, Prepare, run_attempts
+from common.launcher.attempts import RESTARTABLE, run_attempts
 from common.launcher.children import make_children
-from common.launcher.elastic import HostChoice
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
 from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
+from common.launcher.process_spec import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.cluster import describe_cluster
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK
-from common.processes.ranks import ProcessSpec
 from common.resolve.derive import resolve_mode
 from common.run_folder import require_free_folder
 
@@ -86,13 +83,10 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         node_rank=request.node_rank,
         pod=None if table is None else server_of_pod(table, os.environ),
     )
-    resolve = partial(_resolve, request, load)
+    config = resolve_mode(load(request.overrides), request.mode, world_size=places.world_size)
     if request.mode == "plan":
-        config = resolve((), places.world_size)
         _say(_plan(request, config, places, table))
         return 0
-    choice = HostChoice(places, resolve, _min_nodes(request, load, places))
-    config = choice.nominal.config
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
     maker = JobMaker(request=request, table=table, port=port)
@@ -103,13 +97,8 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         _check_first(config, request, check)
     if is_asked("DETACH"):
         return _run(maker.make(config, places), request)
-    meets = len(places.hosts) > 1 and (_max_restarts(request, config) or config.runtime.min_nodes)
-    if meets and request.mode in RESTARTABLE:
-        return _supervise(partial(maker.meet, choice, places), request, config)
     tell(ranks_here(places, request, config))
-    return _supervise(
-        lambda number: Attempt(job=maker.make(config, places), number=number), request, config
-    )
+    return _supervise(lambda number: maker.make(config, places), request, config)
 
 
 def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
@@ -134,20 +123,7 @@ def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
         _check_first(config, request, check)
     if is_asked("DRY_RUN") or is_asked("DETACH"):
         return _run(job(), request)
-    return _supervise(lambda number: Attempt(job=job(), number=number), request, config)
-
-
-def _resolve(
-    request: LaunchRequest, load: Load, overrides: Sequence[str], world_size: int
-) -> ResolvedRun:
-    config = load((*request.overrides, *overrides))
-    return resolve_mode(config, request.mode, world_size=world_size)
-
-
-def _min_nodes(request: LaunchRequest, load: Load, places: Placement) -> int | None:
-    if len(places.hosts) == 1 or request.mode not in RESTARTABLE:
-        return None
-    return load(request.overrides).runtime.min_nodes
+    return _supervise(lambda number: job(), request, config)
 
 
 def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:
@@ -155,10 +131,10 @@ def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:
     return config.runtime.max_restarts if given is None else given
 
 
-def _supervise(prepare: Prepare, request: LaunchRequest, config: RunConfig) -> int:
+def _supervise(make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig) -> int:
     """Run the attempts of this host. Only training is started again after a failure."""
     most = _max_restarts(request, config) if request.mode in RESTARTABLE else 0
-    return run_attempts(prepare, most=most, folder=absolute(config.output_dir))
+    return run_attempts(make_job, most=most, folder=absolute(config.output_dir))
 
 
 def _check_options(request: LaunchRequest) -> None:
@@ -298,8 +274,6 @@ def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
 
 def _run(job: Job, request: LaunchRequest) -> int:
     """Supervise the job, unless DRY_RUN shows it, or DETACH leaves it to another process."""
-    for name in FOREIGN:
-        os.environ.pop(name, None)
     if is_asked("DRY_RUN"):
         full = None
         for child in job.children:
@@ -320,7 +294,7 @@ def _run(job: Job, request: LaunchRequest) -> int:
         return 0
     if is_asked("DETACH"):
         return _detach(job.log_folder, request)
-    return run_attempts(lambda number: Attempt(job=job), most=0, folder=job.log_folder)
+    return run_attempts(lambda number: job, most=0, folder=job.log_folder)
 
 
 def _detach(folder: Path, request: LaunchRequest) -> int:

@@ -9,8 +9,8 @@ from common.cluster.environment import task_of_step
 from common.cluster.pods import place_of_pod
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
+from common.launcher.host_numbering import Numbering
 from common.launcher.request import LaunchRequest
-from common.launcher.roll_call import RollCall, find_node
 from common.launcher.supervisor import connect_limit
 from common.launcher.terminal import tell
 from common.processes.addresses import DEFAULT_PORT, is_here
@@ -53,14 +53,14 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             " of rank 0"
         )
     if meet:
-        call = RollCall(
+        numbering = Numbering(
             master=host,
             port=(port or given_port(os.environ) or DEFAULT_PORT) + 1,
             nodes=nodes,
             devices=tuple(request.numbers),
             limit=connect_limit(os.environ),
         )
-        return replace(request, node_rank=find_node(call))
+        return replace(request, node_rank=numbering.find_node())
     number = 0 if request.mode == "plan" or is_here(host) else 1
     if request.mode != "plan" and nodes > 2 and number:
         tell(

@@ -11,37 +11,22 @@ import re
 import shlex
 import stat
 import time
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel
-
-from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.processes.ranks import ProcessSpec
+from common.launcher.process_spec import ProcessSpec
 
-_SECRET = re.compile(
-    r"\w*KEYS?|\w*TOKENS?|\w*SECRETS?|\w*PASS\w*|PWD|CREDS?|CREDENTIALS?"
-    r"|AUTH(?!ORS?$)\w*|O?AUTH2?|COOKIES?|JWT|BEARER|SIG(NATURE)?|AK|SK|PAT",
-    re.IGNORECASE,
+_WRITTEN = re.compile(
+    r"(RANK|LOCAL_|WORLD_SIZE|NODE_|GROUP_|MASTER_|TORCH|PYTORCH_|CUDA_|CUBLAS_|NCCL_|GLOO_|OMP_"
+    r"|MKL_|KMP_|OPENBLAS_|MS_|HCCL_|HCCN_|ASCEND_|NPU_|TE_|TASK_QUEUE_|CPU_AFFINITY_|GLOG_|GPT2_"
+    r"|HOROVOD_|SLURM_(?!JWT)|OMPI_|PET_|MA_|VC_|DEVICE_|LD_|PYTHON|VIRTUAL_ENV|CONDA_)\w*"
+    r"|PATH|HOME|PWD|USER|HOSTNAME|LANG|LC_\w+|TMPDIR"
 )
-"""Words in the name of a secret. Only whole words match: not KEYBOARD, AUTHOR or data.path."""
-_COUNTED = re.compile(r"(^|_)(max|min|num|new|total|mega)(_\w+)?_tokens", re.IGNORECASE)
-"""Names that count tokens of text."""
-_WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
-_USER_IN_URL = re.compile(r"(\w://)\S*@")
-_USER_WITHOUT_SCHEME = re.compile(
-    r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)"
-)
-"""``user:secret@host``; as a whole value, also with a slash in the secret."""
-_AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
-"""Credentials after the scheme of an HTTP header."""
-_HIDDEN = "(hidden)"
+"""Variables that env.log shows. Others may hold secrets, and do not steer a run."""
 _MOST_COPIED = 1 << 20
 """Most bytes copied to the terminal at once; longer text is cut to its end."""
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
@@ -96,12 +81,12 @@ def write_headers(log: RankLog, child: ProcessSpec, environment: Mapping[str, st
     A full disk does not prevent the start.
     """
     header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {child}\n"
-    lines = [f"{name}={visible(name, value)}" for name, value in sorted(environment.items())]
-    command = shlex.join(_visible_word(word) for word in child.command)
+    shown = sorted(name for name in environment if _WRITTEN.fullmatch(name))
+    lines = [f"{name}={environment[name]}" for name in shown]
     with suppress(OSError):
         log.file.write(header.encode())
         text = header + "".join(
-            line.replace("\n", "\\n") + "\n" for line in [f"# {command}", *lines]
+            line.replace("\n", "\\n") + "\n" for line in [f"# {shlex.join(child.command)}", *lines]
         )
         with _open_private(log.path.with_name("env.log")) as file:
             file.write(text.encode(errors="replace"))
@@ -137,62 +122,6 @@ def _open_private(path: Path) -> IO[bytes]:
         with suppress(OSError):  # another user's file may still be writable
             os.fchmod(file.fileno(), 0o600)
     return file
-
-
-def visible(name: str, value: str) -> str:
-    """Return the value of a variable without secrets.
-
-    They are recognized by their names, and in URLs and HTTP headers by their place.
-    """
-    if name != "PWD" and _is_secret(name):
-        return _HIDDEN
-    value = _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
-    value = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", value)
-    return _IN_QUERY.sub(
-        lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], value
-    )
-
-
-def _is_secret(name: str) -> bool:
-    return not _COUNTED.search(name) and any(
-        _SECRET.fullmatch(word) for word in _WORD.findall(name)
-    )
-
-
-def _visible_word(word: str) -> str:
-    """Hide the secret of one word of a command. Settings of a run have no secrets by their name."""
-    name, equals, value = word.partition("=")
-    return (
-        f"{name}={visible('' if _is_setting(name) else name, value)}"
-        if equals
-        else visible("", word)
-    )
-
-
-def _is_setting(dotted: str) -> bool:
-    """Tell whether the config has such a key."""
-    sections: list[type[BaseModel]] = [RunConfig]
-    for key in dotted.split("."):
-        annotation = next(
-            (
-                section.model_fields[key].annotation
-                for section in sections
-                if key in section.model_fields
-            ),
-            None,
-        )
-        if annotation is None:
-            return False
-        sections = list(_models(annotation))
-    return True
-
-
-def _models(annotation: typing.Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that an annotation holds, such as X | None."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _models(part)
 
 
 def last_lines(log: RankLog) -> list[str]:

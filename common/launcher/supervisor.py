@@ -11,28 +11,21 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from common.errors import ConfigError, signal_name
-from common.launcher.control import (
-    Control,
-    HostFailed,
-    HostMissing,
-    HostNote,
-    HostReturned,
-    Hosts,
-    Message,
-)
+from common.launcher.host_channel import HostChannel, Hosts, Message
 from common.launcher.local_ranks import Exit, LocalRanks, stalled_ranks
+from common.launcher.process_spec import ProcessSpec
 from common.launcher.terminal import Terminal
 from common.processes.monitor import RankState
 from common.processes.process_tree import in_words
-from common.processes.ranks import ProcessSpec
+from common.run_folder import RESTART_COUNT
 from common.whole_numbers import shortened, whole_number
 
 _TICK_SECONDS = 0.5
@@ -44,11 +37,8 @@ _SAME_SIGNAL_SECONDS = 0.3
 """Seconds within which a repeated signal counts once: ``timeout`` signals the process and its
 group.
 """
-_REPORT_SECONDS = 2.0
 _DECISION_SECONDS = 30.0
 """Seconds to wait for host 0's decision: longer than it takes to kill its ranks."""
-_RETURN_SECONDS = 5.0
-"""Seconds after its last call for which a host counts as come."""
 _CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -70,20 +60,15 @@ class Job:
     steps: int | None = None
     """Steps of the whole run, if known."""
     hosts: Hosts | None = None
+    """All hosts; None for one."""
     over_ssh: bool = False
     """Children are launchers on other hosts, so the first to end does not show where the failure
     was.
     """
-    may_restart: Callable[[Outcome], bool] | None = None
-    """Function that tells whether another attempt follows a failure. Host 0 decides for all."""
-    phase: str = ""
-    """Number of the attempt in words, by which launchers of one attempt know each other."""
-    full: Hosts | None = None
-    """All hosts of the command, if this attempt runs without some of them."""
-    may_take_back: Callable[[Collection[int]], bool] | None = None
-    """Function that tells host 0 whether the run should end to begin again with hosts that have
-    come, given by their indexes in ``full``.
-    """
+    return_limit: float = 600.0
+    """Seconds to wait before a restart for hosts that have not come back."""
+    when_met: Callable[[int], None] | None = None
+    """Called with the number of the attempt when the hosts of a run that may restart have met."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,19 +88,28 @@ class Outcome:
     """The failure is that a host was lost or did not come."""
     again: bool = False
     """Another attempt follows on all hosts."""
-    takes_back: bool = False
-    """The ranks saved and ended so that hosts can take part again."""
+    number: int = 0
+    """Number of the attempt, from 0, as host 0 counts."""
+    report: str = ""
+    """All lines about the failure, with the last ones of the logs that tell more."""
 
 
-def run_attempt(job: Job) -> Outcome:
+MayRestart = Callable[[Outcome], bool]
+"""Function that tells whether another attempt follows a failure. Host 0 decides for all."""
+
+
+def run_attempt(job: Job, *, number: int = 0, may_restart: MayRestart | None = None) -> Outcome:
     """Run one attempt, and leave no process behind. Its exit code is equal on all hosts.
 
     0: all ranks ended well. The code of the rank that failed first, or 128+n if signal n killed it.
     128+n if signal n at a launcher stopped the run. 1: a rank stalled or a host was lost. 2: a host
-    runs with another list of hosts. Raises ConfigError, with nothing started, if a log cannot be
-    written or this host's port is not available.
+    runs with another list of hosts.
+
+    may_restart: no rank starts before all hosts have come. Raises ConfigError, with nothing
+    started, if a log cannot be written or this host's port is not available, and RunError if not
+    all hosts come.
     """
-    return _Supervisor(job).run()
+    return _Supervisor(job, number, may_restart).run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,55 +134,43 @@ class _Failure:
 
 
 class _Supervisor:
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        several = job.hosts is not None and (len(job.hosts.all) > 1 or job.full is not None)
-        self._hosts = job.hosts if several else None
+    def __init__(self, job: Job, number: int, may_restart: MayRestart | None) -> None:
+        self._job, self._number, self._may_restart = job, number, may_restart
+        self._hosts = job.hosts
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        own = None if self._hosts is None else self._hosts.all[self._hosts.own]
+        own = None if job.hosts is None else job.hosts.all[job.hosts.own]
+        self._here = "" if own is None else f" at {own}"
         self._ranks = LocalRanks(
             job.children, job.log_folder, None if own is None else own.address, self._events
         )
-        self._here = "" if own is None else f" at {own}"
-        self._control = (
-            None
-            if self._hosts is None
-            else Control(
-                self._hosts,
-                self._events,
-                connect_limit({**os.environ, **job.children[0].environment}),
-                phase=job.phase,
-                full=job.full,
-            )
+        limit = connect_limit({**os.environ, **job.children[0].environment})
+        self._limit = job.return_limit if may_restart and number else limit
+        self._channel = (
+            HostChannel(job.hosts, self._events, restarts=may_restart is not None)
+            if job.hosts is not None
+            else None
         )
         self._terminal = Terminal()
         self._failures: list[_Failure] = []
         self._failed_at = 0.0
         self._stop: _Signal | None = None
-        self._told_finished = False
-        self._reported = 0.0
-        self._elsewhere: dict[int, list[RankState]] = {}
-        self._finished: dict[int, bool] = {}
-        """Other hosts whose ranks have all ended by themselves -> whether after a signal."""
-        self._done_at = 0.0
-        """Time at which the ranks here had all ended by themselves."""
-        self._end: int | None = None
-        self._again: bool | None = None
-        """Answer of host 0 to the question whether another attempt follows; None until then."""
-        self._returned: dict[int, float] = {}
-        """Hosts of ``full`` that have come -> time of their last call."""
-        self._takes_back = False
+        self._elsewhere: dict[int, Mapping[str, Any]] = {}
+        """Last life of other hosts."""
+        self._end: Mapping[str, Any] | None = None
+        """Word of host 0 at the end: exit code, and whether another attempt follows."""
         self._lost_first = False
         """Host 0 cannot be heard any more."""
         self._steps = (-1, -1)
 
     def run(self) -> Outcome:
-        began = time.monotonic()
+        began, again = time.monotonic(), False
         with ExitStack() as stack:
             stack.callback(self._terminal.close)
-            if self._control is not None:
-                stack.callback(self._control.close)
-                self._control.start()
+            if self._channel is not None:
+                stack.callback(self._channel.close)
+                self._number = self._channel.gather(self._number, self._limit)
+                if self._job.when_met is not None:
+                    self._job.when_met(self._number)
             stack.enter_context(self._signals())
             with self._ranks:
                 self._start()
@@ -199,58 +181,23 @@ class _Supervisor:
                     self._ranks.wait_for_leavers()
                 elif self._failure().stalled:
                     self._ranks.show_stacks(self._failure().ranks)
-                self._decide(time.monotonic() - began)
-            self._wait_for_decision()
+                seconds = time.monotonic() - began
+                again = self._decide(seconds)
+            again = self._hear_decision(again)
             self._show()
             if self._ranks.undead:
                 pids = ", ".join(map(str, self._ranks.undead))
-                self._terminal.say(
+                self._say_error(
                     f"processes {pids} do not end after SIGKILL: they wait for a disk or a driver;"
-                    " see dmesg",
-                    error=True,
+                    " see dmesg"
                 )
-            code = self._tell_end(time.monotonic() - began)
-            return self._outcome(code, time.monotonic() - began)
-
-    def _outcome(self, code: int, seconds: float) -> Outcome:
-        return Outcome(
-            code=code,
-            failure=self._failure().text.partition("\n")[0] if self._failures else "",
-            first_step=self._steps[0],
-            last_step=self._steps[1],
-            seconds=seconds,
-            lost_host=bool(self._failures) and self._failure().lost_host,
-            again=bool(self._again),
-            takes_back=self._takes_back,
-        )
-
-    def _decide(self, seconds: float) -> None:
-        """Decide on host 0, or on a single host, whether another attempt follows, and tell it."""
-        if self._job.may_restart is None or (self._hosts is not None and self._hosts.own > 0):
-            return
-        if self._failures:
-            was_stopped = self._stop is not None and not self._takes_back
-            outcome = self._outcome(self._failure().code, seconds)
-            self._again = not was_stopped and self._job.may_restart(outcome)
-        else:
-            self._again = self._takes_back and self._was_stopped()
-        if self._control is not None:
-            self._control.tell("again", again=self._again)
-
-    def _wait_for_decision(self) -> None:
-        """Wait for host 0's decision. Without one, a failure is followed by another attempt."""
-        if self._job.may_restart is None or self._again is not None:
-            return
-        deadline = time.monotonic() + _DECISION_SECONDS
-        while self._again is None and time.monotonic() < deadline:
-            if self._lost_first or (self._control is not None and self._control.missing()):
-                break
-            self._take_events()
-        if self._again is None:
-            self._again = bool(self._failures) and self._stop is None
+            code = self._code()
+            report = self._tell_end(code, seconds)
+            return replace(self._outcome(code, seconds), again=again, report=report)
 
     def _start(self) -> None:
-        why = self._ranks.start()
+        variables = {} if self._may_restart is None else {RESTART_COUNT: str(self._number)}
+        why = self._ranks.start(**variables)
         if why:
             self._fail(_Failure(text=why, code=1))
         self._terminal.say(
@@ -281,43 +228,29 @@ class _Supervisor:
 
     # ---- events ----
 
-    def _take_events(self) -> None:
+    def _next_events(self) -> Iterator[Any]:
+        """Yield the events that are there, after a wait of at most a tick for the first."""
         try:
-            event = self._events.get(timeout=_TICK_SECONDS)
+            yield self._events.get(timeout=_TICK_SECONDS)
             while True:
-                self._take(event)
-                event = self._events.get_nowait()
+                yield self._events.get_nowait()
         except queue.Empty:
             pass
 
-    def _take(self, event: Any) -> None:
-        if isinstance(event, Exit):
-            self._take_exit(event.index, event.code)
-        elif isinstance(event, _Signal):
-            self._take_signal(event)
-        elif isinstance(event, HostReturned):
-            self._returned[event.host] = time.monotonic()
-        elif isinstance(event, HostFailed):
-            self._lost_first = self._hosts is not None and self._hosts.own > 0
-            self._fail(_Failure(text=event.text, code=event.code, lost_host=True))
-        elif isinstance(event, HostMissing):
-            if self._ranks.have_met:
-                self._terminal.say(
-                    f"warning: {event.text}; the run continues, as the ranks have met", error=True
-                )
-            elif not self._ranks.done:
-                self._fail(_Failure(text=event.text, code=1, lost_host=True))
-        elif isinstance(event, HostNote):
-            self._terminal.say(event.text, error=True)
-        elif isinstance(event, Message):
-            try:
-                self._take_message(event)
-            except (KeyError, TypeError, ValueError):
-                self._terminal.say(
-                    f"host {event.host} sent a message {event.kind!r} that this version cannot"
-                    " read",
-                    error=True,
-                )
+    def _take_events(self) -> None:
+        for event in self._next_events():
+            if isinstance(event, Exit):
+                self._take_exit(event.index, event.code)
+            elif isinstance(event, _Signal):
+                self._take_signal(event)
+            else:
+                try:
+                    self._take_message(event)
+                except (KeyError, TypeError, ValueError):
+                    self._say_error(
+                        f"host {event.host} sent a message {event.kind!r} that this version cannot"
+                        " read"
+                    )
 
     def _take_exit(self, index: int, code: int) -> None:
         self._ranks.codes[index] = code
@@ -343,9 +276,14 @@ class _Supervisor:
             text += f"; perhaps because of {self._ranks.names(stopped)}, stopped (state T)"
         # a closed connection to a dead peer also leads to exit code 1 or an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
-        ranks = () if self._ranks.is_helper(index) else (self._ranks.specs[index].rank,)
+        spec = self._ranks.specs[index]
         self._fail(
-            _Failure(text=text, code=code if code > 0 else 128 - code, certain=certain, ranks=ranks)
+            _Failure(
+                text=text,
+                code=code if code > 0 else 128 - code,
+                certain=certain,
+                ranks=() if spec.name else (spec.rank,),
+            )
         )
 
     def _take_signal(self, event: _Signal) -> None:
@@ -362,31 +300,26 @@ class _Supervisor:
             f"{signal_name(event.number)}: the ranks save at the next step boundary and end; a"
             " second signal kills them"
         )
-        if self._control is not None:
-            self._control.tell("stop", signal=event.number)
+        if self._channel is not None:
+            self._channel.tell("stop", signal=event.number)
 
     def _take_message(self, event: Message) -> None:
         assert self._hosts is not None
         values = event.values
-        if event.kind == "arrived":
-            self._terminal.say(f"connected to {self._hosts.all[event.host]}")
-        elif event.kind == "ranks":
-            self._elsewhere[event.host] = [RankState(**state) for state in values["states"]]
+        if event.kind == "note":
+            self._say_error(values["text"])
+        elif event.kind == "lost":
+            self._lost_first = self._hosts.own > 0
+            self._fail(_Failure(text=values["text"], code=1, lost_host=True))
+        elif event.kind == "life":
+            states = [RankState(**state) for state in values.get("states", ())]
+            self._elsewhere[event.host] = {**values, "states": states}
         elif event.kind == "stop" and self._stop is None:
             self._stop_ranks(_Signal(number=int(values["signal"]), time=time.monotonic()))
         elif event.kind == "failed":
-            self._fail(
-                _Failure(**{**values["failure"], "ranks": tuple(values["failure"]["ranks"])})
-            )
-        elif event.kind == "finished":
-            self._finished[event.host] = bool(values["stopped"])
-            self._elsewhere.pop(event.host, None)
+            self._fail(_Failure(**{**values, "ranks": tuple(values["ranks"])}))
         elif event.kind == "end":
-            self._end = int(values["code"])
-        elif event.kind == "again":
-            self._again = bool(values["again"])
-        elif event.kind == "takes back":
-            self._takes_back = True
+            self._end = {"code": int(values["code"]), "again": bool(values["again"])}
 
     def _fail(self, failure: _Failure) -> None:
         """Record a failure and tell the other hosts at once, since the first one told counts as the
@@ -397,8 +330,8 @@ class _Supervisor:
         if not self._failures:
             self._failed_at = time.monotonic()
         self._failures.append(failure)
-        if self._control is not None:
-            self._control.tell("failed", failure=asdict(failure))
+        if self._channel is not None:
+            self._channel.tell("failed", **asdict(failure))
 
     # ---- checks between events ----
 
@@ -408,79 +341,41 @@ class _Supervisor:
         self._show()
         if self._failures:
             return
-        self._take_back()
-        if self._control is not None and self._ranks.done and not self._told_finished:
-            self._told_finished = True
-            self._done_at = time.monotonic()
-            self._control.tell("finished", stopped=self._was_stopped())
+        states, done = self._ranks.states(), self._ranks.done
+        if self._channel is not None:
+            stopped = any(self._ranks.codes.values())
+            self._channel.set_life(
+                states=[asdict(state) for state in states], done=done, stopped=stopped
+            )
         if self._stop is None:
-            self._look_for_stalls()
+            self._look_for_stalls(states)
         elif time.monotonic() - self._stop.time > self._job.stall_limit:
-            left = tuple(state.rank for state in self._ranks.states())
+            left = tuple(state.rank for state in states)
             text = (
                 f"stopped by {signal_name(self._stop.number)};"
                 f" {self._ranks.names(left) if left else 'other hosts'} did not end within"
+                f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             )
-            text += f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
 
-    def _take_back(self) -> None:
-        """End the attempt so that hosts that have come take part in the next one."""
-        job = self._job
-        if not self._returned or job.may_take_back is None or job.may_restart is None:
-            return
-        if self._stop is not None:
-            return
-        now = time.monotonic()
-        here = [host for host, at in self._returned.items() if now - at < _RETURN_SECONDS]
-        if not here or not self._ranks.have_met or not job.may_take_back(here):
-            return
-        self._takes_back = True
-        self._terminal.say(
-            "hosts have come back: the ranks save, and the run continues with these hosts"
-        )
-        if self._control is not None:
-            self._control.tell("takes back")
-        self._stop_ranks(_Signal(number=signal.SIGTERM, time=now))
-
-    def _look_for_stalls(self) -> None:
-        """Look for stalled ranks; host 0 does it for all hosts that it can hear.
+    def _look_for_stalls(self, states: list[RankState]) -> None:
+        """Look for stalled ranks; host 0 does it for all hosts.
 
         Each host by itself would blame its ranks for another's stall.
         """
-        states = self._ranks.states()
-        missing = []
-        if self._control is not None and self._hosts is not None:
-            missing = self._control.missing()
-            if self._hosts.own > 0 and not missing:
-                if time.monotonic() - self._reported > _REPORT_SECONDS:
-                    self._reported = time.monotonic()
-                    self._control.tell(
-                        "ranks", keep=False, states=[asdict(state) for state in states]
-                    )
-                return
-            states += [state for host in self._elsewhere.values() for state in host]
+        if self._hosts is not None and self._hosts.own > 0:
+            return
+        states = [
+            *states,
+            *(state for life in self._elsewhere.values() for state in life["states"]),
+        ]
         if not any(state.idle > self._job.stall_limit for state in states):
             return
-        text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit)"
-        if missing and not self._ranks.have_met:
-            self._fail(
-                _Failure(
-                    text=f"{text}, and {missing[0]} has not come; look whether the run was started"
-                    " there",
-                    code=1,
-                )
-            )
-            return
         blamed = stalled_ranks(states)
-        unknown = [
-            f"    how far the ranks of {host} are is not known: its launcher never came"
-            for host in missing
-        ]
-        text = "\n".join([f"{text}:", *(f"    {state.in_words()}" for state in blamed), *unknown])
-        self._fail(
-            _Failure(text=text, code=1, ranks=tuple(state.rank for state in blamed), stalled=True)
-        )
+        text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit):"
+        text = "\n".join([text, *(f"    {state.in_words()}" for state in blamed)])
+        ranks = tuple(state.rank for state in blamed)
+        self._fail(_Failure(text=text, code=1, ranks=ranks, stalled=True))
 
     def _show(self) -> None:
         if self._job.follow:
@@ -489,72 +384,100 @@ class _Supervisor:
         elif self._terminal.has_live_line:
             self._terminal.live(self._ranks.new_output())
 
-    # ---- end ----
+    def _say_error(self, text: str) -> None:
+        self._terminal.say(text, error=True)
 
-    def _was_stopped(self) -> bool:
-        return any(self._ranks.codes.values()) or any(self._finished.values())
+    # ---- end ----
 
     def _is_over(self) -> bool:
         if self._failures:
             settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
-            certain = any(failure.certain for failure in self._failures)
             return (
-                certain
+                any(failure.certain for failure in self._failures)
                 or (self._job.over_ssh and self._ranks.done)
                 or time.monotonic() - self._failed_at > settle
             )
-        if self._hosts is None or self._control is None or not self._ranks.done:
-            return self._ranks.done
-        if self._end is not None:
-            return True
-        missing = len(self._control.missing())
-        if missing and self._stop is None and not self._control.should_give_up(self._done_at):
-            return False
-        if self._hosts.own > 0:
-            return missing > 0
-        return len(self._finished) + missing == len(self._hosts.all) - 1
+        if self._hosts is None or not self._ranks.done or self._hosts.own > 0:
+            return self._ranks.done and (self._hosts is None or self._end is not None)
+        finished = sum(bool(life.get("done")) for life in self._elsewhere.values())
+        return finished == len(self._hosts.all) - 1
 
     def _failure(self) -> _Failure:
         """Return the first failure that is not the consequence of another, if there is one."""
         return next((failure for failure in self._failures if failure.certain), self._failures[0])
 
-    def _tell_end(self, seconds: float) -> int:
+    def _code(self) -> int:
+        if self._failures:
+            return self._failure().code
+        if self._end is not None:
+            return int(self._end["code"])
+        was_stopped = any(self._ranks.codes.values()) or any(
+            life.get("stopped") for life in self._elsewhere.values()
+        )
+        return 128 + self._stop.number if self._stop is not None and was_stopped else 0
+
+    def _outcome(self, code: int, seconds: float) -> Outcome:
+        return Outcome(
+            code=code,
+            failure=self._failure().text.partition("\n")[0] if self._failures else "",
+            first_step=self._steps[0],
+            last_step=self._steps[1],
+            seconds=seconds,
+            lost_host=bool(self._failures) and self._failure().lost_host,
+            number=self._number,
+        )
+
+    def _decide(self, seconds: float) -> bool:
+        """Decide on host 0, or on a single host, whether another attempt follows, and tell the end.
+
+        Others without host 0 try again after a failure.
+        """
+        can_restart = self._may_restart is not None and bool(self._failures) and self._stop is None
+        if self._hosts is not None and self._hosts.own > 0:
+            return can_restart
+        code = self._code()
+        again = (
+            can_restart
+            and self._may_restart is not None
+            and self._may_restart(self._outcome(code, seconds))
+        )
+        if self._channel is not None:
+            self._channel.tell("end", code=code, again=again)
+        return again
+
+    def _hear_decision(self, again: bool) -> bool:
+        """Return host 0's decision, for which others wait; ``again`` without one."""
+        if self._may_restart is None or self._hosts is None or self._hosts.own == 0:
+            return again
+        deadline = time.monotonic() + _DECISION_SECONDS
+        assert self._channel is not None
+        while self._end is None and time.monotonic() < deadline:
+            if self._lost_first:
+                break
+            self._take_events()
+        return again if self._end is None else bool(self._end["again"])
+
+    def _tell_end(self, code: int, seconds: float) -> str:
+        """Say how the attempt has ended. Returns what is said of a failure."""
         if not self._job.follow:  # until then the line shows progress; then the result replaces it
             self._terminal.keep_live()
-        if self._failures:
-            failure = self._failure()
-            stopped = self._stop is not None and failure.code == 128 + self._stop.number
-            lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
-            if self._job.over_ssh:
-                lines += [f"also: {other.text}" for other in self._failures if other is not failure]
-                ranks = tuple(rank for other in self._failures for rank in other.ranks)
-            lines += [*self._ranks.tails(ranks, None if self._job.over_ssh else _TAILS)]
-            lines += self._ranks.known_errors()
-            lines.append(
-                f"all {'hosts' if self._job.over_ssh else 'ranks here'} were ended; exit code"
-                f" {failure.code}"
-            )
-            self._terminal.say("\n".join(lines), error=True)
-            return failure.code
-        if self._end is not None:
-            code = self._end
-        else:
-            code = 128 + self._stop.number if self._stop is not None and self._was_stopped() else 0
-            if self._control is not None and self._hosts is not None:
-                for host in self._control.missing():
-                    text = (
-                        f"warning: the launcher of {host} never came, or port"
-                        f" {self._hosts.port} is not open; look there how it ended"
-                    )
-                    self._terminal.say(text, error=True)
-                self._control.tell("end", code=code)
-        how = (
-            f"stopped by {signal_name(code - 128)}"
-            if code
-            else f"all {'hosts' if self._job.over_ssh else 'ranks'} ended well"
-        )
-        self._terminal.say(f"{how}, after {seconds:.0f} s")
-        return code
+        all_of = "hosts" if self._job.over_ssh else "ranks"
+        if not self._failures:
+            how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
+            self._terminal.say(f"{how}, after {seconds:.0f} s")
+            return ""
+        failure = self._failure()
+        stopped = self._stop is not None and code == 128 + self._stop.number
+        lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
+        if self._job.over_ssh:
+            lines += [f"also: {other.text}" for other in self._failures if other is not failure]
+            ranks = tuple(rank for other in self._failures for rank in other.ranks)
+        lines += self._ranks.tails(ranks, None if self._job.over_ssh else _TAILS)
+        lines += self._ranks.known_errors()
+        where = "" if self._job.over_ssh else " here"
+        ended = f"all {all_of}{where} were ended; exit code {code}"
+        self._say_error("\n".join([*lines, ended]))
+        return "\n".join(lines)
 
 
 def connect_limit(environ: Mapping[str, str]) -> float:

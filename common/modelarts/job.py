@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from common.backends import run_backend
@@ -143,17 +142,24 @@ def start_ranks(
     Raises SystemExit with their common exit code unless it is 0, and ConfigError and DataError if
     the platform's variables contradict each other.
     """
-    from common.launcher.attempts import RESTARTABLE, Attempt, run_attempts
+    from common.launcher.attempts import RESTARTABLE, run_attempts
     from common.launcher.children import make_children, make_hosts
-    from common.launcher.meeting import meet_all
-    from common.launcher.supervisor import Job, connect_limit
+    from common.launcher.supervisor import Job
 
     table_file, places = find_places(environ)
     config = resolve_mode(file.open(overrides).config, run_mode, world_size=places.world_size)
     addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
     most = config.runtime.max_restarts if run_mode in RESTARTABLE else 0
 
-    def prepare(number: int) -> Attempt:
+    folder, ranks = Path(config.output_dir), tuple(place.rank for place in places.own)
+
+    def bring_checkpoint(number: int) -> None:
+        if url is not None and number and 0 not in ranks:
+            bring_output(url, folder, ranks)
+
+    def make_job(number: int) -> Job:
+        if url is not None and number and 0 in ranks:
+            send_checkpoint(url, folder)
         rendezvous = make_rendezvous(
             places,
             port=None,
@@ -162,27 +168,19 @@ def start_ranks(
             environ=environ,
             on_cpu=config.device == "cpu",
         )
-        job = Job(
+        return Job(
             children=make_children(
                 places, rendezvous, rank_command(file.path, run_mode, overrides), environ=environ
             ),
-            log_folder=Path(config.output_dir),
+            log_folder=folder,
             stall_limit=config.runtime.stall_limit,
             follow=True,
             hosts=make_hosts(places, rendezvous, addresses),
+            return_limit=config.runtime.return_limit,
+            when_met=bring_checkpoint,
         )
-        if not most or job.hosts is None:
-            return Attempt(job=job, number=number)
-        limit = config.runtime.return_limit if number else connect_limit(environ)
-        folder, ranks = Path(config.output_dir), tuple(place.rank for place in places.own)
-        if url is not None and number and 0 in ranks:
-            send_checkpoint(url, folder)
-        found = meet_all(job.hosts, attempt=number, limit=limit)
-        if url is not None and (number or found) and 0 not in ranks:
-            bring_output(url, folder, ranks)
-        return Attempt(job=replace(job, phase=str(found)), number=found)
 
-    if code := run_attempts(prepare, most=most, folder=Path(config.output_dir)):
+    if code := run_attempts(make_job, most=most, folder=folder):
         sys.exit(code)  # an exception, so that a failed copy of the output does not replace it
 
 

@@ -90,11 +90,6 @@ class Monitor:
                 self._first_step = number
 
     @property
-    def is_past_first_step(self) -> bool:
-        """Tell whether the ranks have connected, since a step needs all of them."""
-        return self._told.step > self._first_step
-
-    @property
     def steps(self) -> tuple[int, int]:
         """First and last step reported; -1 if none."""
         return self._first_step, self._told.step

@@ -35,7 +35,6 @@ from common.systems.direct import is_foreign, manifest_of
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
 from common.training.rewind import checkpoint_before, in_spike
-from common.whole_numbers import whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,24 +253,17 @@ def record_start(config: ResolvedRun, start: Start, kernels: Mapping[str, str]) 
         point_latest(start.resume)
     used = "; ".join(f"{part} {name}" for part, name in kernels.items())
     save_config(config, folder / "config.yaml", f"# kernels: {used}\n" if used else "")
-    if (count := _restarts()) is not None:
+    if _counts_restarts():
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         after = 0 if start.resume is None else step_of(start.resume.name)
-        append_attempt(
-            folder, {"attempt": count + 1, "began": began, "first_step": max(0, after) + 1}
-        )
+        append_attempt(folder, {"began": began, "first_step": max(0, after) + 1})
 
 
-def _restarts() -> int | None:
-    """Return how often torchrun or Slurm has started this run again.
-
-    None under other launchers; our launcher writes its own lines.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return whole_number(os.environ.get(RESTART_COUNT, ""))
-    if "SLURM_JOB_ID" in os.environ and "GPT2_LAUNCHER_PID" not in os.environ:
-        return whole_number(os.environ.get(SLURM_RESTART_COUNT, "0"))
-    return None
+def _counts_restarts() -> bool:
+    """Tell whether torchrun or Slurm starts this run again; our launcher writes its own lines."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or (
+        "SLURM_JOB_ID" in os.environ and "GPT2_LAUNCHER_PID" not in os.environ
+    )
 
 
 def checkpoint_to_use(config: ResolvedRun) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.bundle import Cleaner, write_bundle
+from common.bundle import Cleaner, visible, write_bundle
 from common.errors import ConfigError, StorageError
 
 SECRETS = {
@@ -136,3 +136,35 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         write_bundle(tmp_path / "x.zip", run=tmp_path, table=None, environ={})
     with pytest.raises(ConfigError, match="no such folder"):
         write_bundle(tmp_path / "x.tgz", run=tmp_path / "none", table=None, environ={})
+
+
+NAMES_OF_SECRETS = (
+    "OBS_AK OBS_SK DB_PWD MYSQL_PWD GITHUB_PAT HF_TOKEN PGPASSWORD API_KEY apikey MY_AUTH COOKIE"
+    " AWS_CREDENTIALS awsAccessKeyId PRIVATEKEY SSHKEY ENCRYPTIONKEY AUTHORIZATION BEARER JWT"
+    " MY_CREDS HF_TOKENS API_KEYS sshkeys MY_JWT OAUTH AUTHENTICATION CRED X_AMZ_SIGNATURE"
+)
+HARMLESS = (
+    "PWD OLDPWD PATH max_tokens max_new_tokens tokenizer KEYBOARD TASK MASK AUTHOR AUTHORS"
+    " PATTERN SKIP DESIGN KEYED"
+)
+
+
+def test_names_of_secrets_are_whole_words() -> None:
+    assert [name for name in NAMES_OF_SECRETS.split() if visible(name, "x") == "x"] == []
+    assert [name for name in HARMLESS.split() if visible(name, "x") != "x"] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("user:abc1@host:80", "(hidden)@host:80"),
+        ("user:ab/c1@host", "(hidden)@host"),
+        ("http=u:abc1@host,https=v:abc2@host", "http=(hidden)@host,https=(hidden)@host"),
+        ("Authorization: Bearer abc1", "Authorization: Bearer (hidden)"),
+        ("https://host/f?sig=abc1&v=2", "https://host/f?sig=(hidden)&v=2"),
+        ("git@github.com:organisation/name", "git@github.com:organisation/name"),
+        ("/usr/bin:/opt/python@3.11/bin:/bin", "/usr/bin:/opt/python@3.11/bin:/bin"),
+    ],
+)
+def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:
+    assert visible("PLAIN", value) == shown

@@ -1,11 +1,13 @@
 """Runs that are started again after failures, on one host and on two."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -156,19 +158,73 @@ def test_faults_that_a_restart_repeats_end_the_run(tmp_path: Path, corpus_prefix
     assert code == 137 and len(attempts_of(run)) == 1
     assert "not restarted: it failed before it had finished a step" in text
     run, code, text = run_with_faults(
-        tmp_path / "refused", corpus_prefix, [], "--max_restarts", "9", data__eod_id=10**6
+        tmp_path / "refused", corpus_prefix, [], "--max_restarts", "9", checkpoint__resume="nowhere"
     )
     assert code == 2 and len(attempts_of(run)) <= 1, text
 
 
-def start_on(
-    host: str, number: int, run: Path, corpus: Path, log: Path, *options: str, **keys: object
-) -> subprocess.Popen[bytes]:
-    return start_script(
-        *options, "--node_ips", ",".join(ADDRESSES), "none", CONFIG, "[0,2)", "train",
-        *run_words(run, corpus, **keys),
-        before=("ip", "netns", "exec", host), log=log.with_suffix(f".{number}"),
+def start_torchrun(
+    run: Path,
+    corpus: Path,
+    faults: Path,
+    *options: str,
+    before: tuple[str, ...] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **keys: object,
+) -> subprocess.Popen[str]:
+    """Start the rank program FAULTS under ``torchrun options``."""
+    program = faults.with_name("program.py")
+    program.write_text(FAULTS)
+    words = ["--config", CONFIG, "--run_mode", "train", *run_words(run, corpus, **keys)]
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "torch.distributed.run", *options, str(program), *words],
+        cwd=ROOT,
+        env=clean_environment(FAULTS=str(faults), **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def nodes_of_torchrun(address: str, number: int, nodes: str, *, restarts: int) -> tuple[str, ...]:
+    return (
+        f"--nnodes={nodes}", "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv_id=gpt2",
+        "--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:29411",
+        f"--local_addr={address}",
+        f"--rdzv_conf=is_host={number == 0},keep_alive_interval=2,last_call_timeout=3",
     )  # fmt: skip
+
+
+def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """Return what they say, once all have ended well."""
+    try:
+        texts = [process.communicate(timeout=180)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), texts
+    return texts
+
+
+TWELVE = {"train__max_steps": 12, "checkpoint__interval": 5}
+
+
+def test_torchrun_on_one_node_starts_the_ranks_again(tmp_path: Path, corpus_prefix: Path) -> None:
+    """Losses and hashes are bit for bit those of a run that nobody kills. One host, two ranks."""
+    found, options = [], ("--nproc_per_node=2", "--max-restarts=1")
+    for name, faults in (("whole", []), ("faulty", [{"rank": 1, "step": 8, "signal": 9}])):
+        folder = tmp_path / name
+        folder.mkdir()
+        left = folder / "faults.json"
+        left.write_text(json.dumps(faults))
+        run = folder / "run"
+        outputs_of(
+            [start_torchrun(run, corpus_prefix, left, *options, model__dropout=0.1, **TWELVE)]
+        )
+        assert json.loads(left.read_text()) == [] and pids_with(str(run)) == []
+        found.append(rows_of(run))
+    assert len(found[0]) == 12 and found[1] == found[0]
+    assert [(line["attempt"], line["first_step"]) for line in attempts_of(run)] == [(1, 1), (2, 6)]
 
 
 @pytest.mark.campaign
@@ -177,34 +233,19 @@ def test_torchrun_on_two_nodes_starts_the_ranks_again(
     hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path, killed: int
 ) -> None:
     """By its own --max-restarts; one node loses a rank at step 8."""
-    program, left, run = tmp_path / "program.py", tmp_path / "faults.json", tmp_path / "run"
-    program.write_text(FAULTS)
+    left, run = tmp_path / "faults.json", tmp_path / "run"
     left.write_text(json.dumps([{"rank": killed, "step": 8, "signal": int(signal.SIGKILL)}]))
-    keys = {"train__max_steps": 12, "checkpoint__interval": 5, "model__dropout": 0}
-    words = ["--config", CONFIG, "--run_mode", "train", *run_words(run, corpus_prefix, **keys)]
+    keys = {**TWELVE, "model__dropout": 0}
     nodes = [
-        subprocess.Popen(
-            [
-                *("ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv_id=gpt2"),
-                *("--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESSES[0]}:29411"),
-                *(f"--local_addr={address}", f"--rdzv_conf=is_host={number == 0}"),
-                *(str(program), *words),
-            ],
-            cwd=ROOT,
-            env=clean_environment(FAULTS=str(left), GLOO_SOCKET_IFNAME="cable"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        start_torchrun(
+            *(run, corpus_prefix, left, *nodes_of_torchrun(address, number, "2", restarts=2)),
+            before=("ip", "netns", "exec", host),
+            variables={"GLOO_SOCKET_IFNAME": "cable"},
+            **keys,
         )
         for number, (host, address) in enumerate(zip(hosts, ADDRESSES, strict=True))
     ]
-    try:
-        texts = [node.communicate(timeout=180)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], texts
+    texts = outputs_of(nodes)
     assert json.loads(left.read_text()) == [] and "resuming" in "".join(texts)
     assert pids_with(str(run)) == []
     lines = [(line["attempt"], line["first_step"]) for line in attempts_of(run)]
@@ -217,34 +258,51 @@ def test_torchrun_on_two_nodes_starts_the_ranks_again(
     require_equal(run, alone)
 
 
+STEPS_OF_ELASTIC = 400
+
+
 @pytest.mark.campaign
-def test_a_host_that_is_lost_and_started_again_takes_part_again(
+def test_torchrun_continues_without_a_lost_node_and_takes_it_back(
     hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path
 ) -> None:
-    """First all hosts are needed; then the run continues without the lost one until it is back."""
-    keys = {"train__max_steps": 600, "checkpoint__interval": 20, "validation__interval": 0}
-    run, log = tmp_path / "run", tmp_path / "log"
-    options = ("--max_restarts", "3")
-    keys |= {"runtime__min_nodes": 1, "runtime__return_limit": 6}
-    processes = [
-        start_on(host, number, run, corpus_prefix, log, *options, **keys)
-        for number, host in enumerate(hosts)
-    ]
+    """The command of docs/launching.md. Global batch and order of samples are those of one
+    process, on any number of nodes.
+    """
+    keys: dict[str, object] = {"train__max_steps": STEPS_OF_ELASTIC, "checkpoint__interval": 20}
+    # steps that take long enough for a node to come back
+    keys |= {"validation__interval": 0, "model__num_layers": 4, "model__hidden_size": 128}
+    keys |= {"model__seq_length": 64, "model__dropout": 0}
+    left, run = tmp_path / "faults.json", tmp_path / "run"
+    left.write_text("[]")
+
+    def start(number: int) -> subprocess.Popen[str]:
+        options = nodes_of_torchrun(ADDRESSES[number], number, "1:2", restarts=3)
+        before = ("ip", "netns", "exec", hosts[number])
+        variables = {"GLOO_SOCKET_IFNAME": "cable", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return start_torchrun(
+            run, corpus_prefix, left, *options, before=before, variables=variables, **keys
+        )
+
+    nodes = [start(0), start(1)]
     try:
         wait_until(lambda: len(rows_of(run)) > 45, f"steps of {run}")
-        processes[1].kill()
-        wait_until(lambda: len(attempts_of(run)) == 1, "the end of the first attempt")
         lost_at = len(rows_of(run))
-        wait_until(lambda: len(rows_of(run)) > lost_at + 40, "steps on one host")
-        processes[1] = start_on(hosts[1], 1, run, corpus_prefix, log, *options, **keys)
-        assert [process.wait(timeout=180) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-    first, second, third = attempts_of(run)
-    assert len(first["hosts"]) == 2 and "node 1 (ranks 2-3)" in first["failure"]
-    assert len(second["hosts"]) == 1 and second["then"] == "takes hosts back"
-    assert len(third["hosts"]) == 2 and third["exit_code"] == 0
+        inside = subprocess.run(
+            ["ip", "netns", "pids", hosts[1]], capture_output=True, text=True, check=True
+        )
+        for pid in map(int, inside.stdout.split()):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: len(attempts_of(run)) == 2, "an attempt on one node")
+        wait_until(lambda: len(rows_of(run)) > lost_at + 40, "steps on one node")
+        nodes[1].wait(timeout=10)
+        nodes[1] = start(1)
+        wait_until(lambda: len(attempts_of(run)) == 3, "an attempt on both nodes")
+    except BaseException:
+        for node in nodes:
+            node.kill()
+        raise
+    outputs_of(nodes)
+    assert [line["attempt"] for line in attempts_of(run)] == [1, 2, 3]
     assert pids_with(str(run)) == []
 
     alone = tmp_path / "alone"
@@ -252,7 +310,7 @@ def test_a_host_that_is_lost_and_started_again_takes_part_again(
     single = start_script("none", CONFIG, "[0,1)", "train", *words, log=tmp_path / "alone.log")
     assert single.wait(timeout=120) == 0
     found, expected = rows_of(run), rows_of(alone)
-    assert [row[0] for row in found] == [row[0] for row in expected] == list(range(1, 601))
-    assert [row[3] for row in found] == [row[3] for row in expected], "samples"
+    assert [(row[0], row[3]) for row in found] == [(row[0], row[3]) for row in expected]
+    assert len(found) == STEPS_OF_ELASTIC
     for row, other in zip(found, expected, strict=True):
         assert row[1] == pytest.approx(other[1], rel=1e-5)

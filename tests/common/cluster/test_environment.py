@@ -60,14 +60,6 @@ HOROVOD = {
     "HOROVOD_GLOO_IFACE": "eth0",
     "NCCL_SOCKET_IFNAME": "eth0",
 }
-# MPICH's and Intel MPI's hydra: pm/hydra/lib/pmiserv_common and the Intel MPI developer reference
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "1",
-    "MV2_COMM_WORLD_SIZE": "2",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}
 # a batch script's, after `env | grep SLURM` of a public job of 4 nodes x 1 task: no SLURM_STEP_*
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "200505",
@@ -233,30 +225,6 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
                 local_world_size=1,
                 master="a",
                 port=1234,
-                launcher="mpirun",
-            ),
-        ),
-        (
-            HYDRA,
-            Process(
-                rank=1,
-                world_size=2,
-                local_rank=1,
-                local_world_size=2,
-                master="127.0.0.1",
-                port=29500,
-                launcher="mpirun",
-            ),
-        ),
-        (
-            MVAPICH,
-            Process(
-                rank=1,
-                world_size=2,
-                local_rank=1,
-                local_world_size=2,
-                master="127.0.0.1",
-                port=29500,
                 launcher="mpirun",
             ),
         ),

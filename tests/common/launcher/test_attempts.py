@@ -2,19 +2,18 @@
 
 import json
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import RunError
-from common.launcher.attempts import Attempt, pause, run_attempts, why_not
-from common.launcher.control import Host, Hosts
-from common.launcher.meeting import Meeting, meet, meet_all
-from common.launcher.supervisor import Job, Outcome
-from common.processes.ranks import ProcessSpec
-from tests.common.launcher.test_control import free_port
+from common.launcher.attempts import pause, run_attempts, why_not
+from common.launcher.host_channel import Host, Hosts
+from common.launcher.process_spec import ProcessSpec
+from common.launcher.supervisor import Job, Outcome, run_attempt
+from tests.common.launcher.test_host_channel import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = f"""
@@ -41,7 +40,7 @@ def run(folder: Path, attempts: list[tuple[int, int, int]], most: int) -> int:
         rank=0, command=(sys.executable, "-c", PROGRAM, json.dumps(attempts)), environment={}
     )
     job = Job(children=(child,), log_folder=folder, stall_limit=100.0)
-    return run_attempts(lambda number: Attempt(job=job, number=number), most=most, folder=folder)
+    return run_attempts(lambda number: job, most=most, folder=folder)
 
 
 def test_attempts_until_one_ends_well(
@@ -123,57 +122,46 @@ def test_pauses_grow_to_a_minute() -> None:
     assert pause(10**6) == 60
 
 
-# ---- meetings ----
-
-
-def hosts(own: int, port: int, count: int = 3) -> Hosts:
-    return Hosts(
-        all=tuple(Host(address=f"127.0.0.{1 + n}", ranks=(n,)) for n in range(count)),
+def attempt_of(own: int, port: int, folder: Path, *, limit: float) -> Outcome | str:
+    """Outcome or error of the first host's attempt 4, which others join with their own count."""
+    hosts = Hosts(
+        all=tuple(Host(address=f"127.0.0.{1 + n}", ranks=(n,)) for n in range(3)),
         own=own,
         port=port,
     )
+    command = (sys.executable, "-c", "import os; print(os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    job = Job(
+        children=(ProcessSpec(rank=own, command=command, environment={}),),
+        log_folder=folder,
+        stall_limit=100.0,
+        hosts=hosts,
+        return_limit=limit if own == 0 else 0.1,
+        when_met=lambda number: (folder / f"met {own}").write_text(str(number)) and None,
+    )
+    try:
+        return run_attempt(job, number=own + 4, may_restart=lambda outcome: False)
+    except RunError as error:
+        return str(error)
 
 
-def meet_in_threads(port: int, present: list[int], limit: float, fewest: int) -> dict[int, Any]:
-    """Result or error of each host that is present."""
-
-    def choose(found: Any) -> tuple[int, ...]:
-        return tuple(found) if len(found) >= fewest else ()
-
-    results: dict[int, Any] = {}
-
-    def take_part(own: int) -> None:
-        try:
-            results[own] = meet(
-                hosts(own, port), attempt=own + 4, limit=limit if own == 0 else 0.1, choose=choose
-            )
-        except RunError as error:
-            results[own] = str(error)
-
-    threads = [threading.Thread(target=take_part, args=(own,)) for own in present]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    return results
-
-
-def test_all_hosts_meet_and_count_attempts_as_host_0_does() -> None:
-    found = meet_in_threads(free_port(), [2, 0, 1], 30.0, 3)
-    assert found == dict.fromkeys(range(3), Meeting(hosts=(0, 1, 2), attempt=4))
-
-
-def test_a_meeting_goes_without_a_missing_host_after_the_limit_or_fails(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("present", [(2, 0, 1), (0, 2)])
+def test_hosts_meet_before_a_rank_starts_and_count_as_host_0_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr("common.launcher.meeting._PATIENCE", 3.0)
-    found = meet_in_threads(free_port(), [0, 2], 0.8, 2)
-    assert found == dict.fromkeys((0, 2), Meeting(hosts=(0, 2), attempt=4))
-    found = meet_in_threads(free_port(), [0, 2], 0.8, 3)
-    assert "host 127.0.0.2 (rank 1) did not come" in found[0]
-    assert "has not answered" in found[2]
-
-
-def test_one_that_must_have_all_fails_when_a_host_does_not_come() -> None:
-    with pytest.raises(RunError, match=r"127\.0\.0\.2 \(rank 1\), .*did not come to port"):
-        meet_all(hosts(0, free_port()), attempt=1, limit=0.5)
+    monkeypatch.setattr("common.launcher.host_channel.PATIENCE_SECONDS", 3.0)
+    port, limit = free_port(), 30.0 if len(present) == 3 else 0.8
+    with ThreadPoolExecutor() as pool:
+        waiting = {
+            own: pool.submit(attempt_of, own, port, tmp_path, limit=limit) for own in present
+        }
+        found: dict[int, Any] = {own: one.result(timeout=60) for own, one in waiting.items()}
+    if len(present) == 3:
+        assert {(outcome.code, outcome.number) for outcome in found.values()} == {(0, 4)}
+        for own in present:
+            log = (tmp_path / f"mf_parallel{own}" / "mindformer.log").read_text()
+            assert log.splitlines()[1:] == ["4"]
+            assert (tmp_path / f"met {own}").read_text() == "4"
+    else:
+        assert "host 127.0.0.2 (rank 1) has not come within" in found[0]
+        assert "could not be reached" in found[2]
+        assert (tmp_path / "mf_parallel0" / "mindformer.log").read_text() == ""

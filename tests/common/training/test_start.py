@@ -7,23 +7,20 @@ from typing import Any
 import pytest
 
 from common.config.load import build_config
-from common.training.start import _log_changes, _restarts
+from common.training.start import _counts_restarts, _log_changes
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, None),
-        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, 2),
-        ({"SLURM_JOB_ID": "7"}, 0),
-        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}, 3),
+        ({}, False),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, True),
+        ({"SLURM_JOB_ID": "7"}, True),
         # the launcher writes the lines of its own attempts
-        ({"SLURM_JOB_ID": "7", "GPT2_LAUNCHER_PID": "9", "TORCHELASTIC_RESTART_COUNT": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "GPT2_LAUNCHER_PID": "9", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
     ],
 )
-def test_restarts(
-    environ: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts(environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT",
         "GPT2_LAUNCHER_PID",
@@ -31,7 +28,7 @@ def test_restarts(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert _restarts() == expected
+    assert _counts_restarts() is expected
 
 
 def test_a_resume_names_the_schedule_of_an_older_version(

@@ -7,13 +7,14 @@ import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError, RunError
-from common.launcher.control import Control, Host, HostNote, Hosts
-from common.launcher.roll_call import RollCall, _Caller, find_node
-from common.processes.channel import Channel, connect
+from common.launcher.host_channel import Host, HostChannel, Hosts
+from common.launcher.host_numbering import Numbering
+from common.processes.channel import connect
 from tests.run_scripts import wait_until
 
 LIMIT = 20.0
@@ -25,8 +26,8 @@ def port() -> int:
         return int(server.getsockname()[1])
 
 
-def call(port: int, *devices: int, nodes: int = 3, limit: float = LIMIT) -> RollCall:
-    return RollCall(master="127.0.0.1", port=port, nodes=nodes, devices=devices, limit=limit)
+def call(port: int, *devices: int, nodes: int = 3, limit: float = LIMIT) -> Numbering:
+    return Numbering(master="127.0.0.1", port=port, nodes=nodes, devices=devices, limit=limit)
 
 
 def listens(port: int) -> bool:
@@ -39,31 +40,21 @@ def listens(port: int) -> bool:
 
 def start(pool: ThreadPoolExecutor, port: int, *devices: int) -> Future[int]:
     """Start the master and wait until it listens."""
-    master = pool.submit(find_node, call(port, *devices))
+    master = pool.submit(call(port, *devices).find_node)
     wait_until(lambda: listens(port), "the master listens")
     return master
 
 
-def test_numbers_do_not_depend_on_the_order_of_arrival(port: int) -> None:
+def test_hosts_are_numbered_as_they_come(port: int) -> None:
     for order in ((2, 4), (4, 2)):
         with ThreadPoolExecutor() as pool:
             master = start(pool, port, 0, 1)
             others = {}
             for first in order:
-                others[first] = pool.submit(find_node, call(port, first, first + 1))
-                time.sleep(0.1)
+                others[first] = pool.submit(call(port, first, first + 1).find_node)
+                time.sleep(0.3)
             assert master.result(LIMIT) == 0
-            assert {first: node.result(LIMIT) for first, node in others.items()} == {2: 1, 4: 2}
-
-
-def test_hosts_are_sorted_as_numbers_not_as_text() -> None:
-    with socket.socket() as one:
-        callers = [
-            _Caller(address=address, devices=(0,), link=Channel(one, "a test"))
-            for address in ("fe80::1", "10.0.0.10", "10.0.0.9")
-        ]
-        ordered = sorted(callers, key=lambda caller: caller.order)
-    assert [caller.address for caller in ordered] == ["10.0.0.9", "10.0.0.10", "fe80::1"]
+            assert [others[first].result(LIMIT) for first in order] == [1, 2]
 
 
 def test_one_started_twice_or_with_another_number_of_hosts_or_devices_is_refused(
@@ -72,13 +63,13 @@ def test_one_started_twice_or_with_another_number_of_hosts_or_devices_is_refused
     with ThreadPoolExecutor() as pool:
         master = start(pool, port, 0, 1)
         with pytest.raises(ConfigError, match="the run was started twice there"):
-            find_node(call(port, 1, 2))
+            call(port, 1, 2).find_node()
         with pytest.raises(ConfigError, match="--nnodes is 2, and that of the master 3"):
-            find_node(call(port, 2, 3, nodes=2))
+            call(port, 2, 3, nodes=2).find_node()
         with pytest.raises(ConfigError, match="it has 1 devices, and the master 2"):
-            find_node(call(port, 7))
+            call(port, 7).find_node()
         connect("127.0.0.1", port, "a stranger", 1.0).close()
-        others = [pool.submit(find_node, call(port, *devices)) for devices in ((2, 3), (4, 5))]
+        others = [pool.submit(call(port, *devices).find_node) for devices in ((2, 3), (4, 5))]
         assert [master.result(LIMIT), *(other.result(LIMIT) for other in others)] == [0, 1, 2]
 
 
@@ -86,44 +77,44 @@ def test_a_host_that_leaves_may_come_again(port: int, capsys: pytest.CaptureFixt
     with ThreadPoolExecutor() as pool:
         master = start(pool, port, 0)
         left = connect("127.0.0.1", port, "a launcher", 1.0)
-        left.send({"kind": "roll call", "nodes": 3, "devices": [1]})
+        left.send({"kind": "number", "nodes": 3, "devices": [1]})
         time.sleep(0.2)
         left.close()
         time.sleep(1.2)
-        others = [pool.submit(find_node, call(port, device)) for device in (1, 2)]
+        others = [pool.submit(call(port, device).find_node) for device in (1, 2)]
         assert [master.result(LIMIT), *(other.result(LIMIT) for other in others)] == [0, 1, 2]
     assert "has left again" in capsys.readouterr().err
 
 
 def test_waiting_has_a_limit_on_both_sides(port: int) -> None:
     with ThreadPoolExecutor() as pool:
-        master = pool.submit(find_node, call(port, 0, limit=2.0))
+        master = pool.submit(call(port, 0, limit=2.0).find_node)
         wait_until(lambda: listens(port), "the master listens")
-        other = pool.submit(find_node, call(port, 1, limit=1.0))
+        other = pool.submit(call(port, 1, limit=1.0).find_node)
         with pytest.raises(RunError, match="not numbered this host within 1 s"):
             other.result(LIMIT)
         with pytest.raises(RunError, match=r"0 of 2 other hosts have come to port .* within 2 s"):
             master.result(LIMIT)
-    away = RollCall(master="198.51.100.1", port=port, nodes=2, devices=(0,), limit=1.0)
+    away = Numbering(master="198.51.100.1", port=port, nodes=2, devices=(0,), limit=1.0)
     with pytest.raises(
         RunError, match=r"host 198\.51\.100\.1 at port .* has not numbered this host"
     ):
-        find_node(away)
+        away.find_node()
 
 
-def test_a_host_that_comes_when_the_run_has_begun_is_told_so(port: int) -> None:
+def test_a_host_that_comes_when_the_run_has_begun_is_told_so(
+    port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     hosts = Hosts(
         all=(Host(address="127.0.0.1", ranks=(0,)), Host(address="node 1", ranks=(1,))),
         own=0,
         port=port,
     )
-    events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    control = Control(hosts, events, 30.0)
-    control.start()
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    channel = HostChannel(hosts, events, restarts=False)
     try:
         with pytest.raises(ConfigError, match="refused this host: has all its 2 hosts already"):
-            find_node(call(port, 5, nodes=2))
-        note = events.get(timeout=LIMIT)
-        assert isinstance(note, HostNote) and "a host that came late was refused" in note.text
+            call(port, 5, nodes=2).find_node()
+        wait_until(lambda: "a host that came late was refused" in capfd.readouterr().err, "a note")
     finally:
-        threading.Thread(target=control.close, daemon=True).start()
+        threading.Thread(target=channel.close, daemon=True).start()
