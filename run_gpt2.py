@@ -82,9 +82,9 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     import subprocess
 
     from common.cluster.environment import find_process
+    from common.compare.certificate import certify as certify_run
     from common.errors import ConfigError
     from common.run_config import load_config
-    from common.study.certificate import certify as certify_run
 
     raise_interrupts()
     if find_process(environ).world_size > 1:
