@@ -149,3 +149,14 @@ def _interfaces() -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, s
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     ]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address. A name has no case and may end with a
+    dot.
+    """
+    name = host.lower().removesuffix(".")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
