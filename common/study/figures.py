@@ -1,4 +1,4 @@
-"""How a report writes its figures."""
+"""Figures of a report as text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a study leaves for its reader, made from ``study.json``: facts gathered here, and worded by
-the templates.
+"""Tables, pictures and reports of a study, made from ``study.json``: facts are gathered here, and
+worded by the templates.
 """
 
 from __future__ import annotations

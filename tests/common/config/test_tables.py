@@ -16,7 +16,7 @@ from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
 from common.systems.oneflow.names import MOMENTS as OF_ONEFLOW
 from common.tokenizer import TOKENIZERS
 from common.training.report import STYLES
-from common.training.tracker_process import STORES
+from common.training.trackers import STORES
 from tools.convert_config import Request
 
 
