@@ -28,7 +28,8 @@ def may_be_host(text: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Tell whether an address or name leads each machine to itself."""
-    return ipaddress.ip_address(host).is_loopback if is_ip(host) else host == "localhost"
+    name = host.lower().removesuffix(".")
+    return ipaddress.ip_address(name).is_loopback if is_ip(name) else name == "localhost"
 
 
 def free_port() -> int:
@@ -149,14 +150,3 @@ def _interfaces() -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, s
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     ]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address. A name has no case and may end with a
-    dot.
-    """
-    name = host.lower().removesuffix(".")
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
