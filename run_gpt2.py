@@ -96,8 +96,8 @@ def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     import subprocess
 
     from common.cluster.environment import find_process
+    from common.compare.certificate import certify as certify_run
     from common.errors import ConfigError
-    from common.study.certificate import certify as certify_run
 
     raise_interrupts()
     if find_process(environ).world_size > 1:

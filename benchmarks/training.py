@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.table import Row, report
 from common.dataset import IndexedWriter
 from common.flags import flag, make_parser
+from common.study.figures import size, speed
 from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of, summarize
 from common.study.verdict import judge
-from common.study.words import size, speed
 
 STUDIES = {"cpu": "training_step", "cuda": "training_step_cuda"}
 PREDICTED = {

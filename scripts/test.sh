@@ -21,7 +21,7 @@ END
 esac; done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-use_environment torch,dev fast,export,serve,parquet,hub,chinese,fp8,deepspeed,mindspore
+use_environment torch,dev fast,export,serve,study,parquet,hub,chinese,fp8,deepspeed,mindspore
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 unset PYTHONDONTWRITEBYTECODE  # or each of the many processes compiles its framework's modules: 3.0 instead of 1.5 s for torch
 # one more than there are cores: tests of time limits wait, and leave a core to another

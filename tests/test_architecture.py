@@ -36,6 +36,7 @@ LAYERS = (
     ("inputs", "run_config", "bundle"),
     ("backends",),
     ("modelarts", "study", "program"),
+    ("compare",),
 )
 """The folders and files of common/, lower ones first. Each imports only what is below it."""
 

@@ -118,7 +118,6 @@ USERS = {
         "common/processes/process_tree.py": "the guard of a launch",
         "common/processes/programs.py": "a program with a time limit",
         "common/study/children.py": "cells of a study",
-        "common/training/trackers.py": "trackers, which may hang",
     },
     "fcntl": {
         "common/conversion/gpt2_chinese.py": "lock of the converted corpus",
@@ -126,7 +125,6 @@ USERS = {
         "common/modelarts/remote.py": "lock of a copy that ranks share",
         "common/run_folder.py": "lock of a run folder",
         "common/tensor_files/checksummed.py": "O_DIRECT, switched while writing",
-        "common/training/tracker_process.py": "lock of a tracker's folder",
     },
     "struct": {
         "common/dataset/indexed.py": "header of .idx",
@@ -149,6 +147,7 @@ USERS = {
         "common/serving/server.py": "the HTTP server",
         "common/study/this_machine.py": "the other end of a loopback connection",
         "common/training/stop.py": "Ctrl-C beside MindSpore",
+        "common/training/trackers.py": "trackers, which may hang",
     },
     "os.open": {
         "common/conversion/gpt2_chinese.py": "lock of a folder",

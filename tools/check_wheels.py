@@ -2,9 +2,9 @@
 
     python tools/check_wheels.py
 
-Checks requirements.txt and the extras `chinese`, `peers`, `serve`, `parquet` and `hub` with
-everything that they need in turn, for the Python that runs this. The extra `fast` may lack wheels,
-and that is said. Nothing is installed; pip reads what the package index tells.
+Checks requirements.txt and the extras `chinese`, `peers`, `serve`, `study`, `parquet` and `hub`
+with everything that they need in turn, for the Python that runs this. The extra `fast` may lack
+wheels, and that is said. Nothing is installed; pip reads what the package index tells.
 
 Exit codes: 0 all there, or the package index does not answer; 1 a wheel is missing.
 """
@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
     ]
     wanted = {"requirements.txt": [f"--requirement={ROOT}/requirements.txt"]} | {
         f"extra {name}": extras[name]
-        for name in ("chinese", "peers", "serve", "parquet", "hub", "fast")
+        for name in ("chinese", "peers", "serve", "study", "parquet", "hub", "fast")
     }
     asked = [(name, machine) for name in wanted for machine in MACHINES]
     failed = False

@@ -35,14 +35,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from common import whole_numbers
+from common.compare import layer_report
+from common.compare.live_runs import RecordedSides, Side, Workplace, run_config
+from common.compare.step_records import compare_records
+from common.compare.two_runs import Comparison, RecordedRun, compare_runs, read_run
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command
-from common.study import layer_report
-from common.study.live_runs import RecordedSides, Side, Workplace, run_config
-from common.study.sentences import describe_departure
-from common.study.step_records import compare_records
-from common.study.two_runs import Comparison, RecordedRun, compare_runs, read_run
+from common.study.report import describe_departure
 
 
 def _tolerance(text: str) -> float:
@@ -235,5 +235,5 @@ def describe(found: Comparison) -> Iterator[str]:
     yield (
         "the same"
         if found.departure is None
-        else f"different: {describe_departure(found.departure).en}"
+        else f"different: {describe_departure(found.departure)}"
     )

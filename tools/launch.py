@@ -37,6 +37,7 @@ from functools import cache
 import run_gpt2
 from common import whole_numbers
 from common.command_line import RUN_MODES
+from common.compare.certificate import certify
 from common.errors import ConfigError
 from common.flags import flag, parse
 from common.inputs import check_before_ranks
@@ -47,7 +48,6 @@ from common.launcher.request import LaunchRequest, is_asked, parse_distribute, p
 from common.launcher.terminal import open_standard_streams
 from common.program import command
 from common.run_config import read_config
-from common.study.certificate import certify
 
 _ABOUT_STANDALONE = """Start one process on one device and wait for it, from any folder.
 

@@ -28,7 +28,8 @@ def may_be_host(text: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Tell whether an address or name leads each machine to itself."""
-    return ipaddress.ip_address(host).is_loopback if is_ip(host) else host == "localhost"
+    name = host.lower().removesuffix(".")
+    return ipaddress.ip_address(name).is_loopback if is_ip(name) else name == "localhost"
 
 
 def free_port() -> int:

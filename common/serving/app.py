@@ -6,21 +6,24 @@ import asyncio
 import base64
 import binascii
 import hmac
-import ipaddress
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from common.config.schema import ServeConfig
 from common.log import LOG
-from common.serving import http
+from common.processes.addresses import is_loopback
 from common.serving.completions import Completion, CompletionService, event
 from common.serving.errors import Refusal
-from common.serving.http import GoneError, Receive, Scope, Send
 from common.serving.metrics import CONTENT_TYPE
 
 PAGE = Path(__file__).with_name("page.html")
@@ -29,10 +32,13 @@ _PAGE_HEADERS = {
     " script-src 'unsafe-inline'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'"
 }
+_HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 _NO_CHAT = (
     "there is no chat here: GPT-2 continues text and has no format of conversations; post a prompt"
     " to /v1/completions"
 )
+_JSON = "application/json"
+_COMPLETIONS = "/v1/completions"
 _GONE = 499
 """Status in log and metrics of a client that has left; nginx uses the same number."""
 
@@ -40,56 +46,54 @@ _GONE = 499
 class App:
     """An ASGI application. ``is_draining``: new completions are refused."""
 
-    def __init__(
-        self, service: CompletionService, settings: ServeConfig, *, slots: int, key: str | None
-    ) -> None:
+    def __init__(self, service: CompletionService, settings: ServeConfig, key: str | None) -> None:
         """key: the key that clients must send; None if everybody may call."""
         self.is_draining = False
-        self._service, self._settings, self._slots = service, settings, slots
+        self._service, self._settings = service, settings
         self._key = None if key is None else key.encode()
         self._is_local = is_loopback(settings.host)
         self._started = int(time.time())
-        self._page = PAGE.read_bytes()
         self._worker = ThreadPoolExecutor(1, "requests")
-        self._routes = {
-            "/": ("GET", self._send_page),
-            "/health": ("GET", self._send_health),
-            "/metrics": ("GET", self._send_metrics),
-            "/v1/models": ("GET", self._send_models),
-            f"/v1/models/{service.name}": ("GET", self._send_model),
-            "/v1/completions": ("POST", self._complete),
+        page = Response(PAGE.read_bytes(), media_type="text/html", headers=_HEADERS | _PAGE_HEADERS)
+        self._pages: dict[str, Callable[[], Response]] = {
+            "/": lambda: page,
+            "/health": self._health,
+            "/metrics": lambda: Response(service.metrics.text(), 200, _HEADERS, CONTENT_TYPE),
+            "/v1/models": lambda: _json({"object": "list", "data": [self._model()]}),
+            f"/v1/models/{service.name}": lambda: _json(self._model()),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request in any case; the log and the metrics get its status."""
-        begun, note = time.monotonic(), scope.setdefault("note", {})
-        status = 0
+        request, begun, status = Request(scope, receive), time.monotonic(), 0
+        note: dict[str, Any] = {}
+        request.state.note = note
 
-        async def sending(message: http.Message) -> None:
+        async def sending(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
         try:
-            await self._answer(scope, receive, sending)
-        except GoneError:
+            answer = await self._answer(request)
+            await answer(scope, receive, sending)
+        except ClientDisconnect:
             status = _GONE
-        except Refusal as refusal:
+        except Exception as error:
+            if isinstance(error, Refusal):
+                note.setdefault("error", str(error))
+            else:
+                LOG.exception("a request has failed")
+                error = Refusal(500, "the server has failed; its log says why")
             if not status:
-                await _refuse(sending, refusal)
-            note.setdefault("error", str(refusal))
-        except Exception:
-            LOG.exception("a request has failed")
-            if not status:
-                await _refuse(sending, Refusal(500, "the server has failed; its log says why"))
+                await _refuse(error)(scope, receive, sending)
         finally:
             seconds = time.monotonic() - begun
-            self._service.metrics.statuses[status or _GONE] += 1
-            LOG.info(_line(scope, status or _GONE, seconds, note))
+            self._service.metrics.requests.labels(status or _GONE).inc()
+            LOG.info(_line(request, status or _GONE, seconds, note))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, method = scope["path"], scope["method"]
-        headers = http.headers_of(scope)
+    async def _answer(self, request: Request) -> ASGIApp:
+        path, method, headers = request.scope["path"], request.method, request.headers
         if self._is_local and not _is_local_name(headers.get("host", "")):
             raise Refusal(
                 403, "this server serves only this machine; call it localhost or 127.0.0.1"
@@ -98,13 +102,13 @@ class App:
             raise Refusal(401, "no valid key; send the header Authorization: Bearer KEY")
         if path.startswith("/v1/chat"):
             raise Refusal(404, _NO_CHAT)
-        if path not in self._routes:
-            places = ", ".join(self._routes)
+        if path not in (*self._pages, _COMPLETIONS):
+            places = ", ".join((*self._pages, _COMPLETIONS))
             raise Refusal(404, f"there is no {path[:100]}; there are {places}")
-        expected, answer = self._routes[path]
+        expected = "GET" if path in self._pages else "POST"
         if method != expected and (method, expected) != ("HEAD", "GET"):
             raise Refusal(405, f"{path} is for {expected}, not {method[:20]}")
-        await answer(scope, receive, send)
+        return self._pages[path]() if path in self._pages else await self._complete(request)
 
     def _is_allowed(self, authorization: str) -> bool:
         """Return whether the key was sent, as a bearer token or as the password of a browser."""
@@ -121,26 +125,10 @@ class App:
             return False
         return hmac.compare_digest(sent, self._key)
 
-    # ---- one function for each address ----
-
-    async def _send_page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await http.send_answer(send, 200, self._page, "text/html; charset=utf-8", _PAGE_HEADERS)
-
-    async def _send_health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = self._service.engine.failure
-        word = "draining" if self.is_draining else "ok"
-        status = 200 if failure is None else 503
-        await _send_json(send, status, {"status": word if failure is None else "failed"})
-
-    async def _send_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        text = self._service.metrics.text(self._service.engine, self._slots)
-        await http.send_answer(send, 200, text.encode(), CONTENT_TYPE)
-
-    async def _send_models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_json(send, 200, {"object": "list", "data": [self._model()]})
-
-    async def _send_model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _send_json(send, 200, self._model())
+    def _health(self) -> Response:
+        if self._service.engine.failure is not None:
+            return _json({"status": "failed"}, 503)
+        return _json({"status": "draining" if self.is_draining else "ok"})
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -151,28 +139,59 @@ class App:
             "meta": self._service.facts,
         }
 
-    async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _complete(self, request: Request) -> ASGIApp:
         if self.is_draining:
             raise Refusal(503, "the server is about to stop")
-        kind = http.headers_of(scope).get("content-type", "").partition(";")[0].strip().lower()
-        if kind != http.JSON:  # a page of another site could post other types
-            raise Refusal(415, f"expected the header Content-Type: {http.JSON}")
-        settings, begun = self._settings, time.monotonic()
-        body = await http.read_body(
-            scope, receive, limit=settings.max_body_bytes, seconds=settings.read_timeout
-        )
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != _JSON:  # a page of another site could post other types
+            raise Refusal(415, f"expected the header Content-Type: {_JSON}")
+        begun = time.monotonic()
+        body = await self._body(request)
         loop = asyncio.get_running_loop()
         completion = await loop.run_in_executor(self._worker, self._service.open, body, loop)
-        note = scope["note"]
+        note = request.state.note
         note["prompt_tokens"] = completion.prompt_tokens
-        if settings.log_prompts:
+        if self._settings.log_prompts:
             note["prompts"] = completion.prompt_texts
         completion.submit()
+        return partial(self._reply, completion, note, begun)
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the whole body. Raises Refusal if it is too large or slow, and
+        ClientDisconnect.
+        """
+        limit, seconds = self._settings.max_body_bytes, self._settings.read_timeout
+        too_large = Refusal(413, f"the body is larger than {limit} bytes, which is the limit")
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or len(length) > 18 or int(length) > limit:
+            raise too_large
+        body = bytearray()
         try:
-            async with asyncio.timeout(settings.request_timeout - (time.monotonic() - begun)):
-                await http.unless_gone(receive, self._reply(completion, send))
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
         except TimeoutError:
-            refusal = self._timeout()
+            raise Refusal(408, f"the body did not come within {seconds:g} seconds") from None
+        return bytes(body)
+
+    async def _reply(
+        self,
+        completion: Completion,
+        note: dict[str, Any],
+        begun: float,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Send a completion. Raises Refusal, and ClientDisconnect if the client leaves."""
+        limit = self._settings.request_timeout
+        try:
+            async with asyncio.timeout(limit - (time.monotonic() - begun)):
+                await _unless_gone(receive, self._send(completion, scope, receive, send))
+        except TimeoutError:
+            refusal = Refusal(504, f"the request took more than {limit:g} seconds; ask for less")
             if completion.request.stream:
                 with suppress(TimeoutError):  # the client may not read
                     async with asyncio.timeout(1):
@@ -182,37 +201,38 @@ class App:
         finally:
             completion.cancel()
             note["tokens"] = sum(len(job.sequence.tokens) for job in completion.jobs)
-            self._service.metrics.request_seconds.add(time.monotonic() - begun)
+            self._service.metrics.request_seconds.observe(time.monotonic() - begun)
 
-    async def _reply(self, completion: Completion, send: Send) -> None:
+    async def _send(
+        self, completion: Completion, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if completion.request.stream:
-            await http.send_stream(send, self._guarded(completion))
+            headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+            events = completion.events()
+            stream = StreamingResponse(events, media_type="text/event-stream", headers=headers)
+            await stream.stream_response(send)  # _unless_gone waits for the client's end
         else:
-            await http.send_answer(send, 200, await completion.answer())
-
-    async def _guarded(self, completion: Completion) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream. An error after its head becomes an event too."""
-        async with aclosing(completion.events()) as events:
-            try:
-                async for each in events:
-                    yield each
-            except Refusal as refusal:
-                yield event(refusal.body)
-
-    def _timeout(self) -> Refusal:
-        seconds = self._settings.request_timeout
-        return Refusal(504, f"the request took more than {seconds:g} seconds; ask for less")
+            answer = Response(await completion.answer(), media_type=_JSON, headers=_HEADERS)
+            await answer(scope, receive, send)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address. A name has no case and may end with a
-    dot.
-    """
-    name = host.lower().removesuffix(".")
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work``. If the client closes the connection, end it and raise ClientDisconnect."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 def _is_local_name(host: str) -> bool:
@@ -224,7 +244,7 @@ def _is_local_name(host: str) -> bool:
     return not host or is_loopback(name.strip("[]"))
 
 
-async def _refuse(send: Send, refusal: Refusal) -> None:
+def _refuse(refusal: Refusal) -> Response:
     more: dict[str, str] = {}
     if refusal.retry is not None:
         more["retry-after"] = str(refusal.retry)
@@ -232,20 +252,19 @@ async def _refuse(send: Send, refusal: Refusal) -> None:
         more["www-authenticate"] = 'Basic realm="gpt2", charset="UTF-8"'
     if refusal.status in (408, 413):  # the rest of the body is not read
         more["connection"] = "close"
-    await _send_json(send, refusal.status, refusal.body, more)
+    return _json(refusal.body, refusal.status, more)
 
 
-async def _send_json(
-    send: Send, status: int, tree: Any, more: dict[str, str] | None = None
-) -> None:
-    await http.send_answer(send, status, json.dumps(tree, ensure_ascii=False).encode(), more=more)
+def _json(tree: Any, status: int = 200, more: dict[str, str] | None = None) -> Response:
+    text = json.dumps(tree, ensure_ascii=False)
+    return Response(text, status, media_type=_JSON, headers=_HEADERS | (more or {}))
 
 
-def _line(scope: Scope, status: int, seconds: float, note: dict[str, Any]) -> str:
+def _line(request: Request, status: int, seconds: float, note: dict[str, Any]) -> str:
     """Return one log line. Text from the client is escaped and cannot break it."""
-    client = (scope.get("client") or ("-",))[0]
-    path = scope["path"].encode("unicode_escape").decode()[:100]
+    client = request.client.host if request.client else "-"
+    path = request.scope["path"].encode("unicode_escape").decode()[:100]
     words = " ".join(
         f"{name}={json.dumps(value, ensure_ascii=True)}" for name, value in note.items()
     )
-    return f"{client} {scope['method'][:20]} {path} {status} {seconds:.3f} s {words}".rstrip()
+    return f"{client} {request.method[:20]} {path} {status} {seconds:.3f} s {words}".rstrip()

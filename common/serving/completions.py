@@ -32,7 +32,7 @@ from common.tokenizer.streams import whole_text
 from common.weights.names import count_parameters
 
 _DEFAULT_TOKENS = 16
-_LEAST_SHARE = 1e-9
+_MIN_TOP_P = 1e-9
 """``top_p`` of 0, which leaves the most probable token; 0 is off in the section predict."""
 
 
@@ -56,7 +56,7 @@ class CompletionService:
             "n_vocab": tokenizer.vocab_size,
             "backend": backend or config.backend,
         }
-        self.metrics = Metrics()
+        self.metrics = Metrics(engine, config.serve.slots)
         self.engine, self.tokenizer = engine, tokenizer
         self._config = config
         self._limits = Limits(
@@ -233,15 +233,19 @@ class Completion:
         return _json(self._head | {"choices": choices, "usage": used})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the objects of a stream as server-sent events. Raises Refusal."""
+        """Yield the objects of a stream as server-sent events; an error is the last one."""
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
         head: dict[str, Any] = self._head | ({"usage": None} if with_usage else {})
-        async for piece in self._arriving():
-            if piece.text or piece.scored or piece.finish_reason or piece.is_first:
-                yield event(head | {"choices": [self.choices[piece.choice].part(piece)]})
-            else:
-                self.choices[piece.choice].tokens += piece.tokens
+        try:
+            async for piece in self._arriving():
+                if piece.text or piece.scored or piece.finish_reason or piece.is_first:
+                    yield event(head | {"choices": [self.choices[piece.choice].part(piece)]})
+                else:
+                    self.choices[piece.choice].tokens += piece.tokens
+        except Refusal as refusal:
+            yield event(refusal.body)
+            return
         if with_usage:
             used = usage(self.prompt_tokens, self.choices)
             yield event(head | {"choices": [], "usage": used})
@@ -253,9 +257,9 @@ class Completion:
             piece = await self._pieces.get()
             if piece.error is not None:
                 raise _refusal(piece.error)
-            metrics.generated_tokens += piece.tokens
+            metrics.generated_tokens.inc(piece.tokens)
             seconds = metrics.first_token_seconds if piece.is_first else metrics.token_seconds
-            seconds.add(piece.seconds)
+            seconds.observe(piece.seconds)
             left -= piece.finish_reason is not None
             yield piece
 
@@ -272,7 +276,7 @@ def _settings(request: CompletionRequest) -> PredictConfig:
         strategy="sampling",
         temperature=request.temperature,
         top_k=max(0, request.top_k),
-        top_p=request.top_p or _LEAST_SHARE,
+        top_p=request.top_p or _MIN_TOP_P,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty,

@@ -9,23 +9,25 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.config.schema import ServeConfig
 from common.errors import ConfigError, RunError, StopRequested
 from common.log import LOG
 from common.packages import require_package
 from common.parallel.resolved_run import ResolvedRun
+from common.processes.addresses import is_loopback
 from common.processes.heartbeat import beat
-from common.serving.app import App, is_loopback
-from common.serving.completions import CompletionService
 from common.serving.engine import Engine, Slots
 from common.structured_files import read_text
 from common.tokenizer import Tokenizer
 from common.training.stop import StopSignal
 
+if TYPE_CHECKING:
+    from common.serving.app import App
+
 KEY_VARIABLE = "GPT2_API_KEY"
-_LONGEST_KEY = 4096
+_MAX_KEY_BYTES = 4096
 _LAST_WORDS = 5.0
 """Seconds to write the last answers after the drain."""
 
@@ -41,13 +43,17 @@ def serve(
     Raises ConfigError if it cannot listen, and RunError if the model has failed. Raises
     StopRequested once every request is answered or serve.drain_timeout is over.
     """
-    require_package("uvicorn", extra="serve", purpose="which speaks HTTP")
+    for name in ("uvicorn", "starlette", "prometheus_client"):
+        require_package(name, extra="serve", purpose="which the server is made of")
+    from common.serving.app import App
+    from common.serving.completions import CompletionService
+
     settings = config.serve
     key = read_key(settings, os.environ.get(KEY_VARIABLE))
     with listen(settings) as listener, StopSignal() as stop:
         engine = Engine(open_slots(settings.slots), queue_limit=settings.max_waiting)
         service = CompletionService(engine, tokenizer, config, backend)
-        app = App(service, settings, slots=settings.slots, key=key)
+        app = App(service, settings, key)
         http = HttpThread(app, settings, listener)
         http.start()
         if key is None and not is_loopback(settings.host):
@@ -73,7 +79,7 @@ def read_key(settings: ServeConfig, variable: str | None) -> str | None:
     name, key = KEY_VARIABLE, variable
     if settings.api_key_file is not None:
         name = f"serve.api_key_file={settings.api_key_file}"
-        key = read_text(Path(settings.api_key_file), limit=_LONGEST_KEY).strip()
+        key = read_text(Path(settings.api_key_file), limit=_MAX_KEY_BYTES).strip()
     if key is None:
         return None
     if not key or not key.isascii() or not key.isprintable() or " " in key:

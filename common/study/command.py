@@ -18,6 +18,7 @@ from common.errors import ConfigError
 from common.flags import flag
 from common.launcher.host_list import parse_hosts
 from common.log import LOG
+from common.packages import require_package
 from common.paths import ROOT
 from common.planner.room import machine_memory
 from common.processes.programs import run_program
@@ -25,8 +26,8 @@ from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
 from common.study.definition import Definition, labels_of
 from common.study.loading import load_definition
-from common.study.outcome import PAGE, copy_example, write_outcome
 from common.study.planning import describe_cells, predict
+from common.study.report import PAGE, copy_example, write_outcome
 from common.study.results import (
     STUDY_FILE,
     CellResult,
@@ -99,6 +100,8 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
     folder = _folder(request)
     if request.example is not None and not request.report_only:
         raise ConfigError("--example needs --report_only: it copies what a finished study left")
+    if not (request.plan or (request.hosts and not request.ssh)):
+        require_package("scipy", extra="study", purpose="which tells differences from chance")
     if request.report_only:
         study = read_study(folder)
         with owned_folder(folder):

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from common.accelerators import GIB
+from common.study.figures import MIB
 from common.study.results import Study
 from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
 from common.study.table import part_name, parts_of
 from common.study.verdict import MEMORY_TOLERANCE, Verdict
-from common.study.words import MIB
 
 _MOST_BARS = 60
 _MOST_CURVES = 30
@@ -152,7 +152,7 @@ def draw_split(sheet: Sheet) -> Any:
         widths = [cell.split.get(part, 0.0) / unit for cell in cells]
         axes.barh(
             range(len(cells)), widths, left=starts, height=0.62, color=f"C{number}", alpha=0.8,
-            label=part_name(part, sheet.study).en,
+            label=part_name(part, sheet.study),
         )  # fmt: skip
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set(xlabel=f"{name} a step", xlim=(0, None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from statistics import fmean, median, stdev
 
 from common.accelerators import require_accelerator
@@ -247,31 +246,11 @@ def compare(
     pairs = len(differences)
     margin = None
     if pairs > 1:
+        from scipy.special import stdtrit  # of the extra study
+
         level = 1 - (1 - CONFIDENCE) / comparisons
         own = stdev(differences)
         pooled, freedom = noise if noise[1] else (own, pairs - 1)
-        margin = math.expm1(student(freedom, level) * max(own, pooled) / math.sqrt(pairs))
+        quantile = float(stdtrit(freedom, (1 + level) / 2))
+        margin = math.expm1(quantile * max(own, pooled) / math.sqrt(pairs))
     return Comparison(ratio=math.exp(fmean(differences)), margin=margin, pairs=pairs)
-
-
-@lru_cache
-def student(freedom: int, probability: float) -> float:
-    """Return t such that Student's distribution lies within -t and t with this probability."""
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(freedom, middle) < probability else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(freedom: int, angle: float) -> float:
-    """Return the probability within -t and t, t = sqrt(freedom) tan(angle) (Abramowitz and Stegun,
-    26.7.3 and 26.7.4).
-    """
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine * cosine * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -7,132 +7,109 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.study.figures import percent, seconds, size, speed
 from common.study.results import State, Study
 from common.study.statistics import Summary
 from common.study.verdict import Verdict
-from common.study.words import (
-    DATA_PARALLEL,
-    PARTS,
-    STATES,
-    Text,
-    both,
-    percent,
-    seconds,
-    size,
-    speed,
-)
 
-DASH = both("–")
-SAME = {
-    True: Text("yes", "是"),
-    False: Text("**no**", "**否**"),
+PARTS = {
+    "forward_backward": "forward and backward",
+    # of the planner
+    "products": "matrix products",
+    "elements": "other operations",
+    "waiting": "pipeline bubble",
+    "tensor": "tensor parallel",
+    "pipeline": "pipeline messages",
 }
+"""Parts of a step whose names say too little."""
+
+
+class Word(str):
+    """A value that a report translates; a head of a table always is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Heads and rows of equal length. Numbers go to the right, the first column to the left."""
 
-    head: tuple[Text, ...]
-    rows: tuple[tuple[Text, ...], ...]
-    marks: tuple[str, ...] = ()
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marks: Sequence[str] = ()
     """Mark of each row: "bad" where a cell has no result or computes something else, else empty."""
     words: bool = False
     """True where all columns hold words, which go to the left."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    head: Text
-    value: Callable[[Summary], str | Text | None]
-    """None where a cell has no such value; a column of None is left out."""
+Column = Callable[[Summary], str | None]
+"""The value of a cell; a column of None is left out."""
 
 
 def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> Table:
     """Return what a reader wants first: speed, its spread, speed-up, memory, losses, prediction."""
     different = verdict.different
     compared = {name for group in verdict.groups if group.is_comparison for name in group.same}
-
-    def same(cell: Summary) -> Text | None:
-        if cell.id in different:
-            return SAME[False]
-        return SAME[True] if cell.id in compared else None
-
-    def runs(cell: Summary) -> Text:
-        if study.calculated:
-            if cell.tokens_per_second:
-                return Text("calculated", "计算值")
-            too_large = bool(cell.peak_memory) and not cell.fits
-            return Text("does not fit", "内存不足") if too_large else STATES[State.REFUSED]
-        if cell.runs:
-            return both(f"{len(cell.runs)}/{study.repeats}")
-        return STATES[cell.state]
-
     many_hosts = any(cell.result.cell.hosts > 1 for cell in cells.values())
-    columns = [
-        Column(head=Text("cell", "配置"), value=lambda cell: f"`{cell.id}`"),
-        Column(head=Text("ranks", "进程"), value=lambda cell: f"{cell.result.cell.ranks}"),
-        Column(
-            head=Text("hosts", "主机"),
-            value=lambda cell: f"{cell.result.cell.hosts}" if many_hosts else None,
-        ),
-        Column(head=Text("tokens/s", "tokens/s"), value=_shown(speed, "tokens_per_second")),
-        Column(
-            head=Text("lowest to highest", "最低–最高"),
-            value=lambda cell: (
-                f"{speed(cell.lowest or 0)}–{speed(cell.highest or 0)}"
-                if len(cell.speeds) > 1
-                else None
-            ),
-        ),
-        Column(
-            head=Text("speed-up", "加速比"),
-            value=lambda cell: None if cell.speed_up is None else f"{cell.speed_up:.2f}",
-        ),
-        Column(head=Text("efficiency", "效率"), value=_shown(percent, "efficiency")),
-        Column(head=Text("a step", "每步"), value=_shown(seconds, "step_seconds")),
-        Column(
-            head=Text("memory a rank", "单进程内存"),
-            value=lambda cell: size(max(cell.peak_memory)) if any(cell.peak_memory) else None,
-        ),
-        Column(head=Text("MFU", "MFU"), value=_shown(percent, "mfu")),
-        Column(head=Text("last loss", "末步损失"), value=_last_loss),
-        Column(head=Text("same losses", "损失一致"), value=same),
-        *(() if study.calculated else _predicted()),
-        Column(head=Text("repeats", "完成"), value=runs),
-    ]
-    marks = tuple(
-        "bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()
-    )
-    return _table(columns, cells.values(), marks)
 
+    def same(cell: Summary) -> str | None:
+        if cell.id in different:
+            return Word("**no**")
+        return Word("yes") if cell.id in compared else None
 
-def _predicted() -> tuple[Column, ...]:
-    def memory(cell: Summary) -> str | None:
+    def runs(cell: Summary) -> str:
+        if study.calculated and cell.tokens_per_second:
+            return Word("calculated")
+        if study.calculated:
+            too_large = bool(cell.peak_memory) and not cell.fits
+            return Word("does not fit" if too_large else State.REFUSED)
+        return (
+            f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet")
+        )
+
+    def spread(cell: Summary) -> str | None:
+        if len(cell.speeds) < 2:
+            return None
+        return f"{speed(cell.lowest or 0)}–{speed(cell.highest or 0)}"
+
+    def loss(cell: Summary) -> str | None:
+        losses = cell.first.loss if cell.first else []
+        return f"{losses[-1]:.4f}" if losses else None
+
+    def planned_memory(cell: Summary) -> str | None:
         expected = cell.result.prediction
         return size(max(expected.peak)) if expected and expected.peak else None
 
-    def time(cell: Summary) -> str | None:
+    def planned_step(cell: Summary) -> str | None:
         expected = cell.result.prediction
         return seconds(expected.step_seconds) if expected and expected.step_seconds else None
 
-    return (
-        Column(head=Text("planned memory", "预测内存"), value=memory),
-        Column(head=Text("planned step", "预测每步"), value=time),
-    )
+    columns: dict[str, Column] = {
+        "ranks": lambda cell: f"{cell.result.cell.ranks}",
+        "hosts": lambda cell: f"{cell.result.cell.hosts}" if many_hosts else None,
+        "tokens/s": _shown(speed, "tokens_per_second"),
+        "lowest to highest": spread,
+        "speed-up": _shown("{:.2f}".format, "speed_up"),
+        "efficiency": _shown(percent, "efficiency"),
+        "a step": _shown(seconds, "step_seconds"),
+        "memory a rank": lambda cell: (
+            size(max(cell.peak_memory)) if any(cell.peak_memory) else None
+        ),
+        "MFU": _shown(percent, "mfu"),
+        "last loss": loss,
+        "same losses": same,
+    }
+    if not study.calculated:
+        columns |= {"planned memory": planned_memory, "planned step": planned_step}
+    columns["repeats"] = runs
+    marks = ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()]
+    return _table(columns, cells.values(), marks)
 
 
-def _shown(text: Callable[[float], str], name: str) -> Callable[[Summary], str | None]:
+def _shown(text: Callable[[float], str], name: str) -> Column:
     def value(cell: Summary) -> str | None:
         found = getattr(cell, name)
         return None if found is None else text(found)
 
     return value
-
-
-def _last_loss(cell: Summary) -> str | None:
-    losses = cell.first.loss if cell.first else []
-    return f"{losses[-1]:.4f}" if losses else None
 
 
 def split_table(study: Study, cells: Mapping[str, Summary]) -> Table | None:
@@ -142,19 +119,11 @@ def split_table(study: Study, cells: Mapping[str, Summary]) -> Table | None:
         return None
 
     def column(part: str) -> Column:
-        return Column(
-            head=part_name(part, study),
-            value=lambda cell: seconds(cell.split[part]) if part in cell.split else None,
-        )
+        return lambda cell: seconds(cell.split[part]) if part in cell.split else None
 
-    return _table(
-        [
-            Column(head=Text("cell", "配置"), value=lambda cell: f"`{cell.id}`"),
-            *map(column, parts),
-            Column(head=Text("a step", "每步"), value=_shown(seconds, "step_seconds")),
-        ],
-        [cell for cell in cells.values() if cell.split],
-    )
+    columns = {part_name(part, study): column(part) for part in parts}
+    columns["a step"] = _shown(seconds, "step_seconds")
+    return _table(columns, [cell for cell in cells.values() if cell.split])
 
 
 def parts_of(cells: Iterable[Summary]) -> list[str]:
@@ -164,53 +133,37 @@ def parts_of(cells: Iterable[Summary]) -> list[str]:
     return [part for part in parts if any(split.get(part) for split in splits)]
 
 
-def part_name(part: str, study: Study) -> Text:
-    if part == "data" and study.calculated:
-        return DATA_PARALLEL
-    return PARTS.get(part, both(part))
+def part_name(part: str, study: Study) -> str:
+    if part == "data" and study.calculated:  # not the reading of samples
+        return "data parallel"
+    return PARTS.get(part, part)
 
 
 def own_table(cells: Mapping[str, Summary]) -> Table | None:
     """Return speeds as the systems of origin define them, or None where no cell has one."""
-    figures = dict.fromkeys(name for cell in cells.values() for name in cell.own_figures)
-    if not figures:
-        return None
 
     def column(figure: str) -> Column:
-        return Column(
-            head=both(figure),
-            value=lambda cell: (
-                f"{cell.own_figures[figure]:,.4g}" if figure in cell.own_figures else None
-            ),
+        return lambda cell: (
+            f"{cell.own_figures[figure]:,.4g}" if figure in cell.own_figures else None
         )
 
-    return _table(
-        [
-            Column(head=Text("cell", "配置"), value=lambda cell: f"`{cell.id}`"),
-            *map(column, figures),
-        ],
-        [cell for cell in cells.values() if cell.own_figures],
+    columns = {name: column(name) for cell in cells.values() for name in cell.own_figures}
+    return (
+        _table(columns, [cell for cell in cells.values() if cell.own_figures]) if columns else None
     )
 
 
 def _table(
-    columns: Sequence[Column], cells: Iterable[Summary], marks: tuple[str, ...] = ()
+    columns: Mapping[str, Column], cells: Iterable[Summary], marks: Sequence[str] = ()
 ) -> Table:
-    rows = [[column.value(cell) for column in columns] for cell in cells]
-    kept = [
-        number for number in range(len(columns)) if any(row[number] is not None for row in rows)
-    ]
+    rows = [[f"`{cell.id}`", *(value(cell) for value in columns.values())] for cell in cells]
+    kept = [place for place in range(len(columns) + 1) if any(row[place] for row in rows)]
+    head = ["cell", *columns]
     return Table(
-        head=tuple(columns[number].head for number in kept),
-        rows=tuple(tuple(_text(row[number]) for number in kept) for row in rows),
+        head=[head[place] for place in kept],
+        rows=[[row[place] or "–" for place in kept] for row in rows],
         marks=marks,
     )
-
-
-def _text(value: str | Text | None) -> Text:
-    if value is None:
-        return DASH
-    return both(value) if isinstance(value, str) else value
 
 
 # ---- CSV ----

@@ -37,7 +37,7 @@ class MemoryCheck:
 
     cell: str
     kind: str
-    """A key of MEMORY in common.study.words."""
+    """A key of memory_kinds in the templates."""
     predicted: float
     measured: float
 

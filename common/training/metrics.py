@@ -56,8 +56,7 @@ class MetricsWriter:
 
         step: the step at which the run resumes. Later rows belong to steps that will be repeated.
         They are dropped when the first row is written or the run has ended well.
-        trackers: processes that follow the file. active: False on ranks whose rows another rank
-        writes.
+        active: False on ranks whose rows another rank writes.
         Raises ConfigError if an older file cannot be read or appended to.
         """
         self._file: IO[str] | None = None
@@ -84,6 +83,7 @@ class MetricsWriter:
             if (row := _parse(line)) is not None and row["step"] <= step
         ]
         self._validated = {row["step"] for _, row in rows if "validation_loss" in row}
+        self._earlier = [row for _, row in rows] if trackers else []
         kept = "".join(line + "\n" for line, _ in rows)
         self._kept = kept if kept != text else None
         if not step and any(map(_parse, text.splitlines())):
@@ -124,7 +124,8 @@ class MetricsWriter:
                 {name: value for name, value in row.items() if isinstance(value, float)},
             )
         if self._trackers is not None:
-            self._trackers.follow()
+            self._trackers.write(row, self._earlier)
+            self._earlier = []
 
     def _drop_later_rows(self) -> None:
         kept, self._kept = self._kept, None

@@ -213,4 +213,4 @@ def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(len(texts) == 1 for texts in crowd.texts.values())
     assert alive == len(memory) and crowd.seen["whole: 200"] > 50 and crowd.seen["left"] > 50
     assert max(memory[-5:]) < 1.03 * max(memory[4:10]) + 5
-    assert figures["gpt2_running_sequences"] == figures["gpt2_waiting_sequences"] == "0"
+    assert figures["gpt2_running_sequences"] == figures["gpt2_waiting_sequences"] == "0.0"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from common.compare.step_records import StepReader, compare_records, difference
 from common.config.load import build_config
 from common.errors import ConfigError, DataError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
-from common.study.step_records import StepReader, compare_records, difference
 from common.training.recording import VARIABLE, RecordRequest, find_request
 from tests.config_overrides import changed
 from tests.reference import hugging_face_model, hugging_face_names

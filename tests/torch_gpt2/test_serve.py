@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("prometheus_client", reason="not installed: pip install '.[serve]'")
+
 from common.config.load import build_config
 from common.config.schema import PredictConfig
 from common.generation.generate import generate
@@ -32,8 +34,6 @@ from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2, build_model
 from torch_gpt2.predict import Decoder
 from torch_gpt2.slots import Slots
-
-pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
 
 POSITIONS = 64
 MODEL = {
@@ -58,7 +58,7 @@ class Server:
         slots = Slots(model, select_device("cpu"), self.config.serve.slots)
         self.engine = Engine(slots, queue_limit=self.config.serve.max_waiting)
         service = CompletionService(self.engine, tokenizer, self.config)
-        self.app = App(service, self.config.serve, slots=self.config.serve.slots, key=key)
+        self.app = App(service, self.config.serve, key)
         listener = listen(self.config.serve)
         self.port: int = listener.getsockname()[1]
         self.http = HttpThread(self.app, self.config.serve, listener)

@@ -15,7 +15,7 @@ from common.systems.config import COMMAND_LINES, DIALECTS
 from common.systems.mindformers.read import MOMENTS
 from common.tokenizer import TOKENIZERS
 from common.training.report import STYLES
-from common.training.tracker_process import STORES
+from common.training.trackers import STORES
 from tools.convert_config import Request
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.serving import completions
-from common.serving.app import PAGE
-from common.serving.protocol import CompletionRequest
+from common.serving import protocol
 
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXT = Path(protocol.__file__).with_name("page.html").read_text(encoding="utf-8")
 SCRIPT = TEXT.split("<script>")[1].split("</script>")[0]
 
 
@@ -77,12 +75,12 @@ def test_elements_that_the_script_names_exist(elements: Elements) -> None:
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'\$\("(\w+)"\)', SCRIPT)) <= set(ids)
     numbers = re.findall(r'"(\w+)"', SCRIPT.split("const NUMBERS = [")[1].split("]")[0])
-    assert set(numbers) <= set(ids) & set(CompletionRequest.model_fields)
+    assert set(numbers) <= set(ids) & set(protocol.CompletionRequest.model_fields)
 
 
 def test_the_facts_that_the_page_shows_are_sent() -> None:
     shown = set(re.findall(r"meta\.(\w+)", SCRIPT))
-    sent = (Path(completions.__file__)).read_text(encoding="utf-8")
+    sent = Path(protocol.__file__).with_name("completions.py").read_text(encoding="utf-8")
     assert len(shown) == 6 and all(f'"{name}": ' in sent for name in shown)
 
 

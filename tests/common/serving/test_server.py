@@ -7,7 +7,7 @@ import pytest
 
 from common.config.schema import ServeConfig
 from common.errors import ConfigError
-from common.serving.app import is_loopback
+from common.processes.addresses import is_loopback
 from common.serving.server import listen, read_key
 
 

@@ -9,24 +9,12 @@ import numpy as np
 import pytest
 
 from common.study.results import CellResult, State
-from common.study.statistics import compare, noise_of, student, summarize
+from common.study.statistics import compare, noise_of, summarize
 from tests.common.study.synthetic import cell, measured, speeds, study
 
 
 def with_speeds(name: str, values: list[float], **changes: object) -> CellResult:
     return cell(name, [measured(value) for value in values], **changes)
-
-
-@pytest.mark.parametrize(
-    ("freedom", "probability", "expected"),
-    # two-sided quantiles as printed in Abramowitz and Stegun, table 26.10
-    [
-        (1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.95, 3.182), (4, 0.99, 4.604), (5, 0.99, 4.032),
-        (10, 0.95, 2.228), (30, 0.95, 2.042), (120, 0.99, 2.617),
-    ],
-)  # fmt: skip
-def test_quantiles_of_student(freedom: int, probability: float, expected: float) -> None:
-    assert student(freedom, probability) == pytest.approx(expected, abs=5e-4)
 
 
 def test_medians_and_spread_are_numpys() -> None:
@@ -111,6 +99,20 @@ def test_equal_cells_are_rarely_called_different(count: int, repeats: int) -> No
             for other in cells[1:]
         )
     assert called <= 27
+
+
+@pytest.mark.parametrize(
+    ("repeats", "comparisons", "quantile"),
+    # two-sided quantiles as printed in Abramowitz and Stegun, table 26.10
+    [(2, 1, 12.706), (3, 1, 4.303), (5, 5, 4.604), (6, 5, 4.032), (11, 1, 2.228)],
+)
+def test_the_margin_is_students_interval(repeats: int, comparisons: int, quantile: float) -> None:
+    one, other = (speeds(1000, 0.01, count=repeats, seed=seed) for seed in (1, 2))
+    cells = summarize(study([with_speeds("one", one), with_speeds("other", other)]))
+    found = compare(cells["one"], cells["other"], comparisons=comparisons)
+    deviation = np.std(np.log(one) - np.log(other), ddof=1)
+    expected = math.expm1(quantile * deviation / math.sqrt(repeats))
+    assert found.margin == pytest.approx(expected, rel=3e-4)
 
 
 def test_one_repeat_tells_no_margin() -> None:

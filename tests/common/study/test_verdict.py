@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from common.study.remarks import remarks
+from common.study.report import templates
 from common.study.results import CellResult, State
 from common.study.same_losses import Departure, Kind
-from common.study.sentences import remarks
 from common.study.statistics import summarize
 from common.study.verdict import Verdict, judge
 from tests.common.study.synthetic import (
@@ -53,9 +54,14 @@ def planted(**changes: Any) -> Departure:
 
 
 def text_of(cells: list[CellResult], **changes: Any) -> str:
+    """Return the lines of the verdict with their marks, each in both languages."""
     made = study(cells, **changes)
-    found = remarks(made, summarize(made), judge(made))
-    return "\n".join(f"{mark}: {text.en}\n{text.zh}" for mark, text in found)
+    words = [templates().get_template(f"{language}.j2").module for language in ("en", "zh")]
+    return "\n".join(
+        f"{each['mark']}: {getattr(say, each['what'])(each)}"
+        for each in remarks(made, summarize(made), judge(made))
+        for say in words
+    )
 
 
 def test_equal_cells_are_the_same() -> None:

@@ -6,6 +6,7 @@ import base64
 import csv
 import dataclasses
 import math
+import os
 import re
 import struct
 from html.parser import HTMLParser
@@ -18,7 +19,7 @@ from common.errors import ConfigError
 from common.run_folder import LOCK
 from common.structured_files import read_json
 from common.study.command import StudyRequest, run_study
-from common.study.outcome import MOST_EXAMPLE_BYTES, copy_example, write_outcome
+from common.study.report import MAX_EXAMPLE_BYTES, copy_example, write_outcome
 from common.study.results import State, Study, read_study, write_study
 from tests.common.study.synthetic import cell, losses, measured, prediction, speeds, study
 
@@ -87,12 +88,15 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_every_file_is_there_and_names_every_cell(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["report.md", "report_zh.md"])
+def test_the_report_is_that_which_was_read(folder: Path, name: str) -> None:
+    """Every kind of remark, table and failure in both languages; figures and names are equal."""
     assert {path.name for path in folder.iterdir()} == WRITTEN | {"study.json", "plots"}
-    for name in WRITTEN:
-        text = (folder / name).read_text(encoding="utf-8")
-        for result in many().cells:
-            assert result.cell.id in text, (name, result.cell.id)
+    golden = Path(__file__).with_name("golden") / name.replace(".md", ".txt")
+    text = (folder / name).read_text(encoding="utf-8")
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8"), "make golden"
 
 
 def test_the_page_is_well_formed_and_loads_nothing(folder: Path) -> None:
@@ -118,31 +122,7 @@ def test_the_page_holds_every_picture_whole(folder: Path) -> None:
         assert content[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = struct.unpack(">II", content[16:24])
         assert 600 < width < 1500 and 200 < height < 1500, (name, width, height)
-        assert len(content) <= MOST_EXAMPLE_BYTES
-
-
-def test_both_languages_say_the_same_figures(folder: Path) -> None:
-    """Names, rates and sizes of each line of the verdict are equal in both languages."""
-    figures = {}
-    for name in ("report.md", "report_zh.md"):
-        text = (folder / name).read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if re.match(r"- [✓✗–]", line)]
-        figures[name] = [
-            set(re.findall(r"`[^`]+`|[\d.]+ %|[\d.]+e-\d+|[\d,.]+ MiB", line)) for line in lines
-        ]
-    assert len(figures["report.md"]) >= 6
-    assert figures["report.md"] == figures["report_zh.md"]
-
-
-def test_tables_keep_their_columns(folder: Path) -> None:
-    """A reason with a bar or a line break ends neither column nor row."""
-    for name in ("report.md", "report_zh.md", "table.md"):
-        width = 0
-        for line in (folder / name).read_text(encoding="utf-8").splitlines():
-            bars = len(re.findall(r"(?<!\\)\|", line))
-            assert not line.startswith("|") or width in (0, bars), line
-            width = bars if line.startswith("|") else 0
-    assert (folder / "table.md").read_text(encoding="utf-8").count("\n") == CELLS + 2
+        assert len(content) <= MAX_EXAMPLE_BYTES
 
 
 def test_the_sheet_holds_exact_figures(folder: Path) -> None:
@@ -164,13 +144,6 @@ def test_the_sheet_holds_exact_figures(folder: Path) -> None:
     assert rows["todo"]["state"] == "not run yet"
 
 
-def test_commands_and_reasons_are_shown(folder: Path) -> None:
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    assert "# dp1-bf16\npython run_gpt2.py cell=dp1-bf16 'a b'" in text
-    assert "| `oom` | 1 | out of memory | out of memory of oom <here> |" in text
-    assert "node-7" in text and "2.13.0" in text
-
-
 def test_making_it_again_gives_the_same(folder: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     request = StudyRequest(
@@ -179,7 +152,6 @@ def test_making_it_again_gives_the_same(folder: Path, tmp_path: Path) -> None:
     assert run_study(request, str) == 0
     (folder / LOCK).unlink()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert (tmp_path / "layouts" / "README.md").is_file()
     with pytest.raises(ConfigError, match="--example needs --report_only"):
         run_study(dataclasses.replace(request, report_only=False), str)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from common.compare.certificate import certify
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.study.certificate import certify
 
 
 def config(folder: Path) -> RunConfig:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.compare.step_records import LayerComparison, Row
 from common.files import atomic_write
-from common.study.step_records import LayerComparison, Row
 from common.training.plot import open_pyplot
 from common.training.recording import BACKWARD, FORWARD, GRADIENTS, TOKENS, WEIGHTS
 

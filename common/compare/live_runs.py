@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint.folders import require_checkpoint, step_of, whole_checkpoints
+from common.compare.two_runs import RecordedRun
 from common.errors import ConfigError, RunError, StorageError
 from common.interrupts import exiting_at_sigterm
 from common.launcher.launch import TOOL
@@ -16,7 +17,6 @@ from common.launcher.request import NO_TABLE
 from common.study.children import LAUNCHER_LOG, judge, run_launches
 from common.study.results import State
 from common.study.starting import Launch
-from common.study.two_runs import RecordedRun
 from common.training.recording import RecordRequest
 
 _QUIET = (
