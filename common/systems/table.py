@@ -77,7 +77,7 @@ FORMATS: dict[str, WeightFormat] = {
     "megatron": _of_megatron("megatron", "a checkpoint of Megatron-LM"),
     "megatron_core": _of_megatron("megatron_core", "a checkpoint of Megatron-Core"),
     "oneflow": WeightFormat(
-        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow, holds_run=False
+        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow
     ),
     "onnx": WeightFormat(
         "an ONNX folder",

@@ -1,25 +1,31 @@
-"""Reader of the weights in OneFlow-Benchmark's ``iter{N}_snapshot``, with a model.yaml in it or
-beside it. Its shapes show neither the heads nor the vocabulary without padding.
-
-Layout: ``FileBackendVariableBlob`` in oneflow/python/framework/check_point_v2.py. Each variable is
-a folder with the elements in ``out``, and the shape and type in ``meta``: a VariableMetaInfo in
-protobuf's text form. It holds the whole variable, however many ranks had parts of it.
+"""Reader of OneFlow-Benchmark's ``iter{N}_snapshot``, with a model.yaml in it or beside it. Its
+shapes show neither the heads nor the vocabulary without padding.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from common.config.update_rules import RuleName, rule_keeping
+from common.dialects.rules import whole
 from common.errors import CheckpointError
-from common.structured_files import read_bytes
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml
-from common.systems.name_map import LINEAR, POSITIONS, Fusion, name_map
-from common.systems.weights import Weights, weights_from
-from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, map_file
+from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, name_map
+from common.systems.oneflow.snapshot import DATA, read_all
+from common.systems.run_state import (
+    NO_SCALE,
+    checked_run,
+    new_run,
+    require_moments,
+    require_one_run,
+)
+from common.systems.weights import Weight, Weights, import_names, weights_from
+from common.tensor_files.arrays import FileTensor
 from common.weights.names import EMBEDDING, parameter_shapes
 
 _BLOCK = "model-h{layer}-"
@@ -41,18 +47,23 @@ NAME_MAP = name_map(
 """Linear weights are (in, out); c_attn holds query, key and value of each head in turn
 (GPT/oneflow_gpt/model.py).
 """
-_BESIDE = re.compile(r"System-.*|.*(-m|-v|-momentum)")
-"""Counters, the loss scale and the state of the optimizer."""
-DATA, META = "out", "meta"
-_TYPES = {
-    "kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16",
-    "kInt8": "int8", "kInt32": "int32", "kInt64": "int64", "kUInt8": "uint8",
-}  # fmt: skip
-_META = re.compile(
-    r"\s*shape\s*\{(?P<dims>(?:\s*dim\s*:\s*\d{1,18})*)\s*\}\s*data_type\s*:\s*(?P<type>\w+)\s*"
-)
+MOMENTS = {"exp_avg": "-m", "exp_avg_sq": "-v", "momentum_buffer": "-momentum"}
+"""Part of the optimizer's state -> suffix of the variable's name."""
+SYSTEM = "System-"
+"""Prefixes of the names of OneFlow's own variables."""
+STEP = "System-Train-TrainStep-"
+SCALE = "System-Train-DynamicLossScale-"
 _SNAPSHOT = re.compile(r"iter(\d{1,15})_snapshot|last_snapshot")
 _TABLE = NAME_MAP.global_rows[0].theirs
+
+
+def moment_map(part: str) -> NameMap:
+    """Return the map of names of a part of the optimizer's state."""
+    global_rows, layer_rows = (
+        tuple(replace(row, theirs=row.theirs + MOMENTS[part]) for row in rows)
+        for rows in (NAME_MAP.global_rows, NAME_MAP.layer_rows)
+    )
+    return replace(NAME_MAP, global_rows=global_rows, layer_rows=layer_rows)
 
 
 def find_snapshot(path: Path) -> Path | None:
@@ -85,47 +96,64 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
             " path"
         )
     files = [place / MODEL_YAML for place in (folder, folder.parent)]
-    model = read_model_yaml(next((file for file in files if file.is_file()), files[0]))[0]
+    model, run = read_model_yaml(next((file for file in files if file.is_file()), files[0]))
     ours = parameter_shapes(model)
     usual = {row.theirs: row.shape(ours) for row in NAME_MAP.rows(model.num_layers)}
-    names = sorted(file.parent.name for file in folder.glob(f"*/{DATA}"))
-    stored = {
-        name: _read_variable(folder / name, usual.get(name))
-        for name in names
-        if not _BESIDE.fullmatch(name)
+    stored = read_all(folder, usual, tuple(MOMENTS.values()))
+    own = {name: stored.pop(name) for name in [*stored] if name.startswith(SYSTEM)}
+    groups = {
+        part: {
+            name: stored.pop(name)
+            for name in [*stored]
+            if name.endswith(end) and name.removesuffix(end) in usual
+        }
+        for part, end in MOMENTS.items()
     }
-    notes = {"optimizer": f"only weights are read, here of {folder.name}"}
-    yield weights_from(folder, NAME_MAP, stored, model, format="oneflow", path=path, ignored=notes)
-
-
-def _read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
-    """Return a variable.
-
-    usual: its shape where ``meta`` is missing, as in OneFlow's first releases; it is float32 then,
-    with the rows that the file holds. Raises CheckpointError.
-    """
-    data = map_file(folder / DATA)
-    if (folder / META).is_file():
-        text = read_bytes(folder / META, limit=10_000, error=CheckpointError).decode("latin1")
-        found = _META.fullmatch(text)
-        if found is None or found["type"] not in _TYPES:
-            raise CheckpointError(
-                f"{folder / META}: no shape and data_type of a variable; expected as"
-                " shape { dim: 8 } data_type: kFloat: copy it again"
-            )
-        dtype = _TYPES[found["type"]]
-        shape = tuple(int(size) for size in re.findall(r"\d+", found["dims"]))
-    else:
-        dtype, usual = "float32", usual or (data.size,)
-        row = math.prod(usual[1:]) * NUMPY_TYPES[dtype].itemsize
-        shape = (data.size // row, *usual[1:])
-    expected = math.prod(shape) * NUMPY_TYPES[dtype].itemsize
-    if data.size != expected:
-        raise CheckpointError(
-            f"{folder / DATA}: has {data.size} bytes, and {dtype} {list(shape)} takes {expected};"
-            " copy it again"
+    weights = weights_from(folder, NAME_MAP, stored, model, format="oneflow", path=path, ignored={})
+    moments: dict[str, Weight] = {}
+    for part, tensors in groups.items():
+        if tensors:
+            moments |= import_names(folder, moment_map(part), tensors, model, suffix=f".{part}")
+    notes: dict[str, str] = {}
+    step = _number(own, STEP)
+    if run is not None and step is not None:
+        require_one_run(folder, "TrainStep", step, run["state"]["step"])
+    if run is None and moments and step is not None:
+        rule = rule_keeping([part for part in groups if groups[part]])
+        run = _run_of(folder, own, step, rule)
+        notes["position in the data"] = (
+            "not in the snapshot: a resumed run reads from the first sample"
         )
+    elif run is None:
+        reason = "a number of OneFlow's own, without the whole state of the optimizer"
+        notes |= dict.fromkeys([*own, *moments], reason)
+    moments = {} if run is None else require_moments(folder, moments, run, model)
+    yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+
+
+def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float | None:
+    """Return the only number in one of OneFlow's own variables. Raises CheckpointError."""
+    names = [name for name in own if name.startswith(start) and name.endswith(end)]
+    if not names:
+        return None
+    tensor = own[names[0]]
+    data = tensor.read().reshape(-1)
+    if tensor.dtype == "uint8" and data.size in (4, 8):  # snapshots without meta
+        data = data.view("<f4" if data.size == 4 else "<i8")
+    if data.size != 1 or not 0 <= data[0] < 2**53:
+        raise CheckpointError(f"{names[0]}/{DATA}: is neither a count nor a scale; copy it again")
+    return float(data[0])
+
+
+def _run_of(
+    folder: Path, own: Mapping[str, FileTensor], step: float, optimizer: RuleName
+) -> dict[str, Any]:
+    value = _number(own, SCALE, "-LossScale")
+    scale = dict(NO_SCALE)
     try:
-        return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
-    except ValueError as error:  # a shape that an array cannot have
-        raise CheckpointError(f"{folder / META}: {error}; copy it again") from None
+        updates, finite = whole(step), whole(_number(own, SCALE, "-GoodStepCounter") or 0)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: its counters: {error}; copy it again") from None
+    if value is not None:
+        scale |= {"mode": "dynamic", "value": value, "finite_steps": finite}
+    return checked_run(folder, new_run(optimizer, step=updates, updates=updates, scale=scale))

@@ -12,7 +12,8 @@ from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keepin
 from common.evaluation.detokenize import DETOKENIZERS
 from common.flags import make_parser
 from common.systems.config import COMMAND_LINES, DIALECTS
-from common.systems.mindformers.read import MOMENTS
+from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
+from common.systems.oneflow.read import MOMENTS as OF_ONEFLOW
 from common.tokenizer import TOKENIZERS
 from common.training.report import STYLES
 from common.training.trackers import STORES
@@ -41,8 +42,9 @@ def test_the_converter_knows_every_dialect() -> None:
     assert set(option.choices or ()) == of_files | COMMAND_LINES.keys()
 
 
-def test_mindformers_has_a_name_for_every_part() -> None:
-    assert MOMENTS.keys() == set(STATE_PARTS)
+@pytest.mark.parametrize("names", [OF_MINDFORMERS, OF_ONEFLOW])
+def test_other_systems_have_a_name_for_every_part(names: dict[str, str]) -> None:
+    assert names.keys() == set(STATE_PARTS)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ is read too.
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,6 @@ from common.config.schema import RunConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
-from common.systems.mindformers import read as mindformers  # noqa: E402
 from common.systems.table import FORMATS  # noqa: E402
 from common.tensor_files.arrays import TensorKind  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
@@ -252,12 +252,18 @@ def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: 
 
 def test_every_format_that_holds_a_run_is_tested_here() -> None:
     assert {name for name, format in FORMATS.items() if format.holds_run} == {
-        "torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3",
-    }  # fmt: skip
+        *("torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3"),
+        "oneflow",  # read only: tests/common/systems has its own files
+    }
 
 
-@pytest.mark.parametrize("counters", [{"global_step": 2.5}, {"step_num": -1.0}])
-def test_half_a_step_is_not_cut_to_a_whole_one(counters: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("system", "counters"),
+    [("mindformers", {"global_step": 2.5}), ("oneflow", {}), ("mindformers", {"step_num": -1.0})],
+)
+def test_half_a_step_is_not_cut_to_a_whole_one(system: str, counters: dict[str, float]) -> None:
     """Files may hold counts as floats."""
+    run_of = import_module(f"common.systems.{system}.read")._run_of
+    arguments = (counters, "adamw") if system == "mindformers" else (counters, 2.5, "adamw")
     with pytest.raises(CheckpointError, match="copy it again"):
-        mindformers._run_of(Path("file"), counters, "adamw")
+        run_of(Path("file"), *arguments)

@@ -135,19 +135,36 @@ def test_the_logits_are_those_of_transformers(tmp_path: Path) -> None:
         assert torch.equal(found(ids).logits, model(ids).logits)
 
 
-def test_the_last_snapshot_is_taken_and_only_its_weights(tmp_path: Path) -> None:
-    """OneFlow's first releases wrote no meta."""
-    for step in (9, 100, 20):
-        snapshot_of(tmp_path, step=step)
-    shutil.copytree(tmp_path / "iter20_snapshot", tmp_path / "last_snapshot")
-    for file in (tmp_path / "iter100_snapshot").glob("*/meta"):
-        file.unlink()
-    with FORMATS["oneflow"].open(tmp_path) as found:
-        assert found.run is None and not found.moments
-        assert found.ignored["optimizer"] == "only weights are read, here of iter100_snapshot"
+@pytest.mark.parametrize("has_meta", [True, False])
+def test_a_whole_run(tmp_path: Path, has_meta: bool) -> None:
+    """Moments, step and loss scale; OneFlow's first releases wrote no meta."""
+    snapshot = snapshot_of(tmp_path)
+    if not has_meta:
+        for file in snapshot.glob("*/meta"):
+            if "LossScale" not in str(file):
+                file.unlink()
+    with FORMATS["oneflow"].open(snapshot) as found:
+        run = found.run
+        for part, factor in (("exp_avg", 2), ("exp_avg_sq", 3)):
+            for name, weight in found.tensors.items():
+                moment = found.moments[f"{name}.{part}"].load()
+                np.testing.assert_array_equal(moment, factor * weight.load(), err_msg=name)
         key = found.tensors["h.1.attn.k_proj.weight"].load()
     hf = tiny_gpt2().transformer.h[1].attn.c_attn.weight.detach().numpy()
     np.testing.assert_array_equal(key, hf[:, WIDTH : 2 * WIDTH].T)
+    assert run is not None and run["config"]["optimizer"]["name"] == "adamw"
+    assert run["state"]["step"] == run["engine"]["optimizer_steps"] == 30
+    scale = {"mode": "dynamic", "value": 2.0**32, "finite_steps": 12, "overflows": 0}
+    assert run["engine"]["loss_scale"] == scale
+    assert "reads from the first sample" in found.ignored["position in the data"]
+
+
+def test_the_last_snapshot_is_taken(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        snapshot_of(tmp_path, step=step)
+    shutil.copytree(tmp_path / "iter20_snapshot", tmp_path / "last_snapshot")
+    with FORMATS["oneflow"].open(tmp_path) as found:
+        assert found.run is not None and found.run["state"]["step"] == 100
 
 
 def cut(folder: Path) -> None:
@@ -165,6 +182,10 @@ def reshape(folder: Path) -> None:
     file.write_text(text)
 
 
+def set_step(folder: Path) -> None:
+    (folder / "System-Train-TrainStep-train" / "out").write_bytes(b"\xff" * 8)
+
+
 def huge(folder: Path) -> None:
     (folder / "model-wpe" / "meta").write_text(
         "shape { dim: 0 dim: 999999999999999999 dim: 999999999999999999 } data_type: kFloat"
@@ -174,10 +195,13 @@ def huge(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a variable": (lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta"),
         "missing model-h1-layernorm_2-beta"),
+    "a moment": (lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta-m"),
+        "missing model-h1-layernorm_2-beta-m"),
     "bytes": (cut, "model-wpe/out: has 332 bytes, and float32 .7, 12. takes 336; copy it again"),
     "meta": (garble, "model-wpe/meta: no shape and data_type"),
     "numbers": (huge, "model-wpe/"),
     "a shape": (reshape, r"model-h0-mlp-c_fc-weight is \[48, 12\], the model's is \[12, 48\]"),
+    "the step": (set_step, "System-Train-TrainStep-train/out: is neither a count"),
     "a name": (lambda folder: save(folder, "model-lm_head", np.zeros(3, np.float32)),
         "unexpected model-lm_head"),
     "heads": (lambda folder: (folder.parent / "model.yaml").unlink(), "model.yaml: no such file"),
