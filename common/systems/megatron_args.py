@@ -51,8 +51,8 @@ _ORDERS: dict[float, Fusion] = {
 
 def model_of_args(
     path: Path, args: Mapping[str, Any], rows: int, tensor: int, folders: Sequence[Path]
-) -> tuple[ResolvedModel, dict[str, str]]:
-    """Return the model, and notes for the user.
+) -> tuple[ResolvedModel, dict[str, Any] | None, dict[str, str]]:
+    """Return the model, where its run stood as a model.yaml tells it, and notes for the user.
 
     path: of the file with ``args``. rows: of the padded embedding. tensor: tensor ranks. folders:
     where a model.yaml may be. Raises ConfigError.
@@ -71,14 +71,14 @@ def model_of_args(
         )
     file = next((file for folder in folders if (file := folder / MODEL_YAML).is_file()), None)
     if file is not None:
-        model = read_model_yaml(file)[0]
+        model, run = read_model_yaml(file)
         for ours, theirs in _MODEL.items():
             if args.get(theirs) not in (None, getattr(model, ours)):
                 raise ConfigError(
                     f"{file}: {ours} is {getattr(model, ours)}, and {path} says"
                     f" {theirs}={args[theirs]}; fix the first"
                 )
-        return model, notes
+        return model, run, notes
     missing = [
         theirs
         for ours, theirs in _MODEL.items()
@@ -101,7 +101,11 @@ def model_of_args(
     # another type is refused below
     padding = multiple * tensor if type(multiple) is int else 0
     section["vocab_size"], note = _vocabulary(args, rows, padding)
-    return checked_model(path, {"seq_length": section["max_positions"], **section}), notes | note
+    return (
+        checked_model(path, {"seq_length": section["max_positions"], **section}),
+        None,
+        notes | note,
+    )
 
 
 def in_version(path: Path, version: Any, name_map: NameMap) -> NameMap:

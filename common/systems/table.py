@@ -36,7 +36,6 @@ def _of_megatron(name: str, title: str) -> WeightFormat:
         partial(megatron.open_megatron, format=name),
         write,
         write_shards=write,
-        holds_run=False,
     )
 
 
@@ -71,8 +70,7 @@ FORMATS: dict[str, WeightFormat] = {
     ),
     # before Megatron-LM, since it writes Megatron-LM's file of the last iteration too
     "deepspeed": WeightFormat(
-        "a checkpoint of Megatron-DeepSpeed", deepspeed.detects, deepspeed.open_deepspeed,
-        holds_run=False,
+        "a checkpoint of Megatron-DeepSpeed", deepspeed.detects, deepspeed.open_deepspeed
     ),
     "megatron": _of_megatron("megatron", "a checkpoint of Megatron-LM"),
     "megatron_core": _of_megatron("megatron_core", "a checkpoint of Megatron-Core"),

@@ -3,8 +3,8 @@
 Layout: ``save_checkpoint`` in deepspeed/runtime/engine.py and ``ckpt_layer_path`` in
 deepspeed/runtime/pipe/module.py. ROOT/latest names a folder such as global_step100. It has
 mp_rank_MM_model_states.pt for each model-parallel rank (stage x tensor ranks + tensor rank). A
-pipeline has layer_NN-model_TT-model_states.pt too. With ZeRO 3 the first kind of name begins with
-the data rank, and the file has a piece of each weight. The optimizer's files are not read.
+pipeline has layer_NN-model_TT-model_states.pt too. zero_pp_rank_DD_mp_rank_MM_optim_states.pt has
+each data rank's partition of the optimizer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _LATEST = "latest"
 _MEGATRONS = "latest_checkpointed_iteration.txt"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MAX_RANKS = 10_000
 _OF_ALL = ("global_steps", "skipped_steps", "mp_world_size", "dp_world_size", "iteration",
     "checkpoint_version", "ds_version")  # fmt: skip
@@ -45,6 +46,10 @@ class Checkpoint:
     """Model states by model-parallel rank."""
     layers: Mapping[int, Sequence[TensorFile]]
     """Layers of a pipeline by number and tensor rank."""
+    optimizers: Sequence[Sequence[TensorFile]]
+    """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or
+    were not saved.
+    """
     tensor: int
 
     @property
@@ -68,6 +73,14 @@ class Checkpoint:
             found |= self._layer(number, ranks[tensor])
         return found
 
+    def parameters(self, tensor: int) -> list[dict[str, tuple[int, ...]]]:
+        """Return the shapes of a tensor rank's layers, or of the one file without a pipeline."""
+        layers = [self._layer(number, ranks[tensor]) for number, ranks in self.layers.items()]
+        return [
+            {name: part.shape for name, part in layer.items()}
+            for layer in layers or [self.weights(tensor)]
+        ]
+
     def _layer(self, number: int, file: TensorFile) -> dict[str, FileTensor]:
         return {short_name(f"{number}.{name}", self.blocks): file[name] for name in file}
 
@@ -87,7 +100,11 @@ def _of_all(file: TensorFile) -> dict[str, Any]:
 
 
 def has_files(folder: Path) -> bool:
-    return any(folder.glob("*_states.pt"))
+    return any(
+        pattern.fullmatch(path.name)
+        for path in folder.glob("*_states.pt")
+        for pattern in (_MODEL, _LAYER, _OPTIMIZER)
+    )
 
 
 def find_folder(path: Path) -> Path | None:
@@ -133,13 +150,9 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             " mp_rank_00_model_states.pt"
         )
     names = [file.name for file in folder.glob("*.pt")]
-    if parts := [name for name in sorted(names) if (match := _MODEL.fullmatch(name)) and match[1]]:
-        raise ConfigError(
-            f"{folder / parts[0]}: ZeRO-3, whose weights lie in pieces of each; save the checkpoint"
-            " with zero_optimization.stage 1, or make a universal one of it and load that"
-        )
     models = _by_ranks(folder, _MODEL, names)
     layers = _by_ranks(folder, _LAYER, names)
+    optimizers = _by_ranks(folder, _OPTIMIZER, names)
     with ExitStack() as stack:
 
         def opened(path: Path) -> TensorFile:
@@ -148,7 +161,8 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
                 raise CheckpointError(f"{path}: holds no table of tensors; copy it again")
             return file
 
-        files = {rank: opened(path) for (_, rank), path in sorted(models.items())}
+        first_data = {mp: (data, mp) for data, mp in sorted(models, reverse=True)}
+        files = {mp: opened(models[key]) for mp, key in sorted(first_data.items())}
         if not files:
             raise CheckpointError(
                 f"{folder}: no mp_rank_00_model_states.pt here, which says how the parts fit"
@@ -177,12 +191,27 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
                 f"{folder}: {ranks} model-parallel ranks, and {tensor} tensor ranks of each layer:"
                 " these files are of several checkpoints; copy one whole"
             )
+        parts = _open_optimizers(folder, optimizers, opened, ranks, first)
         yield Checkpoint(
             folder=folder,
             models=[files[rank] for rank in range(ranks)],
             layers=by_layer,
+            optimizers=parts,
             tensor=tensor,
         )
+
+
+def _open_optimizers(
+    folder: Path, paths: Mapping[tuple[int, int], Path], opened: Any, ranks: int, first: TensorFile
+) -> list[list[TensorFile]]:
+    if not paths:
+        return []
+    data = _world(first, "dp_world_size", max(rank for rank, _ in paths) + 1)
+    require_ranks(
+        folder, paths, itertools.product(range(data), range(ranks)),
+        lambda place: "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt".format(*place),
+    )  # fmt: skip
+    return [[opened(paths[rank, mp]) for rank in range(data)] for mp in range(ranks)]
 
 
 def _by_ranks(

@@ -1,35 +1,33 @@
-"""Writer of weights for Megatron-LM and Megatron-Core: a file for each tensor and pipeline rank,
+"""Writer of checkpoints of Megatron-LM and Megatron-Core: a file for each tensor and pipeline rank,
 written as a stream. Values without a place in Megatron's files go into model.yaml.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
+from common.config.update_rules import STATE_PARTS, RuleName
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
+from common.parallel.ramp import batch_sizes
 from common.parallel.sharding import local_shape, slice_of
+from common.systems.megatron.config import hysteresis, model_args
 from common.systems.megatron.names import NAME_MAPS
 from common.systems.megatron.shards import FILE, TRACKER
 from common.systems.model_yaml import write_model_yaml
 from common.systems.name_map import NameRow
 from common.systems.weights import Weight, Weights, to_type
 from common.tensor_files.arrays import prefetch_arrays
-from common.tensor_files.torch_pickle import TorchName
 from common.tensor_files.torch_writer import Parts, TensorLeaf, stream_torch
-from common.weights.names import EMBEDDING
-
-_RELEASE = "release"
-"""Folder of weights without a run, and the word for it in TRACKER."""
+from common.weights.names import EMBEDDING, decays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,8 @@ def write_megatron(
     check_divides("--model_parallel", tensor, "model.num_heads", model.num_heads)
     check_divides("--model_parallel", tensor, "model.ffn_hidden_size", inner)
     check_divides("--pipeline_stage", stages, "model.num_layers", model.num_layers)
-    checkpoint = folder / _RELEASE
+    step = 0 if weights.run is None else weights.run["state"]["step"]
+    checkpoint = folder / (f"iter_{step:07d}" if step else "release")
     for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
         rank = _Rank(
             weights=weights,
@@ -107,7 +106,7 @@ def write_megatron(
     fsync_folder(checkpoint)
     write_model_yaml(folder, weights)
     with atomic_write(folder / TRACKER, "w") as file:
-        file.write(_RELEASE)
+        file.write(str(step or "release"))
     return {}
 
 
@@ -118,16 +117,23 @@ class _Leaves:
     rank: _Rank
     makers: dict[str, Callable[[], Parts]] = field(default_factory=dict)
 
-    def add(self, row: NameRow, dtype: str | None) -> TensorLeaf:
-        """Add a tensor. dtype: None keeps that of the source."""
-        model, tensor, source = self.rank.weights.model, self.rank.tensor, self.rank.weights.tensors
-        wanted = dtype or source[row.ours[0]].dtype
+    def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
+        """Add a tensor.
+
+        part: the part of the optimizer's state, None for the weight. dtype: None keeps that of the
+        source.
+        """
+        model, tensor = self.rank.weights.model, self.rank.tensor
+        source = self.rank.weights.moments if part else self.rank.weights.tensors
+        wanted = dtype or source[row.ours[0] + part].dtype
         shapes, makers = {}, []
         for name in row.ours:
-            whole = _padded_shape(name, source[name].shape, model, tensor)
+            whole = _padded_shape(name, source[name + part].shape, model, tensor)
             shapes[name] = local_shape(name, whole, tensor)
-            makers.append(_piece(name, source[name], whole, wanted, self.rank))
-        leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=row.theirs)
+            makers.append(_piece(name, source[name + part], whole, wanted, self.rank))
+        leaf = TensorLeaf(
+            dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}"
+        )
         self.makers[leaf.name] = lambda: _padded(
             row.pieces([make() for make in makers], model.num_heads // tensor), leaf
         )
@@ -160,15 +166,18 @@ def _padded(parts: Parts, leaf: TensorLeaf) -> Parts:
 
 
 def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
-    weights, leaves = rank.weights, _Leaves(rank=rank)
-    precision = dtype or weights.tensors[EMBEDDING].dtype
-    flat = {row.theirs: leaves.add(row, dtype) for row in rank.rows()}
+    weights, leaves, rows = rank.weights, _Leaves(rank=rank), rank.rows()
+    precision = _precision(weights, dtype)
+    flat = {row.theirs: leaves.add(row, dtype) for row in rows}
     tree: dict[str, Any] = {
-        "args": _model_args(weights, precision, rank.tensor, rank.stages),
+        "args": model_args(weights, precision, rank.tensor, rank.stages),
         "checkpoint_version": 3.0,
-        "iteration": 0,
+        "iteration": 0 if weights.run is None else weights.run["state"]["step"],
         "model": flat if rank.format == "megatron_core" else _nested(flat),
     }
+    if weights.run is not None:
+        tree["optimizer"] = _optimizer(leaves, rows, mixed=precision != "float32")
+        tree |= _scheduler(weights.run)
     stream_torch(path, tree, prefetch_arrays(leaves.makers.values()))
 
 
@@ -189,37 +198,116 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _model_args(weights: Weights, precision: str, tensor: int, stages: int) -> argparse.Namespace:
-    """Return the args that describe a model. Megatron's ``check_checkpoint_args`` and
-    ``load_args_from_checkpoint`` read them.
+def _precision(weights: Weights, dtype: str | None) -> str:
+    """Return the type of the weights in Megatron's computation. Below float32, its optimizer holds
+    float32 copies (Float16OptimizerWithFloat16Params); with float32 it holds none (FP32Optimizer).
     """
-    model = weights.model
-    return argparse.Namespace(
-        num_layers=model.num_layers, encoder_num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size, num_attention_heads=model.num_heads,
-        kv_channels=model.hidden_size // model.num_heads,
-        group_query_attention=False, seq_length=model.seq_length,
-        encoder_seq_length=model.seq_length,
-        max_position_embeddings=model.max_positions, add_position_embedding=True,
-        position_embedding_type="learned_absolute",
-        use_rotary_position_embeddings=False, rotary_percent=1.0, tokenizer_type="GPT2BPETokenizer",
-        vocab_size=model.vocab_size,
-        make_vocab_size_divisible_by=model.vocab_multiple,
-        padded_vocab_size=pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor),
-        layernorm_epsilon=model.layer_norm_epsilon, norm_epsilon=model.layer_norm_epsilon,
-        normalization="LayerNorm",
-        apply_layernorm_1p=False, apply_residual_connection_post_layernorm=False,
-        add_bias_linear=True, bias_gelu_fusion=True,
-        openai_gelu=False, squared_relu=False, swiglu=False,
-        untie_embeddings_and_output_weights=False, num_experts=None,
-        hidden_dropout=model.hidden_dropout, attention_dropout=model.attention_dropout,
-        init_method_std=model.initializer_range,
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=None,
-        num_layers_per_virtual_pipeline_stage=None, data_parallel_random_init=False,
-        use_distributed_optimizer=False,
-        transformer_impl="local", fp16=precision == "float16", bf16=precision == "bfloat16",
-        params_dtype=TorchName(f"torch.{precision}"),
-        iteration=0, consumed_train_samples=0, consumed_valid_samples=0,
-    )  # fmt: skip
+    run: Any = weights.run or {"config": {}, "engine": {"loss_scale": {}}}
+    scaled = run["engine"]["loss_scale"].get("mode", "none") != "none"
+    compute = run["config"].get("precision", {}).get("compute", "float16" if scaled else "float32")
+    return str(compute if compute != "float32" else dtype or weights.tensors[EMBEDDING].dtype)
+
+
+def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str, Any]:
+    """Return the optimizer's state. Parameters are numbered group by group, those with decay first;
+    ``optimizer.by_name`` names the source.
+    """
+    weights = leaves.rank.weights
+    run = weights.run
+    assert run is not None
+    config, engine = run["config"], run["engine"]
+    groups = [[row for row in rows if decays(row.ours[0]) is decayed] for decayed in (True, False)]
+    parts = [part for part in STATE_PARTS if f"{EMBEDDING}.{part}" in weights.moments]
+    state = {
+        number: {part: leaves.add(row, None, f".{part}") for part in parts}
+        for number, row in enumerate(itertools.chain(*groups))
+        if parts
+    }
+    first_of = itertools.accumulate(map(len, groups), initial=0)
+    inner = {
+        "state": state,
+        "param_groups": [
+            _group(
+                config["optimizer"],
+                engine["optimizer_steps"],
+                decayed,
+                list(range(first, first + len(group))),
+            )
+            for first, group, decayed in zip(first_of, groups, (True, False), strict=False)
+        ],
+    }
+    if not mixed:
+        return inner
+    outer: dict[str, Any] = {"optimizer": inner}
+    scale = engine["loss_scale"]
+    if scale.get("mode") == "dynamic":
+        name = "grad_scaler.scale"
+        leaves.makers[name] = lambda: [np.array([scale["value"]], np.float32)]
+        outer["grad_scaler"] = {
+            "scale": TensorLeaf(dtype="float32", shape=(1,), name=name),
+            "growth_tracker": scale["finite_steps"],
+            "hysteresis_tracker": hysteresis(run) - scale["overflows"],
+        }
+    elif scale.get("mode") == "static":
+        outer["grad_scaler"] = {}
+    outer["fp32_from_fp16_params"] = [
+        [leaves.add(row, "float32") for row in group] for group in groups
+    ]
+    return outer
+
+
+def _group(config: dict[str, Any], steps: int, decayed: bool, numbers: list[int]) -> dict[str, Any]:
+    """Return a group of parameters, with one ``step`` for all as in apex and Transformer Engine."""
+    rate = config.get("learning_rate", 0.0)
+    group: dict[str, Any] = {
+        "lr": rate, "max_lr": rate, "min_lr": config.get("min_learning_rate", 0.0),
+        "weight_decay": config.get("weight_decay", 0.0) * decayed, "wd_mult": float(decayed),
+        "lr_mult": 1.0,
+        "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
+    }  # fmt: skip
+    name: RuleName = config["name"]
+    match name:
+        case "sgd":
+            group |= {"momentum": config.get("momentum", 0.0), "dampening": 0.0, "nesterov": False}
+        case "adamw" | "adam":
+            group |= {
+                "betas": (config.get("beta1", 0.9), config.get("beta2", 0.999)),
+                "eps": config.get("epsilon", 1e-8),
+                "bias_correction": True, "step": steps,
+            }  # fmt: skip
+        case _:
+            assert_never(name)
+    return group | {"params": numbers}
+
+
+def _scheduler(run: Any) -> dict[str, Any]:
+    """Return the state of the schedule, which Megatron counts in samples
+    (``OptimizerParamScheduler.state_dict``). It is empty where the run's config is unknown.
+    """
+    config, train = run["config"]["optimizer"], run["config"].get("train", {})
+    batch = train.get("global_batch_size")
+    needed = ("learning_rate", "min_learning_rate", "schedule", "weight_decay")
+    if batch is None or any(config.get(name) is None for name in needed):
+        return {}
+    sizes = batch_sizes(batch, train.get("rampup_batch_size"))
+
+    def samples(name: str) -> int | None:
+        steps = config.get(f"{name}_steps")
+        return config.get(f"{name}_samples") or (steps and sizes.samples_after(steps))
+
+    end, decay = samples("decay"), config["weight_decay"]
+    if end is None:
+        return {}
+    warmup = samples("warmup") or (config.get("warmup_fraction") or 0) * end
+    state = run["state"]
+    return {
+        "opt_param_scheduler": {
+            "max_lr": config["learning_rate"], "min_lr": config["min_learning_rate"],
+            "lr_decay_style": config["schedule"],
+            "lr_warmup_steps": warmup, "lr_decay_steps": end,
+            "num_steps": state.get("updated_samples", state["consumed_samples"]),
+            "start_wd": decay, "end_wd": decay,
+            "wd_incr_style": "constant",
+            "wd_incr_steps": 0,
+        }
+    }  # fmt: skip

@@ -67,8 +67,8 @@ FLOAT16 = {
 @pytest.mark.parametrize(
     ("way", "sections"),
     [
-        (["mindformers"], FLOAT16),
-        (["torch_gpt2", "mindformers_r0.3"], {"optimizer": SGD}),
+        (["mindformers", "megatron"], FLOAT16),
+        (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD}),
     ],
 )
 def test_a_run_resumes_bit_for_bit(
@@ -80,7 +80,8 @@ def test_a_run_resumes_bit_for_bit(
     torch_gpt2.train.train(make_config(tmp_path / "half", corpus_prefix, **half))
     before = tmp_path / "half"
     for number, target in enumerate([*way, "torch_gpt2"]):
-        result = convert(before, tmp_path / str(number), target_format=target, verify=True)
+        ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
+        result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
         assert result.step == 3
         before = tmp_path / str(number)
     resumed = {**sections, "checkpoint": {"resume": str(before)}}
@@ -252,8 +253,15 @@ def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: 
 
 def test_every_format_that_holds_a_run_is_tested_here() -> None:
     assert {name for name, format in FORMATS.items() if format.holds_run} == {
-        *("torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3"),
-        "oneflow",  # read only: tests/common/systems has its own files
+        *(
+            "torch_gpt2",
+            "mindspore",
+            "mindformers",
+            "mindformers_r0.3",
+            "megatron",
+            "megatron_core",
+        ),
+        *("deepspeed", "oneflow"),  # read only: tests/common/systems has their own files
     }
 
 

@@ -6,13 +6,18 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from common.config.schema import ModelConfig
 from common.errors import ConfigError
+from common.systems.megatron.write import write_megatron
 from common.systems.model_yaml import MODEL_YAML, read_model_yaml, write_model_yaml
-from common.systems.weights import Weights
+from common.systems.run_state import moment_shapes
+from common.systems.weights import Weight, Weights
+from common.weights.names import parameter_shapes
 
 MODEL = {
     "num_layers": 1,
@@ -39,6 +44,31 @@ RUN: dict[str, Any] = {
 def read(folder: Path, text: str) -> tuple[ModelConfig, dict[str, Any] | None]:
     (folder / MODEL_YAML).write_text(text)
     return read_model_yaml(folder / MODEL_YAML)
+
+
+def zeros(shapes: dict[str, tuple[int, ...]]) -> dict[str, Weight]:
+    return {
+        name: Weight(
+            dtype="float32", shape=shape, load=lambda shape=shape: np.zeros(shape, np.float32)
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(
+    tmp_path: Path,
+) -> None:
+    model, run = read(tmp_path, yaml.safe_dump({"model": MODEL, "run": RUN}))
+    tensors, moments = zeros(parameter_shapes(model)), zeros(moment_shapes(model, "adamw"))
+    weights = Weights(
+        path=tmp_path, format="mindformers", model=model, tensors=tensors, moments=moments, run=run
+    )
+    write_megatron(tmp_path / "out", weights, None)
+    saved = torch.load(
+        tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False
+    )
+    assert "opt_param_scheduler" not in saved
+    assert saved["optimizer"]["param_groups"][0]["step"] == 3
 
 
 def test_written_files_read_back(tmp_path: Path) -> None:

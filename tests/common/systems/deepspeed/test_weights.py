@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed itself has written, against the weights in its processes and its tool
+"""Checkpoints that DeepSpeed itself has written, against the tensors in its processes and its tool
 zero_to_fp32.
 """
 
@@ -20,6 +20,7 @@ pytest.importorskip("deepspeed")
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
+from common.systems.weights import Weights  # noqa: E402
 from tests.ranks import ROOT  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
@@ -27,11 +28,25 @@ pytestmark = pytest.mark.long
 
 LAYERS, WIDTH, HEADS, VOCABULARY, STEPS = 3, 8, 4, 29, 3
 TWO = (
-    "float32_zero0_pp1_tp1", "float16_zero1_pp1_tp1", "float16_zero2_pp1_tp1",
-    "float16_zero0_pp1_tp2", "float16fused_zero0_pp2_tp1", "bfloat16_zero1_pp2_tp1",
-)  # fmt: skip
-FOUR = ("float32_zero1_pp2_tp2",)
+    "float32_zero0_pp1_tp1",
+    "float16_zero1_pp1_tp1",
+    "bfloat16_zero1_pp1_tp1",
+    "float16_zero2_pp1_tp1",
+    "float16_zero0_pp1_tp2",
+    "float32_zero1_pp1_tp2",
+    "float32_zero0_pp2_tp1",
+    "float16_zero0_pp2_tp1",
+    "float16fused_zero0_pp2_tp1",
+    "float16_zero1_pp2_tp1",
+    "bfloat16_zero1_pp2_tp1",
+)
+FOUR = ("float16fused_zero0_pp2_tp2", "float32_zero1_pp2_tp2")
 """Cases of two processes, and of four, whose file mp_rank_02 is tensor rank 0 of stage 1."""
+IN_CAMPAIGN = {
+    "bfloat16_zero1_pp1_tp1", "float16_zero0_pp1_tp2", "float32_zero1_pp1_tp2",
+    "float32_zero0_pp2_tp1", "float16_zero0_pp2_tp1",
+}  # fmt: skip
+"""Cases whose precision and layout the suite has in other pairs."""
 IN_BLOCK = {
     "ln_1": "input_layernorm", "attn.c_proj": "self_attention.dense",
     "ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h",
@@ -43,10 +58,15 @@ ROWS = ("dense.weight", "dense_4h_to_h.weight")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Return a folder with the checkpoint of each case."""
     folder = tmp_path_factory.mktemp("cases")
-    jobs = [",".join((str(ranks), *cases)) for ranks, cases in ((2, TWO), (4, FOUR))]
+    campaign = any(
+        item.path == request.path and item.get_closest_marker("campaign")
+        for item in request.session.items
+    )
+    two = [case for case in TWO if campaign or case not in IN_CAMPAIGN]
+    jobs = [",".join((str(ranks), *cases)) for ranks, cases in ((2, two), (4, FOUR))]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("train_tiny.py")), str(folder), *jobs],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -67,7 +87,7 @@ def in_megatrons_words(name: str) -> str:
     return re.sub(r"^(language_model\.(embedding|encoder)|tied_modules\.embed)\.", "", name)
 
 
-def expected(folder: Path, case: str) -> dict[str, np.ndarray]:
+def expected(folder: Path, case: str, part: str) -> dict[str, np.ndarray]:
     """Put the tensors of the processes together by Megatron's rules, under our names."""
     stages, size = int(case[-5]), int(case[-1])
     files = sorted(folder.glob(f"{case}.rank_*.pt"))
@@ -78,9 +98,9 @@ def expected(folder: Path, case: str) -> dict[str, np.ndarray]:
         tensor_ranks = [ranks[(stage * data) * size + tensor] for tensor in range(size)]
         for theirs in tensor_ranks[0]:
             name = in_megatrons_words(theirs)
-            if name in whole:
+            if name in whole or part not in tensor_ranks[0][theirs]:
                 continue
-            pieces = [rank[theirs].float().numpy() for rank in tensor_ranks]
+            pieces = [rank[theirs][part].numpy() for rank in tensor_ranks]
             dim = 0 if name.endswith(COLUMNS) else 1 if name.endswith(ROWS) else None
             whole[name] = pieces[0] if dim is None else np.concatenate(pieces, dim)
     ours = {
@@ -101,22 +121,50 @@ def expected(folder: Path, case: str) -> dict[str, np.ndarray]:
     return ours
 
 
-@pytest.mark.parametrize("case", TWO + FOUR)
-def test_the_weights_are_those_of_its_processes(saved: Path, case: str) -> None:
-    """Bit for bit, in the type of the model."""
-    assert detect(saved / case) == "deepspeed"
-    weights = expected(saved, case)
-    with FORMATS["deepspeed"].open(saved / case) as found:
-        assert found.run is None and not found.moments
-        assert found.ignored["optimizer"] == f"only weights are read, here of step {STEPS}"
-        assert found.tensors.keys() == weights.keys()
-        for name, array in weights.items():
-            assert found.tensors[name].dtype == case.partition("_")[0].removesuffix("fused")
-            values = found.tensors[name].load_as("float32")
-            np.testing.assert_array_equal(values, array, err_msg=name)
+def assert_equals_processes(folder: Path, case: str) -> Weights:
+    assert detect(folder / case) == "deepspeed"
+    with FORMATS["deepspeed"].open(folder / case) as found:
+        tensors = {name: np.array(tensor.load()) for name, tensor in found.tensors.items()}
+        moments = {name: np.array(tensor.load()) for name, tensor in found.moments.items()}
+    weights = expected(folder, case, "")
+    assert tensors.keys() == weights.keys()
+    for name, array in weights.items():
+        assert tensors[name].dtype == np.float32
+        np.testing.assert_array_equal(tensors[name], array, err_msg=name)
+    for part in (".exp_avg", ".exp_avg_sq"):
+        for name, array in expected(folder, case, part).items():
+            np.testing.assert_array_equal(moments.pop(name + part), array, err_msg=name + part)
+            assert array.any()
+    assert not moments
+    run = found.run
+    assert run is not None
+    assert (run["state"]["step"], run["state"]["consumed_samples"]) == (STEPS, 6)
+    # without ZeRO, DeepSpeed lets a float16 optimizer make a step of zeros before the first one
+    before = case.startswith("float16") and "zero0" in case
+    assert run["engine"]["optimizer_steps"] == STEPS + before
+    # 2^4, and twice as much after two finite steps
+    scale = {key: run["engine"]["loss_scale"][key] for key in ("mode", "value")}
+    assert scale == (
+        {"mode": "dynamic", "value": 32.0}
+        if case.startswith("float16")
+        else {"mode": "none", "value": 1.0}
+    )
+    return found
 
 
-def test_weights_are_those_of_deepspeeds_own_tool(saved: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.campaign if case in IN_CAMPAIGN else ())
+        for case in TWO + FOUR
+    ],
+)
+def test_a_checkpoint_is_what_its_processes_had(saved: Path, case: str) -> None:
+    """Bit for bit: weights in float32, both moments, step, samples and loss scale."""
+    assert_equals_processes(saved, case)
+
+
+def test_float32_weights_are_those_of_deepspeeds_own_tool(saved: Path) -> None:
     for case in ("float16_zero1_pp1_tp1", "float16_zero2_pp1_tp1"):
         theirs = torch.load(saved / f"{case}.zero_to_fp32.pt")
         with FORMATS["deepspeed"].open(saved / case) as found:
@@ -125,22 +173,48 @@ def test_weights_are_those_of_deepspeeds_own_tool(saved: Path) -> None:
                 ("encoder.layers.2.mlp.dense_4h_to_h.weight", "h.2.mlp.c_proj.weight"),
                 ("encoder.final_layernorm.bias", "ln_f.bias"),
             ):
-                array = theirs[f"language_model.{name}"].detach().half().numpy()
+                array = theirs[f"language_model.{name}"].detach().numpy()
                 np.testing.assert_array_equal(found.tensors[ours].load(), array)
 
 
 def test_there_and_back_through_other_formats(saved: Path, tmp_path: Path) -> None:
-    """Our folder and Megatron's hold the same numbers."""
-    case = saved / "bfloat16_zero1_pp2_tp1"
+    """The whole run goes to our folder and to Megatron's; both hold the same bits."""
+    case = saved / "float16_zero1_pp2_tp1"
     for target in ("torch_gpt2", "megatron"):
-        convert(case, tmp_path / target, target_format=target, verify=target == "megatron")
+        convert(
+            case,
+            tmp_path / target,
+            source_format=None,
+            target_format=target,
+            dtype=None,
+            verify=True,
+        )
         with (
             FORMATS["deepspeed"].open(case) as source,
             FORMATS[target].open(tmp_path / target) as found,
         ):
-            for name, weight in source.tensors.items():
-                values = found.tensors[name].load_as("float32")
-                np.testing.assert_array_equal(values, weight.load_as("float32"))
+            for one, other in (
+                (source.tensors, found.tensors),
+                (source.moments, found.moments),
+            ):
+                assert one.keys() == other.keys()
+                for name in one:
+                    np.testing.assert_array_equal(one[name].load(), other[name].load())
+            assert source.run is not None and found.run is not None
+            assert found.run["state"]["step"] == source.run["state"]["step"]
+            assert found.run["engine"] == source.run["engine"]
+
+
+def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
+    """Without the optimizer's files the weights are those of less precision."""
+    folder = tmp_path / "release"
+    shutil.copytree(saved / "bfloat16_zero1_pp2_tp1", folder)
+    for file in (folder / "global_step3").glob("*optim_states.pt"):
+        file.unlink()
+    with FORMATS["deepspeed"].open(folder / "global_step3") as found:
+        assert {tensor.dtype for tensor in found.tensors.values()} == {"bfloat16"}
+        assert found.run is None and not found.moments
+        assert found.ignored["global_steps"] == "where training stood, without moments"
 
 
 def change(file: Path, edit: Callable[[Any], None]) -> None:
@@ -161,13 +235,22 @@ def add_tensor(tree: Any) -> None:
     tree["rotary.inv_freq"] = torch.zeros(2)
 
 
+def shorten(tree: Any) -> None:
+    groups = tree["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    groups[0] = groups[0][:-40].clone()
+
+
+def add_update(tree: Any) -> None:
+    for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["step"] += 1
+
+
+def set_stage_3(tree: Any) -> None:
+    tree["optimizer_state_dict"]["zero_stage"] = 3
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-200])
-
-
-def as_zero_3(file: Path) -> None:
-    """Give it the name of ZeRO-3's files, by ``_get_ckpt_name`` of deepspeed's engine."""
-    file.rename(file.with_name(f"zero_pp_rank_0_{file.name}"))
 
 
 WHOLE, PIPELINE = "float16_zero1_pp1_tp1", "float16fused_zero0_pp2_tp1"
@@ -178,14 +261,22 @@ BAD = {
         "no mp_rank_00_model_states.pt here"),
     "a layer": (PIPELINE, "layer_04-model_00-model_states.pt", Path.unlink,
         r"missing layers\.2\.input_layernorm\.weight"),
-    "bytes": (WHOLE, "mp_rank_00_model_states.pt", cut,
-        "mp_rank_00_model_states.pt: not a whole file of torch.save"),
+    "a partition": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", Path.unlink,
+        "missing zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "bytes": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", cut,
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt: not a whole file of torch.save"),
     "a step": (PIPELINE, "mp_rank_01_model_states.pt", set_step,
         r"mp_rank_01_model_states.pt: global_steps is 4, and mp_rank_00_model_states.pt says 3"),
-    "a tensor": ("bfloat16_zero1_pp2_tp1", "layer_05-model_00-model_states.pt", add_tensor,
+    "a tensor": ("float16_zero1_pp2_tp1", "layer_05-model_00-model_states.pt", add_tensor,
         r"unexpected layers\.2\.rotary\.inv_freq"),
-    "ZeRO-3": (WHOLE, "mp_rank_00_model_states.pt", as_zero_3,
-        "zero_pp_rank_0_mp_rank_00_model_states.pt: ZeRO-3, whose weights lie in pieces"),
+    "elements": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", shorten,
+        "its optimizer is not of these weights.*bytes are there"),
+    "an update of a partition": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", add_update,
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt has made 4 updates, zero_pp_rank_0_mp_rank_00"),
+    "an update of a stage": ("float16_zero1_pp2_tp1", "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+        add_update, "mp_rank_01_optim_states.pt: its optimizer has made 4 updates, and that of"),
+    "ZeRO-3": (WHOLE, "zero_pp_rank_0_mp_rank_00_optim_states.pt", set_stage_3,
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt: ZeRO-3, whose weights lie in pieces"),
     "the width": (WHOLE, "mp_rank_00_model_states.pt", set_width,
         r"word_embeddings.weight is \[29, 8\], the model's is \[29, 16\]"),
 }  # fmt: skip
@@ -198,7 +289,7 @@ def test_bad_input_is_one_error(
     case, file, spoil, message = BAD[what]
     shutil.copytree(saved / case, tmp_path / case)
     path = tmp_path / case / "global_step3" / file
-    spoil(path) if spoil in (Path.unlink, cut, as_zero_3) else change(path, spoil)
+    spoil(path) if spoil in (Path.unlink, cut) else change(path, spoil)
     code = main(["--to", "hf", "--input", str(tmp_path / case), "--output", str(tmp_path / "out")])
     error = capsys.readouterr().err
     assert code == 2 and error.startswith("error: ") and "Traceback" not in error

@@ -1,8 +1,8 @@
 """Tiny models with Megatron-DeepSpeed's names, trained and saved by DeepSpeed itself.
 
 ``python train_tiny.py FOLDER RANKS,CASE,CASE ...``. FOLDER/CASE gets the checkpoint.
-FOLDER/CASE.rank_N.pt gets the rank's parameters.
-FOLDER/CASE.zero_to_fp32.pt gets what its tool of that name makes of the files.
+FOLDER/CASE.rank_N.pt gets the rank's parameters and optimizer by DeepSpeed's own
+interfaces. FOLDER/CASE.zero_to_fp32.pt gets what its tool of that name makes of the files.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 
@@ -185,13 +186,57 @@ def train(folder: Path, case: str) -> None:
         str(folder / case),
         client_state={"args": args, "checkpoint_version": 3.0, "iteration": STEPS},
     )
-    weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
-    torch.save(weights, folder / f"{case}.rank_{rank}.pt")
+    torch.save(truth(engine), folder / f"{case}.rank_{rank}.pt")
     dist.barrier()
     # BF16_Optimizer's files are none for that tool
     if rank == 0 and zero != "zero0" and stages == size == 1 and precision != "bfloat16":
         whole = get_fp32_state_dict_from_zero_checkpoint(str(folder / case))
         torch.save(whole, folder / f"{case}.zero_to_fp32.pt")
+
+
+def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
+    """Return float32 weights and moments of each parameter, without the file that is tested."""
+    outer = engine.optimizer
+    inner = getattr(outer, "optimizer", outer)
+    copies = {}
+    if hasattr(outer, "fp32_groups"):
+        for low, high in zip(outer.fp16_groups, outer.fp32_groups, strict=True):
+            copies |= dict(zip(low, high, strict=True))
+    flat: dict[Any, tuple[Any, int]] = {}
+    if hasattr(outer, "fp32_groups_flat") and not engine.zero_optimization():
+        for low, high in zip(outer.fp16_groups, outer.fp32_groups_flat, strict=True):
+            first = 0
+            for parameter in low:
+                flat[parameter] = (high, first)
+                first += parameter.numel()
+    if hasattr(outer, "_hp_optimizer_states_linked"):
+        # it looks before torch's AdamW has made its state in the first step
+        outer._hp_optimizer_states_linked = False
+        outer._lazy_init_hp_params_optimizer_state()
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if engine.zero_optimization() or engine.bfloat16_enabled():
+            values = [safe_get_full_fp32_param(parameter)]
+            values += [
+                safe_get_full_optimizer_state(parameter, part) for part in ("exp_avg", "exp_avg_sq")
+            ]
+        elif parameter in flat:
+            vector, first = flat[parameter]
+            state = inner.state[vector]
+            values = [
+                value[first : first + parameter.numel()].view(parameter.shape)
+                for value in (vector, state["exp_avg"], state["exp_avg_sq"])
+            ]
+        else:
+            master = copies.get(parameter, parameter)
+            state = inner.state.get(master, {})
+            values = [master, state.get("exp_avg"), state.get("exp_avg_sq")]
+        found[name] = {
+            part: value.detach().float().clone()
+            for part, value in zip(("", ".exp_avg", ".exp_avg_sq"), values, strict=True)
+            if value is not None
+        }
+    return found
 
 
 def run_rank(folder: str, rank: int, ranks: int, port: int, cases: list[str]) -> None:

@@ -1,5 +1,5 @@
-"""Megatron's checkpoints: against its formulas written out by hand, and megatron-core's own
-model.
+"""Megatron's checkpoints: against its formulas written out by hand, and megatron-core's own model,
+optimizer and parameter groups.
 """
 
 import argparse
@@ -23,9 +23,11 @@ pytest.importorskip("transformers")
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.systems.megatron import optimizer as megatron_optimizer  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weight, Weights  # noqa: E402
+from common.tensor_files.arrays import FileTensor, TensorFile  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
@@ -52,12 +54,17 @@ def random_arrays(model: ModelConfig = MODEL, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def as_weights(arrays: dict[str, Any], model: ModelConfig = MODEL) -> Weights:
-    tensors = {
-        name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
-        for name, array in arrays.items()
-    }
-    return Weights(path=Path("made.here"), format="random", model=model, tensors=tensors)
+def as_weights(arrays: dict[str, Any], model: ModelConfig = MODEL, **more: Any) -> Weights:
+    def named(tensors: dict[str, Any]) -> dict[str, Weight]:
+        return {
+            name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
+            for name, array in tensors.items()
+        }
+
+    more = {key: named(value) if key == "moments" else value for key, value in more.items()}
+    return Weights(
+        path=Path("made.here"), format="random", model=model, tensors=named(arrays), **more
+    )
 
 
 def load(file: Path) -> Any:
@@ -148,7 +155,6 @@ def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, versio
         found.model.vocab_size == 112
         and "all 112 rows are kept" in found.ignored["padded_vocab_size"]
     )
-    assert found.ignored["optimizer"] == "only weights are read, here of iteration 7"
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": MODEL.model_dump()}))
     assert (
         "rows that pad the vocabulary"
@@ -262,6 +268,163 @@ def test_megatron_core_loads_it_and_computes_the_same(tmp_path: Path, core: Any)
         )
 
 
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    from megatron.core.optimizer import OptimizerConfig, _get_param_groups
+
+    return _get_param_groups([model], OptimizerConfig(lr=0.0), None)
+
+
+def half_run(form: str) -> dict[str, Any]:
+    scale = (
+        {"mode": "none"}
+        if form == "float32"
+        else {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
+    )
+    config = {
+        "optimizer": {"name": "adamw"},
+        "precision": {"compute": form},
+        "loss_scale": {"hysteresis": 4},
+    }
+    state = {
+        "step": 5,
+        "consumed_samples": 20,
+        "sample_hash": "ab",
+        "skipped_steps": 1,
+        "skipped_in_a_row": 0,
+    }
+    return {
+        "state": state,
+        "engine": {"optimizer_steps": 4, "loss_scale": scale, "rng": {}},
+        "config": config,
+    }
+
+
+@pytest.mark.parametrize("form", ["float32", "float16"])
+def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: str) -> None:
+    """The numbers of the parameters are megatron-core's: moments are made to be twice and three
+    times the weights.
+    """
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    arrays = random_arrays()
+    moments = {
+        f"{name}.{part}": array * times
+        for name, array in arrays.items()
+        for part, times in (("exp_avg", 2), ("exp_avg_sq", 3))
+    }
+    weights = as_weights(arrays, moments=moments, run=half_run(form))
+    write_megatron(tmp_path, weights, None if form == "float32" else form, format="megatron_core")
+    saved = load(tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt")
+    assert saved["iteration"] == 5 and saved["args"].consumed_train_samples == 20
+    assert saved["args"].params_dtype == getattr(torch, form)
+    model, inner = core(), saved["optimizer"]
+    if form == "float16":
+        scaler = inner["grad_scaler"]
+        assert (
+            scaler["scale"].tolist(),
+            scaler["growth_tracker"],
+            scaler["hysteresis_tracker"],
+        ) == ([512.0], 3, 3)
+        for group, copies in zip(groups_of(model), inner["fp32_from_fp16_params"], strict=True):
+            for parameter, copy in zip(group["params"], copies, strict=True):
+                parameter.data.copy_(copy)  # as its Float16OptimizerWithFloat16Params does
+        inner = inner["optimizer"]
+        assert {tensor.dtype for tensor in saved["model"].values()} == {torch.float16}
+    else:
+        model.load_state_dict(saved["model"])
+    optimizer = object.__new__(FP32Optimizer)  # to make one takes a CUDA device
+    optimizer.optimizer, optimizer.is_stub_optimizer = torch.optim.AdamW(groups_of(model)), False
+    # torch's AdamW has one for each, which this gives it
+    inner["state"]["common_step"] = inner["param_groups"][0]["step"]
+    optimizer.load_state_dict(inner)
+    assert len(optimizer.optimizer.state) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        state = optimizer.optimizer.state[parameter]
+        assert state["step"] == 4
+        torch.testing.assert_close(state["exp_avg"], 2 * parameter.data, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(
+            state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name
+        )
+    found = equal(tmp_path, "megatron_core", arrays)
+    assert found.run == {**half_run(form)} and found.tensors["ln_f.bias"].dtype == "float32"
+
+
+def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
+    """Trained and saved by its model and torch's AdamW in half precision; no model.yaml."""
+    model = core()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            )
+    copies = [
+        [parameter.detach().clone() for parameter in group["params"]] for group in groups_of(model)
+    ]
+    groups = [
+        group | {"params": copy} for group, copy in zip(groups_of(model), copies, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
+    for _ in range(2):
+        for group in copies:
+            for copy in group:
+                copy.grad = 3 * copy
+        optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "fp32_from_fp16_params": copies}
+    state["grad_scaler"] = {
+        "scale": torch.tensor([64.0]),
+        "growth_tracker": 7,
+        "hysteresis_tracker": 1,
+    }
+    folder = tmp_path / "in" / "iter_0000002" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    args = argparse.Namespace(
+        **ARGS,
+        vocab_size=None,
+        padded_vocab_size=104,
+        consumed_train_samples=16,
+        params_dtype=torch.float16,
+    )
+    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = 1
+    saved = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 2,
+        "optimizer": state,
+        "opt_param_scheduler": {"num_steps": 12},  # a step of 4 was skipped
+    }
+    torch.save({**saved, "model": model.half().state_dict()}, folder / "model_optim_rng.pt")
+    (tmp_path / "in" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    result = convert(tmp_path / "in", tmp_path / "out", target_format="torch_gpt2", verify=True)
+    assert (result.source_format, result.step) == ("megatron_core", 2)
+    with FORMATS["torch_gpt2"].open(tmp_path / "out") as found:
+        assert (
+            found.run is not None
+            and found.run["state"]["consumed_samples"] == 16
+            and found.run["state"]["updated_samples"] == 12
+            and found.run["engine"]["optimizer_steps"] == 2
+        )
+        assert found.run["engine"]["loss_scale"] == {
+            "mode": "dynamic",
+            "value": 64.0,
+            "finite_steps": 7,
+            "overflows": 1,
+        }
+        np.testing.assert_array_equal(found.tensors["wte.weight"].load(), copies[0][0])
+        for name, weight in found.tensors.items():
+            values = weight.load().astype(np.float64)
+            np.testing.assert_allclose(
+                found.moments[f"{name}.exp_avg"].load(),
+                3 * (1 - 0.9**2) * values,
+                rtol=1e-5,
+                err_msg=name,
+            )
+            np.testing.assert_allclose(
+                found.moments[f"{name}.exp_avg_sq"].load(),
+                9 * (1 - 0.999**2) * values**2,
+                rtol=1e-4,
+            )
+
+
 def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> None:
     """And a folder whose pipeline stages are of unlike size, as --decoder-first-pipeline-num-layers
     makes them.
@@ -298,6 +461,51 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
         torch.save(saved[stage], files[stage])
     assert detect(tmp_path) == "megatron_core"
     equal(tmp_path, "megatron_core", arrays)
+
+
+def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -> None:
+    write_megatron(tmp_path, as_weights(random_arrays()), None)
+    file = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    saved = load(file) | {
+        "optimizer": {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}},
+        "iteration": 9,
+    }
+    torch.save(saved, file)
+    assert (
+        "by the distributed optimizer"
+        in equal(tmp_path, "megatron", random_arrays()).ignored["optimizer"]
+    )
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_count_of_steps_that_is_not_a_number_is_named(value: float) -> None:
+    data = np.array([value], np.float32).view(np.uint8)
+    steps = FileTensor(name="step", dtype="float32", shape=(1,), segments=(data,))
+    optimizer = {"param_groups": [{"params": [0], "step": steps}], "state": {0: {}}}
+    found = megatron_optimizer.read_optimizer(
+        TensorFile(path=Path("x"), tensors={}, plain={}, tree={"optimizer": optimizer})
+    )
+    assert "of no form that is known" in found.why_not
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        [1],
+        {"scale": FileTensor(name="s", dtype="float32", shape=(0,), segments=())},
+        {"growth_tracker": "x"},
+        {"growth_tracker": 2.5},
+        {"hysteresis_tracker": True},
+    ],
+)
+def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
+    shards = types.SimpleNamespace(
+        first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace()
+    )
+    with pytest.raises(ConfigError, match="x: its counters or its grad_scaler are not numbers"):
+        megatron_optimizer.run_of(
+            shards, megatron_optimizer.SavedState(moments={}, scaler=scaler), 3
+        )
 
 
 CONVERTERS = {

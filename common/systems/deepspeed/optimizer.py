@@ -1,0 +1,208 @@
+"""Reader of the optimizer in DeepSpeed's files, by the names of the parameters.
+
+Layout: ``state_dict`` of the optimizers in deepspeed/runtime/zero/stage_1_and_2.py,
+bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py, and of torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from common.config.update_rules import STATE_PARTS
+from common.dialects.rules import whole
+from common.errors import CheckpointError, ConfigError
+from common.systems.deepspeed.files import Checkpoint
+from common.systems.deepspeed.names import short_name
+from common.systems.deepspeed.partitions import Shapes, cut, own_parameters
+from common.systems.rank_parts import name_in_order
+from common.tensor_files.arrays import FileTensor, TensorFile
+from common.tensor_files.torch_pickle import Foreign
+
+_Named: TypeAlias = Mapping[str, FileTensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """State of a model-parallel rank's optimizer, by the names of the parameters."""
+
+    masters: _Named
+    """Float32 weights; nothing where the weights themselves are float32."""
+    moments: Mapping[str, _Named]
+    steps: int | None
+    """Number of updates that were made."""
+    state: Mapping[str, Any]
+    """Tree of the optimizer, which holds the loss scale."""
+
+
+def read_optimizers(there: Checkpoint) -> list[Saved]:
+    """Return the optimizer of each model-parallel rank; nothing where none was saved.
+
+    Raises CheckpointError where the files do not fit the weights or each other, ConfigError for
+    ZeRO-3.
+    """
+    if there.optimizers:
+        found = [
+            _read_partitions(files, model, there)
+            for files, model in zip(there.optimizers, there.models, strict=True)
+        ]
+        paths = [files[0].path for files in there.optimizers]
+    else:
+        found = _read_all_whole(there)
+        paths = [model.path for model in there.models]
+    for one, path in zip(found, paths, strict=False):
+        if one.steps != found[0].steps:
+            raise CheckpointError(
+                f"{path}: its optimizer has made {one.steps} updates, and that of {paths[0].name}"
+                f" {found[0].steps}: these files are of several checkpoints; copy one whole"
+            )
+    return found
+
+
+def _read_all_whole(there: Checkpoint) -> list[Saved]:
+    trees = [model.tree.get("optimizer") for model in there.models]
+    if not all(isinstance(tree, dict) for tree in trees):
+        return []
+    found = []
+    for tensor in range(there.tensor):
+        layers: list[Shapes] = [*there.parameters(tensor)]
+        stages = trees[tensor :: there.tensor]
+        for stage, tree in enumerate(stages):
+            path = there.models[stage * there.tensor + tensor].path
+            found.append(_read_whole(path, tree, layers, is_last=stage == len(stages) - 1))
+    by_stage = len(trees) // there.tensor
+    return [found[t * by_stage + s] for s in range(by_stage) for t in range(there.tensor)]
+
+
+@contextmanager
+def _refused(path: Path, remedy: str) -> Iterator[None]:
+    """Turn the errors of a tree of another form into a CheckpointError."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(
+            f"{path}: its optimizer is not of these weights, or of an unknown form: {reason};"
+            f" {remedy}"
+        ) from None
+
+
+def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Checkpoint) -> Saved:
+    path = files[0].path
+    with _refused(path, f"copy all {len(files)} of its files again, or take them away"):
+        states = [file.tree["optimizer_state_dict"] for file in files]
+        for file, state in zip(files, states, strict=True):
+            stage = state.get("zero_stage", 1)  # BF16_Optimizer names none, and cuts as 1 does
+            if (stage.arguments[0] if isinstance(stage, Foreign) else stage) not in (0, 1, 2):
+                raise ConfigError(
+                    f"{file.path}: ZeRO-3, whose weights lie in pieces of each; save the checkpoint"
+                    " with zero_optimization.stage 1, or make a universal one of it and load that"
+                )
+        shapes = model.tree["param_shapes"]
+        groups: list[Shapes] = [
+            {short_name(name, there.blocks): tuple(shape) for name, shape in group.items()}
+            for group in (shapes if isinstance(shapes, list) else [shapes])
+        ]
+        gaps = states[0].get("param_alignment_paddings") or [()] * len(groups)
+        inner = [_records(state) for state in states]
+        steps = [_steps(records, state) for records, state in zip(inner, states, strict=True)]
+        for file, step in zip(files, steps, strict=True):
+            if step != steps[0]:
+                raise ValueError(
+                    f"{file.path.name} has made {step} updates, {path.name} {steps[0]}"
+                )
+
+        def merged(vectors: Callable[[int], Sequence[FileTensor]]) -> dict[str, FileTensor]:
+            found: dict[str, FileTensor] = {}
+            for number, (group, gap) in enumerate(zip(groups, gaps, strict=True)):
+                found |= cut(vectors(number), group, gap)
+            return found
+
+        masters = "single_partition_of_fp32_groups"
+        return Saved(
+            masters=merged(lambda number: [state[masters][number] for state in states]),
+            moments={
+                part: merged(lambda number, part=part: [one[number][part] for one in inner])  # type: ignore[misc]
+                for part in STATE_PARTS
+                if inner[0] and part in inner[0][0]
+            },
+            steps=steps[0],
+            state=states[0],
+        )
+
+
+def _records(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the state of each group's vector in the optimizer inside ZeRO's."""
+    base = state["base_optimizer_state"]
+    if isinstance(base, list):  # one record for each group: the elastic form
+        return base
+    ids = [number for group in base["param_groups"] for number in group["params"]]
+    return [base["state"][number] for number in ids] if base["state"] else []
+
+
+def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> int | None:
+    """Return the number of updates, which a vector's record, its group or ZeRO's state holds."""
+    base = state.get("base_optimizer_state", state)
+    group = base["param_groups"][0] if isinstance(base, dict) else {}
+    places = [*(records[:1]), group, {"step": state.get("base_optimizer_state_step")}]
+    found = next((place["step"] for place in places if place.get("step") is not None), None)
+    return whole(found.read().reshape(-1)[0].item()) if isinstance(found, FileTensor) else found
+
+
+def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:
+    """Read an optimizer without partitions.
+
+    layers: parameters of the layers after the earlier stages. Those of this stage are removed from
+    it.
+    """
+    with _refused(path, "say --weights_only, which leaves the optimizer out"):
+        inner = tree.get("optimizer_state_dict", tree)
+        ids = [number for group in inner["param_groups"] for number in group["params"]]
+        records = [inner["state"][number] for number in ids if number in inner["state"]]
+        copies = [copy for group in tree.get("fp32_groups", ()) for copy in group]
+        flat = list(tree.get("fp32_groups_flat", ()))
+        lists = {
+            part: [one[part] for one in records]
+            for part in STATE_PARTS
+            if records and part in records[0]
+        }
+        sizes = [math.prod(one.shape) for one in copies or flat or next(iter(lists.values()), [])]
+        shapes = _of_stage(layers, sum(sizes), is_last=is_last)
+
+        def named(values: Sequence[FileTensor]) -> dict[str, FileTensor]:
+            if flat:
+                return own_parameters(values, shapes)
+            return name_in_order(path, shapes, _own(values, shapes))
+
+        return Saved(
+            masters=named(copies or flat) if copies or flat else {},
+            moments={part: named(values) for part, values in lists.items()},
+            steps=_steps(records, inner),
+            state=tree,
+        )
+
+
+def _of_stage(layers: list[Shapes], elements: int, *, is_last: bool) -> Shapes:
+    """Remove the layers of a stage from ``layers``, and return them. They are found by the number
+    of elements in its optimizer.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    while layers and (is_last or elements > 0):
+        layer = layers.pop(0)
+        found |= layer
+        elements -= sum(math.prod(shape) for shape in layer.values())
+    if not is_last and elements:
+        raise ValueError("the layers do not end where it ends")
+    return found
+
+
+def _own(values: Sequence[FileTensor], shapes: Shapes) -> list[FileTensor]:
+    """Drop the copy of the embeddings, which a last stage has before its own matrices."""
+    matrices = [value for value in values if len(value.shape) > 1]
+    more = len(matrices) - sum(len(shape) > 1 for shape in shapes.values())
+    left_out = {id(value) for value in matrices[: max(0, more)]}
+    return [value for value in values if id(value) not in left_out]
