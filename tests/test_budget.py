@@ -131,8 +131,6 @@ USERS = {
         "common/dataset/mindrecord_file.py": "MindRecord",
         "common/dataset/token_files.py": "header of token files",
         "common/processes/channel.py": "time limit of a socket",
-        "common/tensor_files/torch_reader.py": "zip entries of torch files",
-        "common/tensor_files/torch_writer.py": "zip entries of torch files",
     },
     "threading.Thread": {
         "benchmarks/conversion.py": "watches memory",

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, UserError
 from common.file_kinds import HEAD_BYTES, foreign_kind
 from common.structured_files import read_json_mapping
 from common.tensor_files.arrays import Bytes, TensorFile, map_file
 from common.tensor_files.mindspore_ckpt import read_mindspore
 from common.tensor_files.paddle_pickle import STATE, read_paddle
 from common.tensor_files.safetensors_file import read_safetensors
-from common.tensor_files.torch_reader import OLD_MAGIC, ZIP_MAGIC, read_torch
+from common.tensor_files.torch_files import OLD_MAGIC, ZIP_MAGIC, read_torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ def _read(path: Path) -> TensorFile:
     container = _container_of(path, content)
     try:
         return container.read(path, content)
-    except CheckpointError:
+    except UserError:
         raise
     except container.faults as error:
-        reason = str(error) or type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
             f"{path}: not a whole {container.title}: {reason}; {container.remedy}"
         ) from None

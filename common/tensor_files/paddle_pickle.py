@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import io
 import mmap
+import pickle
 import pickletools
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
-from common.tensor_files.torch_pickle import PlainTree, Storage, load_records
+from common.tensor_files.pickled_values import KNOWN, PlainTree, foreign_class
 
 STATE = ".pdopt"
 _PARAMETER_NAMES = "StructuredToParameterName@@"
@@ -31,9 +33,7 @@ def read_paddle(path: Path, content: Bytes) -> TensorFile:
 
     Raises CheckpointError if the file names code, and almost any error if it is broken.
     """
-    found = PlainTree(
-        load_records(io.BytesIO(_without_arrays(path)), _storage_of(content), str(path))
-    ).tree
+    found = PlainTree(_Unpickler(path, content).load()).tree
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
     plain: dict[str, Any] = {}
@@ -73,19 +73,27 @@ def _tensor(name: Any, value: Any) -> FileTensor:
     )
 
 
-def _storage_of(content: Bytes) -> Any:
-    def storage_of(dtype: str, key: str, numel: int, view: Any) -> Storage:
-        first = int(key)
-        if dtype != "uint8" or view is not None or not 0 <= first <= first + numel <= content.size:
-            raise ValueError(f"{numel} bytes at {key} are not a part of it")
-        return Storage(dtype=dtype, numel=numel, data=content[first : first + numel])
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path, content: Bytes) -> None:
+        super().__init__(io.BytesIO(_without_arrays(path)), encoding="latin1")
+        self._path, self._content = path, content
 
-    return storage_of
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}".replace("__builtin__.", "builtins.")
+        known = KNOWN.get(full)
+        # a pickle could set the attributes of a function or a class
+        return partial(known) if known is not None else foreign_class(self._path, full)
+
+    def persistent_load(self, identity: Any) -> Bytes:
+        first, size = identity
+        if not 0 <= first <= first + size <= self._content.size:
+            raise ValueError(f"{size} bytes at {first} are not a part of it")
+        return self._content[first : first + size]
 
 
 def _without_arrays(path: Path) -> bytes:
-    """Return a pickle in which the place of every long string of bytes stands for it, as torch's
-    pickles name storages. The result is small.
+    """Return a pickle in which the place of every long string of bytes stands for it. The result is
+    small.
     """
     program = bytearray()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -104,8 +112,6 @@ def _without_arrays(path: Path) -> bytes:
                 continue
             program += mapped[start:position]
             if size:
-                program += (
-                    f"(Vstorage\nctorch\nByteStorage\nV{end - size}\nVcpu\nI{size}\ntQ".encode()
-                )
+                program += f"(I{end - size}\nI{size}\ntQ".encode()
             start = end
         return bytes(program + mapped[start:])

@@ -21,7 +21,7 @@ from common.systems.deepspeed.names import short_name
 from common.systems.deepspeed.partitions import Shapes, cut, own_parameters
 from common.systems.rank_parts import name_in_order
 from common.tensor_files.arrays import FileTensor, TensorFile
-from common.tensor_files.torch_pickle import Foreign
+from common.tensor_files.pickled_values import Foreign
 
 _Named: TypeAlias = Mapping[str, FileTensor]
 

@@ -28,7 +28,7 @@ from common.systems.run_state import (
 from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
-from common.tensor_files.torch_pickle import Foreign
+from common.tensor_files.pickled_values import Foreign
 from common.weights.names import POSITIONS
 
 

@@ -20,7 +20,7 @@ from common.systems.strangers import NANOGPT, OTHER_HEAD, beside_model, wrapper_
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
-from common.tensor_files.torch_reader import ZIP_MAGIC
+from common.tensor_files.torch_files import ZIP_MAGIC
 from common.weights.names import EMBEDDING, POSITIONS
 
 FILES = (

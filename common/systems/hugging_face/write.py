@@ -11,7 +11,7 @@ from common.systems.hugging_face.names import NAME_MAPS
 from common.systems.hugging_face.tokenizer import special_ids
 from common.systems.weights import Weights, arrays_of, export_names
 from common.tensor_files.safetensors_file import stream_shards
-from common.tensor_files.torch_writer import TensorLeaf, stream_torch
+from common.tensor_files.torch_files import TensorLeaf, write_torch
 
 _SHARD_BYTES = 5 * 10**9
 
@@ -40,7 +40,7 @@ def write_with_pickle(folder: Path, weights: Weights) -> None:
         for name, weight in tensors.items()
     }
     table = name_map.rows(0)[0].theirs
-    stream_torch(
+    write_torch(
         folder / "pytorch_model.bin", tree | {name_map.head: tree[table]}, arrays_of(tensors)
     )
     dtype = tensors[table].dtype

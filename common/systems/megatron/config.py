@@ -10,7 +10,7 @@ from common.parallel.batch import pad_vocabulary
 from common.systems.megatron.shards import Shards
 from common.systems.megatron_args import model_of_args
 from common.systems.weights import Weights
-from common.tensor_files.torch_pickle import TorchName
+from common.tensor_files.torch_files import TorchName
 
 
 def read_config(

@@ -26,7 +26,7 @@ from common.systems.model_yaml import write_model_yaml
 from common.systems.name_map import NameRow
 from common.systems.weights import Weight, Weights, to_type
 from common.tensor_files.arrays import prefetch_arrays
-from common.tensor_files.torch_writer import Parts, TensorLeaf, stream_torch
+from common.tensor_files.torch_files import Parts, TensorLeaf, write_torch
 from common.weights.names import EMBEDDING, decays
 
 
@@ -178,7 +178,7 @@ def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
     if weights.run is not None:
         tree["optimizer"] = _optimizer(leaves, rows, mixed=precision != "float32")
         tree |= _scheduler(weights.run)
-    stream_torch(path, tree, prefetch_arrays(leaves.makers.values()))
+    write_torch(path, tree, prefetch_arrays(leaves.makers.values()))
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

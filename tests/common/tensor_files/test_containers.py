@@ -17,7 +17,7 @@ from common.tensor_files.arrays import NUMPY_TYPES, TensorKind
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.safetensors_file import INDEX, stream_safetensors, stream_shards
-from common.tensor_files.torch_writer import TensorLeaf, stream_torch
+from common.tensor_files.torch_files import TensorLeaf, write_torch
 
 tensors = st.dictionaries(
     st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=12),
@@ -46,7 +46,7 @@ def test_written_files_are_read(
     arrays = [array for _, array in written.values()]
     stream_safetensors(folder / "a.safetensors", kinds, arrays)
     stream_mindspore(folder / "a.ckpt", kinds, arrays)
-    stream_torch(
+    write_torch(
         folder / "a.pt",
         {
             name: TensorLeaf(name=name, dtype=kind.dtype, shape=kind.shape)

@@ -13,11 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from common.errors import CheckpointError
-from common.tensor_files import torch_pickle
+from common.errors import CheckpointError, ConfigError
+from common.tensor_files import pickled_values
 from common.tensor_files.containers import open_tensors
-from common.tensor_files.torch_pickle import TorchName
-from common.tensor_files.torch_writer import TensorLeaf, stream_torch
+from common.tensor_files.torch_files import TensorLeaf, TorchName, write_torch
 
 
 def as_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -94,7 +93,7 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
         "torch": torch.get_rng_state(), "array": rng,
                 "big": rng.astype(">f4"), "matrix": np.asfortranarray(rng.reshape(3, 1) + rng),
                 "number": np.float32(2.5)},
-        "raw": b"\x00\xff", "none": b"", "storage": torch.arange(3.0).untyped_storage(),
+        "raw": b"\x00\xff", "none": b"",
     }  # fmt: skip
     torch.save(saved, tmp_path / "x.pt")
     with open_tensors(tmp_path / "x.pt") as stored:
@@ -124,7 +123,6 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
         assert torch.equal(
             torch.from_numpy(tree["rng"]["torch"].read().copy()), torch.get_rng_state()
         )
-        assert tree["storage"].read().tobytes() == np.arange(3, dtype=np.float32).tobytes()
 
 
 @pytest.mark.parametrize("package", ["numpy.core", "numpy._core"])
@@ -136,9 +134,14 @@ def test_arrays_of_both_numpys_are_read(tmp_path: Path, package: str) -> None:
         assert stored.plain["a"].tolist() == [0, 1, 2] and stored.plain["b"] == 2.5
 
 
+def text(content: bytes) -> bytes:
+    return b"X" + len(content).to_bytes(4, "little") + content
+
+
 def archive(path: Path, program: bytes, **records: bytes) -> Path:
+    head = {"data.pkl": program, "byteorder": b"little", "version": b"3\n"}
     with zipfile.ZipFile(path, "w") as file:
-        for name, content in {"data.pkl": program, **records}.items():
+        for name, content in (head | records).items():
             file.writestr(f"archive/{name}", content)
     return path
 
@@ -172,7 +175,7 @@ def test_a_pickle_that_names_code_is_refused_and_not_executed(
     with pytest.raises(CheckpointError) as caught, open_tensors(path):
         pass
     assert not target.exists()
-    assert kind == "extension" or (
+    assert kind in ("attribute", "instance", "extension") or (
         "nothing of it was executed" in str(caught.value) and "safetensors" in str(caught.value)
     )
     assert kind != "call" or "names posix.system" in str(caught.value)
@@ -194,7 +197,6 @@ def test_a_pickle_that_names_code_is_refused_and_not_executed(
         b"Vabc",
         b"(V1\nV2\ntQ.",
         b"Na" * 3 + b"r\xff\xff\xff\xff.",
-        b"Nr\xff\xff\xff\xff.",  # a table of 4 billion places
         b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",
     ],
 )
@@ -212,7 +214,7 @@ def test_a_pickle_that_means_nothing_is_one_error(tmp_path: Path, program: bytes
 def test_lists_of_lists_that_grow_without_end_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_pickle, "_MAX_VALUES", 1000)
+    monkeypatch.setattr(pickled_values, "MAX_VALUES", 1000)
     grown: list[Any] = []
     for _ in range(40):
         grown = [grown, grown]
@@ -241,25 +243,10 @@ def test_any_view_is_read(
         )
 
 
-def test_parts_of_a_storage_in_files_of_the_first_torch(tmp_path: Path) -> None:
-    storage = b"(Vstorage\nctorch\nFloatStorage\nVroot\nVcpu\nK\x06(Vpart\nK\x02K\x03ttQ"
-    view = b"ctorch._utils\n_rebuild_tensor\n(" + storage + b"K\x01K\x02\x85K\x01\x85tR"
-    head = b"".join(
-        pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
-    )
-    data = (6).to_bytes(8, "little") + np.arange(6, dtype=np.float32).tobytes()
-    (tmp_path / "x.pt").write_bytes(
-        head + b"\x80\x02}Va\n" + view + b"s." + pickle.dumps(["root"], 2) + data
-    )
-    # weights_only knows no text opcodes
-    expected = torch.load(tmp_path / "x.pt", weights_only=False)["a"]
-    with open_tensors(tmp_path / "x.pt") as stored:
-        assert stored["a"].read().tolist() == expected.tolist() == [3, 4]
-
-
 def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
-    enum = b"Vkind\ncmegatron.core.enums\nModelType\n(K\x01tR"
-    scaler = b"Vscaler\ncmegatron.fp16.loss_scaler\nDynamicLossScaler\n)\x81}Vcur_scale\nK\x08sb"
+    enum = text(b"kind") + b"cmegatron.core.enums\nModelType\n(K\x01tR"
+    scaler = text(b"scaler") + b"cmegatron.fp16.loss_scaler\nDynamicLossScaler\n)\x81}"
+    scaler += text(b"cur_scale") + b"K\x08sb"
     program = b"}(" + enum + scaler + b"u."
     with open_tensors(archive(tmp_path / "x.pt", program)) as stored:
         kind, scaler = stored.plain["kind"], stored.plain["scaler"]
@@ -272,94 +259,47 @@ def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_zip", [True, False])
 def test_every_cut_is_refused(tmp_path: Path, as_zip: bool) -> None:
-    torch.save(
-        {"a": torch.ones(40), "b": torch.arange(3)},
-        tmp_path / "x.pt",
-        _use_new_zipfile_serialization=as_zip,
-    )
+    saved = {"a": torch.ones(40), "b": torch.arange(3)}
+    torch.save(saved, tmp_path / "x.pt", _use_new_zipfile_serialization=as_zip)
     content = (tmp_path / "x.pt").read_bytes()
     short = tmp_path / "short.bin"
-    for cut in [0, 1, 3, *range(4, len(content) - 1, 13), len(content) - 1]:
+    for cut in [0, 1, 3, *range(4, len(content) - 1, 39), len(content) - 1]:
         short.write_bytes(content[:cut])
         with pytest.raises(CheckpointError), open_tensors(short):
             pass
 
 
-def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path) -> None:
-    """Against zipfile, which compares too. The other storages are still read: each is compared when
-    one of its tensors is.
-    """
-    path, rng = tmp_path / "x.pt", random.Random(0)
-    torch.save(
-        {"a": torch.arange(300.0).reshape(3, 100), "b": torch.ones(5, dtype=torch.float16)}, path
-    )
-    whole = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        places = {
-            info.filename: (whole.index(archive.read(info)), info.file_size)
-            for info in archive.infolist()
-        }
-    for name in ("x/data.pkl", "x/byteorder", "x/data/0", "x/data/1"):
-        for _ in range(20):
-            changed, (first, size) = bytearray(whole), places[name]
-            changed[first + rng.randrange(size)] ^= 1 << rng.randrange(8)
-            path.write_bytes(changed)
-            with zipfile.ZipFile(path) as archive:
-                assert archive.testzip() == name
-            if name.startswith("x/data/"):
-                with open_tensors(path) as file:
-                    bad, good = ("a", "b") if name.endswith("0") else ("b", "a")
-                    for part in (None, [(0, 1)] * len(file[bad].shape)):
-                        with pytest.raises(
-                            CheckpointError,
-                            match=rf"x.pt: {name} has changed since it was written: its CRC-32 is",
-                        ):
-                            file[bad].read(part)
-                    assert file[good].read().sum() == (5 if good == "b" else 44850)
-            else:
-                with (
-                    pytest.raises(CheckpointError, match=f"{name} has changed"),
-                    open_tensors(path),
-                ):
-                    pass
-
-
-def test_checksums_that_torch_left_out_are_not_compared(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
+    """Against zipfile, which compares too; torch does not."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.arange(300.0), "b": torch.ones(5)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(np.arange(300, dtype=np.float32).tobytes()) + 77] ^= 4
+    path.write_bytes(content)
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() == "x/data/0"
+    with open_tensors(path) as stored:
+        for name in ("a", "b"):
+            with pytest.raises(CheckpointError, match=r"x.pt: x/data/0 has changed since it was"):
+                stored[name].read()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save({"a": torch.arange(3.0)}, tmp_path / "x.pt")
+        torch.save({"a": torch.arange(3.0)}, path)
     finally:
         torch.serialization.set_crc32_options(True)
-    with open_tensors(tmp_path / "x.pt") as file:
-        assert file["a"].read().tolist() == [0, 1, 2]
+    with open_tensors(path) as stored:
+        assert stored["a"].read().tolist() == [0, 1, 2]
 
 
-def test_views_beyond_their_storage_and_packed_records_are_refused(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(4)}, tmp_path / "x.pt")
-    with zipfile.ZipFile(tmp_path / "x.pt") as file:
-        program, data = file.read("x/data.pkl"), file.read("x/data/0")
-    longer = program.replace(b"K\x00K\x04\x85", b"K\x01K\x04\x85")
-    assert longer != program
-    for change, reason in (
-        (
-            archive(tmp_path / "offset.pt", longer, **{"data/0": data}),
-            "ends at element 4 of a storage of 4",
-        ),
-        (
-            archive(tmp_path / "short.pt", program, **{"data/0": data[:-1]}),
-            "storage 0 has 15 bytes instead of 16",
-        ),
-        (archive(tmp_path / "missing.pt", program), "holds no storage 0"),
-        (
-            archive(tmp_path / "big.pt", program, **{"data/0": data, "byteorder": b"big"}),
-            "big-endian",
-        ),
+def test_a_machine_without_torch_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with (
+        pytest.raises(ConfigError, match=r"package torch, .*x.pt, is not .*'\.\[torch\]'"),
+        open_tensors(tmp_path / "x.pt"),
     ):
-        with pytest.raises(CheckpointError, match=reason), open_tensors(change):
-            pass
-    with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("x/data.pkl", program)
-    with pytest.raises(CheckpointError, match="compressed"), open_tensors(tmp_path / "packed.pt"):
         pass
 
 
@@ -384,7 +324,7 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         "dtype": TorchName("torch.bfloat16"),
     }  # fmt: skip
     path = tmp_path / "model_optim_rng.pt"
-    stream_torch(path, tree, (array for _, array in arrays.values()))
+    write_torch(path, tree, (array for _, array in arrays.values()))
     loaded = torch.load(path, weights_only=True)
     for name, (word, array) in arrays.items():
         tensor = loaded["model"][name]
@@ -397,10 +337,6 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         **{key: value for key, value in tree.items() if key != "model"},
         "dtype": torch.bfloat16,
     }
-    with zipfile.ZipFile(path) as file:
-        assert file.testzip() is None
-    content = path.read_bytes()
-    assert content.index(matrix.tobytes()) % 64 == 0
 
 
 def test_a_namespace_and_numpy_values_are_written_as_torch_writes_them(tmp_path: Path) -> None:
@@ -408,10 +344,13 @@ def test_a_namespace_and_numpy_values_are_written_as_torch_writes_them(tmp_path:
         "args": argparse.Namespace(hidden_size=8, dtype=TorchName("torch.float16")),
         "state": np.random.get_state(),
     }
-    stream_torch(tmp_path / "x.pt", tree, [])
+    write_torch(tmp_path / "x.pt", tree, [])
     loaded = torch.load(tmp_path / "x.pt", weights_only=False)
     assert loaded["args"] == argparse.Namespace(hidden_size=8, dtype=torch.float16)
     np.testing.assert_array_equal(loaded["state"][1], tree["state"][1])
-    with pytest.raises(TypeError, match="has no place"):
-        stream_torch(tmp_path / "y.pt", {"a": object()}, [])
-    assert not (tmp_path / "y.pt").exists()
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    leaf = TensorLeaf(name="a", dtype="float32", shape=(2**22,))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_torch(Path("/dev/full"), {"a": leaf}, [np.ones(2**22, np.float32)])

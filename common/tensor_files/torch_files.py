@@ -1,0 +1,209 @@
+"""Files of torch.save, read and written by torch itself: the only file of common/ that imports it.
+
+A pickle may name any function. torch reads with weights_only, which calls none but those of
+tensors, and the inert stand-ins that are named here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from isal.isal_zlib import crc32
+from numpy.typing import NDArray
+
+from common.errors import CheckpointError
+from common.interrupts import ending_at_interrupts
+from common.packages import require_package
+from common.tensor_files.arrays import (
+    NUMPY_TYPES,
+    Bytes,
+    FileTensor,
+    TensorFile,
+    TensorKind,
+    copy_array,
+)
+from common.tensor_files.checksummed import ChecksummedFile
+from common.tensor_files.pickled_values import KNOWN, PlainTree, foreign_class
+
+ZIP_MAGIC = b"PK\x03\x04"
+OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+"""Pickled number 0x1950a86a20f9469cfc6c; files before torch 1.6 begin with it."""
+_STAND_INS: dict[str, Callable[..., Any]] = KNOWN | {
+    "argparse.Namespace": argparse.Namespace,
+    # converters to Megatron's form write it
+    "types.SimpleNamespace": argparse.Namespace,
+    "signal.Signals": lambda number: number,
+}
+_MAX_CLASSES = 64
+Parts: TypeAlias = Sequence[NDArray[Any]]
+"""Arrays whose bytes in row-major order, one after the other, are a tensor."""
+
+
+class TorchName(str):
+    """Name of torch that stands for itself, such as ``torch.float16``."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLeaf(TensorKind):
+    """Place of a tensor; places of one ``name`` share its storage, as tied weights do."""
+
+    name: str
+
+
+def _torch(path: Path) -> Any:
+    require_package("torch", extra="torch", purpose=f"which reads and writes {path}")
+    with ending_at_interrupts():
+        import torch
+    return torch
+
+
+def read_torch(path: Path, content: Bytes) -> TensorFile:
+    """Return tensors and values by their path in the saved object, joined by dots.
+
+    The CRC-32 of all records in a zip are compared when the first tensor is read, which then raises
+    CheckpointError. Raises CheckpointError if the file names code, ConfigError without torch, and
+    almost any error if the file is broken.
+    """
+    torch = _torch(path)
+    stand_ins, is_zip = dict(_STAND_INS), content[:4].tobytes() == ZIP_MAGIC
+    for _ in range(_MAX_CLASSES):
+        try:
+            with _allowing_only(torch.serialization, stand_ins), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            break
+        except pickle.UnpicklingError as error:
+            # torch says "GLOBAL NAME was not an allowed global" or "GLOBAL NAME whose module NAME"
+            found = re.search(r"GLOBAL ([\w.]+) w", str(error))
+            if found is None:
+                said = str(error).partition("WeightsUnpickler error:")[2].strip()
+                raise ValueError(said.partition("\n")[0] or "its pickle is broken") from None
+            stand_ins[found[1]] = foreign_class(path, found[1])
+    else:
+        raise ValueError(f"it holds objects of more than {_MAX_CLASSES} classes")
+    check = _checksum_test(path, content) if is_zip else None
+    tree = PlainTree(saved, lambda name, value: _leaf_of(torch, name, value, check))
+    return TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
+
+
+@contextmanager
+def _allowing_only(
+    torch_serialization: Any, stand_ins: dict[str, Callable[..., Any]]
+) -> Iterator[None]:
+    """Let pickles name these, beside torch's own, and not what other packages have allowed."""
+    others = torch_serialization.get_safe_globals()
+    torch_serialization.clear_safe_globals()
+    try:
+        torch_serialization.add_safe_globals([(made, name) for name, made in stand_ins.items()])
+        yield
+    finally:
+        torch_serialization.clear_safe_globals()
+        torch_serialization.add_safe_globals(others)
+
+
+def _leaf_of(torch: Any, name: str, value: Any, check: Callable[[], None] | None) -> Any:
+    """Return a tensor as its bytes in the mapped file, and a name of torch as text."""
+    if isinstance(value, torch.dtype | torch.device):
+        return TorchName(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    word = str(value.dtype).removeprefix("torch.")
+    if word not in NUMPY_TYPES or value.layout != torch.strided:
+        raise ValueError(f"{name} is a tensor of {value.dtype}, {value.layout}")
+    item = NUMPY_TYPES[word].itemsize
+    stored = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+    data: Bytes = stored.numpy()[value.storage_offset() * item :]
+    data.flags.writeable = False
+    is_dense = value.is_contiguous()
+    return FileTensor(
+        name=name,
+        dtype=word,
+        shape=tuple(value.shape),
+        segments=(data[: value.numel() * item] if is_dense else data,),
+        strides=None if is_dense else value.stride(),
+        check=check,
+    )
+
+
+def _checksum_test(path: Path, content: Bytes) -> Callable[[], None]:
+    """Return a function that compares the CRC-32 of all records of a zip once; torch compares none.
+
+    It raises CheckpointError. After ``torch.serialization.set_crc32_options(False)`` all are 0.
+    """
+
+    @cache
+    def check() -> None:
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                lengths = content[record.header_offset + 26 : record.header_offset + 30]
+                first = record.header_offset + 30 + int(lengths.view("<u2").sum())
+                data = content[first : first + record.file_size]
+                if record.CRC and crc32(data.data) != record.CRC:
+                    raise CheckpointError(
+                        f"{path}: {record.filename} has changed since it was written (CRC-32); copy"
+                        " the file again or use another one"
+                    )
+
+    return check
+
+
+def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -> None:
+    """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values,
+    ``TorchName`` and ``TensorLeaf``.
+
+    arrays: one, or its parts, for each leaf, in the order in which the names first occur; bfloat16
+    as uint16 words. Memory: all arrays that are not mapped. OSError is left to the caller, who owns
+    the folder. With weights_only, torch accepts Namespace and numpy values only after
+    ``add_safe_globals``, as with its own files.
+    """
+    torch, tensors, coming = _torch(path), {}, iter(arrays)
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, TensorLeaf):
+            if value.name not in tensors:
+                tensors[value.name] = _to_torch(torch, value, next(coming))
+            return tensors[value.name]
+        if isinstance(value, TorchName):
+            return getattr(torch, value.removeprefix("torch."))
+        if isinstance(value, argparse.Namespace):
+            return argparse.Namespace(**placed(vars(value)))
+        if isinstance(value, dict):
+            return {key: placed(part) for key, part in value.items()}
+        return type(value)(map(placed, value)) if type(value) in (list, tuple) else value
+
+    whole = placed(tree)
+    with ChecksummedFile(path) as file:
+        try:
+            torch.save(whole, file)
+        except RuntimeError as error:  # of a file that the disk has cut short
+            raise error.__context__ or error from None
+
+
+def _to_torch(torch: Any, leaf: TensorLeaf, array: NDArray[Any] | Parts) -> Any:
+    parts = (array,) if isinstance(array, np.ndarray) else array
+    if len(parts) == 1 and parts[0].flags.c_contiguous:
+        joined = parts[0].reshape(-1)
+    else:
+        joined, first = np.empty(sum(part.size for part in parts), parts[0].dtype), 0
+        for part in parts:
+            copy_array(joined[first : first + part.size].reshape(part.shape), part)
+            first += part.size
+    if leaf.dtype == "bfloat16":
+        joined = joined.view(np.int16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing is written into a mapped array
+        tensor = torch.from_numpy(joined.reshape(leaf.shape))
+    return tensor.view(getattr(torch, leaf.dtype))
