@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -24,6 +24,10 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 
 
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
+_RAMP = (
+    Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=3, max_length=3)]
+    | list[Annotated[list[_COUNT], Field(min_length=2, max_length=2)]]
+)
 _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
@@ -37,7 +41,20 @@ _TYPES: dict[str, Any] = {
         "loss_scale": {"mode?": str, "value?": float, "finite_steps?": _COUNT,
         "overflows?": _COUNT},
     },
-    "config": {"optimizer": {"name": RuleName}},
+    "config": {
+        "optimizer": {
+            "name": RuleName, "learning_rate?": float,
+            "min_learning_rate?": float | None, "schedule?": str,
+            "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float,
+            "warmup_samples?": _COUNT | None, "decay_samples?": _COUNT | None,
+            "warmup_fraction?": float | None,
+            "beta1?": float, "beta2?": float,
+            "epsilon?": float, "momentum?": float,
+        },
+        "precision?": {"compute?": Literal["float32", "float16", "bfloat16"]},
+        "train?": {"global_batch_size?": _COUNT | None, "rampup_batch_size?": _RAMP | None},
+        "loss_scale?": {"hysteresis?": _COUNT},
+    },
 }  # fmt: skip
 """Types of the values in ``Weights.run`` that formats read. A key with ``?`` may be absent, as in
 older files. Other keys may have any value.
@@ -67,11 +84,21 @@ def new_run(
     step: int,
     updates: int,
     scale: Mapping[str, Any],
+    consumed_samples: int = 0,
+    updated_samples: int | None = None,
 ) -> dict[str, Any]:
     """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss
-    scale. Steps beyond ``updates`` were skipped.
+    scale. updated_samples: those of the updates, estimated if None. Steps beyond ``updates`` were
+    skipped.
     """
-    state = TrainState(step=step, skipped_steps=max(step - updates, 0))
+    if updated_samples is None:
+        updated_samples = consumed_samples * min(updates, step) // max(step, 1)
+    state = TrainState(
+        step=step,
+        consumed_samples=consumed_samples,
+        updated_samples=updated_samples,
+        skipped_steps=max(step - updates, 0),
+    )
     return {
         "state": state.to_dict(),
         "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),

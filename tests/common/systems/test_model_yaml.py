@@ -114,6 +114,17 @@ def test_a_date_is_text(tmp_path: Path) -> None:
         ),
         (("run", "engine", "loss_scale"), {"value": "x"}, "engine.loss_scale.value is 'x'"),
         (("run", "config", "optimizer", "name"), "lamb", "config.optimizer.name is 'lamb'"),
+        (
+            ("run", "config", "optimizer", "learning_rate"),
+            [],
+            r"config.optimizer.learning_rate is \[\]",
+        ),
+        (("run", "config", "precision"), 5, "config.precision is 5"),
+        (
+            ("run", "config", "train", "global_batch_size"),
+            "two",
+            "config.train.global_batch_size is 'two'",
+        ),
         # what a manifest of ours would refuse
         (("run", "state", "skipped_steps"), 9, "skipped_steps=9 and step=3 contradict"),
         (("run", "engine", "rng"), {"torch": []}, "engine.rng.torch: List should have at least 1"),
