@@ -20,7 +20,6 @@ from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
-from common.systems.deepspeed.names import FIRST_OF_BLOCK, short_name
 from common.systems.rank_parts import require_ranks, require_same
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
@@ -29,6 +28,15 @@ _LATEST = "latest"
 _MEGATRONS = "latest_checkpointed_iteration.txt"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_RULES = (
+    (r"^(module\.|model\.)+", ""),
+    (r"^(language_model\.embedding|tied_modules\.embed)\.", ""),
+    (r"^language_model\.(encoder|transformer)\.", ""),
+    (r"\.attention\.", ".self_attention."),
+)
+"""Prefixes of a name in GPTModel and GPTModelPipe, and an older word for the attention."""
+_FIRST_OF_BLOCK = "input_layernorm.weight"
+"""Parameter of every layer that is a block, and of no other layer of a pipeline."""
 _MAX_RANKS = 10_000
 _OF_ALL = ("global_steps", "skipped_steps", "mp_world_size", "dp_world_size", "iteration",
     "checkpoint_version", "ds_version")  # fmt: skip
@@ -54,13 +62,13 @@ class Checkpoint:
     @property
     def blocks(self) -> list[int]:
         """Numbers of the pipeline's layers that are transformer blocks."""
-        return [number for number, ranks in self.layers.items() if FIRST_OF_BLOCK in ranks[0]]
+        return [number for number, ranks in self.layers.items() if _FIRST_OF_BLOCK in ranks[0]]
 
     def weights(self, tensor: int) -> dict[str, FileTensor]:
         """Return the weights that a tensor rank has, in the order of the modules."""
         prefix = "module."
         found = {
-            short_name(name.removeprefix(prefix)): self.models[tensor][name]
+            _short_name(name.removeprefix(prefix)): self.models[tensor][name]
             for name in self.models[tensor]
             if name.startswith(prefix)
         }
@@ -69,7 +77,7 @@ class Checkpoint:
         return found
 
     def _layer(self, number: int, file: TensorFile) -> dict[str, FileTensor]:
-        return {short_name(f"{number}.{name}", self.blocks): file[name] for name in file}
+        return {_short_name(f"{number}.{name}", self.blocks): file[name] for name in file}
 
 
 def args_of(file: TensorFile) -> dict[str, Any]:
@@ -206,3 +214,19 @@ def _world(first: TensorFile, name: str, fallback: int) -> int:
     if type(size) is not int or not 0 < size <= _MAX_RANKS:
         raise CheckpointError(f"{first.path}: {name} is {size!r}; copy it again")
     return size
+
+
+def _short_name(name: str, blocks: Sequence[int] = ()) -> str:
+    """Return a name without the modules that hold the parameter, and a block's own number.
+
+    blocks: the numbers of the pipeline's layers that are blocks, in ascending order.
+    """
+    for pattern, shorter in _RULES:
+        name = re.sub(pattern, shorter, name)
+    layer = re.fullmatch(r"(\d+)\.(.+)", name)
+    if not layer:
+        return name
+    number, rest = int(layer[1]), layer[2]
+    if number in blocks:
+        return f"layers.{blocks.index(number)}.{rest}"
+    return f"final_layernorm.{rest}" if rest in ("weight", "bias") else rest
