@@ -18,7 +18,6 @@ from common.evaluation import (
     report,
     score_rows,
 )
-from common.evaluation.sensitivity import require_quantization
 from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import check_memory
 from common.quantization.scheme import CALIBRATION_BATCHES
@@ -36,7 +35,6 @@ from mindformers_gpt2.quantize import quantize_model
 def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     device = open_device(config, process)
     check_memory(config, process, device)
-    require_quantization(config)
     task, config = open_task(config)
     checkpoint = weights_to_use(config, task.tokenizer_record)
     model = build_model(config, device)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 
 from common import whole_numbers
 from common.conversion.convert import ConversionResult, convert, convert_as_mindformers_did
-from common.conversion.runners import installed_runners
+from common.conversion.logits import installed_runners
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,6 @@ from common.evaluation import (
     report,
     score_rows,
 )
-from common.evaluation.sensitivity import Sensitivity, require_quantization, sensitivity_result
 from common.parallel.resolved_run import ResolvedRun
 from common.parallel.sharding import slices_of_rank
 from common.planner.room import check_memory
@@ -40,7 +39,7 @@ from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.world import World, open_world
-from torch_gpt2.quantize import Quantization, quantize_model
+from torch_gpt2.quantize import quantize_model
 
 
 def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
@@ -49,15 +48,13 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     topology = config.topology
     if topology.world_size == 1:
         process = replace(process, rank=0, world_size=1)
-    require_quantization(config)
     task, config = open_task(config, rank=topology.coordinates(process.rank).data)
     with open_world(config, process, device) as world:
         use_fastest_products(device, world)
         checkpoint = world.decide_on_rank_0(lambda: weights_to_use(config, task.tokenizer_record))
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
-        is_rounded_here = config.evaluation.task == "sensitivity"  # quantize one layer at a time
-        integer = None if is_rounded_here else load_integer_model(config, device, checkpoint)
+        integer = load_integer_model(config, device, checkpoint)
         parts = [integer] if integer else _load_parts(config, device, world, checkpoint)
         quantization = None if integer else quantize_model(config, parts, world)
         if quantization is not None:
@@ -82,10 +79,7 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
 
             if quantization is not None:
                 quantization.calibrate(lambda: measure(islice(task.windows(), CALIBRATION_BATCHES)))
-            if quantization is not None and config.evaluation.task == "sensitivity":
-                result = sensitivity_result(task, _sensitivity(quantization, task, measure))
-            else:
-                result = task.result(measure)
+            result = task.result(measure)
         else:
             score, size = make_scorer(parts[0], device), config.evaluation.batch_size
             if quantization is not None:
@@ -94,19 +88,6 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
             result = task.result(score_rows(task.rows, score, size, task.unit))
         if world.rank == 0:
             report(config, checkpoint, result)
-
-
-def _sensitivity(
-    quantization: Quantization,
-    task: ValidationTask,
-    measure: Callable[[Iterable[Tokens]], tuple[float, int]],
-) -> Sensitivity:
-    def loss_with(layers: Collection[str]) -> float:
-        quantization.round_only(layers)
-        total, tokens = measure(task.windows())
-        return total / tokens
-
-    return Sensitivity.measure(quantization.scales.layers, loss_with)
 
 
 def _load_parts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,11 +139,6 @@ class Quantization(QuantizedModel):
     def begin_step(self) -> None:
         for part in self._parts:
             forget_maxima(part)
-
-    def round_only(self, layers: Collection[str]) -> None:
-        """Turn on rounding in these layers only."""
-        for name, module in self._modules.items():
-            module.quantizer = self.quantizers[name] if name in layers else None
 
     def _maximum(self, layer: str) -> float:
         return float(self.quantizers[layer].maximum) if layer in self.quantizers else 0.0

@@ -901,10 +901,9 @@ class PredictConfig(Section):
 class EvaluationConfig(Section):
     """Settings of --run_mode eval."""
 
-    task: Literal["validation", "sensitivity", "text", "lambada"] = "validation"
-    """Measurement. validation: the loss of the validation windows. sensitivity: validation with one
-    layer at a time quantized, on torch. text: perplexity of a file. lambada: accuracy on the last
-    word of each passage of a file.
+    task: Literal["validation", "text", "lambada"] = "validation"
+    """Measurement. validation: the loss of the validation windows. text: perplexity of a file.
+    lambada: accuracy on the last word of each passage of a file.
     """
     file: Text | None = None
     """File to evaluate, which may be gzipped. For text: plain text (WikiText, Penn Treebank), or

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.conversion.heads import warn_of_heads
+from common.config.resolved import ResolvedModel
 from common.conversion.logits import Runner, compare_logits
 from common.errors import CheckpointError, ConfigError, StorageError, TokenizerError, UserError
 from common.files import (
@@ -28,7 +28,7 @@ from common.files import (
     whole_folder,
 )
 from common.hub import located
-from common.log import progress_bar
+from common.log import LOG, progress_bar
 from common.systems.hugging_face.config import CONFIG, write_config
 from common.systems.hugging_face.read import open_without_config
 from common.systems.hugging_face.tokenizer import (
@@ -44,6 +44,15 @@ from common.tensor_files.arrays import bytes_of
 from common.tokenizer import load_tokenizer
 
 REPORT = "conversion.json"
+_USUAL_HEADS = {768: (12,), 1024: (16,), 1280: (20,), 1600: (25,), 8192: (64, 32)}
+"""Width -> number of heads, for OpenAI's models and MindFormers' 52B model, whose heads are 256
+wide.
+"""
+_HEAD_WIDTHS = (64, 80, 96, 128)
+"""Head widths of all other models."""
+_NARROW = 256
+_NARROW_HEAD_WIDTHS = (16, 32, 64)
+"""Head widths of models narrower than _NARROW."""
 
 
 def _require_source(path: Path) -> None:
@@ -349,3 +358,20 @@ def _compare(weights: Weights, written: Weights) -> dict[str, str]:
             f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}"
         )
     return {name: sums[name] for name in there}
+
+
+def warn_of_heads(path: Path, model: ResolvedModel) -> None:
+    """Warn if the number of heads is unusual for the width.
+
+    Any number of heads that divides the width fits the shapes, so a wrong number cannot be detected
+    otherwise.
+    """
+    width, heads = model.hidden_size, model.num_heads
+    sizes = _NARROW_HEAD_WIDTHS if width < _NARROW else _HEAD_WIDTHS
+    usual = _USUAL_HEADS.get(width) or tuple(width // size for size in sizes if width % size == 0)
+    if usual and heads not in usual:
+        LOG.warning(
+            f"{path}: its config says {heads} heads, where a GPT-2 of width {width} has"
+            f" {' or '.join(map(str, usual))}; any number that divides the width fits the tensors,"
+            " and with a wrong one they compute another function: compare with how it was trained"
+        )

@@ -20,8 +20,7 @@ from typing import Any
 from common import run_folder
 from common.config.resolved import ResolvedModel
 from common.conversion.check import allowed_noise, compare, random_rows
-from common.conversion.logits import run_logits
-from common.conversion.runners import installed_runners
+from common.conversion.logits import installed_runners, run_logits
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, reading
 from common.generation.exported import ExportedModel

@@ -4,8 +4,11 @@ framework that reads its format.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,12 +34,42 @@ NEEDED = {
     "onnx": ("onnxruntime",),
 }
 """Format -> the packages that compute its logits."""
+_PLACES = {
+    "hf": ("torch_gpt2.logits", "hugging_face_logits"),
+    "torch_gpt2": ("torch_gpt2.logits", "logits"),
+    "mindspore": ("mindformers_gpt2.logits", "logits"),
+    "pt2": ("torch_gpt2.program", "logits"),
+    "onnx": ("common.systems.onnx.session", "logits"),
+}
+"""Module and function of each format."""
 TOLERANCE = 1e-4
 """Largest accepted difference, relative to the largest logit. Frameworks add in different orders; a
 wrong order of heads makes an error as large as the logits.
 """
 _COPIES = 3
 """Memory that a framework needs to open weights, as a multiple of their size."""
+
+
+def installed_runners() -> dict[str, Runner]:
+    """Return the function that computes the logits of each format. A framework is imported when its
+    function is called.
+    """
+    # MindSpore warns about devices that this machine does not have
+    os.environ.setdefault("GLOG_v", "3")
+    return {
+        format: partial(_run, *place)
+        for format, place in _PLACES.items()
+        if all(importlib.util.find_spec(name) for name in NEEDED[format])
+    }
+
+
+def _run(
+    module: str, function: str, folder: Path, model: ResolvedModel, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(
+        folder, model, ids
+    )
+    return logits
 
 
 def compare_logits(

@@ -19,11 +19,10 @@ from common.training.data import TrainingData, open_data, open_tokenizer
 from common.training.loop import validation_figures
 from common.training.report import part_lines
 
-VALIDATION_TASKS = ("validation", "sensitivity")
+VALIDATION_TASKS = ("validation",)
 """Tasks that measure on the validation windows of the data."""
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "validation": (),
-    "sensitivity": (),
     "text": ("file", "detokenize", "stride", "batch_size", "max_samples"),
     "lambada": ("file", "batch_size", "max_samples"),
 }

@@ -21,8 +21,7 @@ from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, UserError
 from common.files import reading
 from common.systems import own_folder
-from common.systems.table import FORMATS, detect
-from common.systems.weight_format import WeightFormat
+from common.systems.table import FORMATS, WeightFormat, detect
 from common.systems.weights import Weight, Weights, to_type
 from common.tokenizer.folder import Folder
 from common.weights.names import EMBEDDING, check_tensors

@@ -8,9 +8,13 @@ down. The folders do not import each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
 from common.systems import own_folder
 from common.systems.deepspeed import read as deepspeed
@@ -22,8 +26,40 @@ from common.systems.mindformers import read as mindformers, write as to_mindform
 from common.systems.oneflow import read as oneflow
 from common.systems.onnx import write as to_onnx
 from common.systems.strangers import stranger_at
-from common.systems.weight_format import WeightFormat
-from common.systems.weights import FLOATS
+from common.systems.weights import FLOATS, Weights
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    title: str
+    """Name in messages, such as "a Hugging Face folder"."""
+    detects: Callable[[Path], bool]
+    """Tells whether a path looks like this format."""
+    open: Callable[[Path], AbstractContextManager[Weights]] | None = None
+    """Opens weights. Raises CheckpointError and ConfigError. None: the format is written only."""
+    write: Callable[[Path, Weights, str | None], dict[str, int]] | None = None
+    """Writes weights: (empty folder, weights, dtype) -> the CRC-32 of each file by its name. None:
+    the format is read only.
+    """
+    write_shards: Callable[[Path, Weights, str | None, int, int], dict[str, int]] | None = None
+    """Writes as ``write`` does, with a file for each tensor and pipeline rank. None: a model is one
+    file for any layout.
+    """
+    dtypes: tuple[str, ...] = FLOATS
+    """Types of weights that ``write`` can write."""
+    holds_run: bool = True
+    """Whether the format holds the optimizer's state and the position of training."""
+    hugging_face_config: bool = False
+    """Whether transformers' config.json belongs beside what ``write`` writes."""
+    missing_config: Callable[[Path], str | None] | None = None
+    """Returns a shell command that writes the missing config of a folder from its shapes, None
+    where there is a config.
+    """
+    open_as: Callable[[Path, ResolvedModel], AbstractContextManager[Weights]] | None = None
+    """Opens weights whose files do not describe their model, with a given model."""
+    open_to_compute: Callable[[Path], AbstractContextManager[Weights]] | None = None
+    """Opens weights to run them, without checksums of large files. None: ``open`` does."""
+
 
 _QUANTIZED = ("float32", "float16", "int8", "int4")
 

@@ -2,8 +2,6 @@
 transformers' model.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,8 @@ from common.quantization import scheme
 from common.resolve.derive import resolve_config
 from common.weights.names import EMBEDDING
 from tests.reference import hugging_face_model
-from tests.torch_gpt2.parallel.test_layouts import tree
 from tests.torch_gpt2.test_engine import make_config, make_engine, run, token_batches
-from torch_gpt2.evaluate import evaluate
 from torch_gpt2.quantize import FakeQuantize
-from torch_gpt2.train import train
 
 KINDS: dict[str, dict[str, Any]] = {
     "averages": {},
@@ -242,40 +237,6 @@ def test_bad_sections(section: dict[str, Any], message: str) -> None:
 def test_settings_that_exclude_it_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="does not go with quantization-aware training"):
         make_config(quantization={}, **changes)
-
-
-def test_sensitivity_is_the_loss_with_one_layer_rounded(
-    tmp_path: Path, corpus_prefix: Path
-) -> None:
-    """Each figure against an evaluation whose section skips all other layers."""
-    settings: dict[str, Any] = {"weight_bits": 3, "activations": "dynamic", "activation_bits": 3}
-    settings["skip"] = ["attn.k_proj"]
-    run = tree(tmp_path / "run", corpus_prefix, train__max_steps=2, model__num_layers=1)
-    train(timed(run))
-    load = {"checkpoint": {"load": str(tmp_path / "run")}}
-
-    def loss(task: str, **section: Any) -> dict[str, Any]:
-        changes = load | {"evaluation": {"task": task}, "output_dir": str(tmp_path / "eval")}
-        evaluate(timed(run | changes | section))
-        name = "sensitivity" if task == "sensitivity" else "evaluation"
-        return json.loads((tmp_path / "eval" / f"{name}.json").read_text())
-
-    found = loss("sensitivity", quantization=settings)
-    plain = loss("validation")["validation_loss"]
-    assert found["validation_loss"] == plain
-    whole = loss("validation", quantization=settings)["validation_loss"]
-    assert found["validation_loss_quantized"] == whole != plain
-    for layer in ("h.0.attn.v_proj", "h.0.mlp.c_proj"):
-        skip = ["attn.k_proj", *(name for name in found["damage"] if name != layer)]
-        alone = loss("validation", quantization=settings | {"skip": skip})["validation_loss"]
-        assert found["damage"][layer] == pytest.approx(alone - plain, abs=1e-12)
-    assert found["skip"][0] == "attn.k_proj" and len(found["skip"]) > 1
-    left = loss("validation", quantization=settings | {"skip": found["skip"]})["validation_loss"]
-    assert found["validation_loss_with_skip"] == left != whole
-    assert list(found["damage"].values()) == sorted(found["damage"].values(), reverse=True)
-    assert (tmp_path / "eval" / "sensitivity.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ConfigError, match=r"which is missing; add quantization=\{\} for 8 bits"):
-        loss("sensitivity")
 
 
 def timed(tree: dict[str, Any]) -> Any:

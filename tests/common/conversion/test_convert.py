@@ -29,8 +29,7 @@ transformers = pytest.importorskip("transformers")
 from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
-from common.conversion.convert import convert, convert_as_mindformers_did  # noqa: E402
-from common.conversion.heads import warn_of_heads  # noqa: E402
+from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
 from common.systems.hugging_face.write import write_hugging_face  # noqa: E402
 from common.systems.own_folder import write_project  # noqa: E402
@@ -589,20 +588,8 @@ def test_verify_computes_the_logits_of_both_sides(
     """transformers' against those of either backend; where nothing runs a format, that is said."""
     source = save(theirs(), tmp_path / "hf", "safetensors")
     for target in ("torch_gpt2", "mindspore", "mindformers"):
-        assert (
-            main(
-                [
-                    "--input",
-                    str(source),
-                    "--output",
-                    str(tmp_path / target),
-                    "--to",
-                    target,
-                    "--verify",
-                ]
-            )
-            == 0
-        )
+        words = ["--input", str(source), "--output", str(tmp_path / target), "--to", target]
+        assert main([*words, "--verify"]) == 0
         told = capsys.readouterr().out
         logits = json.loads((tmp_path / target / "conversion.json").read_text())["logits"]
         if target == "mindformers":
@@ -623,20 +610,8 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "find_spec",
         lambda name, *more: None if name == "transformers" else find(name, *more),
     )
-    assert (
-        main(
-            [
-                "--input",
-                str(source),
-                "--output",
-                str(tmp_path / "ours"),
-                "--to",
-                "torch_gpt2",
-                "--verify",
-            ]
-        )
-        == 0
-    )
+    words = ["--input", str(source), "--output", str(tmp_path / "ours"), "--to", "torch_gpt2"]
+    assert main([*words, "--verify"]) == 0
     reason = json.loads((tmp_path / "ours" / "conversion.json").read_text())["logits"]["reason"]
     assert reason == "transformers, which computes the logits of hf, is not installed"
 
@@ -654,7 +629,9 @@ def test_unusual_heads_are_said_at_any_width(
     monkeypatch: pytest.MonkeyPatch, width: int, heads: int, said: str | None
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("common.conversion.heads.LOG", types.SimpleNamespace(warning=lines.append))
+    monkeypatch.setattr(
+        "common.conversion.convert.LOG", types.SimpleNamespace(warning=lines.append)
+    )
     warn_of_heads(Path("x"), MODEL.model_copy(update={"hidden_size": width, "num_heads": heads}))
     assert len(lines) == (said is not None) and (said or "") in "".join(lines)
 
