@@ -139,8 +139,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         one.process.communicate()
 
 
-def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    programs = ["import os; print('rank', os.environ['RANK_ID'], os.environ['DEVICE_ID'])"] * 2
+def test_all_ranks_end_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of an earlier run, which would mislead them, are not handed on."""
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    show = "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')))"
+    programs = [show] * 2
     ranks = tuple(
         ProcessSpec(
             rank=child.rank,
@@ -151,8 +156,8 @@ def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert supervise(tmp_path / "logs", ranks) == 0
     assert [log(tmp_path / "logs", rank).splitlines()[1:] for rank in (0, 1)] == [
-        ["rank 0 4"],
-        ["rank 1 5"],
+        ["rank 0 4 None"],
+        ["rank 1 5 None"],
     ]
     said = capsys.readouterr()
     assert "started ranks 0-1" in said.out
