@@ -79,7 +79,7 @@ def main(request: Request) -> int:
     start_heartbeat()
     report("started")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ["RANK_SIZE"])
-    join = {"torch": TorchNetwork, "mindspore": MindSporeNetwork}[backend]
+    join = TorchNetwork if backend == "torch" else MindSporeNetwork
     network: Network = join(device, seconds, rank, world)
     report("group made")
     ready = time.monotonic() - START

@@ -102,9 +102,10 @@ class Numbering:
     ) -> None:
         """Accept or reject a caller."""
         hello = link.hello()
-        devices = hello.get("devices")
-        is_list = isinstance(devices, list) and all(type(number) is int for number in devices)
-        if hello.get("kind") != ASKS_FOR_NUMBER or not is_list:
+        given = hello.get("devices")
+        devices: list[int] = given if isinstance(given, list) else []
+        is_ours = hello.get("kind") == ASKS_FOR_NUMBER
+        if not is_ours or not devices or any(type(number) is not int for number in devices):
             link.close()
             return
         here = [own for other, own in callers.values() if other == address]

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.cluster import hccn
 from common.cluster.places import Placement
 from common.cluster.pods import server_of_pod
-from common.cluster.rank_environment import Rendezvous, make_rendezvous, rank_command
+from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import write_table
 from common.config.schema import RunConfig
@@ -35,18 +35,10 @@ class JobMaker:
     port: int | None
 
     def make(self, config: ResolvedRun, places: Placement, *, starts: bool = True) -> Job:
-        """Return the job of this host, with a rendezvous of its own.
+        """Return the job of this host, with a rendezvous of its own; warn of settings that are
+        probably unintended.
 
         starts: False for a job that is only shown.
-        """
-        children, hosts = self._children(config, places, starts=starts)
-        return make_job(self.request, config, children, hosts)
-
-    def _children(
-        self, config: ResolvedRun, places: Placement, *, starts: bool
-    ) -> tuple[tuple[ProcessSpec, ...], Hosts | None]:
-        """Return the processes of this host, and the hosts; warn of settings that are probably
-        unintended.
         """
         request, table = self.request, self.table
         needs_ascend = (
@@ -67,7 +59,15 @@ class JobMaker:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_table(table, table_path)
         self._warn(places, config)
-        rendezvous = self._rendezvous(config, places, table_path, on_cpu=kind == "cpu")
+        rendezvous = make_rendezvous(
+            places,
+            port=self.port,
+            table=table_path,
+            backend=config.backend,
+            environ=os.environ,
+            on_cpu=kind == "cpu",
+            rdma=request.use_rdma,
+        )
         command = rank_command(
             request.config, request.mode, request.overrides, program=request.program
         )
@@ -79,25 +79,7 @@ class JobMaker:
                 child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
                 for child in children
             )
-        return children, make_hosts(places, rendezvous)
-
-    def _rendezvous(
-        self,
-        config: ResolvedRun,
-        places: Placement,
-        table: Path | None,
-        *,
-        on_cpu: bool = False,
-    ) -> Rendezvous:
-        return make_rendezvous(
-            places,
-            port=self.port,
-            table=table,
-            backend=config.backend,
-            environ=os.environ,
-            on_cpu=on_cpu,
-            rdma=self.request.use_rdma,
-        )
+        return make_job(request, config, children, make_hosts(places, rendezvous))
 
     def _warn(self, places: Placement, config: ResolvedRun) -> None:
         table = self.table

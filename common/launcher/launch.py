@@ -126,14 +126,10 @@ def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
     return _supervise(lambda number: job(), request, config)
 
 
-def _max_restarts(request: LaunchRequest, config: RunConfig) -> int:
-    given = request.max_restarts
-    return config.runtime.max_restarts if given is None else given
-
-
 def _supervise(make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig) -> int:
     """Run the attempts of this host. Only training is started again after a failure."""
-    most = _max_restarts(request, config) if request.mode in RESTARTABLE else 0
+    given = config.runtime.max_restarts if request.max_restarts is None else request.max_restarts
+    most = given if request.mode in RESTARTABLE else 0
     return run_attempts(make_job, most=most, folder=absolute(config.output_dir))
 
 

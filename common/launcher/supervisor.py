@@ -342,7 +342,7 @@ class _Supervisor:
         if self._failures:
             return
         states, done = self._ranks.states(), self._ranks.done
-        if self._channel is not None:
+        if self._channel is not None and self._hosts is not None and self._hosts.own > 0:
             stopped = any(self._ranks.codes.values())
             self._channel.set_life(
                 states=[asdict(state) for state in states], done=done, stopped=stopped

@@ -2,7 +2,7 @@
 
     pytest -m campaign -s tests/system/test_fault_campaign.py
 
-GPT2_FAULTS sets the number of faults (300), GPT2_FAULT_SEED the seed (1).
+GPT2_FAULTS sets the number of faults (200), GPT2_FAULT_SEED the seed (1).
 """
 
 import json
@@ -11,11 +11,13 @@ import random
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.network_hosts import ADDRESSES, two_hosts
 from tests.run_scripts import ROOT, pids_with, run_words, start_script
 from tests.system.test_restarts import attempts_of, rows_of
 
@@ -63,14 +65,19 @@ sys.exit(run_gpt2.main(sys.argv[1:]))
 """
 MOMENTS = ("reading data", "computing", "saving", "validating", "start")
 KINDS = ("SIGKILL", "SIGABRT", "SIGSEGV", "SIGSTOP", "exception", "launcher")
-LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
-    "dp2": (2, {}),
-    "zero2": (2, {"parallel__zero_stage": 2}),
-    "tp2": (2, {"parallel__model_parallel": 2}),
-    "pp2": (2, {"parallel__pipeline_stage": 2}),
-    "dp4": (4, {}),
-    "tp2 pp2": (4, {"parallel__model_parallel": 2, "parallel__pipeline_stage": 2}),
+LAYOUTS: dict[str, tuple[int, int, dict[str, object]]] = {
+    "dp2": (1, 2, {}),
+    "zero2": (1, 2, {"parallel__zero_stage": 2}),
+    "tp2": (1, 2, {"parallel__model_parallel": 2}),
+    "pp2": (1, 2, {"parallel__pipeline_stage": 2}),
+    "dp4": (1, 4, {}),
+    "tp2 pp2": (1, 4, {"parallel__model_parallel": 2, "parallel__pipeline_stage": 2}),
+    "dp2, two hosts": (2, 2, {}),
+    "tp2 dp2, two hosts": (2, 4, {"parallel__model_parallel": 2}),
+    "dp2, mindspore": (1, 2, {"backend": "mindspore"}),
+    "dp2, mindspore, two hosts": (2, 2, {"backend": "mindspore"}),
 }
+"""Hosts, ranks and settings."""
 LIMIT = 1800.0
 """Seconds for a run with its faults; more would be a hang."""
 
@@ -100,38 +107,63 @@ def plan(chance: random.Random, ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-def run_until_the_end(folder: Path, words: list[str], ranks: int) -> tuple[int, int]:
-    """Start the run as a scheduler does, again and again. Returns its starts and exit code."""
-    end = time.monotonic() + LIMIT
-    starts = 0
-    while True:
+def run_until_the_end(
+    folder: Path, words: list[str], ranks: int, hosts: Sequence[str]
+) -> tuple[int, list[int | None]]:
+    """Start the launcher of each host as a scheduler does, again and again. Returns the number of
+    starts, and the last exit codes.
+    """
+    end, starts = time.monotonic() + LIMIT, 0
+    options = ["--node_ips", ",".join(ADDRESSES)] if hosts else []
+    size = ranks // max(1, len(hosts))
+
+    def start(host: str | None) -> subprocess.Popen[bytes]:
+        nonlocal starts
         starts += 1
-        launcher = start_script(
-            "--program", str(folder / "program.py"), "--max_restarts", "50", "--quiet",
-            "none", CONFIG, f"[0,{ranks})", "train", *words,
+        return start_script(
+            "--program", str(folder / "program.py"), "--max_restarts", "50", "--quiet", *options,
+            "none", CONFIG, f"[0,{size})", "train", *words,
+            before=() if host is None else ("ip", "netns", "exec", host),
             log=folder / "log.txt", FAULTS=str(folder / "faults.json"),
         )  # fmt: skip
-        try:
-            code = launcher.wait(timeout=max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            launcher.kill()
+
+    launchers = {host: start(host) for host in hosts or (None,)}
+    while True:
+        codes = [launcher.poll() for launcher in launchers.values()]
+        if time.monotonic() > end:
+            for launcher in launchers.values():
+                launcher.kill()
             pytest.fail(f"hangs: {(folder / 'log.txt').read_text()[-3000:]}")
-        gone = time.monotonic() + 20
-        while pids_with(str(folder)) and time.monotonic() < gone:
-            time.sleep(0.2)
-        assert pids_with(str(folder)) == [], "a process is left"
-        if code == 0 or starts > FAULTS_OF_A_RUN + 2:
-            return starts, code
+        if None not in codes:
+            gone = time.monotonic() + 20
+            while pids_with(str(folder)) and time.monotonic() < gone:
+                time.sleep(0.2)
+            assert pids_with(str(folder)) == [], "a process is left"
+            if not any(codes) or starts > 2 * (FAULTS_OF_A_RUN + 2):
+                return starts, codes
+        for host, launcher in launchers.items():
+            if launcher.poll():
+                launchers[host] = start(host)
+        time.sleep(0.1)
 
 
-def test_every_run_ends_as_one_without_faults(tmp_path: Path, corpus_prefix: Path) -> None:
-    wanted = int(os.environ.get("GPT2_FAULTS", "300"))
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    yield from two_hosts()
+
+
+def test_every_run_ends_as_one_without_faults(
+    hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path
+) -> None:
+    wanted = int(os.environ.get("GPT2_FAULTS", "200"))
     chance = random.Random(int(os.environ.get("GPT2_FAULT_SEED", "1")))
-    alone = tmp_path / "alone"
-    words = run_words(alone, corpus_prefix, **keys_of())
-    single = start_script("none", CONFIG, "[0,1)", "train", *words, log=tmp_path / "alone.log")
-    assert single.wait(timeout=200) == 0
-    expected = rows_of(alone)
+    expected = {}
+    for backend in ("torch", "mindspore"):
+        alone = tmp_path / backend
+        words = run_words(alone, corpus_prefix, **keys_of(backend=backend))
+        single = start_script("none", CONFIG, "[0,1)", "train", *words, log=tmp_path / "alone.log")
+        assert single.wait(timeout=200) == 0
+        expected[backend] = rows_of(alone)
     met: Counter[tuple[str, str]] = Counter()
     layouts: Counter[str] = Counter()
     layouts_left: list[str] = []
@@ -141,28 +173,29 @@ def test_every_run_ends_as_one_without_faults(tmp_path: Path, corpus_prefix: Pat
         if not layouts_left:
             layouts_left = chance.sample(list(LAYOUTS), len(LAYOUTS))
         name = layouts_left.pop()
-        ranks, keys = LAYOUTS[name]
+        count, ranks, keys = LAYOUTS[name]
         folder = tmp_path / f"run {sum(layouts.values())}"
         folder.mkdir()
         (folder / "program.py").write_text(PROGRAM)
         faults = plan(chance, ranks)
         (folder / "faults.json").write_text(json.dumps(faults))
         run = folder / "run"
-        starts, code = run_until_the_end(
+        starts, codes = run_until_the_end(
             folder,
             run_words(run, corpus_prefix, **keys_of(runtime__stall_limit=15 * ranks, **keys)),
             ranks,
+            hosts if count > 1 else (),
         )
         text = (folder / "log.txt").read_text()
-        assert code == 0, f"{name}, {faults}: {text[-3000:]}"
+        assert not any(codes), f"{name}, {faults}: {text[-3000:]}"
         left = json.loads((folder / "faults.json").read_text())
         for fault in faults[: len(faults) - len(left)]:
             met[fault["moment"], fault["kind"]] += 1
         layouts[name] += 1
-        found = rows_of(run)
-        assert [(row[0], row[3]) for row in found] == [(row[0], row[3]) for row in expected]
+        found, wanted_rows = rows_of(run), expected[str(keys.get("backend", "torch"))]
+        assert [(row[0], row[3]) for row in found] == [(row[0], row[3]) for row in wanted_rows]
         differences = [
-            abs(row[1] - other[1]) / other[1] for row, other in zip(found, expected, strict=True)
+            abs(row[1] - other[1]) / other[1] for row, other in zip(found, wanted_rows, strict=True)
         ]
         worst = max(worst, *differences)
         assert worst < 1e-6, (name, faults)

@@ -1,6 +1,7 @@
 """Rank of a process from the variables of every launcher, whole and damaged."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,17 @@ from common.cluster.environment import (
     torch_variables,
 )
 from common.errors import ConfigError, DataError
+
+
+def process(
+    rank: int, size: int, local: int, here: int, master: str | None, port: int | None, name: str,
+    **more: Any,
+) -> Process:  # fmt: skip
+    return Process(
+        **{"rank": rank, "world_size": size, "local_rank": local, "local_world_size": here},
+        **{"master": master, "port": port, "launcher": name, **more},
+    )
+
 
 TORCHRUN = {
     "RANK": "5",
@@ -113,15 +125,7 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
         ({}, ALONE),
         (
             TORCHRUN,
-            Process(
-                rank=5,
-                world_size=8,
-                local_rank=1,
-                local_world_size=4,
-                master="10.0.0.1",
-                port=29501,
-                launcher="torchrun",
-            ),
+            process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun"),
         ),
         (
             {  # deepspeed/launcher/launch.py of DeepSpeed 0.19
@@ -131,27 +135,11 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
                 "CROSS_RANK": "1",
                 "CROSS_SIZE": "2",
             },
-            Process(
-                rank=5,
-                world_size=8,
-                local_rank=1,
-                local_world_size=4,
-                master="10.0.0.1",
-                port=29501,
-                launcher="torchrun",
-            ),
+            process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun"),
         ),
         (
             {**TORCHRUN, "DEVICE_ID": "6"},  # the container's, not the rank's
-            Process(
-                rank=5,
-                world_size=8,
-                local_rank=1,
-                local_world_size=4,
-                master="10.0.0.1",
-                port=29501,
-                launcher="torchrun",
-            ),
+            process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun"),
         ),
         (
             {
@@ -161,54 +149,19 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
                 "RANK_SIZE": "8",
                 "GPT2_LAUNCHER_PID": "77",
             },
-            Process(
-                rank=5,
-                world_size=8,
-                local_rank=1,
-                local_world_size=4,
-                device_id=6,
-                master="10.0.0.1",
-                port=29501,
-                launcher="launch",
-            ),
+            process(5, 8, 1, 4, "10.0.0.1", 29501, "launch", device_id=6),
         ),
         (
             MSRUN,
-            Process(
-                rank=3,
-                world_size=4,
-                local_rank=3,
-                local_world_size=4,
-                device_id=3,
-                master="127.0.0.1",
-                port=8118,
-                launcher="msrun",
-            ),
+            process(3, 4, 3, 4, "127.0.0.1", 8118, "msrun", device_id=3),
         ),
         (
             {**MSRUN, "MS_SCHED_HOST": "10.0.0.1", "DEVICE_ID": "1"},
-            Process(
-                rank=3,
-                world_size=4,
-                local_rank=1,
-                local_world_size=2,
-                device_id=1,
-                master="10.0.0.1",
-                port=8118,
-                launcher="msrun",
-            ),
+            process(3, 4, 1, 2, "10.0.0.1", 8118, "msrun", device_id=1),
         ),
         (
             OPEN_MPI,
-            Process(
-                rank=1,
-                world_size=2,
-                local_rank=1,
-                local_world_size=2,
-                master="127.0.0.1",
-                port=29500,
-                launcher="mpirun",
-            ),
+            process(1, 2, 1, 2, "127.0.0.1", 29500, "mpirun"),
         ),
         (
             {
@@ -218,90 +171,34 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
                 "MASTER_ADDR": "a",
                 "MASTER_PORT": "1234",
             },
-            Process(
-                rank=1,
-                world_size=2,
-                local_rank=0,
-                local_world_size=1,
-                master="a",
-                port=1234,
-                launcher="mpirun",
-            ),
+            process(1, 2, 0, 1, "a", 1234, "mpirun"),
         ),
         (
             HOROVOD,
-            Process(
-                rank=5,
-                world_size=8,
-                local_rank=1,
-                local_world_size=4,
-                master="198.51.100.1",
-                port=61440 + 41000 % 4095,
-                launcher="horovodrun",
-            ),
+            process(5, 8, 1, 4, "198.51.100.1", 61440 + 41000 % 4095, "horovodrun"),
         ),
         (
             {**HOROVOD, "HOROVOD_SIZE": "6", "HOROVOD_LOCAL_RANK": "5", "HOROVOD_LOCAL_SIZE": "6"},
-            Process(
-                rank=5,
-                world_size=6,
-                local_rank=5,
-                local_world_size=6,
-                master="127.0.0.1",
-                port=61440 + 41000 % 4095,
-                launcher="horovodrun",
-            ),
+            process(5, 6, 5, 6, "127.0.0.1", 61440 + 41000 % 4095, "horovodrun"),
         ),
         (
             {**HOROVOD, "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
-            Process(
-                rank=5,
-                world_size=8,
-                local_rank=1,
-                local_world_size=4,
-                master="a",
-                port=1234,
-                launcher="horovodrun",
-            ),
+            process(5, 8, 1, 4, "a", 1234, "horovodrun"),
         ),
         (BATCH_SCRIPT, ALONE),
         # the batch step's own number
         ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NODELIST": "gnode10"}, ALONE),
         (
             SRUN,
-            Process(
-                rank=3,
-                world_size=5,
-                local_rank=1,
-                local_world_size=2,
-                master="gnode20",
-                port=61440 + 200507 % 4095,
-                launcher="srun",
-            ),
+            process(3, 5, 1, 2, "gnode20", 61440 + 200507 % 4095, "srun"),
         ),
         (
             {**SRUN, "PMI_RANK": "3", "PMI_SIZE": "5"},  # srun --mpi=pmi2
-            Process(
-                rank=3,
-                world_size=5,
-                local_rank=1,
-                local_world_size=2,
-                master="gnode20",
-                port=61440 + 200507 % 4095,
-                launcher="srun",
-            ),
+            process(3, 5, 1, 2, "gnode20", 61440 + 200507 % 4095, "srun"),
         ),
         (
             {**SRUN, **OPEN_MPI},
-            Process(
-                rank=1,
-                world_size=2,
-                local_rank=1,
-                local_world_size=2,
-                master="127.0.0.1",
-                port=29500,
-                launcher="mpirun",
-            ),
+            process(1, 2, 1, 2, "127.0.0.1", 29500, "mpirun"),
         ),
         (
             {
@@ -310,16 +207,7 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
                 "VC_WORKER_HOSTS": "job-0.job,job-1.job",
                 "ASCEND_DEVICE_ID": "1",
             },
-            Process(
-                rank=9,
-                world_size=16,
-                local_rank=1,
-                local_world_size=8,
-                device_id=1,
-                master="job-0.job",
-                port=29500,
-                launcher="rank table",
-            ),
+            process(9, 16, 1, 8, "job-0.job", 29500, "rank table", device_id=1),
         ),
     ],
 )
@@ -332,16 +220,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
     pod 0's 10.19.1.142.
     """
     table = str(samples / TABLE)
-    expected = Process(
-        rank=9,
-        world_size=16,
-        local_rank=1,
-        local_world_size=8,
-        device_id=1,
-        master="10.19.1.142",
-        port=29500,
-        launcher="rank table",
-    )
+    expected = process(9, 16, 1, 8, "10.19.1.142", 29500, "rank table", device_id=1)
     assert find_process({"RANK_TABLE_FILE": table, "RANK_ID": "9"}) == expected
     assert find_process({"RANK_TABLE_FILE": table, **ASCEND, "DEVICE_ID": "1"}) == expected
     assert announced_world_size({"RANK_TABLE_FILE": table}) == 16

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,11 @@ sys.exit(run_attempt(Job(children=children, log_folder=Path(job.pop("log_folder"
 """
 
 
-def supervise(job: Job) -> int:
-    """Exit code of an attempt."""
+def supervise(
+    folder: Path, ranks: tuple[ProcessSpec, ...], stall_limit: float = NEVER, **options: Any
+) -> int:
+    """Exit code of an attempt with logs in ``folder``."""
+    job = Job(children=ranks, log_folder=folder, stall_limit=stall_limit, **options)
     return run_attempt(job).code
 
 
@@ -135,8 +139,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         one.process.communicate()
 
 
-def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    programs = ["import os; print('rank', os.environ['RANK_ID'], os.environ['DEVICE_ID'])"] * 2
+def test_all_ranks_end_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of an earlier run, which would mislead them, are not handed on."""
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    show = "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')))"
+    programs = [show] * 2
     ranks = tuple(
         ProcessSpec(
             rank=child.rank,
@@ -145,10 +154,10 @@ def test_all_ranks_end_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         )
         for child in children(*programs)
     )
-    assert supervise(Job(children=ranks, log_folder=tmp_path / "logs", stall_limit=NEVER)) == 0
+    assert supervise(tmp_path / "logs", ranks) == 0
     assert [log(tmp_path / "logs", rank).splitlines()[1:] for rank in (0, 1)] == [
-        ["rank 0 4"],
-        ["rank 1 5"],
+        ["rank 0 4 None"],
+        ["rank 1 5 None"],
     ]
     said = capsys.readouterr()
     assert "started ranks 0-1" in said.out
@@ -166,7 +175,7 @@ def test_follow_copies_the_log_of_rank_0(
         stall_limit=NEVER,
         follow=True,
     )
-    assert supervise(job) == 0
+    assert run_attempt(job).code == 0
     out = capsys.readouterr().out
     assert "one line\n" in out
     assert "not this" not in out
@@ -194,10 +203,7 @@ while not (os.path.exists({str(grandchild)!r}) and os.path.exists({str(daemon)!r
 print("why")
 sys.exit(7)
 """
-    assert (
-        supervise(Job(children=children(first, second), log_folder=tmp_path, stall_limit=NEVER))
-        == 7
-    )
+    assert supervise(tmp_path, children(first, second)) == 7
     assert not is_alive(int(grandchild.read_text()))
     assert not is_alive(int(daemon.read_text()))
     error = capsys.readouterr().err
@@ -224,7 +230,7 @@ def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
         log_folder=tmp_path,
         stall_limit=NEVER,
     )
-    assert supervise(job) == 137
+    assert run_attempt(job).code == 137
     error = capsys.readouterr().err
     assert "rank 1 (device 5) was killed by signal 9 (SIGKILL" in error
     assert "rank 0" not in error
@@ -251,13 +257,7 @@ def test_a_failure_at_the_start_of_one_of_four(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        supervise(
-            Job(
-                children=children(SLEEP, SLEEP, SLEEP, "raise RuntimeError('no such card')"),
-                log_folder=tmp_path,
-                stall_limit=NEVER,
-            )
-        )
+        supervise(tmp_path, children(SLEEP, SLEEP, SLEEP, "raise RuntimeError('no such card')"))
         == 1
     )
     error = capsys.readouterr().err
@@ -269,7 +269,7 @@ def test_a_command_that_cannot_be_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = (*children(SLEEP), ProcessSpec(rank=1, command=("/no/such/program",), environment={}))
-    assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)) == 1
+    assert supervise(tmp_path, ranks) == 1
     assert (
         "rank 1 could not be started: No such file or directory: /no/such/program"
         in capsys.readouterr().err
@@ -283,7 +283,7 @@ def test_ranks_that_end_early_and_well_are_not_a_failure(tmp_path: Path) -> None
         log_folder=tmp_path,
         stall_limit=NEVER,
     )
-    assert supervise(job) == 0
+    assert run_attempt(job).code == 0
 
 
 def test_the_stopped_one_of_stalled_ranks_is_blamed(
@@ -291,10 +291,7 @@ def test_the_stopped_one_of_stalled_ranks_is_blamed(
 ) -> None:
     wait = BEAT + "beat(3, 'computing'); time.sleep(600)"
     stop = BEAT + "beat(3, 'computing'); os.kill(os.getpid(), signal.SIGSTOP)"
-    assert (
-        supervise(Job(children=children(wait, stop, wait), log_folder=tmp_path, stall_limit=2.0))
-        == 1
-    )
+    assert supervise(tmp_path, children(wait, stop, wait), stall_limit=2.0) == 1
     error = capsys.readouterr().err
     assert "stalled for 2 s (runtime.stall_limit)" in error
     assert re.search(
@@ -314,12 +311,7 @@ def test_the_last_of_stalled_ranks_is_blamed_and_shows_its_stack(
         BEAT
         + "beat(3, 'reading data')\ndef wait_for_the_disk(): time.sleep(600)\nwait_for_the_disk()"
     )
-    assert (
-        supervise(
-            Job(children=children(ahead, ahead, behind), log_folder=tmp_path, stall_limit=2.0)
-        )
-        == 1
-    )
+    assert supervise(tmp_path, children(ahead, ahead, behind), stall_limit=2.0) == 1
     error = capsys.readouterr().err
     assert re.search(r"rank 2 \(device 6\) has made no progress .* step 3, reading data", error)
     assert "rank 0" not in error
@@ -329,14 +321,14 @@ def test_the_last_of_stalled_ranks_is_blamed_and_shows_its_stack(
 def test_a_rank_that_never_begins_stalls_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert supervise(Job(children=children(SLEEP), log_folder=tmp_path, stall_limit=1.0)) == 1
+    assert supervise(tmp_path, children(SLEEP), stall_limit=1.0) == 1
     assert "it has not reached its first step" in capsys.readouterr().err
 
 
 def test_progress_keeps_a_run_alive(tmp_path: Path) -> None:
     """It continues for twice the limit."""
     program = BEAT + "[(beat(step, 'computing'), time.sleep(.1)) for step in range(40)]"
-    assert supervise(Job(children=children(program), log_folder=tmp_path, stall_limit=2.0)) == 0
+    assert supervise(tmp_path, children(program), stall_limit=2.0) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -510,12 +502,7 @@ def test_the_end_of_very_much_output_is_copied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = "print('x' * 100, flush=True); print(('y' * 99 + '\\n') * 30_000 + '训 the end')"
-    assert (
-        supervise(
-            Job(children=children(program), log_folder=tmp_path, stall_limit=NEVER, follow=True)
-        )
-        == 0
-    )
+    assert supervise(tmp_path, children(program), follow=True) == 0
     out = capsys.readouterr().out
     assert "训 the end\n" in out and "bytes are left out here; the whole is in" in out
     assert len(out) < 2_000_000 and "�" not in out
@@ -537,7 +524,7 @@ def test_a_log_that_is_a_pipe_without_a_reader_starts_nothing(tmp_path: Path) ->
     (tmp_path / "mf_parallel0").mkdir()
     os.mkfifo(tmp_path / "mf_parallel0" / "mindformer.log")
     with pytest.raises(ConfigError, match="mf_parallel0: cannot be written"):
-        supervise(Job(children=children("pass"), log_folder=tmp_path, stall_limit=NEVER))
+        supervise(tmp_path, children("pass"))
 
 
 def test_another_name_of_a_log_leads_to_it(tmp_path: Path) -> None:
@@ -548,7 +535,7 @@ def test_another_name_of_a_log_leads_to_it(tmp_path: Path) -> None:
         replace(child, log_link=f"workerlog.{child.rank}")
         for child in children(*(f"print('rank {rank} speaks')" for rank in range(2)))
     )
-    assert supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert supervise(tmp_path, ranks) == 0
     assert "rank 0 speaks" in (tmp_path / "workerlog.0").read_text()
     assert (tmp_path / "workerlog.1").read_text() == "Paddle's"
 
@@ -587,14 +574,7 @@ def test_closed_standard_streams_do_not_stop_a_run(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    code = supervise(
-        Job(
-            children=children("raise SystemExit(3)"),
-            log_folder=tmp_path,
-            stall_limit=NEVER,
-            follow=True,
-        )
-    )
+    code = supervise(tmp_path, children("raise SystemExit(3)"), follow=True)
     monkeypatch.undo()
     assert code == 3
 
@@ -622,10 +602,7 @@ def test_no_host_over_ssh_is_blamed_before_the_others_have_spoken(
         "import time; time.sleep(1.5); print('of a'); raise SystemExit(7)",
         "print('of b'); raise SystemExit(7)",
     )
-    assert (
-        supervise(Job(children=ranks, log_folder=tmp_path, stall_limit=math.inf, over_ssh=True))
-        == 7
-    )
+    assert supervise(tmp_path, ranks, stall_limit=math.inf, over_ssh=True) == 7
     said = capsys.readouterr()
     assert f"started host a, host b; logs: {tmp_path}/{{host_a,host_b}}/mindformer.log" in said.out
     assert (
@@ -650,16 +627,7 @@ def test_only_the_owner_reads_the_environment(tmp_path: Path) -> None:
     (tmp_path / "mf_parallel1" / "env.log").symlink_to("/dev/full")
     mask = os.umask(0o022)
     try:
-        assert (
-            supervise(
-                Job(
-                    children=children("pass", "pass", "pass"),
-                    log_folder=tmp_path,
-                    stall_limit=NEVER,
-                )
-            )
-            == 0
-        )
+        assert supervise(tmp_path, children("pass", "pass", "pass")) == 0
     finally:
         os.umask(mask)
     assert [
@@ -679,7 +647,7 @@ def test_logs_are_appended_to_and_only_known_variables_shown(tmp_path: Path) -> 
     command = (sys.executable, "-c", "print('ran')")
     child = ProcessSpec(rank=0, command=command, environment=secrets)
     for _ in range(2):
-        assert supervise(Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER)) == 0
+        assert supervise(tmp_path, (child,)) == 0
     assert re.fullmatch(r"(==== \S+ rank 0\nran\n){2}", log(tmp_path, 0))
     text = (tmp_path / "mf_parallel0" / "env.log").read_text()
     assert not re.search(r"abc\d", text)
@@ -693,13 +661,7 @@ def test_a_log_folder_that_cannot_be_written_starts_nothing(tmp_path: Path) -> N
         ConfigError,
         match=r"mf_parallel1: cannot be written: File exists; choose another one by --log_dir",
     ):
-        supervise(
-            Job(
-                children=children(TELL, TELL, arguments=(str(tmp_path / "ran"),)),
-                log_folder=tmp_path,
-                stall_limit=NEVER,
-            )
-        )
+        supervise(tmp_path, children(TELL, TELL, arguments=(str(tmp_path / "ran"),)))
     assert not (tmp_path / "ran").exists()
 
 
@@ -707,7 +669,7 @@ def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -
     (tmp_path / "mf_parallel0").mkdir()
     for name in ("mindformer.log", "env.log"):
         (tmp_path / "mf_parallel0" / name).symlink_to("/dev/full")
-    assert supervise(Job(children=children("pass"), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert supervise(tmp_path, children("pass")) == 0
 
 
 def test_a_rank_keeps_to_its_cores_and_the_launcher_does_not(tmp_path: Path) -> None:
@@ -719,7 +681,7 @@ def test_a_rank_keeps_to_its_cores_and_the_launcher_does_not(tmp_path: Path) -> 
         environment={},
         cores=(core,),
     )
-    assert supervise(Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER)) == 0
+    assert supervise(tmp_path, (child,)) == 0
     assert f"{{{core}}}" in log(tmp_path, 0)
     assert os.sched_getaffinity(0) == before
 
@@ -730,10 +692,7 @@ def test_a_helper_is_not_waited_for_but_its_failure_counts(
     helper = ProcessSpec(
         rank=-1, command=(sys.executable, "-c", SLEEP), environment={}, name="scheduler"
     )
-    assert (
-        supervise(Job(children=(*children("pass"), helper), log_folder=tmp_path, stall_limit=NEVER))
-        == 0
-    )
+    assert supervise(tmp_path, (*children("pass"), helper)) == 0
     assert (tmp_path / "mf_parallel_scheduler" / "mindformer.log").is_file()
     broken = ProcessSpec(
         rank=-1,
@@ -741,15 +700,12 @@ def test_a_helper_is_not_waited_for_but_its_failure_counts(
         environment={},
         name="scheduler",
     )
-    assert (
-        supervise(Job(children=(*children(SLEEP), broken), log_folder=tmp_path, stall_limit=NEVER))
-        == 5
-    )
+    assert supervise(tmp_path, (*children(SLEEP), broken)) == 5
     assert "scheduler ended with exit code 5" in capsys.readouterr().err
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
     before = [signal.getsignal(number) for number in numbers]
-    supervise(Job(children=children("pass"), log_folder=tmp_path, stall_limit=NEVER))
+    supervise(tmp_path, children("pass"))
     assert [signal.getsignal(number) for number in numbers] == before
