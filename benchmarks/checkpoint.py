@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.table import report
+from benchmarks.measure import Row, compared, table
 from common.flags import flag, parse
 
 
@@ -113,47 +114,31 @@ class Request:
     )
 
 
-def main() -> None:
-    arguments = parse(Request, None, __doc__)
+def rows(arguments: Request) -> Iterator[Row]:
     engine = make_engine(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="checkpoint-") as name:
         folder = Path(name)
         begin, update, between = stall(engine, folder, arguments.passes)
         shutil.rmtree(folder / "step_00000010")
-        ratios, rates = [], []
+        written, copied = [], []
         for _ in range(arguments.repeats):
-            seconds = write(engine, folder)
+            written.append(write(engine, folder))
             size = sum(path.stat().st_size for path in (folder / "step_00000020").iterdir()) / 1e9
-            copied = copy(folder)
-            ratios.append(copied / seconds)
-            rates.append((size / seconds, size / copied))
+            copied.append(copy(folder))
             shutil.rmtree(folder / "copy")
             shutil.rmtree(folder / "step_00000020")
-    written, copied_at = (statistics.median(column) for column in zip(*rates, strict=True))
-    compared = (
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)})"
+    wait = (
+        f"training waits {begin:.3f} s, and {update:.3f} s before the update {between:.1f} s later"
     )
-    wait = f"asynchronous save of {size:.2f} GB"
-    report(
-        (
-            (
-                wait,
-                f"training waits {begin:.3f} s, and {update:.3f} s before the update {between:.1f}"
-                " s later",
-                "",
-                "",
-                "",
-            ),
-            (
-                f"checkpoint of {size:.2f} GB",
-                f"written at {written:.2f} GB/s",
-                f"cp and sync {copied_at:.2f} GB/s",
-                compared,
-                "",
-            ),
-        )
+    yield f"asynchronous save of {size:.2f} GB", wait, "", "", ""
+    yield (
+        f"checkpoint of {size:.2f} GB",
+        f"written at {size / statistics.median(written):.2f} GB/s",
+        f"cp and sync {size / statistics.median(copied):.2f} GB/s",
+        compared(written, copied),
+        "",
     )
 
 
 if __name__ == "__main__":
-    main()
+    print(table(list(rows(parse(Request, None, __doc__)))))

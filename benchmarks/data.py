@@ -1,29 +1,28 @@
-"""Measure the speed of preprocessing and loading: whole processes, one core, medians.
-
-    python benchmarks/data.py preprocess --corpus FILE.txt --vocab-file vocab.json \\
-        --merge-file merges.txt [--limit-mb 8] [--repeats 3]
-    python benchmarks/data.py read [--mega-tokens 64]
-    python benchmarks/data.py index [--mega-tokens 1000]
-"""
+"""Preprocessing of text, reading of windows and conversion of weights: whole processes, medians."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
-import resource
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.interleaved import median_ratio
-from benchmarks.table import report
-from common.flags import make_parser
+import numpy as np
+
+from benchmarks.measure import Row, compared
 
 # Peer of preprocessing: one process, one document after the other, ids written as uint16.
 BASELINE = """
@@ -46,10 +45,13 @@ with open(out, "wb") as file:
         for text in documents:
             file.write(np.array([*tokenizer.encode(text).ids, 50256], dtype=np.uint16).tobytes())
 """
+LIBRARIES = ("gigatoken", "tiktoken")
+FORMATS = ("mindspore", "mindformers", "megatron:2x2")
+"""Formats to convert to, with tensor x pipeline shards."""
 
 
 def _one_core(command: list[str]) -> float:
-    """Wall seconds of a child that may use one core and one thread."""
+    """Return wall seconds of a child that may use one core and one thread."""
     core = min(os.sched_getaffinity(0))
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     start = time.perf_counter()
@@ -63,174 +65,177 @@ def _one_core(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def preprocess(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(folder) / "corpus.txt"
-        data = args.corpus.read_bytes()
-        if args.limit_mb:
-            data = data[: data.rfind(b"\n\n", 0, int(args.limit_mb * 1e6))]
-        corpus.write_bytes(data)
-        files = [str(args.vocab_file), str(args.merge_file)]
-        baseline = [
-            sys.executable,
-            "-c",
-            BASELINE,
-            str(corpus),
-            *files,
-            str(Path(folder) / "baseline.bin"),
-        ]
-        tool = [
-            sys.executable,
-            str(ROOT / "tools" / "preprocess_data.py"),
-            "--input",
-            str(corpus),
-            "--vocab-file",
-            files[0],
-        ]
-        tool += ["--merge-file", files[1], "--workers", "1"]
-        commands = {
+def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) -> Iterator[Row]:
+    """Raises SystemExit where a library makes other tokens than the peer."""
+    size = corpus.stat().st_size / 1e6
+    with tempfile.TemporaryDirectory() as name:
+        folder, files = Path(name), [str(corpus), str(vocab), str(merges)]
+        baseline = [sys.executable, "-c", BASELINE, *files, str(folder / "baseline.bin")]
+        tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", files[0]]
+        tool += ["--vocab-file", files[1], "--merge-file", files[2], "--workers", "1"]
+        peers = {
             "tokenizers, loop": [*baseline, "loop"],
             "tokenizers, encode_batch_fast": [*baseline, "batched"],
         }
-        for backend in args.backends:
-            commands[backend] = [
-                *tool,
-                "--output-prefix",
-                str(Path(folder) / backend),
-                "--tokenizer-backend",
-                backend,
-            ]
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
-        for _ in range(args.repeats):
-            for name, command in commands.items():
+        ours = {
+            name: [*tool, "--output-prefix", str(folder / name), "--tokenizer-backend", name]
+            for name in LIBRARIES
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in (peers | ours)}
+        for _ in range(repeats):
+            for name, command in (peers | ours).items():
                 seconds[name].append(_one_core(command))
-        for backend in args.backends:
-            same = (Path(folder) / f"{backend}_text_document.bin").read_bytes() == (
-                Path(folder) / "baseline.bin"
-            ).read_bytes()
-            print(f"{backend}: output {'equal to' if same else 'DIFFERENT FROM'} the baseline's")
+        expected = (folder / "baseline.bin").read_bytes()
+        for name in ours:
+            if (folder / f"{name}_text_document.bin").read_bytes() != expected:
+                sys.exit(f"{name}: other tokens than the baseline's; speeds mean nothing then")
 
-    def describe(name: str) -> str:
-        return f"{name}: {len(data) / statistics.median(seconds[name]) / 1e6:.1f} MB/s"
+    def described(name: str) -> str:
+        return f"{name}: {size / statistics.median(seconds[name]):.1f} MB/s"
 
-    peers, what = (
-        [name for name in seconds if name.startswith("tokenizers,")],
-        f"preprocessing {len(data) / 1e6:.0f} MB, one core",
-    )
-    rows = []
-    for backend in args.backends:
+    for own in ours:
         for peer in peers:
-            ratio, least, greatest = median_ratio(seconds[backend], seconds[peer])
-            rows.append(
-                (
-                    what,
-                    describe(backend),
-                    describe(peer),
-                    f"{ratio:.1f} ({least:.1f} to {greatest:.1f} in {args.repeats})",
-                    "",
-                )
-            )
-    report(rows)
+            ratio = compared(seconds[own], seconds[peer], digits=1)
+            what = f"preprocessing {size:.0f} MB, one core"
+            yield what, described(own), described(peer), ratio, ""
 
 
-def read(args: argparse.Namespace) -> None:
-    import numpy as np
-
+def loader_rows(repeats: int, tokens: float = 64e6) -> Iterator[Row]:
     from common.dataset import GPTDataset, IndexedWriter
 
     for length in (1000, 100):
         with tempfile.TemporaryDirectory() as folder:
-            rng = np.random.default_rng(0)
-            sizes = rng.integers(
-                length // 2, length * 3 // 2, size=int(args.mega_tokens * 1e6 / length)
-            )
-            with IndexedWriter(Path(folder) / "data", np.uint16) as writer:
-                writer.append(rng.integers(0, 50257, size=int(sizes.sum()), dtype=np.uint16), sizes)
+            random, prefix = np.random.default_rng(0), Path(folder) / "data"
+            sizes = random.integers(length // 2, length * 3 // 2, size=int(tokens / length))
+            with IndexedWriter(prefix, np.uint16) as writer:
+                ids = random.integers(0, 50257, size=int(sizes.sum()), dtype=np.uint16)
+                writer.append(ids, sizes)
             dataset = GPTDataset(
-                Path(folder) / "data",
-                split="train",
-                split_weights=(1, 0, 0),
-                seq_length=1024,
-                seed=1,
+                prefix, split="train", split_weights=(1, 0, 0), seq_length=1024, seed=1
             )
-            n = dataset.samples_per_epoch
-            rates = []
-            for _ in range(args.repeats + 1):  # the first round warms the page cache and the index
+            n, rates = dataset.samples_per_epoch, []
+            for _ in range(repeats + 1):  # the first round warms the page cache and the index
                 start = time.perf_counter()
                 for first in range(0, n, 64):
                     dataset.read(np.arange(first, min(n, first + 64)))
                 rates.append(n * 1025 / (time.perf_counter() - start) / 1e6)
-            what = f"loader, documents of about {length} tokens"
-            report([(what, f"{statistics.median(rates[1:]):.0f} million tokens/s", "", "", "")])
+        what = f"loader, documents of about {length} tokens"
+        yield what, f"{statistics.median(rates[1:]):.0f} million tokens/s", "", "", ""
 
 
-def index(args: argparse.Namespace) -> None:
-    import numpy as np
+# ---- conversion ----
 
-    from common.dataset import GPTDataset, IndexedWriter
 
-    with tempfile.TemporaryDirectory() as folder:
-        rng = np.random.default_rng(0)
-        prefix = Path(folder) / "data"
-        sizes = rng.integers(500, 1500, size=int(args.mega_tokens * 1e3))
-        with IndexedWriter(prefix, np.uint16) as writer:
-            for part in np.array_split(sizes, max(1, len(sizes) // 10000)):
-                writer.append(np.zeros(int(part.sum()), dtype=np.uint16), part)
-        # Against what is resident now, not against the peak so far, which writing the data has
-        # raised.
-        before = (
-            int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1024
+def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> None:
+    from common.resolve.derive import resolve_config
+    from common.run_config import load_config
+    from common.systems.hugging_face.write import write_hugging_face
+    from common.systems.weights import Weight, Weights
+    from common.weights.names import parameter_shapes
+
+    model = resolve_config(load_config(Path(config), ["output_dir=unused", *overrides])).model
+    generator = np.random.default_rng(0)
+
+    def random(shape: tuple[int, ...]) -> Weight:
+        return Weight(
+            dtype="float32", shape=shape, load=lambda: generator.standard_normal(shape, np.float32)
         )
-        for name in ("cold", "cached"):
-            start = time.perf_counter()
-            dataset = GPTDataset(
-                prefix, split="train", split_weights=(949, 50, 1), seq_length=1024, seed=1
-            )
-            dataset.read(np.arange(8))
-            taken = time.perf_counter() - start
-            peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-            print(
-                f"{name}: {len(sizes)} documents, {sizes.sum() / 1e6:.0f} million tokens:"
-                f" {taken:.2f} s, at most {peak:.0f} MiB more memory"
-            )
+
+    weights = {name: random(shape) for name, shape in parameter_shapes(model).items()}
+    folder.mkdir()
+    write_hugging_face(
+        folder, Weights(path=folder, format="random", model=model, tensors=weights), None
+    )
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("preprocess")
-    command.add_argument("--corpus", type=Path, required=True, help="text to preprocess")
-    command.add_argument(
-        "--vocab-file", type=Path, required=True, help="vocabulary of the tokenizer"
+def anonymous_memory() -> int:
+    """Bytes of this process that no file backs."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    return int(found[1]) * 1024 if found else 0
+
+
+def convert_here(source: Path, target: Path, wanted: str) -> None:
+    """Print a line of JSON: the peak of anonymous memory beyond that after the imports."""
+    from common.conversion.convert import convert
+
+    name, _, shards = wanted.partition(":")
+    tensor, _, pipeline = shards.partition("x")
+    layout: dict[str, Any] = (
+        {"model_parallel": int(tensor), "pipeline_stage": int(pipeline or 1)} if shards else {}
     )
-    command.add_argument("--merge-file", type=Path, required=True, help="merges of the tokenizer")
-    command.add_argument(
-        "--backends",
-        nargs="+",
-        default=["gigatoken", "tiktoken"],
-        help="libraries of tokenizers to compare (default: gigatoken tiktoken)",
-    )
-    command.add_argument(
-        "--limit-mb", type=float, help="megabytes of the corpus to use (default: all)"
-    )
-    command.set_defaults(run=preprocess)
-    command = commands.add_parser("read")
-    command.add_argument(
-        "--mega-tokens", type=float, default=64, help="millions of tokens to read (default: 64)"
-    )
-    command.set_defaults(run=read)
-    command = commands.add_parser("index")
-    command.add_argument(
-        "--mega-tokens", type=float, default=1000, help="millions of tokens to read (default: 1000)"
-    )
-    command.set_defaults(run=index)
-    for command in commands.choices.values():
-        command.add_argument(
-            "--repeats", type=int, default=3, help="number of repeats (default: 3)"
+    before, peak, done = anonymous_memory(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, anonymous_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        convert(source, target, target_format=name, **layout)
+    finally:
+        done.set()
+        watcher.join()
+    print(json.dumps(peak - before))
+
+
+@dataclass(frozen=True)
+class Measured:
+    size: int
+    """Bytes of the source."""
+    seconds: list[float]
+    """Seconds of the whole process that converts, imports included."""
+    copied: list[float]
+    peak: int
+    """Bytes of anonymous memory beyond the imports, at most."""
+
+
+def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Measured:
+    """Converting and copying in turns."""
+    seconds, copied, peaks = [], [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        subprocess.run(
+            ["cp", "-r", "--reflink=never", str(source), str(folder / "copy")], check=True
         )
-    args = parser.parse_args()
-    args.run(args)
+        subprocess.run(["sync", "-f", str(folder / "copy")], check=True)
+        copied.append(time.perf_counter() - start)
+        shutil.rmtree(folder / "copy")
+        words = [__file__, str(source), str(folder / "target"), wanted]
+        start = time.perf_counter()
+        answer = subprocess.run(
+            [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        seconds.append(time.perf_counter() - start)
+        peaks.append(int(answer))
+        shutil.rmtree(folder / "target")
+    return Measured(
+        sum(path.stat().st_size for path in source.iterdir()), seconds, copied, max(peaks)
+    )
 
 
-if __name__ == "__main__":
-    main()
+def conversion_rows(config: Path, folder: Path, repeats: int) -> Iterator[Row]:
+    """Convert a Hugging Face folder of random float32 weights, beside cp and sync of its files.
+
+    Needs three times the weights' size on the disk of ``folder``.
+    """
+    with tempfile.TemporaryDirectory(dir=folder, prefix="conversion-") as name:
+        make_source(str(config), Path(name) / "source")
+        for wanted in FORMATS:
+            yield row(wanted, measure(Path(name) / "source", Path(name), wanted, repeats))
+
+
+def row(wanted: str, found: Measured) -> Row:
+    size = found.size / 1e9
+    return (
+        f"{size:.2f} GB hf to {wanted}",
+        f"{size / statistics.median(found.seconds):.2f} GB/s, the process whole",
+        f"cp and sync {size / statistics.median(found.copied):.2f} GB/s",
+        compared(found.seconds, found.copied),
+        f"{found.peak / 1e6:.0f} MB anonymous, beyond imports",
+    )
+
+
+if __name__ == "__main__":  # the child that converts
+    convert_here(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,27 +1,21 @@
-"""Compare all ways to decode GPT-2 124M on a CPU.
+"""All ways to decode GPT-2 124M: this toolkit's types and devices, its ONNX files in onnxruntime,
+transformers, and llama.cpp where llama-cpp-python is installed.
 
-The systems take turns: this toolkit's types, its ONNX files in onnxruntime, transformers, and
-llama.cpp where llama-cpp-python is installed.
-
-    python benchmarks/decoding.py [--systems float32,int8,...] [--batches 1,8] [--repeats 7] \\
-        [--prompt-tokens 32] [--new-tokens 32] [--threads 1]
-
-Five minutes. All have the same random weights and prompts, choose greedily, and keep keys and
-values. A turn is a whole call, the prompt's pass included, after two turns to warm up. Reported is
-processor time of the process, so that one thread is measured fairly on a machine that does other
-work: medians, least and greatest. The tokens of systems in float32 must be equal.
+All have the same random weights and prompts, and keep keys and values. A turn is a whole call, the
+prompt's pass included, after turns to warm up. The greedy tokens of systems in float32 must be
+equal.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,87 +25,143 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.generation import Turn, generated, ours, transformers
-from benchmarks.interleaved import Answer, answer_turns, median_ratio, take_turns
-from benchmarks.table import print_table
-from common.flags import flag, parse
+from benchmarks.measure import Answer, Row, answer_turns, compared, table, take_turns
 
 CONFIG = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
+PROMPT_TOKENS = 32
+TOP_K = 40
 BARS = (
     ("float32", "onnx float32", 1, 1.0),
     ("int8", "float32", 1, 3.0),
     ("float32", "transformers", 8, 2.0),
 )
 """System, the one it is held against, rows, and how many times as fast it should be."""
+Turn = Callable[[], Any]
 
 
-def resolve(arguments: Request, precision: str = "float32") -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The measurement of one child. threads: None is the library's choice."""
+
+    system: str
+    rows: int
+    strategy: str = "greedy"
+    device: str = "cpu"
+    new_tokens: int = 64
+    threads: int | None = None
+    folder: str = ""
+
+    def command(self) -> list[str]:
+        return [__file__, json.dumps(asdict(self))]
+
+
+def resolve(task: Task | None = None, precision: str = "float32") -> Any:
     from common.resolve.derive import resolve_config
     from common.run_config import load_config
 
-    words = ["device=cpu", "output_dir=unused", f"precision={precision}"]
-    return resolve_config(load_config(CONFIG, [*words, f"runtime.threads={arguments.threads}"]))
-
-
-def torch_model(arguments: Request, precision: str) -> tuple[Any, Any]:
-    from torch_gpt2.device import open_device
-    from torch_gpt2.model import build_model, initialise
-
-    config = resolve(arguments, precision)
-    device = open_device(config)
-    model = build_model(config, device)
-    initialise(dict(model.named_parameters()), config)
-    return model, device
+    words = [f"device={task.device if task else 'cpu'}", "output_dir=unused"]
+    words += [f"precision={precision}"]
+    words += [f"runtime.threads={task.threads}"] if task and task.threads else []
+    return resolve_config(load_config(CONFIG, words))
 
 
 def from_torch(precision: str, make: Callable[..., Turn]) -> Callable[..., Turn]:
-    def prepare(arguments: Request, prompts: Any) -> Turn:
-        model, device = torch_model(arguments, precision)
-        return make(model, device, prompts, arguments.new_tokens, "greedy")
+    def prepare(task: Task, prompts: Any) -> Turn:
+        from torch_gpt2.device import open_device
+        from torch_gpt2.model import build_model, initialise
+
+        config = resolve(task, precision)
+        device = open_device(config)
+        model = build_model(config, device)
+        initialise(dict(model.named_parameters()), config)
+        return make(model, device, prompts, task)
 
     return prepare
 
 
-def int8(arguments: Request, prompts: Any) -> Turn:
+def int8(task: Task, prompts: Any) -> Turn:
     from torch_gpt2.device import open_device
     from torch_gpt2.int8 import load_model
 
-    config = resolve(arguments)
+    config = resolve(task)
     device = open_device(config)
-    model = load_model(config, device, arguments.folder / "torch_gpt2-int8")
-    return ours(model, device, prompts, arguments.new_tokens, "greedy")
+    model = load_model(config, device, Path(task.folder) / "torch_gpt2-int8")
+    return ours(model, device, prompts, task)
 
 
 def onnx(dtype: str) -> Callable[..., Turn]:
-    def prepare(arguments: Request, prompts: Any) -> Turn:
+    def prepare(task: Task, prompts: Any) -> Turn:
         from common.generation.exported import ExportedDecoder
         from common.systems.onnx.session import OnnxModel
         from common.systems.onnx.write import GRAPH_FILE
 
-        model = OnnxModel(arguments.folder / f"onnx-{dtype}" / GRAPH_FILE, arguments.threads)
-        decoder = ExportedDecoder(model, resolve(arguments).model.max_positions, len(prompts))
-        return generated(decoder, prompts, arguments.new_tokens, "greedy")
+        model = OnnxModel(Path(task.folder) / f"onnx-{dtype}" / GRAPH_FILE, task.threads or 1)
+        decoder = ExportedDecoder(model, resolve(task).model.max_positions, len(prompts))
+        return generated(decoder, prompts, task)
 
     return prepare
 
 
 def llama_cpp(dtype: str) -> Callable[..., Turn]:
-    def prepare(arguments: Request, prompts: Any) -> Turn:
+    def prepare(task: Task, prompts: Any) -> Turn:
         from llama_cpp import Llama
 
-        threads = {"n_threads": arguments.threads, "n_threads_batch": arguments.threads}
-        file = arguments.folder / f"gguf-{dtype}" / "model.gguf"
-        room = arguments.prompt_tokens + arguments.new_tokens
+        threads = {"n_threads": task.threads, "n_threads_batch": task.threads}
+        file = Path(task.folder) / f"gguf-{dtype}" / "model.gguf"
+        room = PROMPT_TOKENS + task.new_tokens
         model = Llama(str(file), n_ctx=room, verbose=False, **threads)
 
         def turn() -> list[list[int]]:
             model.reset()
             chosen = model.generate(prompts[0].tolist(), temp=0.0, repeat_penalty=1.0)
-            return [[next(chosen) for _ in range(arguments.new_tokens)]]
+            return [[next(chosen) for _ in range(task.new_tokens)]]
 
         return turn
 
     return prepare
+
+
+def ours(model: Any, device: Any, prompts: Any, task: Task) -> Turn:
+    from torch_gpt2.predict import Decoder
+
+    return generated(Decoder(model, device, len(prompts)), prompts, task)
+
+
+def generated(decoder: Any, prompts: Any, task: Task) -> Turn:
+    """The loop of this toolkit over any decoder."""
+    from common.config.schema import PredictConfig
+    from common.generation.generate import generate
+    from common.generation.prompts import Prompt
+
+    settings = PredictConfig.model_validate(
+        {"strategy": task.strategy, "top_k": TOP_K, "stop_at_end_of_text": False}
+    )
+    rows = [Prompt(text="", ids=ids.tolist(), new_tokens=task.new_tokens) for ids in prompts]
+    return lambda: [
+        each.tokens for each in generate(decoder, rows, settings, seed=0, ends=(50256,))
+    ]
+
+
+def transformers(model: Any, device: Any, prompts: Any, task: Task) -> Turn:
+    import torch
+
+    from tests.reference import hugging_face_model
+
+    peer = hugging_face_model(
+        model.config, {name: values.cpu() for name, values in model.named_parameters()}
+    )
+    peer = peer.to(device.torch_device, model.compute_dtype)
+    ids = torch.from_numpy(prompts).to(device.torch_device)
+    words: dict[str, Any] = (
+        {"do_sample": True, "top_k": TOP_K} if task.strategy == "sampling" else {"do_sample": False}
+    )
+    words |= {
+        "max_new_tokens": task.new_tokens,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
+    return lambda: peer.generate(ids, **words)[:, ids.shape[1] :].tolist()
 
 
 SYSTEMS: dict[str, Callable[..., Turn]] = {
@@ -135,10 +185,9 @@ EXACT = ("float32", "onnx float32", "transformers")
 """Systems whose tokens are equal."""
 ALONE = tuple(system for system in SYSTEMS if system.startswith("llama.cpp"))
 """Systems that are measured with one sequence: their Python package decodes no more at once."""
-LENGTHS = ("prompt", "new")
 
 
-def write_files(folder: Path, arguments: Request) -> None:
+def write_files(folder: Path, systems: Sequence[str]) -> None:
     """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others
     begin with.
     """
@@ -148,7 +197,7 @@ def write_files(folder: Path, arguments: Request) -> None:
     from common.weights.initial import initial_rows
     from common.weights.names import parameter_shapes
 
-    config = resolve(arguments)
+    config = resolve()
     padded = padded_shapes(config)
 
     def weight(name: str, shape: tuple[int, ...]) -> Weight:
@@ -159,7 +208,7 @@ def write_files(folder: Path, arguments: Request) -> None:
 
     tensors = {name: weight(name, shape) for name, shape in parameter_shapes(config.model).items()}
     weights = Weights(path=folder, format="random", model=config.model, tensors=tensors)
-    for system in arguments.systems:
+    for system in systems:
         if system in FILES:
             name, dtype = FILES[system]
             own = folder / f"{name}-{dtype}"
@@ -184,97 +233,93 @@ def write_vocabulary(folder: Path) -> None:
     (folder / "merges.txt").write_text(lines, encoding="utf-8")
 
 
-def work(arguments: Request) -> None:
-    """Answer each turn with the processor time of a call and its tokens."""
-    rows = int(arguments.batches)
-    prompts = np.random.default_rng(0).integers(0, 50257, (rows, arguments.prompt_tokens))
-    call = SYSTEMS[arguments.worker](arguments, prompts)
+def work(task: Task) -> None:
+    """Answer each turn with the seconds and the processor time of a call, its tokens (B, new
+    tokens), and the most memory so far.
+    """
+    prompts = np.random.default_rng(0).integers(0, 50257, (task.rows, PROMPT_TOKENS))
+    call = SYSTEMS[task.system](task, prompts)
 
     def turn() -> Answer:
-        start = time.process_time()
+        start, used = time.perf_counter(), time.process_time()
         tokens = call()
-        return {"seconds": time.process_time() - start, "tokens": tokens}
+        found = {"processor": time.process_time() - used, "tokens": tokens}
+        return found | {"seconds": time.perf_counter() - start, "memory": memory(task.device)}
 
     answer_turns(turn)
 
 
-def compare(arguments: Request) -> None:
-    table = {system: [system] for system in arguments.systems}
-    bars = []
-    with tempfile.TemporaryDirectory() as name:
-        write_files(Path(name), arguments)
-        for batch in map(int, arguments.batches.split(",")):
-            same = [f"--batches={batch}", f"--folder={name}", f"--threads={arguments.threads}"]
-            same += [f"--{word}-tokens={getattr(arguments, word + '_tokens')}" for word in LENGTHS]
-            systems = [system for system in arguments.systems if batch == 1 or system not in ALONE]
-            first, later = take_turns(
-                {system: [__file__, f"--worker={system}", *same] for system in systems},
-                arguments.repeats,
+def memory(device: str) -> int:
+    """Return the peak in bytes of this process."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
+def turns_of(tasks: Sequence[Task], repeats: int) -> dict[str, list[Answer]]:
+    """Return each system's turns. Raises SystemExit where tokens differ that must be equal."""
+    first, later = take_turns({task.system: task.command() for task in tasks}, repeats)
+    exact = [
+        first[task.system]["tokens"]
+        for task in tasks
+        if task.system in EXACT and task.strategy == "greedy"
+    ]
+    if any(tokens != exact[0] for tokens in exact):
+        sys.exit(f"batch {tasks[0].rows}: tokens of float32 differ; speeds mean nothing then")
+    return later
+
+
+def generation_rows(device: str, repeats: int) -> Iterator[Row]:
+    """Beside transformers' generate; sampling is from the 40 most probable."""
+    for rows in (1, 8):
+        for strategy in ("greedy", "sampling"):
+            tasks = [
+                Task(system=system, rows=rows, strategy=strategy, device=device)
+                for system in ("float32", "transformers")
+            ]
+            later = turns_of(tasks, repeats)
+            seconds = [[turn["seconds"] for turn in turns] for turns in later.values()]
+            tokens = rows * tasks[0].new_tokens
+            peaks = [max(turn["memory"] for turn in turns) / 2**30 for turns in later.values()]
+            yield (
+                f"generate, float32, {strategy}, batch {rows}",
+                *(f"{tokens / statistics.median(each):.1f} tokens/s" for each in seconds),
+                compared(seconds[0], seconds[1]),
+                f"{peaks[0]:.2f}, {peaks[1]:.2f} GiB",
             )
-            exact = [first[system]["tokens"] for system in systems if system in EXACT]
-            if any(tokens != exact[0] for tokens in exact):
-                sys.exit(f"batch {batch}: tokens of float32 differ; speeds mean nothing then")
-            seconds = {name: [turn["seconds"] for turn in turns] for name, turns in later.items()}
-            for system, row in table.items():
-                row.append(rates(seconds.get(system), batch * arguments.new_tokens))
-            for system, peer, rows, wanted in BARS:
-                if rows == batch and {system, peer} <= set(systems):
-                    ratio = median_ratio(seconds[system], seconds[peer])
-                    bars.append(
-                        f"{system}, {rows} at once: {ratio[0]:.2f} ({ratio[1]:.2f} to"
-                        f" {ratio[2]:.2f}) times {peer}; the aim is {wanted}"
-                    )
-    print_table(
-        ("tokens/s", *(f"{rows} at once" for rows in arguments.batches.split(","))),
-        list(table.values()),
-    )
-    print("", *bars, sep="\n")
 
 
-def rates(seconds: list[float] | None, tokens: int) -> str:
-    if seconds is None:
-        return ""
+def decoding_rows(repeats: int) -> Iterator[Row]:
+    """All systems on one thread, by processor time: fair on a machine that does other work."""
+    systems = [name for name in SYSTEMS if name not in ALONE or find_spec("llama_cpp")]
+    shown = {system: [system] for system in systems}
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder), systems)
+        for rows in (1, 8):
+            tasks = [
+                Task(system=system, rows=rows, new_tokens=32, threads=1, folder=folder)
+                for system in systems
+                if rows == 1 or system not in ALONE
+            ]
+            later = turns_of(tasks, repeats)
+            used = {name: [turn["processor"] for turn in turns] for name, turns in later.items()}
+            for system, row in shown.items():
+                row.append(rates(used[system], rows * 32) if system in used else "")
+            for system, peer, at_once, wanted in BARS:
+                if at_once == rows:
+                    ratio = compared(used[system], used[peer])
+                    yield f"decoding, {rows} at once", system, peer, f"{ratio}; aim {wanted}", ""
+    print(table(list(shown.values()), ("tokens/s of one thread", "1 at once", "8 at once")))
+
+
+def rates(seconds: list[float], tokens: int) -> str:
     middle, least, most = (
         tokens / each for each in (statistics.median(seconds), max(seconds), min(seconds))
     )
     return f"{middle:.1f} ({least:.1f} to {most:.1f})"
 
 
-def _systems(text: str) -> list[str]:
-    """Return the systems in a list with commas. Raises ArgumentTypeError."""
-    if unknown := set(text.split(",")) - SYSTEMS.keys():
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(sorted(unknown))}; expected of {', '.join(SYSTEMS)}"
-        )
-    return text.split(",")
-
-
-@dataclass(kw_only=True)
-class Request:
-    systems: tuple[str, ...] = flag(
-        "S,...: systems to compare, divided by commas (default: all that are installed)",
-        default=tuple(
-            name for name in SYSTEMS if not name.startswith("llama") or find_spec("llama_cpp")
-        ),
-        type=_systems,
-        action="store",
-    )
-    batches: str = flag("B,...: numbers of sequences, divided by commas", default="1,8")
-    prompt_tokens: int = flag("N: tokens of a prompt", default=32)
-    new_tokens: int = flag("N: tokens to generate", default=32)
-    repeats: int = flag("N: number of repeats", default=7, choices=range(1, 1000))
-    threads: int = flag("N: threads of a system", default=1)
-    folder: Path | None = flag(argparse.SUPPRESS)
-    worker: str | None = flag(argparse.SUPPRESS, choices=SYSTEMS)
-
-
-def main() -> None:
-    arguments = parse(Request, None, __doc__, dashes=True)
-    if arguments.worker:
-        work(arguments)
-    else:
-        compare(arguments)
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a child that takes turns
+    work(Task(**json.loads(sys.argv[1])))

@@ -1,24 +1,24 @@
-"""Run all benchmarks and print one table at the end.
+"""Measure speed beside other programs, and print one table at the end.
 
     python benchmarks/run.py [--device cuda] [--parts training,loader] [--data data/quickstart]
     python benchmarks/run.py --plan
-        show the commands; start nothing
+        show the parts and their options; start nothing
 
 Takes half an hour on two cores; the machine should do nothing else. Needs nothing but the project
 with its extra `peers`; preprocessing needs --data, as tools/fetch_quickstart_data.py makes it.
+The part `decoding` runs only where it is named: all ways to decode on one thread of a CPU.
+
 --device cuda trains 124M to 1558M in bfloat16, eager and compiled, and compares the speeds with the
 prediction of a roofline. --output_dir has the report of the training steps and the table; with an
-earlier one, the training steps resume there. Exit code 2: bad arguments; 1: a benchmark has failed.
+earlier one, the training steps resume there. Exit code 2: bad arguments; 1: a part has failed.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,54 +27,32 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.table import GATHER, report
-from common.errors import ConfigError
+from benchmarks import checkpoint, data, decoding, training
+from benchmarks.measure import Row, table
+from common.errors import ConfigError, GPT2Error
 from common.flags import flag
 from common.program import command
 
-ROWS = "rows.jsonl"
 CORPUS = ("corpus.txt", "vocab.json", "merges.txt")
-
-
-def commands(arguments: Request) -> dict[str, list[list[str]]]:
-    """Return script and arguments of each benchmark, by the name of its part."""
-    device = f"device={arguments.device}"
-    tiny = ["--config", "configs/gpt2/run_gpt2_tiny.yaml", "train.global_batch_size=2"]
-    tiny += ["train.micro_batch_size=1", device]
-    corpus, words, merges = (str(arguments.data / name) for name in CORPUS)
-    vocabulary = ["--vocab-file", words, "--merge-file", merges]
-    often = ["--repeats", "3", "--passes", "8"]
-    disk = ["--folder", str(arguments.folder)]
-    training = ["--device", arguments.device, "--output_dir", str(arguments.output_dir)]
-    for word in arguments.only:
-        training += ["--only", word]
-    return {
-        "training": [["training.py", *training, f"repeats={arguments.repeats}"]],
-        "overhead": [["overhead.py", *tiny], ["overhead.py", "--ranks", "2", *tiny]]
-        if arguments.device == "cpu"
-        else [],
-        "generation": [["generation.py", "--device", arguments.device]],
-        "preprocessing": [["data.py", "preprocess", "--corpus", corpus, *vocabulary]],
-        "loader": [["data.py", "read"]],
-        "checkpoint": [
-            ["checkpoint.py", "--config", "configs/gpt2/run_gpt2_124m.yaml", device, *disk, *often]
-        ],
-        "conversion": [["conversion.py", "--config", "configs/gpt2/run_gpt2_345m.yaml", *disk]],
-    }
 
 
 @dataclass(kw_only=True)
 class Request:
     device: Literal["cpu", "cuda"] = flag("kind of device", default="cpu")
-    parts: str | None = flag("A,B,...: benchmarks to run (default: all)")
-    plan: bool = flag("show the commands; start nothing")
-    repeats: int = flag("N: runs of each training step", default=3)
+    parts: str | None = flag("A,B,...: parts to run (default: all but decoding)")
+    plan: bool = flag("show the parts; start nothing")
+    repeats: int = flag("N: pairs of turns, and runs of each training step", default=3)
     only: tuple[str, ...] = flag(
         "AXIS=LABEL: training steps to keep, such as model=124m_b64; may be given several times"
     )
+    small: bool = flag("the training steps of the study's small variant")
     data: Path = flag(
         "folder with corpus.txt, vocab.json and merges.txt (default: data/quickstart)",
         default=ROOT / "data" / "quickstart",
+    )
+    config: Path = flag(
+        "FILE: model whose weights are converted (default: 345M)",
+        default=ROOT / "configs" / "gpt2" / "run_gpt2_345m.yaml",
     )
     folder: Path = flag(
         "folder on the disk that checkpoints are measured on (default: the temporary one)",
@@ -88,14 +66,41 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("data", "folder", "output_dir"):  # children run in another folder
             setattr(self, name, getattr(self, name).resolve())
-        if unknown := [part for part in self.chosen if part not in commands(self)]:
-            raise ConfigError(
-                f"--parts {','.join(unknown)}: expected some of {', '.join(commands(self))}"
-            )
+        if unknown := [part for part in self.chosen if part not in PARTS]:
+            raise ConfigError(f"--parts {','.join(unknown)}: expected some of {', '.join(PARTS)}")
 
     @property
     def chosen(self) -> list[str]:
-        return self.parts.split(",") if self.parts else list(commands(self))
+        return self.parts.split(",") if self.parts else [each for each in PARTS if each != ALONE]
+
+
+def save_checkpoints(request: Request) -> Iterator[Row]:
+    yield from checkpoint.rows(
+        checkpoint.Request(
+            config=str(ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"),
+            folder=request.folder,
+            passes=8,
+            repeats=request.repeats,
+            overrides=(f"device={request.device}",),
+        )
+    )
+
+
+ALONE = "decoding"
+"""Part that runs only where it is named; it takes five minutes more."""
+PARTS: dict[str, Callable[[Request], Iterator[Row]]] = {
+    "training": lambda each: training.rows(
+        each.device, each.output_dir, each.repeats, each.only, each.small
+    ),
+    "generation": lambda each: decoding.generation_rows(each.device, each.repeats),
+    "preprocessing": lambda each: data.preprocessing_rows(
+        *(each.data / name for name in CORPUS), each.repeats
+    ),
+    "loader": lambda each: data.loader_rows(each.repeats),
+    "checkpoint": save_checkpoints,
+    "conversion": lambda each: data.conversion_rows(each.config, each.folder, each.repeats),
+    ALONE: lambda each: decoding.decoding_rows(each.repeats),
+}
 
 
 def why_no_gpu() -> str:
@@ -110,40 +115,35 @@ def why_no_gpu() -> str:
 
 
 @command(Request)
-def main(arguments: Request) -> int:
-    if arguments.device == "cuda" and not arguments.plan and (reason := why_no_gpu()):
+def main(request: Request) -> int:
+    if request.device == "cuda" and not request.plan and (reason := why_no_gpu()):
         advice = "run it on a machine with an NVIDIA GPU, or leave --device out"
-        print(f"error: --device cuda: {reason}; {advice}", file=sys.stderr)
-        return 2
-    chosen = commands(arguments)
-    missing = [name for name in CORPUS if not (arguments.data / name).is_file()]
-    left_out = {}
-    if missing and "preprocessing" in arguments.chosen:
-        left_out["preprocessing"] = f"{arguments.data} has no {', '.join(missing)}"
-    todo = [
-        command for part in arguments.chosen if part not in left_out for command in chosen[part]
-    ]
-    for part, reason in left_out.items():
-        print(f"left out: {part}: {reason}; make it by tools/fetch_quickstart_data.py")
-    if arguments.plan:
-        for script, *words in todo:
-            print(shlex.join(["python", f"benchmarks/{script}", *words]))
-        return 0
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    rows, failed = arguments.output_dir / ROWS, []
-    rows.write_text("", encoding="utf-8")
-    for each in todo:
-        print("\n$ python benchmarks/" + shlex.join(each), flush=True)
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / each[0]), *each[1:]],
-            cwd=ROOT,
-            env={**os.environ, GATHER: str(rows)},
+        raise ConfigError(f"--device cuda: {reason}; {advice}")
+    chosen = request.chosen
+    missing = [name for name in CORPUS if not (request.data / name).is_file()]
+    if missing and "preprocessing" in chosen:
+        chosen.remove("preprocessing")
+        print(
+            f"left out: preprocessing: {request.data} has no {', '.join(missing)}; make it by"
+            " tools/fetch_quickstart_data.py"
         )
-        if done.returncode == 2:  # bad arguments; their message is above
-            return 2
-        failed += [] if done.returncode == 0 else [shlex.join(each)]
-    print(f"\n{arguments.output_dir}")
-    report([json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()])
+    if request.plan:
+        print(*chosen, sep="\n")
+        return 0
+    request.output_dir.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    failed = []
+    for part in chosen:
+        print(f"\n{part}", flush=True)
+        try:
+            for row in PARTS[part](request):
+                rows.append(row)
+                print(*row, sep="; ", flush=True)
+        except (GPT2Error, SystemExit, subprocess.CalledProcessError) as error:
+            failed.append(f"{part}: {error}")
+    text = table(rows)
+    (request.output_dir / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{request.output_dir}\n{text}")
     if failed:
         print("failed: " + "; ".join(failed), file=sys.stderr)
     return int(bool(failed))

@@ -1,30 +1,24 @@
-"""Measure a training step beside MindSpore, transformers' Trainer and a plain loop, as a study.
+"""A training step beside MindSpore, transformers' Trainer and a plain loop, as a study.
 
-    python benchmarks/training.py [--device cuda] [--small] [--output_dir DIR] [WORD ...]
-
-Needs no data: all programs read the same random tokens. WORD: options and settings of
-tools/study.py, such as --only program=torch or repeats=1. The same command resumes in --output_dir.
-Rows are medians over repeats, from the lowest to the highest; ratios have Student's interval of the
-pairs. On an H100, each step of ours stands beside the prediction of the roofline. Exit code 1: a
-cell has failed or has other losses.
+Needs no data: all programs read the same random tokens. Rows are medians over repeats, from the
+lowest to the highest; ratios have Student's interval of the pairs. On an H100, each step of ours
+stands beside the prediction of the roofline.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
-from benchmarks.table import Row, report
+from benchmarks.measure import Row
 from common.dataset import IndexedWriter
-from common.flags import flag, make_parser
+from common.errors import ConfigError, RunError
 from common.study.figures import size, speed
 from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of, summarize
@@ -107,31 +101,22 @@ def _described(cell: Summary, study: Study) -> str:
     return text
 
 
-@dataclass(kw_only=True)
-class Request:
-    device: str = flag("kind of device", default="cpu", choices=STUDIES)
-    output_dir: Path | None = flag("DIR: folder of results (default: a temporary one)")
+def rows(
+    device: str, folder: Path, repeats: int, only: Sequence[str], small: bool
+) -> Iterator[Row]:
+    """Run or resume the study in ``folder``, and yield its rows.
 
-
-def main() -> int:
-    parser = make_parser(__doc__, Request)
-    arguments, words = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.output_dir or Path(temporary)).resolve()
-        name = STUDIES[arguments.device]
-        command = [sys.executable, str(ROOT / "tools" / "study.py")]
-        command += ["--config", str(ROOT / "benchmarks" / f"{name}.yaml")]
-        command += ["--output_dir", str(folder / name)]
-        if "--plan" not in words:
-            command.append(f"data.train={write_random_tokens(folder)}")
-        code = subprocess.run([*command, *words], cwd=ROOT).returncode
-        if code or "--plan" in words:
-            return code
-        study = read_study(folder / name)
-        report(rows_of(study))
-        cells = summarize(study).values()
-        return int(bool(judge(study).different) or not all(cell.speeds for cell in cells))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises ConfigError for bad arguments, and RunError if a cell has failed or has other losses.
+    """
+    name = STUDIES[device]
+    command = [sys.executable, str(ROOT / "tools" / "study.py"), f"repeats={repeats}"]
+    command += [word for each in only for word in ("--only", each)] + ["--small"] * small
+    command += ["--config", str(ROOT / "benchmarks" / f"{name}.yaml")]
+    command += ["--output_dir", str(folder / name), f"data.train={write_random_tokens(folder)}"]
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        kind = ConfigError if code == 2 else RunError
+        raise kind("the study has ended; its message is above")
+    study = read_study(folder / name)
+    yield from rows_of(study)
+    if judge(study).different or not all(cell.speeds for cell in summarize(study).values()):
+        raise RunError("a cell has failed or has other losses")

@@ -93,7 +93,6 @@ def test_a_ceiling_is_found_and_only_falls() -> None:
 
 USERS = {
     "socket": {
-        "benchmarks/overhead.py": "a free port",
         "common/bundle.py": "name of this host",
         "common/cluster/pods.py": "name of this host",
         "common/doctor/machine.py": "names and ports that it checks",
@@ -110,8 +109,7 @@ USERS = {
     },
     "subprocess.Popen": {
         "benchmarks/first_contact/probes.py": "a server, and clients beside it",
-        "benchmarks/interleaved.py": "systems that take turns",
-        "benchmarks/overhead.py": "ranks that take turns",
+        "benchmarks/measure.py": "systems that take turns",
         "common/launcher/host_list.py": "ssh to each host",
         "common/launcher/launch.py": "DETACH=1",
         "common/launcher/local_ranks.py": "ranks",
@@ -133,7 +131,7 @@ USERS = {
         "common/processes/channel.py": "time limit of a socket",
     },
     "threading.Thread": {
-        "benchmarks/conversion.py": "watches memory",
+        "benchmarks/data.py": "watches memory",
         "common/checkpoint/writer.py": "writes while training continues",
         "common/dataset/prefetch.py": "reads the next batches",
         "common/dataset/workers.py": "ends a worker with its parent",

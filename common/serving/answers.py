@@ -8,7 +8,7 @@ from typing import Any
 
 from common.generation.log_probabilities import ScoredToken, token_text
 from common.generation.prompts import Prompt
-from common.serving.job import Piece
+from common.serving.completion_task import Piece
 from common.tokenizer import Tokenizer
 
 

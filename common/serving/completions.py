@@ -21,9 +21,9 @@ from common.generation.prompts import Prompt, sliding_window
 from common.generation.stop_strings import GrowingText
 from common.parallel.resolved_run import ResolvedRun
 from common.serving.answers import Choice, usage
+from common.serving.completion_task import CompletionJob, Limits, Piece
 from common.serving.engine import Engine, QueueFullError, StoppedError
 from common.serving.errors import Refusal
-from common.serving.job import CompletionJob, Limits, Piece
 from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, parse_request
 from common.tokenizer import Tokenizer

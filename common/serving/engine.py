@@ -17,7 +17,7 @@ from common.errors import GPT2Error
 from common.generation.sampling import Logits
 from common.log import LOG
 
-LEAST_SHARED = 16
+MIN_SHARED = 16
 """Fewest first tokens in common for which copying their keys pays."""
 _IDLE_SECONDS = 0.2
 
@@ -233,7 +233,7 @@ class Engine:
         shared = [_shared(slot.held, context) for slot in self._slots]
         source = max(range(len(shared)), key=lambda each: (shared[each], each in free))
         reuse = shared[source]
-        if reuse < LEAST_SHARED or job.observe is not None:
+        if reuse < MIN_SHARED or job.observe is not None:
             reuse = 0
         number = min(free, key=lambda each: self._slots[each].used)
         if reuse and source in free:

@@ -93,10 +93,10 @@ def listen(settings: ServeConfig) -> socket.socket:
     """
     where = f"serve.host={settings.host} serve.port={settings.port}"
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind)
+        listener = socket.socket(family, kind, protocol)  # asyncio sends at once for TCP only
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not the name of a machine"
         raise ConfigError(f"{where}: {reason}; give an address of this machine") from None

@@ -24,9 +24,9 @@ from common.study.measure import TRACED_STEPS, trace_settings
 from common.study.results import Cell
 from common.systems.config import ConfigFile
 
-MOST_CELLS = 1000
+MAX_CELLS = 1000
 Read = Callable[[Path], ConfigFile]
-_LONGEST_ID = 120
+_MAX_ID_LENGTH = 120
 _SHORT = {
     "data_parallel": "dp",
     "model_parallel": "tp",
@@ -70,9 +70,9 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
     total = 1
     for labels in axes.values():
         total *= len(labels)
-    if total > 100 * MOST_CELLS:
+    if total > 100 * MAX_CELLS:
         raise ConfigError(
-            f"{config}: the axes have {total:,} combinations, more than {100 * MOST_CELLS:,};"
+            f"{config}: the axes have {total:,} combinations, more than {100 * MAX_CELLS:,};"
             " take fewer values"
         )
     points = [
@@ -85,9 +85,9 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
             f"{config}: no cell is left: only and except remove all {total:,} combinations of the"
             " axes; change them, or --only of the command line"
         )
-    if len(points) > MOST_CELLS:
+    if len(points) > MAX_CELLS:
         raise ConfigError(
-            f"{config}: {len(points):,} cells are left, more than {MOST_CELLS}; add filters, or"
+            f"{config}: {len(points):,} cells are left, more than {MAX_CELLS}; add filters, or"
             " take fewer values"
         )
     names = _names(points, axes, definition, config)
@@ -146,7 +146,7 @@ def _names(
                 f"{config}: two cells are called {name}; give labels that differ in letters or"
                 " digits"
             )
-        if len(name) > _LONGEST_ID or name.strip(".") == "":
+        if len(name) > _MAX_ID_LENGTH or name.strip(".") == "":
             raise ConfigError(
                 f"{config}: the cell {name[:60]}... cannot be the name of a folder; give shorter"
                 " labels"

@@ -16,9 +16,9 @@ from common.study.statistics import Summary
 from common.study.table import part_name, parts_of
 from common.study.verdict import MEMORY_TOLERANCE, Verdict
 
-_MOST_BARS = 60
-_MOST_CURVES = 30
-_LONGEST_LABEL = 38
+_MAX_BARS = 60
+_MAX_CURVES = 30
+_MAX_LABEL = 38
 _BLUE, _DARK, _RED, _GREY = "#7fa8d1", "#1f5a94", "#c4501b", "#6b7280"
 _STEP_TIME = "step time (s)"
 _MEMORY = {
@@ -48,7 +48,7 @@ class Sheet(NamedTuple):
 
 
 def draw_throughput(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if cell.tokens_per_second][:_MOST_BARS]
+    cells = [cell for cell in sheet.cells if cell.tokens_per_second][:_MAX_BARS]
     if not cells:
         return None
     figure, axes = sheet.bars(cells)
@@ -67,7 +67,7 @@ def draw_throughput(sheet: Sheet) -> Any:
 
 
 def draw_efficiency(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if cell.speed_up is not None][:_MOST_BARS]
+    cells = [cell for cell in sheet.cells if cell.speed_up is not None][:_MAX_BARS]
     if len(cells) < 2:
         return None
     by_id = {cell.id: cell for cell in sheet.cells}
@@ -112,7 +112,7 @@ def draw_efficiency(sheet: Sheet) -> Any:
 
 
 def draw_memory(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if any(cell.peak_memory)][:_MOST_BARS]
+    cells = [cell for cell in sheet.cells if any(cell.peak_memory)][:_MAX_BARS]
     if not cells:
         return None
     unit, name = _unit([max(cell.peak_memory) for cell in cells])
@@ -141,7 +141,7 @@ def draw_memory(sheet: Sheet) -> Any:
 
 
 def draw_split(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if any(cell.split.values())][:_MOST_BARS]
+    cells = [cell for cell in sheet.cells if any(cell.split.values())][:_MAX_BARS]
     parts = parts_of(cells)
     if len(parts) < 2:
         return None
@@ -279,7 +279,7 @@ def _curves(
     nested: bool = False,
 ) -> Any:
     """Draw one curve a row over steps. nested: earlier ones wider, so that equal ones all show."""
-    rows = rows[:_MOST_CURVES]
+    rows = rows[:_MAX_CURVES]
     if not rows:
         return None
     figure, axes = sheet.pyplot.subplots(
@@ -319,9 +319,9 @@ def _relative(found: Sequence[float], expected: Sequence[float]) -> list[float]:
 
 def _label(name: str) -> str:
     """Return a name that fits beside a picture: a long one loses its middle."""
-    if len(name) <= _LONGEST_LABEL:
+    if len(name) <= _MAX_LABEL:
         return name
-    start = (_LONGEST_LABEL - 2) // 2
+    start = (_MAX_LABEL - 2) // 2
     return f"{name[:start]}..{name[-start:]}"
 
 

@@ -157,7 +157,7 @@ _EXPECTED = {
     "except": "a list of axis: label",
     "baseline": "axis: label",
 }
-"""Content of these sections, for faults of which pydantic lists every form it has tried."""
+"""Short description of each section, in place of pydantic's list of alternatives."""
 
 
 def _explain(faults: Sequence[Any], sources: Sources, path: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ from common.study.cells import PlannedCell
 from common.study.children import LAUNCHER_LOG, judge, run_launches
 from common.study.measure import measure
 from common.study.results import CellResult, Repeat, State, Study, write_study
-from common.study.starting import Where, by_hand, launches, why_not
+from common.study.starting import Where, launches, reason_not_started, shell_command
 
 CELLS = "cells"
 _FINAL = (State.REFUSED, State.OUT_OF_MEMORY, State.TIMED_OUT)
@@ -91,12 +91,12 @@ def _run_once(
 ) -> Repeat:
     own = Path(CELLS) / planned.cell.id / f"repeat_{index}"
     place = folder / own
-    typed = by_hand(
+    typed = shell_command(
         launches(planned, folder / "by_hand" / planned.cell.id, where)
         if planned.config is not None
         else []
     )
-    refusal = why_not(planned, where)
+    refusal = reason_not_started(planned, where)
     if refusal:
         return Repeat(
             index=index,

@@ -55,7 +55,7 @@ def find_slurm(environ: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" in environ and "SLURM_STEP_NODELIST" not in environ
 
 
-def why_not(planned: PlannedCell, where: Where) -> str:
+def reason_not_started(planned: PlannedCell, where: Where) -> str:
     """Return why a cell cannot be started there, one line; empty where it can."""
     if planned.config is None:
         return planned.refusal
@@ -109,10 +109,8 @@ def _positional(base: Path, devices: range, words: Sequence[str]) -> tuple[str, 
     return (NO_TABLE[0], str(base), f"[{devices.start},{devices.stop})", "train", *words)
 
 
-def by_hand(found: Sequence[Launch]) -> list[str]:
-    """Return the words that start the same run from a shell; several hosts of this machine as one
-    line for bash.
-    """
+def shell_command(found: Sequence[Launch]) -> list[str]:
+    """Return the shell command of the same run; launches of several hosts as one line for bash."""
     if len(found) == 1:
         return found[0].typed()
     lines = [shlex.join(launch.typed()) for launch in found]

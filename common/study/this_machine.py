@@ -1,4 +1,4 @@
-"""The machine as the planner takes a device: rates of its processor, measured in a moment.
+"""Measured peak rates of this CPU, in the planner's form of a device.
 
 They are good for the order of layouts by time, and not for the time itself: a rank has its share of
 all cores, and the time that starting a message takes is not counted.

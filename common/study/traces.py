@@ -163,7 +163,7 @@ def _union(spans: Spans) -> Spans:
 
 
 def _without(spans: Spans, taken: Spans) -> Spans:
-    """Return what of ``spans`` lies in none of ``taken``; both are ascending and do not overlap."""
+    """Return the parts of spans that taken does not cover. Both ascend and do not overlap."""
     left: Spans = []
     at = 0
     for begin, end in spans:

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/training.py, the studies that it runs, and the arguments of the whole."""
+"""Rows of training steps, the studies behind them, and the arguments of benchmarks/run.py."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def test_the_plan_names_every_part_and_starts_nothing(
     assert main(["--plan", "--device", "cuda", "--only", "model=124m_b64", *words]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"left out: preprocessing: {tmp_path} has no corpus.txt, vocab.json")
-    scripts = [line.split()[1].removeprefix("benchmarks/") for line in said[1:]]
-    assert scripts == ["training.py", "generation.py", "data.py", "checkpoint.py", "conversion.py"]
-    assert said[1].endswith("--only model=124m_b64 repeats=3")
+    assert said[1:] == ["training", "generation", "loader", "checkpoint", "conversion"]
     assert not (tmp_path / "none").exists()
+    assert main(["--parts", "loader,wheels"]) == 2
+    assert "--parts wheels: expected some of training, generation," in capsys.readouterr().err

@@ -10,8 +10,8 @@ from common.generation.generate import Continuation, generate
 from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.generation.stop_strings import GrowingText
+from common.serving.completion_task import CompletionJob, Limits, Piece
 from common.serving.engine import Engine
-from common.serving.job import CompletionJob, Limits, Piece
 
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.conversion import make_source, measure, row
+from benchmarks.data import make_source, measure, row
 
 LIMIT = 10**9
 """Bytes of anonymous memory beyond the imports; the weights have 6.2 GB."""

@@ -13,7 +13,7 @@ import pytest
 from common.errors import RunError
 from common.generation.sampling import Logits
 from common.serving.engine import (
-    LEAST_SHARED,
+    MIN_SHARED,
     CancelledError,
     Engine,
     Observer,
@@ -166,8 +166,8 @@ def test_a_sliding_window_and_new_requests_take_turns() -> None:
 
 
 def test_a_prompt_is_taken_over_from_whoever_holds_it() -> None:
-    """From a slot at work by a copy, from a free one in place; below LEAST_SHARED not at all."""
-    prompt = list(range(LEAST_SHARED + 4))
+    """From a slot at work by a copy, from a free one in place; below MIN_SHARED not at all."""
+    prompt = list(range(MIN_SHARED + 4))
     model = Model(2)
     engine = Engine(model, queue_limit=20)
     engine.submit([Job(prompt, 4), Job(prompt, 4)])
@@ -178,7 +178,7 @@ def test_a_prompt_is_taken_over_from_whoever_holds_it() -> None:
     assert ("admit", 1, len(prompt), reuse) in model.calls
     model.calls.clear()
     engine.submit([Job([*prompt, 9], 1)])
-    engine.submit([Job([*prompt[: LEAST_SHARED - 1], 40], 1)])
+    engine.submit([Job([*prompt[: MIN_SHARED - 1], 40], 1)])
     finish(engine)
     assert "copy" not in [call[0] for call in model.calls]
     assert [call[3] for call in model.calls if call[0] == "admit"] == [len(prompt), 0]

@@ -23,7 +23,7 @@ def test_an_address_that_is_taken_or_not_here() -> None:
     with pytest.raises(ConfigError, match=r"serve\.host=a\.\.b"):
         listen(ServeConfig(host="a..b", port=0))
     with listen(ServeConfig(port=0)) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
+        assert (listener.getsockname()[0], listener.proto) == ("127.0.0.1", socket.IPPROTO_TCP)
 
 
 @pytest.mark.parametrize(

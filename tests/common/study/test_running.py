@@ -22,7 +22,7 @@ from common.study.children import LAUNCHER_LOG, Outcome, judge, run_launches
 from common.study.command import StudyRequest, run_study
 from common.study.results import State, Study, read_study
 from common.study.running import missing
-from common.study.starting import Launch, Where, launches, why_not
+from common.study.starting import Launch, Where, launches, reason_not_started
 from common.study.this_machine import Rates
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -351,9 +351,11 @@ def test_the_commands_are_those_of_the_launcher(tmp_path: Path) -> None:
 
 
 def test_why_a_cell_cannot_start_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not(planned(ranks=2, hosts=2), Where(hosts=("a",))) == (
+    assert reason_not_started(planned(ranks=2, hosts=2), Where(hosts=("a",))) == (
         "needs 2 hosts, and --hosts names 1"
     )
     monkeypatch.setattr("shutil.which", lambda name: None)
     horovod = planned(ranks=2, **{"parallel.strategy": "horovod"})
-    assert why_not(horovod, Where()).startswith("parallel.strategy=horovod: horovodrun is not")
+    assert reason_not_started(horovod, Where()).startswith(
+        "parallel.strategy=horovod: horovodrun is not"
+    )

@@ -71,41 +71,41 @@ def test_equal_cells_are_the_same() -> None:
     assert 0 < group.largest[Kind.LOSS] <= 2.1 * EXACT
 
 
-def test_another_seed_is_named_by_its_samples() -> None:
-    found = planted(loss=losses(7), gradient_norm=norms(7), sample_hash="b" * 64)
-    assert (found.kind, found.step) == (Kind.SAMPLES, 1)
+def off_from(values: list[float], step: int, factor: float = math.nan) -> list[float]:
+    return [value if at < step else factor * value for at, value in enumerate(values, 1)]
 
 
-def test_another_seed_without_hashes_is_named_by_its_losses() -> None:
-    found = planted(loss=losses(7), sample_hash=None)
-    assert (found.kind, found.step) == (Kind.LOSS, 1)
+ONCE = [*norms()[:4], 1.01 * norms()[4], *norms()[5:]]
 
 
-def test_other_samples_with_equal_losses_are_not_the_same() -> None:
-    found = planted(sample_hash="b" * 64)
-    assert (found.kind, found.step) == (Kind.SAMPLES, 0)
-
-
-def test_a_gradient_scale_off_by_one_percent_shows_although_losses_agree() -> None:
-    found = planted(gradient_norm=[1.01 * value for value in norms()])
-    assert (found.kind, found.step) == (Kind.NORM, 1)
-    assert found.factor == pytest.approx(1.01)
-
-
-def test_a_norm_that_is_off_once_is_not_a_factor() -> None:
-    values = norms()
-    values[4] *= 1.01
-    found = planted(gradient_norm=values)
-    assert (found.kind, found.step, found.factor) == (Kind.NORM, 5, None)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("key", ["loss", "gradient_norm"])
-def test_values_that_are_not_finite_equal_nothing(key: str, value: float) -> None:
-    values = {"loss": losses(), "gradient_norm": norms()}[key]
-    values[3] = value
-    found = planted(**{key: values})
-    assert (found.step, found.is_finite) == (4, False)
+@pytest.mark.parametrize(
+    ("changes", "kind", "step", "factor"),
+    [
+        (
+            {"loss": losses(7), "gradient_norm": norms(7), "sample_hash": "b" * 64},
+            Kind.SAMPLES, 1, None,
+        ),
+        ({"loss": losses(7), "sample_hash": None}, Kind.LOSS, 1, None),
+        ({"sample_hash": "b" * 64}, Kind.SAMPLES, 0, None),
+        ({"gradient_norm": off_from(norms(), 1, 1.01)}, Kind.NORM, 1, pytest.approx(1.01)),
+        ({"gradient_norm": ONCE}, Kind.NORM, 5, None),
+        ({"loss": off_from(losses(), 4)}, Kind.LOSS, 4, None),
+        ({"loss": off_from(losses(), 4, math.inf)}, Kind.LOSS, 4, None),
+        ({"gradient_norm": off_from(norms(), 4)}, Kind.NORM, 4, None),
+        ({"loss": off_from(losses(), 6, 1.001)}, Kind.LOSS, 6, None),
+        ({"loss": losses()[:4], "gradient_norm": norms()[:4]}, Kind.STEPS, 0, None),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_named(
+    changes: dict[str, Any], kind: Kind, step: int, factor: Any
+) -> None:
+    """The gradient that is one percent off shows although its losses agree."""
+    found = planted(**changes)
+    assert (found.kind, found.step, found.factor) == (kind, step, factor)
+    if kind in (Kind.LOSS, Kind.NORM):
+        assert found.is_finite is (step != 4)
+    if step == 6:
+        assert found.relative == pytest.approx(1e-3 / 1.001, rel=1e-4)
 
 
 def test_two_cells_of_nan_are_not_the_same() -> None:
@@ -139,17 +139,7 @@ def test_steps_that_both_skipped_for_their_loss_scale_are_the_same() -> None:
     assert set(judge(study(last)).different) == {"a", "b"}
 
 
-def test_a_difference_names_its_first_step() -> None:
-    values = losses()
-    values[5:] = [1.001 * value for value in values[5:]]
-    found = planted(loss=values)
-    assert (found.kind, found.step) == (Kind.LOSS, 6)
-    assert found.relative == pytest.approx(1e-3 / 1.001, rel=1e-4)
-
-
-def test_missing_steps_and_no_steps_are_not_the_same() -> None:
-    short = planted(loss=losses()[:4], gradient_norm=norms()[:4])
-    assert (short.kind, short.found, short.expected) == (Kind.STEPS, "4 and 4", "10 and 10")
+def test_runs_without_steps_are_not_the_same() -> None:
     for changes in ({"loss": [], "gradient_norm": []}, {"gradient_norm": []}):
         empty = [measured(**changes)]
         assert set(judge(study([cell("a", empty), cell("b", empty)])).different) == {"a", "b"}
@@ -216,10 +206,11 @@ def test_one_repeat_is_said_to_tell_nothing() -> None:
     assert "nothing says whether this is more than chance" in text_of(cells)
 
 
-def test_models_of_other_sizes_are_ranked_apart() -> None:
+@pytest.mark.parametrize("by", ["settings", "base"])
+def test_models_of_other_sizes_are_ranked_apart(by: str) -> None:
     cells = [
-        good(f"{size}-{name}", speed, settings={"model.num_layers": layers},
-             axes={"size": size, "layout": name}, seed=number)
+        good(f"{size}-{name}", speed, axes={"size": size, "layout": name}, seed=number,
+             **({"base": size} if by == "base" else {"settings": {"model.num_layers": layers}}))
         for number, (size, layers, name, speed) in enumerate(
             [("S", 2, "dp", 9000), ("S", 2, "tp", 7000), ("L", 8, "dp", 900), ("L", 8, "tp", 990)]
         )
@@ -231,16 +222,6 @@ def test_models_of_other_sizes_are_ranked_apart() -> None:
 
 
 # ---- predictions ----
-
-
-def test_models_of_other_files_are_ranked_apart() -> None:
-    cells = [
-        good(f"{base}-{name}", speed, base=base, axes={"size": base, "layout": name}, seed=number)
-        for number, (base, name, speed) in enumerate(
-            [("S", "dp", 9000), ("S", "tp", 7000), ("L", "dp", 900), ("L", "tp", 990)]
-        )
-    ]
-    assert [each.cells[0] for each in judge(study(cells)).rankings] == ["S-dp", "L-tp"]
 
 
 def test_a_calculated_cell_without_room_has_no_speed() -> None:

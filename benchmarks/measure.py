@@ -1,6 +1,4 @@
-"""Systems that take turns: one process each, which waits while another works, so that all meet the
-same noise of the machine.
-"""
+"""Systems that take turns, so that all meet the same noise, and rows of their speed."""
 
 from __future__ import annotations
 
@@ -8,11 +6,13 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+HEAD = ("what", "here", "peer", "times as fast (pairs)", "memory, peer's")
 WARM_UP = 2
 
+Row = Sequence[str]
 Answer = dict[str, Any]
 
 
@@ -71,9 +71,22 @@ def take_turns(
     return first, later
 
 
-def median_ratio(seconds: list[float], of: list[float]) -> tuple[float, float, float]:
-    """Median, least and greatest of the pairs' ratios ``of / seconds``: how many times as fast as
-    ``of``.
+def compared(seconds: Sequence[float], peer: Sequence[float], digits: int = 2) -> str:
+    """Return median, least and greatest of the pairs' ratios: how many times as fast as the
+    peer.
     """
-    ratios = [other / own for own, other in zip(seconds, of, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
+    ratios = [other / own for own, other in zip(seconds, peer, strict=True)]
+    middle, least, most = (
+        f"{each:.{digits}f}" for each in (statistics.median(ratios), min(ratios), max(ratios))
+    )
+    return f"{middle} ({least} to {most} in {len(ratios)})"
+
+
+def table(rows: Sequence[Row], head: Row = HEAD) -> str:
+    """Return rows as a Markdown table."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = (head, ["-" * width for width in widths], *rows)
+    return "\n".join(
+        f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |"
+        for row in lines
+    )
