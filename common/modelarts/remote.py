@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +17,7 @@ from common.checkpoint.folders import LATEST
 from common.checkpoint.manifest import MANIFEST
 from common.errors import DataError, StorageError, UserError
 from common.files import atomic_write
+from common.locks import held_lock
 from common.log import LOG
 from common.modelarts.stores import RemoteStore, StoredFile, base_name, find_store
 from common.structured_files import read_json_mapping
@@ -182,30 +182,21 @@ def _one_of_host(lock: Path, url: str, limit: float) -> Iterator[None]:
 
     Raises StorageError after ``limit`` seconds.
     """
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
-    except OSError as error:
-        raise StorageError(
-            f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
-            f" {url}"
-        ) from None
-    with file:
-        deadline, told = time.monotonic() + limit, False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    LOG.warning(f"waiting for another process of this host, which copies {url}")
-                    told = True
-                if time.monotonic() > deadline:
-                    raise StorageError(
-                        f"{url}: another process of this host has been copying it for more than"
-                        f" {limit:g} s; see its log"
-                    ) from None
-                time.sleep(0.2)
+    with ExitStack() as stack:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            told = f"waiting for another process of this host, which copies {url}"
+            stack.enter_context(held_lock(lock, limit, lambda: LOG.warning(told)))
+        except TimeoutError:
+            raise StorageError(
+                f"{url}: another process of this host has been copying it for more than {limit:g}"
+                " s; see its log"
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
+                f" {url}"
+            ) from None
         yield
 
 
