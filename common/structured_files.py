@@ -254,19 +254,14 @@ def _no_constant(name: str) -> float:
 
 
 def _check_depth(value: Any) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for parent in level:
-            children = (
-                parent.values()
-                if isinstance(parent, dict)
-                else parent
-                if isinstance(parent, list)
-                else ()
-            )
-            below += [child for child in children if isinstance(child, (dict, list))]
-        level = below
+    level: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
         if not level:
             return
     raise MalformedError(f"nested deeper than {MAX_DEPTH} levels")
