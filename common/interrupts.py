@@ -19,7 +19,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    _Hook = Callable[[sys.UnraisableHookArgs], Any]
     _Handler = Callable[[int, FrameType | None], Any]
 
 EXIT_CODE = 130
@@ -40,15 +39,11 @@ def end_at_interrupts() -> None:
 
 
 def raise_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``.
-
-    Python prints and drops an exception in a destructor or in the callback of a weak reference. An
-    import runs such a callback for every module, so that Ctrl-C could be lost there. It is
-    therefore raised again.
+    """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``; in an import, once it
+    has ended.
     """
     if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, outside_imports(_raise))
-        sys.unraisablehook = _raise_dropped_interrupts(sys.unraisablehook)
 
 
 @contextmanager
@@ -149,27 +144,8 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_CODE)
 
 
-def _raise_dropped_interrupts(others: _Hook) -> _Hook:
-    """Build the hook for exceptions that Python drops.
-
-    ``others`` is the hook for all but KeyboardInterrupt.
-    """
-
-    def hook(dropped: sys.UnraisableHookArgs, /) -> None:
-        if issubclass(dropped.exc_type, KeyboardInterrupt):
-            with suppress(RuntimeError):  # no new threads while Python ends
-                _thread.start_new_thread(_again_soon, (signal.SIGINT,))
-        else:
-            others(dropped)
-
-    return hook
-
-
 def _again_soon(number: int) -> None:
-    """Send a signal to the main thread once it may have left the callback or the import.
-
-    A signal that is dropped or comes too early again comes back here.
-    """
+    """Send a signal to the main thread once it may have left the import."""
     time.sleep(_RETRY_SECONDS)
     if number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # a thread waits for it: stop.py
         _thread.interrupt_main(signal.Signals(number))

@@ -167,18 +167,11 @@ def parse_json_line(line: str | bytes) -> Any:
 
     For speed it accepts repeated keys, NaN, and any nesting that the parser can follow.
     """
+    text = line if isinstance(line, str) else _decoded(line)
     try:
-        return _FAST.decode(line if isinstance(line, str) else _decoded(line))
-    except json.JSONDecodeError as error:
+        return _FAST.decode(text)
+    except (ValueError, RecursionError) as error:
         raise _malformed(error) from None
-    except ValueError as error:  # a number with more digits than Python converts
-        raise (
-            error
-            if isinstance(error, MalformedError)
-            else MalformedError(str(error).partition(";")[0])
-        ) from None
-    except RecursionError:
-        raise MalformedError("nested too deeply") from None
 
 
 def parse_json_item(text: str, start: int = 0) -> tuple[Any, int]:
@@ -188,12 +181,8 @@ def parse_json_item(text: str, start: int = 0) -> tuple[Any, int]:
     """
     try:
         return _FAST.raw_decode(text, start)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise _malformed(error) from None
-    except ValueError as error:
-        raise MalformedError(str(error).partition(";")[0]) from None
-    except RecursionError:
-        raise MalformedError("nested too deeply") from None
 
 
 _FAST = json.JSONDecoder()
@@ -206,8 +195,12 @@ def _decoded(text: str | bytes) -> str:
         raise MalformedError(f"byte {error.start} is not UTF-8") from None
 
 
-def _malformed(error: json.JSONDecodeError) -> MalformedError:
-    return MalformedError(error.msg, error.lineno, error.colno, error.pos)
+def _malformed(error: Exception) -> MalformedError:
+    if isinstance(error, json.JSONDecodeError):
+        return MalformedError(error.msg, error.lineno, error.colno, error.pos)
+    if isinstance(error, RecursionError):
+        return MalformedError("nested too deeply")
+    return MalformedError(str(error).partition(";")[0])  # more digits than Python converts
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -261,19 +254,14 @@ def _no_constant(name: str) -> float:
 
 
 def _check_depth(value: Any) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for parent in level:
-            children = (
-                parent.values()
-                if isinstance(parent, dict)
-                else parent
-                if isinstance(parent, list)
-                else ()
-            )
-            below += [child for child in children if isinstance(child, (dict, list))]
-        level = below
+    level: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
         if not level:
             return
     raise MalformedError(f"nested deeper than {MAX_DEPTH} levels")

@@ -20,7 +20,7 @@ BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 LAYERS = (
     ("errors", "file_kinds", "paths", "interrupts", "log", "dialects"),
     ("accelerators", "files", "flags", "packages", "whole_numbers", "run_folder"),
-    ("structured_files", "hub"),
+    ("structured_files", "hub", "locks"),
     ("yaml_files", "processes"),
     ("config", "tensor_files", "failures"),
     ("cluster", "command_line", "tokenizer", "weights"),

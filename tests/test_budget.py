@@ -118,9 +118,7 @@ USERS = {
         "common/study/children.py": "cells of a study",
     },
     "fcntl": {
-        "common/conversion/gpt2_chinese.py": "lock of the converted corpus",
         "common/files.py": "lock of a file in the making",
-        "common/modelarts/remote.py": "lock of a copy that ranks share",
         "common/run_folder.py": "lock of a run folder",
         "common/tensor_files/checksummed.py": "O_DIRECT, switched while writing",
     },
@@ -146,8 +144,6 @@ USERS = {
         "common/training/trackers.py": "trackers, which may hang",
     },
     "os.open": {
-        "common/conversion/gpt2_chinese.py": "lock of a folder",
-        "common/dataset/index_cache.py": "a lock file that must be new",
         "common/errors.py": "standard error that has failed",
         "common/files.py": "files that must be new, sync of folders",
         "common/launcher/rank_logs.py": "a log that may be a full pipe",

@@ -13,8 +13,6 @@
         a folder of *.parquet, or one of datasets' save_to_disk, by a column of text
     ... --shard 2/8
         the second of eight parts, as PREFIX.shard-00002-of-00008_{key}_document
-    ... --engine ray --shards 64
-        all parts as tasks of a Ray cluster, merged; started again, it keeps finished parts
 
 Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by
 Ctrl-C and SIGTERM.
@@ -41,7 +39,7 @@ from common.dataset.corpus import CorpusFormat
 from common.dataset.encodings import checked_encoding
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
-from common.dataset.preprocess import PreprocessOptions, PreprocessResult, Progress, preprocess
+from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
 from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecord
 from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
@@ -163,14 +161,6 @@ class Request:
         " array job; a part that is there already is kept",
         group="run",
     )
-    engine: Literal["local", "ray"] = flag(
-        "local: this process and its --workers; ray: --shards tasks on the Ray cluster of"
-        " $RAY_ADDRESS or of this host, else on this host",
-        default="local",
-    )
-    shards: int | None = flag(
-        "N: with --engine ray: parts of the corpus, a few for each CPU of the cluster"
-    )
     workers: int = flag("N: processes that tokenize; the output does not depend on it", default=1)
     log_interval: int = flag("N: documents between progress lines", default=10000)
 
@@ -230,7 +220,7 @@ def _mindrecord(request: Request, options: PreprocessOptions, display: _Display)
 
 def _token_files(request: Request, options: PreprocessOptions, display: _Display) -> str:
     """Write another format, and return what was written or was there."""
-    result = _preprocess(options, request.shards, display)
+    result = preprocess(options, display)
     endings = "_ids.npy/_idx.npz" if request.format == "fleetx" else ".bin/.idx"
     pairs = ", ".join(f"{prefix}{endings}" for prefix in result.prefixes)
     if request.format == "pieces":
@@ -238,16 +228,6 @@ def _token_files(request: Request, options: PreprocessOptions, display: _Display
     if result.kept:
         return f"kept {pairs}, which is there already"
     return f"wrote {pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
-
-
-def _preprocess(
-    options: PreprocessOptions, shards: int | None, display: _Display
-) -> PreprocessResult:
-    if shards is None:
-        return preprocess(options, display)
-    from common.dataset.ray_engine import preprocess_on_ray
-
-    return preprocess_on_ray(options, shards, display)
 
 
 def _set(found: RecordSet, seq_length: int) -> str:
@@ -308,20 +288,6 @@ def _options(args: Request) -> PreprocessOptions:
             args.shard is not None and args.format != "indexed",
             f"--shard with --format {args.format}: only a .bin/.idx pair is merged; leave one of"
             " them out",
-        ),
-        (
-            (args.engine == "ray") != (args.shards is not None),
-            "--engine ray and --shards N belong together: give both or none",
-        ),
-        (
-            args.engine == "ray" and (args.format != "indexed" or args.shard is not None),
-            "--engine ray writes and merges the shards of a .bin/.idx pair; leave --shard and"
-            " --format out",
-        ),
-        (
-            args.engine == "ray" and args.workers != 1,
-            f"--workers {args.workers} with --engine ray: each shard is one process; leave"
-            " --workers out and give more --shards",
         ),
         (
             not mindrecord and (args.seq_length is not None or args.num_splits is not None),

@@ -6,14 +6,12 @@ others wait and find it done.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from common.dialects.gpt2_chinese import OF_SAMPLES, OF_TITLES, SINCE_2021
 from common.dialects.rules import To, Without
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
+from common.locks import held_lock
 from common.log import LOG, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
@@ -313,26 +312,12 @@ def one_at_a_time(folder: Path, limit: float = LONGEST_WAIT) -> Iterator[None]:
     seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        end = time.monotonic() + limit
-        while not _lock(descriptor):
-            if time.monotonic() > end:
-                raise ConfigError(
-                    f"{folder}: another process has worked there for {limit:g} s; end it, or give"
-                    " another folder"
-                )
-            time.sleep(0.2)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held_lock(folder / ".lock", limit))
+        except TimeoutError:
+            raise ConfigError(
+                f"{folder}: another process has worked there for {limit:g} s; end it, or give"
+                " another folder"
+            ) from None
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # without locks in the file system, nobody is held back
-        return True
-    return True

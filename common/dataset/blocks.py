@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.dataset.corpus import TABLES, Corpus, CorpusFormat
-from common.dataset.json_array import JsonArrayReader
+from common.dataset.json_array import array_items
 from common.dataset.limits import DOCUMENT_BYTES, check_words
 from common.dataset.shards import Share
 from common.dataset.tables import read_table
@@ -149,16 +149,12 @@ def read_blocks(
             ) from None
 
 
-def texts_of(
-    item: Any, keys: tuple[str, ...], path: Path, line: int, column: int = 1
-) -> tuple[str, ...]:
+def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
     """Return the text under each key of a parsed item.
 
-    An item that is a string itself stands for the key ``text``. path, line, column: place of the
-    item.
-    Raises DataError naming the place and the keys of the item.
+    An item that is a string itself stands for the key ``text``.
+    Raises DataError naming the place, ``where``, and the keys of the item.
     """
-    where = f"{path}: line {line}, column {column}"
     if isinstance(item, str):
         if keys == ("text",):
             check_words(item, where)
@@ -190,26 +186,17 @@ def texts_of(
 
 
 def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    return {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        list: "an array",
-        dict: "an object",
-        str: "a string",
-    }[type(value)]
+    kinds = {bool: "a boolean", list: "an array", dict: "an object", str: "a string"}
+    return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def _array_blocks(
     file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes: int, document_bytes: int
 ) -> Iterator[list[tuple[str, ...]]]:
-    reader = JsonArrayReader(file, path, document_bytes)
     items: list[tuple[str, ...]] = []
     size = 0
-    for item in reader:
-        texts = texts_of(item, keys, path, reader.line, reader.column)
+    for number, item in array_items(file, path, document_bytes):
+        texts = texts_of(item, keys, f"{path}: item {number}")
         items.append(texts)
         size += sum(map(len, texts))
         if size >= block_bytes:

@@ -114,7 +114,7 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
             raise DataError(
                 f"{where}: {error.problem}; expected one JSON object per line, fix or remove it"
             ) from None
-        items.append(texts_of(item, keys, block.path, number))
+        items.append(texts_of(item, keys, f"{block.path}: line {number}, column 1"))
     return items
 
 

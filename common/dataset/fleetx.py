@@ -14,26 +14,21 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
-from types import TracebackType
-from typing import IO, Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.metadata import METADATA_EXTENSION
-from common.dataset.token_files import TokenFiles, content_key, map_file, with_extension
+from common.dataset.token_files import TokenFiles, TokenWriter, content_key, with_extension
 from common.errors import DataError
 from common.files import atomic_write, open_input, reading
 from common.paths import looked_in
 
 IDS, INDEX, OLD = "_ids.npy", "_idx.npz", "_ids.npz"
-MOST_UNPACKED = 2**32
-"""Maximum tokens of a compressed array, which is held in memory."""
 _npy: Any = np.lib.format  # numpy's functions have no types here
-_HEADERS = {(1, 0): _npy.read_array_header_1_0, (2, 0): _npy.read_array_header_2_0}
 
 
 def fleetx_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -91,8 +86,9 @@ class FleetXDataset(TokenFiles):
         old = with_extension(found, OLD)
         self._index_path = old if old.exists() else with_extension(found, INDEX)
         self._ids_path = old if old.exists() else with_extension(found, IDS)
-        self.tokens = _map_member(old, "ids") if old.exists() else _map_npy(self._ids_path)
-        lens, documents = _read_members(self._index_path, len(self.tokens) + 2)
+        self.tokens = _load_array(self._ids_path, "ids" if old.exists() else None)
+        lens = _load_array(self._index_path, "lens")
+        documents = _load_array(self._index_path, "docs", required=False)
         self._require_lens(lens)
         sentences = np.zeros(len(lens) + 1, dtype=np.int64)
         np.cumsum(lens, out=sentences[1:])
@@ -145,77 +141,26 @@ class FleetXDataset(TokenFiles):
         return documents
 
 
-class FleetXWriter:
-    """Context manager that publishes both files on normal exit, and leaves nothing after an
-    exception.
-
-    prefix: beginning of the names. dtype: see ``fleetx_dtype``. The bytes equal those of numpy.save
-    and numpy.savez.
-    Memory: 4 bytes per sequence and 4 per document. Raises StorageError if the disk fails.
+class FleetXWriter(TokenWriter):
+    """Writer of both files. dtype: see ``fleetx_dtype``. The bytes equal those of numpy.save and
+    numpy.savez.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        self.prefix = Path(prefix)
-        self.dtype = np.dtype(dtype)
-        self.token_count = self.sequence_count = self.document_count = 0
-        self._sizes: list[npt.NDArray[np.int32]] = []
-        self._documents: list[npt.NDArray[np.int32]] = []
-        self._stack = ExitStack()
-        self._file: IO[bytes]
-
-    def __enter__(self) -> FleetXWriter:
+    def __enter__(self) -> Self:
         self._file = self._stack.enter_context(atomic_write(with_extension(self.prefix, IDS)))
         self._write_header()
         return self
 
-    def append(
-        self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any]
-    ) -> None:
-        """Append whole documents: tokens, tokens per sequence and sequences per document.
-
-        Raises DataError for a token that does not fit the dtype.
-        """
-        limits = np.iinfo(self.dtype)
-        if len(tokens):
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < limits.min or high > limits.max:
-                wrong = low if low < limits.min else high
-                raise DataError(
-                    f"{self.prefix}: token id {wrong} does not fit {self.dtype.name}; check the"
-                    " vocabulary files"
-                )
-            self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        self._sizes.append(np.asarray(sizes, dtype=np.int32))
-        self._documents.append(np.asarray(documents, dtype=np.int32))
-        self.token_count += len(tokens)
-        self.sequence_count += len(sizes)
-        self.document_count += len(documents)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._stack.__exit__(kind, error, trace)
-            return
+    def _publish(self) -> None:
         self._file.seek(0)
         self._write_header()
-        # The old index goes first: a crash between the renames leaves no set of files, never a
-        # wrong one.
-        for extension in (INDEX, METADATA_EXTENSION):
-            with_extension(self.prefix, extension).unlink(missing_ok=True)
-        self._stack.close()
+        self._close(INDEX)
         documents = np.zeros(self.document_count + 1, dtype=np.int64)
         if self._documents:
             np.cumsum(np.concatenate(self._documents), out=documents[1:])
+        lens = np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32)
         with atomic_write(with_extension(self.prefix, INDEX)) as file:
-            np.savez(
-                file,
-                lens=np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32),
-                docs=documents,
-            )
+            np.savez(file, lens=lens, docs=documents)
 
     def _write_header(self) -> None:
         """Write the header of the .npy.
@@ -233,109 +178,29 @@ class FleetXWriter:
 # ---- numpy's files, without its pickles ----
 
 
-def _map_npy(path: Path) -> npt.NDArray[Any]:
-    """Map a one-dimensional array of integers."""
-    with open_input(path, DataError) as file, _named(path):
-        return _map(path, file, 0, path.stat().st_size)
+def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
+    """Return a one-dimensional array of integers: an .npy mapped, or the array ``name`` of an .npz.
 
-
-def _map_member(path: Path, name: str) -> npt.NDArray[Any]:
-    """Return a one-dimensional array of integers of an .npz.
-
-    An array that is stored uncompressed, as numpy.savez does, is mapped.
+    An absent array that is not required is None. Raises DataError.
     """
-    with _open_npz(path) as (file, archive):
-        info = _require_member(path, archive, name)
-        if info.compress_type != zipfile.ZIP_STORED:
-            return _unpack(path, archive, info, MOST_UNPACKED)
-        file.seek(info.header_offset + 26)
-        lengths = file.read(4)
-        start = (
-            info.header_offset
-            + 30
-            + int.from_bytes(lengths[:2], "little")
-            + int.from_bytes(lengths[2:], "little")
-        )
-        return _map(path, file, start, start + info.file_size)
-
-
-def _read_members(path: Path, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
-    """Return lens and docs (None if absent) after comparing their checksums.
-
-    most: maximum number of entries of each.
-    """
-    with _open_npz(path) as (_, archive):
-        lens = _unpack(path, archive, _require_member(path, archive, "lens"), most)
-        has_documents = "docs.npy" in archive.namelist()
-        return lens, _unpack(
-            path, archive, archive.getinfo("docs.npy"), most
-        ) if has_documents else None
-
-
-@contextmanager
-def _open_npz(path: Path) -> Iterator[tuple[IO[bytes], zipfile.ZipFile]]:
-    with open_input(path, DataError) as file, _named(path):
-        if file.read(2) != b"PK":  # zipfile accepts other bytes before the archive, numpy does not
-            raise ValueError("it does not begin as an .npz does")
-        with zipfile.ZipFile(file) as archive:
-            yield file, archive
-
-
-def _require_member(path: Path, archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    names = archive.namelist()
-    if f"{name}.npy" not in names:
-        raise DataError(
-            f"{path}: holds {', '.join(names)[:80] or 'nothing'}, expected the array {name}"
-        )
-    return archive.getinfo(f"{name}.npy")
-
-
-def _unpack(
-    path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int
-) -> npt.NDArray[Any]:
-    with archive.open(info) as packed:
-        dtype, count = _read_header(packed)
-        if count > most:
-            raise DataError(
-                f"{path}: {info.filename} has {count} entries, expected at most {most}; the files"
-                " do not belong together"
-            )
-        data = packed.read(count * dtype.itemsize)
-        if len(data) != count * dtype.itemsize or packed.read(1):
+    with open_input(path, DataError), _named(path):
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        if isinstance(found, np.ndarray) != (name is None):
+            raise ValueError("it does not begin as an array file of its name does")
+        if name is not None:
+            with found:
+                if name not in found:
+                    if not required:
+                        return None
+                    held = ", ".join(found)[:80] or "nothing"
+                    raise DataError(f"{path}: holds {held}, expected the array {name}")
+                found = found[name]
+        if found.ndim != 1 or found.dtype.kind not in "iu":
             raise ValueError(
-                f"the header of {info.filename} says {count} numbers, but its data has another"
-                " length"
+                f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one"
+                " dimension"
             )
-        return np.frombuffer(data, dtype=dtype)
-
-
-def _map(path: Path, file: IO[bytes], start: int, end: int) -> npt.NDArray[Any]:
-    file.seek(start)
-    dtype, count = _read_header(file)
-    at = file.tell()
-    size = path.stat().st_size
-    if at + count * dtype.itemsize != end or end > size:
-        raise ValueError(
-            f"its header says {count} numbers of {dtype.itemsize} bytes, and"
-            f" {max(0, min(end, size) - at)} bytes are there"
-        )
-    return map_file(path)[at:end].view(dtype)
-
-
-def _read_header(file: Any) -> tuple[np.dtype[Any], int]:
-    """Return the type and the number of entries of a one-dimensional array of integers.
-
-    Raises ValueError for anything else.
-    """
-    version = _npy.read_magic(file)
-    if version not in _HEADERS:
-        raise ValueError(f"its version is {version}, expected 1.0 or 2.0")
-    shape, _, dtype = _HEADERS[version](file, max_header_size=10_000)
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise ValueError(
-            f"it holds {dtype} of shape {shape}, expected whole numbers in one dimension"
-        )
-    return dtype, int(shape[0])
+        return np.asarray(found)  # slices of a memmap are several times slower
 
 
 @contextmanager

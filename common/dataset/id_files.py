@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from common.dataset.token_files import TokenWriter
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, reading, temporary_folder
 from common.whole_numbers import MOST_DIGITS
@@ -76,22 +75,17 @@ def parse_ids(
     return ids.astype(np.int32), np.diff(stops, prepend=0)
 
 
-class PiecesWriter:
-    """Context manager that writes PREFIX_{i}.txt for each of ``pieces`` shares.
+class PiecesWriter(TokenWriter):
+    """Writer of PREFIX_{i}.txt for each of ``pieces`` shares.
 
-    Shares have equal numbers of documents, and the last one also takes the rest. Leaving by an
-    exception leaves nothing.
-    Raises ConfigError if earlier pieces of higher numbers would stay beside the new ones. Raises
-    StorageError if the disk fails.
+    Shares have equal numbers of documents, and the last one also takes the rest. A document of 0
+    sequences was left out, and still counts when the corpus is divided.
+    Raises ConfigError if earlier pieces of higher numbers would stay beside the new ones.
     """
 
     def __init__(self, prefix: Path, pieces: int) -> None:
-        self.prefix = prefix
+        super().__init__(prefix, "<i4")
         self._pieces = pieces
-        self.token_count = self.sequence_count = self.document_count = 0
-        self._lengths: list[npt.NDArray[np.int64]] = []
-        self._stack = ExitStack()
-        self._spool: IO[bytes]
         if (later := self.path(pieces)).exists():
             raise ConfigError(
                 f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or"
@@ -101,42 +95,28 @@ class PiecesWriter:
     def path(self, number: int) -> Path:
         return self.prefix.with_name(f"{self.prefix.name}_{number}.txt")
 
-    def __enter__(self) -> PiecesWriter:
+    def __enter__(self) -> Self:
         folder = self.prefix.with_name(f"{self.prefix.name}.spool")
         folder.parent.mkdir(parents=True, exist_ok=True)
         spool = self._stack.enter_context(temporary_folder(folder)) / "ids"
-        self._spool = self._stack.enter_context(spool.open("w+b"))
+        self._file = self._stack.enter_context(spool.open("w+b"))
         return self
 
     def append(
-        self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any]
-    ) -> None:
-        """Append whole documents.
-
-        documents: sequences of each. 0 stands for a document that was left out, which still counts
-        when the corpus is divided.
-        """
-        ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(documents)]
-        self._lengths.append(np.diff(ends, prepend=0))
-        self._spool.write(np.ascontiguousarray(tokens, dtype="<i4").data)
-        self.token_count += len(tokens)
-        self.sequence_count += len(sizes)
-        self.document_count += int(np.count_nonzero(documents))
-
-    def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        tokens: npt.NDArray[Any],
+        sizes: npt.NDArray[Any],
+        documents: npt.NDArray[Any] | None = None,
     ) -> None:
-        try:
-            if error is None and self.document_count:
-                self._write()
-        finally:
-            self._stack.close()
+        super().append(tokens, sizes, documents)
+        self.document_count -= int(np.count_nonzero(self._documents[-1] == 0))
 
-    def _write(self) -> None:
-        lengths = np.concatenate(self._lengths)
+    def _publish(self) -> None:
+        if not self.document_count:
+            return
+        documents = np.concatenate([[0], *self._documents]).astype(np.int64)
+        ends = np.concatenate([[0], np.cumsum(np.concatenate(self._sizes))])[np.cumsum(documents)]
+        lengths = np.diff(ends)
         share = len(lengths) // self._pieces
         if not share:
             _log.warning(
@@ -145,10 +125,10 @@ class PiecesWriter:
             )
         tokens = np.concatenate([[0], np.cumsum(lengths)])
         borders = [int(tokens[share * number]) for number in range(self._pieces)]
-        self._spool.seek(0)
+        self._file.seek(0)
         for number, (start, stop) in enumerate(
             zip(borders, [*borders[1:], self.token_count], strict=True)
         ):
-            ids = np.frombuffer(self._spool.read(4 * (stop - start)), dtype="<i4")
+            ids = np.frombuffer(self._file.read(4 * (stop - start)), dtype="<i4")
             with atomic_write(self.path(number), "w") as file:
                 file.write(" ".join(map(str, ids.tolist())) + " " * bool(len(ids)))

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,13 @@ import numpy as np
 from common.dataset.epoch_index import EpochIndex
 from common.errors import DataError, StopRequested
 from common.files import temporary_folder
+from common.locks import held_lock
 from common.structured_files import read_json_mapping
 
 _log = logging.getLogger(__name__)
 _FIELDS = ("sources", "stream", "first_piece", "shuffle")
 _CHECKSUMS = "checksums.json"
-_POLL_SECONDS = 0.05
-_STALE_SECONDS = 600.0
+LOCK = ".lock"
 
 
 def cached_epoch(
@@ -45,99 +44,32 @@ def cached_epoch(
     A folder that cannot be written costs a warning and the time to build, never the run. Every
     process compares the checksums of what it reads: 1 s for 1 to 3 GB, less than the disk takes.
     """
-    target = folder / key
-    seen = _identity(target)
+    target, index = folder / key, None
     stored = _load(target, fits)
     if stored is not None:
         return stored
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = folder / f"{key}.lock"
-        if not _acquire(lock, target, seen, wait_seconds):
-            return _load(target, fits) or build()
+        with held_lock(folder / LOCK, wait_seconds):
+            stored = _load(target, fits)  # another process may have built it by now
+            if stored is not None:
+                return stored
+            if target.exists():
+                _log.warning(
+                    "%s: the cached sample index is damaged, or was written by an older release; it"
+                    " is built again",
+                    target,
+                )
+            index = build()
+            _store(target, index)
+            return _load(target, fits) or index
     except OSError as error:
         _log.warning(
-            "%s: the sample index cannot be cached (%s); it is built in memory",
+            "%s: the sample index cannot be cached (%s); it stays in memory",
             folder,
             error.strerror or error,
         )
-        return build()
-    try:
-        stored = _load(target, fits)  # another process may have built it by now
-        if stored is not None:
-            return stored
-        if target.exists():
-            _log.warning(
-                "%s: the cached sample index is damaged, or was written by an older release; it is"
-                " built again",
-                target,
-            )
-        index = build()
-        try:
-            _store(target, index)
-        except OSError as error:
-            _log.warning(
-                "%s: the sample index cannot be cached (%s); it stays in memory",
-                folder,
-                error.strerror or error,
-            )
-            return index
-        return _load(target, fits) or index
-    finally:
-        lock.unlink(missing_ok=True)
-
-
-def _identity(target: Path) -> int | None:
-    """Return the inode of a folder, which tells it from a later one of the same name."""
-    try:
-        return target.stat().st_ino
-    except OSError:
-        return None
-
-
-def _acquire(lock: Path, target: Path, seen: int | None, wait_seconds: float) -> bool:
-    """Return whether this process builds.
-
-    False: another one has built since ``seen``, or the wait was too long. Raises OSError.
-    """
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        try:
-            descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        except FileExistsError:
-            if _abandoned(lock):
-                lock.unlink(missing_ok=True)
-                continue
-            if _identity(target) not in (None, seen) or time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-            continue
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f"{os.uname().nodename} {os.getpid()}\n")
-        return True
-
-
-def _abandoned(lock: Path) -> bool:
-    """Return whether the lock's owner is dead or has held it for longer than any build takes.
-
-    Only a dead owner on the same machine can be recognised.
-    """
-    try:
-        age = time.time() - lock.stat().st_mtime
-        host, _, pid = lock.read_text().strip().partition(" ")
-    except (OSError, UnicodeDecodeError):
-        return False
-    if age > _STALE_SECONDS:
-        return True
-    if host != os.uname().nodename or not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+        return index or build()
 
 
 def _store(target: Path, index: EpochIndex) -> None:

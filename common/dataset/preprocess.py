@@ -35,7 +35,7 @@ from common.dataset.metadata import (
 )
 from common.dataset.shards import Shard, Share
 from common.dataset.tables import check_table
-from common.dataset.token_files import with_extension
+from common.dataset.token_files import TokenWriter, with_extension
 from common.dataset.workers import TokenizerChoice, encode_blocks
 from common.errors import ConfigError, DataError
 from common.files import refuse_to_overwrite
@@ -307,9 +307,7 @@ def _open(options: PreprocessOptions) -> list[Corpus]:
     return [open_corpus(path, options.input_format, options.encoding) for path in inputs]
 
 
-def _writer(
-    options: PreprocessOptions, prefix: Path, vocab_size: int
-) -> IndexedWriter | FleetXWriter | PiecesWriter:
+def _writer(options: PreprocessOptions, prefix: Path, vocab_size: int) -> TokenWriter:
     if options.format == "pieces":
         return PiecesWriter(prefix, options.pieces)
     if options.format == "fleetx":
@@ -378,7 +376,7 @@ def _metadata(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     corpora: list[Corpus],
-    writer: IndexedWriter | FleetXWriter | PiecesWriter,
+    writer: TokenWriter,
     key: str,
     empty: int,
 ) -> Metadata:

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,7 @@ from common.packages import require_package
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 _END_OF_STREAM = ARROW_STREAM_MAGIC + bytes(4)
 _ROWS_AT_ONCE = 256
-"""Rows that are taken together, at most.
-
-A few values of a parquet dictionary can stand for any number of rows.
-"""
+"""Maximum rows taken together: a few values of a dictionary can stand for any number of rows."""
 _BUFFER_BYTES = 1 << 20
 
 Texts = list[tuple[str, ...]]
@@ -40,13 +38,11 @@ class TableBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """Rows that lie together in a file: a row group or a record batch.
+    """Row group or record batch: ``count`` rows between the bytes ``start`` and ``stop``.
 
-    first: number of its first row in the file. start, stop: its place among the bytes of the file.
-    batches: function that returns the record batches of the group in order.
+    batches: function that returns its record batches in order.
     """
 
-    first: int
     count: int
     start: int
     stop: int
@@ -55,17 +51,6 @@ class _Group:
     def byte_of(self, row: int) -> int:
         """Return the place in the file of a row of this group, as if rows had equal sizes."""
         return self.start + (self.stop - self.start) * row // max(self.count, 1)
-
-    def rows_of(self, share: Share | None) -> range:
-        """Return the rows of this group that belong to a share; None is the whole corpus."""
-        rows = range(self.count)
-        if share is None:
-            return rows
-
-        def side(row: int) -> int:
-            return share.side_of(self.byte_of(row))
-
-        return range(bisect_left(rows, 0, key=side), bisect_right(rows, 0, key=side))
 
 
 def require_pyarrow(path: Path) -> None:
@@ -76,7 +61,7 @@ def require_pyarrow(path: Path) -> None:
 def check_table(path: Path, keys: tuple[str, ...]) -> None:
     """Raise DataError unless the file is whole and has a column of strings for each key."""
     require_pyarrow(path)
-    with _readable(path), _opened(path) as (schema, _):
+    with _opened(path) as (schema, _):
         _check_columns(path, schema, keys)
 
 
@@ -98,55 +83,40 @@ def read_table(
     """
     check_table(path, keys)
     texts: Texts = []
-    held = start = stop = 0
-    for piece, begin, end in _pieces(path, size, keys, share, block_bytes, document_bytes):
-        if not texts:
-            start = begin
-        texts += piece
-        held += sum(len(text) for each in piece for text in each)
-        stop = end
-        if held >= block_bytes:
-            yield TableBlock(texts=texts, read_bytes=stop - start)
-            texts, held = [], 0
-    if texts:
-        yield TableBlock(texts=texts, read_bytes=stop - start)
-
-
-def _pieces(
-    path: Path,
-    size: int,
-    keys: tuple[str, ...],
-    share: Share | None,
-    block_bytes: int,
-    document_bytes: int,
-) -> Iterator[tuple[Texts, int, int]]:
-    """Yield the texts of a few rows at a time, and the bytes between which they lie."""
-    with _readable(path), _opened(path) as (_, groups):
+    held = read = 0
+    with _opened(path) as (_, groups):
+        first = 0
         for group in groups(size, keys, block_bytes):
-            if share is not None and share.side_of(group.start) > 0:
-                return
-            rows = group.rows_of(share)
-            row = 0
-            for batch in group.batches() if rows else ():
-                before = min(batch.num_rows, max(0, rows.start - row))
-                columns = batch.select(list(keys)).slice(before)
-                row += before
-                for part in _divided(columns.slice(0, rows.stop - row), block_bytes):
-                    found = _texts_of(part, path, group.first + row, document_bytes)
-                    yield found, group.byte_of(row), group.byte_of(row + len(found))
-                    row += len(found)
-                if row >= rows.stop:
-                    break
+            rows = range(group.count)
+            if share is not None:
+
+                def side(row: int, group: _Group = group, share: Share = share) -> int:
+                    return share.side_of(group.byte_of(row))
+
+                rows = rows[bisect_left(rows, 0, key=side) : bisect_right(rows, 0, key=side)]
+            for row, part in _parts(group, rows, keys):
+                found = _texts_of(part, path, first + row, document_bytes)
+                texts += found
+                held += sum(len(text) for each in found for text in each)
+                read += group.byte_of(row + len(found)) - group.byte_of(row)
+                if held >= block_bytes:
+                    yield TableBlock(texts=texts, read_bytes=read)
+                    texts, held, read = [], 0, 0
+            first += group.count
+    if texts:
+        yield TableBlock(texts=texts, read_bytes=read)
 
 
-def _divided(batch: Any, most_bytes: int) -> Iterator[Any]:
-    """Yield parts of a record batch that are small enough to become Python's strings at once."""
-    rows = batch.num_rows
-    if rows > _ROWS_AT_ONCE or (rows > 1 and batch.nbytes > most_bytes):
-        yield from _divided(batch.slice(0, rows // 2), most_bytes)
-        yield from _divided(batch.slice(rows // 2), most_bytes)
-    elif rows:
-        yield batch
+def _parts(group: _Group, rows: range, keys: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
+    """Yield a few rows at a time, and the number of the first in its group."""
+    row = 0
+    for batch in group.batches() if rows else ():
+        columns = batch.select(list(keys))
+        for at in range(max(row, rows.start), min(row + batch.num_rows, rows.stop), _ROWS_AT_ONCE):
+            yield at, columns.slice(at - row, min(_ROWS_AT_ONCE, rows.stop - at))
+        row += batch.num_rows
+        if row >= rows.stop:
+            return
 
 
 def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
@@ -156,10 +126,12 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
         try:
             texts = column.to_pylist()
         except UnicodeDecodeError:
-            row = next(row for row in range(len(column)) if not _is_utf8(column[row]))
+            if len(column) > 1:  # to find the row
+                for row in range(len(column)):
+                    _texts_of(batch.slice(row, 1), path, first + row, document_bytes)
             raise DataError(
-                f"{path}: row {first + row} (from 0): the text in column {key!r} is not UTF-8;"
-                " write the column as text again"
+                f"{path}: row {first} (from 0): the text in column {key!r} is not UTF-8; write the"
+                " column as text again"
             ) from None
         for row, text in enumerate(texts, first):
             where = f"{path}: row {row} (from 0)"
@@ -177,14 +149,6 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
             check_words(text, where)
         columns.append(texts)
     return list(zip(*columns, strict=True))
-
-
-def _is_utf8(value: Any) -> bool:
-    try:
-        value.as_py()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:
@@ -213,15 +177,24 @@ _Groups = Callable[[int, tuple[str, ...], int], Iterator[_Group]]
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, _Groups]]:
-    """Yield the schema of a file, and a function that iterates over its groups."""
+    """Yield the schema of a file, and a function that iterates over its groups.
+
+    Within the block, errors of pyarrow become DataError.
+    """
+    import pyarrow as pa
+
     with path.open("rb") as file:
         magic = file.read(8)
-    if magic.startswith(PARQUET_MAGIC):
-        opened = _parquet
-    else:
-        opened = _arrow_file if magic == ARROW_FILE_MAGIC else _arrow_stream
-    with opened(path) as found:
-        yield found
+    is_parquet = magic.startswith(PARQUET_MAGIC)
+    try:
+        with _parquet(path) if is_parquet else _arrow(path, magic == ARROW_FILE_MAGIC) as found:
+            yield found
+    except (pa.ArrowException, OSError, EOFError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise DataError(
+            f"{path}: cannot be read as {'parquet' if is_parquet else 'Arrow'} ({reason}); it may"
+            " be cut short or broken: copy or write it again"
+        ) from None
 
 
 @contextmanager
@@ -235,102 +208,53 @@ def _parquet(path: Path) -> Iterator[tuple[Any, _Groups]]:
             first, total = 0, max(1, file.metadata.num_rows)
             for number in range(file.metadata.num_row_groups):
                 group = file.metadata.row_group(number)
-                columns = (group.column(index) for index in range(group.num_columns))
-                held = sum(
-                    column.total_uncompressed_size
-                    for column in columns
-                    if column.path_in_schema in keys
-                )
-                row_bytes = max(1, held // max(1, group.num_rows))
-                rows_at_once = min(_ROWS_AT_ONCE, max(1, block_bytes // row_bytes))
-
-                def batches(number: int = number, rows: int = rows_at_once) -> Iterator[Any]:
-                    found = file.iter_batches(
-                        rows, row_groups=[number], columns=list(keys), use_threads=False
-                    )
-                    yield from found
-
-                last = first + group.num_rows
+                held = group.total_byte_size // max(1, group.num_rows)
                 yield _Group(
-                    first=first,
                     count=group.num_rows,
                     start=size * first // total,
-                    stop=size * last // total,
-                    batches=batches,
+                    stop=size * (first + group.num_rows) // total,
+                    batches=partial(
+                        file.iter_batches,
+                        min(_ROWS_AT_ONCE, max(1, block_bytes // max(1, held))),
+                        row_groups=[number],
+                        columns=list(keys),
+                        use_threads=False,
+                    ),
                 )
-                first = last
+                first += group.num_rows
 
         yield file.schema_arrow, groups
 
 
 @contextmanager
-def _arrow_file(path: Path) -> Iterator[tuple[Any, _Groups]]:
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
-
-        def groups(size: int, keys: tuple[str, ...], block_bytes: int) -> Iterator[_Group]:
-            first, total = 0, file.num_record_batches
-            for number in range(total):
-                batch = file.get_batch(number)
-                place = size * number // total, size * (number + 1) // total
-                yield _group(batch, first, *place)
-                first += batch.num_rows
-
-        yield file.schema, groups
-
-
-@contextmanager
-def _arrow_stream(path: Path) -> Iterator[tuple[Any, _Groups]]:
+def _arrow(path: Path, is_file: bool) -> Iterator[tuple[Any, _Groups]]:
+    """Open Arrow's file format or its stream, which pyarrow.dataset does not read."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as source:
         size = source.size()
-        if source.read_at(len(_END_OF_STREAM), max(0, size - len(_END_OF_STREAM))) != (
-            _END_OF_STREAM
-        ):
+        if not is_file and source.read_at(8, max(0, size - 8)) != _END_OF_STREAM:
             raise EOFError("the mark at the end of the stream is missing")
-        with pa.ipc.open_stream(source) as stream:
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source) as reader:
 
             def groups(size: int, keys: tuple[str, ...], block_bytes: int) -> Iterator[_Group]:
-                first = start = 0  # the schema counts to the first rows, the end to the last
-                for batch in stream:
+                count = reader.num_record_batches if is_file else None
+                start = number = 0
+                while number != count:
+                    try:
+                        batch = reader.get_batch(number) if is_file else reader.read_next_batch()
+                    except StopIteration:
+                        return
+                    number += 1
                     at = source.tell()
-                    stop = size if size - at <= len(_END_OF_STREAM) else at
-                    yield _group(batch, first, start, stop)
-                    first, start = first + batch.num_rows, stop
+                    ends = size - at <= len(_END_OF_STREAM)
+                    stop = size * number // count if count else size if ends else at
+                    yield _Group(
+                        count=batch.num_rows,
+                        start=start,
+                        stop=stop,
+                        batches=partial(iter, (batch,)),
+                    )
+                    start = stop
 
-            yield stream.schema, groups
-
-
-def _group(batch: Any, first: int, start: int, stop: int) -> _Group:
-    return _Group(
-        first=first,
-        count=batch.num_rows,
-        start=start,
-        stop=stop,
-        batches=lambda: iter((batch,)),
-    )
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn errors of pyarrow into DataError."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError, EOFError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise DataError(
-            f"{path}: cannot be read as {_kind(path)} ({reason}); it may be cut short or broken:"
-            " copy or write it again"
-        ) from None
-
-
-def _kind(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return "parquet" if file.read(4) == PARQUET_MAGIC else "Arrow"
-    except OSError:
-        return "a table"
+            yield reader.schema, groups

@@ -6,8 +6,10 @@ import hashlib
 import resource
 import struct
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +83,90 @@ class TokenFiles(ABC):
                 f" {self.token_count}; it was left by another run, delete it or preprocess again"
             )
         return metadata
+
+
+class TokenWriter(ABC):
+    """Context manager of token files: they appear on normal exit; an exception leaves nothing.
+
+    prefix: beginning of the files' names. dtype: of the tokens on disk.
+    Memory: 4 bytes per sequence and 4 per document; tokens go to disk at once.
+    Raises StorageError if the disk fails.
+    """
+
+    def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
+        self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
+        self.token_count = self.sequence_count = self.document_count = 0
+        self._sizes: list[npt.NDArray[np.int32]] = []
+        self._documents: list[npt.NDArray[np.int32]] = []
+        self._stack = ExitStack()
+        self._file: IO[bytes]
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Open the file of tokens."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Close the file of tokens, and write the others."""
+
+    def append(
+        self,
+        tokens: npt.NDArray[Any],
+        sizes: npt.NDArray[Any],
+        documents: npt.NDArray[Any] | None = None,
+    ) -> None:
+        """Append whole documents.
+
+        tokens: (sum of sizes,) integers. sizes: (sequences,) tokens per sequence.
+        documents: (documents,) sequences per document; None: each sequence is a document.
+        Raises DataError when a token does not fit the dtype.
+        """
+        sizes = np.asarray(sizes, dtype=np.int32)
+        documents = np.asarray(
+            np.ones(len(sizes)) if documents is None else documents, dtype=np.int32
+        )
+        assert int(sizes.sum()) == len(tokens) and int(documents.sum()) == len(sizes)
+        if len(tokens):
+            self._file.write(self._cast(tokens).data)
+        self._sizes.append(sizes)
+        self._documents.append(documents)
+        self.token_count += len(tokens)
+        self.sequence_count += len(sizes)
+        self.document_count += len(documents)
+
+    def _cast(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if tokens.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < limits.min or high > limits.max:
+                raise DataError(
+                    f"{self.prefix}: token id {low if low < limits.min else high} does not fit"
+                    f" {self.dtype.name}; the tokenizer's vocab_size is smaller than its ids, check"
+                    " the vocabulary files"
+                )
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        try:
+            self._publish()
+        finally:
+            self._stack.close()
+
+    def _close(self, *old: str) -> None:
+        """Publish the file of tokens. The ``old`` files go first: a crash between the renames then
+        leaves no set of files, never a wrong one.
+        """
+        for extension in (*old, METADATA_EXTENSION):
+            with_extension(self.prefix, extension).unlink(missing_ok=True)
+        self._stack.close()
 
 
 def content_key(index: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,10 +16,13 @@ from common.checkpoint.folders import LATEST
 from common.checkpoint.manifest import MANIFEST
 from common.errors import DataError, StorageError, UserError
 from common.files import atomic_write
+from common.locks import held_lock
 from common.log import LOG
 from common.modelarts.stores import RemoteStore, StoredFile, base_name, find_store
 
 T = TypeVar("T")
+_COPY_SECONDS = 7200.0
+"""Seconds to wait for another process of this host that copies."""
 _PAUSES = (5.0, 10.0)
 """Seconds before the second and the third attempt."""
 
@@ -137,19 +139,23 @@ def _try(action: Callable[[], T], what: str) -> T:
 
 @contextmanager
 def _one_of_host(lock: Path, url: str) -> Iterator[None]:
-    """Hold a lock that ends with the process, and wait for it with a message."""
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
-    except OSError as error:
-        raise StorageError(
-            f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
-            f" {url}"
-        ) from None
-    with file:
+    """Hold a lock that ends with the process, and wait for it with a message.
+
+    Raises StorageError after _COPY_SECONDS.
+    """
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            LOG.warning(f"waiting for another process of this host, which copies {url}")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            told = f"waiting for another process of this host, which copies {url}"
+            stack.enter_context(held_lock(lock, _COPY_SECONDS, lambda: LOG.warning(told)))
+        except TimeoutError:
+            raise StorageError(
+                f"{url}: another process of this host has been copying it for more than {_COPY_SECONDS:g}"
+                " s; see its log"
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
+                f" {url}"
+            ) from None
         yield

@@ -72,7 +72,7 @@ def make(dice: Dice, prepared: Prepared, folder: Path) -> Case:
     kind = dice.pick(("file", "file", "values", "values", "values", "array", "exchanged", "files"))
     shutil.copytree(prepared.folder, folder, dirs_exist_ok=True)
     cache = folder / "data.index-cache"
-    files = sorted(path for path in cache.rglob("*") if path.is_file())
+    files = sorted(path for path in cache.rglob("*") if path.suffix)
     arrays = [path for path in files if path.suffix == ".npy"]
     path = dice.pick(files if kind == "file" else arrays or files)
     opened: str | None = None
@@ -202,9 +202,7 @@ def _other_files(dice: Dice, path: Path) -> str:
         shutil.copytree(order, order.with_name(f".{order.name}.99999999.tmp"))
         path.unlink()
     elif kind == "a lock of the dead":
-        import os
-
-        (order.parent / f"{order.name}.lock").write_text(f"{os.uname().nodename} 99999999\n")
+        (order.parent / ".lock").write_text("x")
         path.unlink()
     else:
         remove(order.parent)

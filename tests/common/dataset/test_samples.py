@@ -7,8 +7,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import multiprocessing
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from common.dataset import GPTDataset, IndexedDataset, epoch_index, index_cache, parse_split
 from common.dataset.epoch_index import permutation
 from common.errors import DataError
+from common.locks import held_lock
 
 FROZEN_PERMUTATION = [6, 5, 2, 3, 1, 4, 0, 7]
 FROZEN_ROWS = [[28, 29, 30, 31, 32], [8, 9, 10, 11, 12], [45, 46, 47, 48, 49]]
@@ -208,9 +207,8 @@ def test_the_cache_gives_the_same_order(write_pair, tmp_path) -> None:
         expected = folder or tmp_path / "data.index-cache"
         for _ in range(2):
             assert (cached(prefix, cache_folder=folder).read(ids) == plain.read(ids)).all()
-        assert len(list(expected.iterdir())) == 2, (
-            "one entry for each epoch, no lock and no temporary name"
-        )
+        names = {path.name for path in expected.iterdir()}
+        assert len(names) == 3 and index_cache.LOCK in names, "an entry for each epoch, and a lock"
     names = {path.name for path in (tmp_path / "elsewhere").iterdir()}
     open_all(prefix, 5, cache_minimum=0, cache_folder=tmp_path / "elsewhere").read(ids[:1])
     assert len({path.name for path in (tmp_path / "elsewhere").iterdir()} - names) == 1, (
@@ -227,7 +225,7 @@ def test_small_data_sets_leave_no_cache(write_pair, tmp_path) -> None:
 def test_a_broken_entry_is_built_again(write_pair, tmp_path, damage) -> None:
     prefix = write_pair([11] * 40)
     rows = cached(prefix).read(np.arange(9))
-    (entry,) = (tmp_path / "data.index-cache").iterdir()
+    (entry,) = (tmp_path / "data.index-cache").glob("[!.]*")
     if damage == "cut":
         (entry / "stream.npy").write_bytes((entry / "stream.npy").read_bytes()[:-8])
     elif damage == "absent":
@@ -264,7 +262,7 @@ def damaged(entry: Path, rng: np.random.Generator) -> str:
 def test_a_changed_entry_never_gives_other_samples(write_pair, tmp_path, caplog) -> None:
     prefix = write_pair([11] * 40)
     rows, rng = cached(prefix).read(np.arange(9)), np.random.default_rng(0)
-    (entry,) = (tmp_path / "data.index-cache").iterdir()
+    (entry,) = (tmp_path / "data.index-cache").glob("[!.]*")
     whole = {path.name: path.read_bytes() for path in entry.iterdir()}
     for _ in range(60):
         done = damaged(entry, rng)
@@ -278,7 +276,7 @@ def test_a_changed_entry_never_gives_other_samples(write_pair, tmp_path, caplog)
 def test_an_entry_of_an_older_release_is_built_again(write_pair, tmp_path, caplog) -> None:
     prefix = write_pair([11] * 40)
     rows = cached(prefix).read(np.arange(9))
-    (entry,) = (tmp_path / "data.index-cache").iterdir()
+    (entry,) = (tmp_path / "data.index-cache").glob("[!.]*")
     (entry / "checksums.json").unlink()
     np.save(entry / "shuffle.npy", np.zeros_like(np.load(entry / "shuffle.npy")))
     assert (cached(prefix).read(np.arange(9)) == rows).all()
@@ -310,25 +308,12 @@ def test_an_order_that_leads_out_of_the_split_is_none(name: str, values: list[fl
     assert not epoch_index.is_epoch_of(changed, offsets, 4)
 
 
-def test_a_dead_owners_lock_is_taken_over(write_pair, tmp_path) -> None:
-    prefix = write_pair([11] * 40)
-    rows = cached(prefix).read(np.arange(9))
-    (entry,) = (tmp_path / "data.index-cache").iterdir()
-    shutil.rmtree(entry)
-    child = multiprocessing.get_context("spawn").Process(target=len, args=("",))
-    child.start()
-    child.join()
-    entry.with_name(f"{entry.name}.lock").write_text(f"{os.uname().nodename} {child.pid}\n")
-    assert (cached(prefix).read(np.arange(9)) == rows).all()
-    assert [path.name for path in (tmp_path / "data.index-cache").iterdir()] == [entry.name]
-
-
 def test_waiting_for_another_owner_is_bounded(write_pair, tmp_path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "key.lock").write_text(f"{os.uname().nodename} {os.getpid()}\n")
+    (tmp_path / "cache").mkdir()
     index = open_all(write_pair([11] * 40), 4)._epoch(0)
-    assert index_cache.cached_epoch(folder, "key", lambda: index, wait_seconds=0.2) is index
+    with held_lock(tmp_path / "cache" / index_cache.LOCK, 0):
+        kept = index_cache.cached_epoch(tmp_path / "cache", "key", lambda: index, wait_seconds=0.2)
+    assert kept is index
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(write_pair, tmp_path, caplog) -> None:
