@@ -150,8 +150,8 @@ def _one_of_host(lock: Path, url: str) -> Iterator[None]:
             stack.enter_context(held_lock(lock, _COPY_SECONDS, lambda: LOG.warning(told)))
         except TimeoutError:
             raise StorageError(
-                f"{url}: another process of this host has been copying it for more than {_COPY_SECONDS:g}"
-                " s; see its log"
+                f"{url}: another process of this host has been copying it for more than"
+                f" {_COPY_SECONDS:g} s; see its log"
             ) from None
         except OSError as error:
             raise StorageError(
