@@ -107,7 +107,6 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     from common.cluster.environment import is_scheduler
     from common.log import LOG
     from common.modelarts.job import is_asked_for, process_of_job, run_job
-    from common.resolve.derive import resolve_mode
     from common.run_config import read_config
 
     raise_interrupts()
@@ -123,4 +122,4 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(mode, opened.config)
         return
-    run_backend(mode, resolve_mode(opened.config, mode, world_size=process.world_size), process)
+    run_backend(mode, opened.config, process)

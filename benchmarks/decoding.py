@@ -73,12 +73,13 @@ def from_torch(precision: str, make: Callable[..., Turn]) -> Callable[..., Turn]
 
 
 def int8(arguments: Request, prompts: Any) -> Turn:
+    from common.training.opened_checkpoint import Checkpoint
     from torch_gpt2.device import open_device
     from torch_gpt2.int8 import load_model
 
     config = resolve(arguments)
     device = open_device(config)
-    model = load_model(config, device, arguments.folder / "torch_gpt2-int8")
+    model = load_model(config, device, Checkpoint(arguments.folder / "torch_gpt2-int8"))
     return ours(model, device, prompts, arguments.new_tokens, "greedy")
 
 

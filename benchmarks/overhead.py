@@ -86,7 +86,7 @@ def work(arguments: Request) -> None:
     others = start_others(arguments.ranks) if "RANK" not in os.environ else []
     from common.cluster.environment import find_process
     from common.log import start_log
-    from common.resolve.derive import resolve_config, resolve_length
+    from common.resolve.derive import resolve_config
     from common.run_config import load_config
     from torch_gpt2.device import open_device
     from torch_gpt2.parallel.world import open_world
@@ -103,8 +103,8 @@ def work(arguments: Request) -> None:
             "train.max_steps=1000000",
         )
         words = [*arguments.overrides, "backend=torch", f"output_dir={folder}", *off]
-        config = resolve_length(
-            resolve_config(load_config(arguments.config, words), world_size=arguments.ranks), 1
+        config = resolve_config(
+            load_config(arguments.config, words), world_size=arguments.ranks, samples_per_epoch=1
         )
         device = open_device(config, process)
         turns = Turns(config, arguments.steps, others, answers)
@@ -150,7 +150,7 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
     from common.training.loop import train
     from common.training.metrics import MetricsWriter
     from common.training.start import Start
-    from common.training.steps import Run
+    from common.training.steps import TrainingParts
     from torch_gpt2.engine import Engine
 
     engine = Engine(config, device, world=world)
@@ -161,7 +161,7 @@ def native(config: Any, device: Any, world: Any, turns: Turns) -> None:
         CheckpointWriter(folder / "checkpoints", active=writes) as checkpoints,
         MetricsWriter(folder, tensorboard=config.logging.tensorboard, active=writes) as metrics,
     ):
-        run = Run(
+        run = TrainingParts(
             config=config,
             engine=engine,
             batches=(

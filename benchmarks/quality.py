@@ -57,17 +57,19 @@ def main() -> None:
     arguments = parse(Request, None, __doc__)
     from common.conversion.convert import convert
     from common.evaluation import open_task
+    from common.inputs import make_run
     from common.resolve.derive import resolve_config
     from common.run_config import load_config
-    from common.training.start import checkpoint_to_use
 
     words = ["device=cpu", *arguments.words]
-    task, config = open_task(resolve_config(load_config(arguments.config, words)))
+    config, inputs = make_run(load_config(arguments.config, words), "eval")
+    task = open_task(config, corpus=inputs.corpus, tokenizer=inputs.tokenizer)
     configs = {
         precision: resolve_config(load_config(arguments.config, [*words, f"precision={precision}"]))
         for precision in ("float32", "bf16")
     }
-    source = checkpoint_to_use(config)
+    assert inputs.checkpoint is not None
+    source = inputs.checkpoint.path
     batches = [(rows[:, :-1], rows[:, 1:]) for rows in task.windows()]  # type: ignore[union-attr]
     tokens = sum(targets.size for _, targets in batches)
     table: list[tuple[str, ...]] = []
@@ -94,10 +96,11 @@ def is_weights(file: Path) -> bool:
 
 def open_torch(folder: Path, config: Any) -> Loss:
     """The backend's model, as predict and eval open it."""
+    from common.training.opened_checkpoint import Checkpoint
     from torch_gpt2.device import open_device
     from torch_gpt2.int8 import load_model
 
-    return sums_of(load_model(config, open_device(config), folder))
+    return sums_of(load_model(config, open_device(config), Checkpoint(folder)))
 
 
 def sums_of(model: Any) -> Loss:

@@ -15,7 +15,7 @@ from common.evaluation.report import EvaluationResult
 from common.evaluation.task import ValidationTask
 from common.files import atomic_write
 from common.log import progress_bar
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.quantization.scheme import LINEARS
 from common.training.plot import open_pyplot
 
@@ -98,7 +98,7 @@ def sensitivity_result(task: ValidationTask, found: Sensitivity) -> EvaluationRe
     return EvaluationResult(file_name="sensitivity.json", record=record, lines=lines)
 
 
-def require_quantization(config: ResolvedRun) -> None:
+def require_quantization(config: Run) -> None:
     """Raise ConfigError if task sensitivity has nothing to compare, or cannot be computed."""
     if config.evaluation.task != "sensitivity":
         return

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from common.cluster.places import Placement
 from common.errors import ConfigError
 from common.launcher.control import Hosts
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
-Resolve = Callable[[Sequence[str], int], ResolvedRun]
+Resolve = Callable[[Sequence[str], int], Run]
 """Function that resolves the run with further overrides for a number of ranks."""
 
 
@@ -27,17 +27,21 @@ class Share:
 
     places: Placement
     overrides: tuple[str, ...]
-    config: ResolvedRun
+    config: Run
 
 
 class HostChoice:
     """Choice of the hosts of an attempt.
 
-    fewest: fewest hosts to run on; None for the number of the first attempt. Raises ConfigError if
-    the run fits on no number of hosts.
+    fewest: fewest hosts to run on; None for the number of the first attempt. is_auto: whether every
+    number of ranks has a micro batch of its own. Raises ConfigError if the run fits on no number of
+    hosts.
     """
 
-    def __init__(self, places: Placement, resolve: Resolve, fewest: int | None) -> None:
+    def __init__(
+        self, places: Placement, resolve: Resolve, fewest: int | None, *, is_auto: bool = False
+    ) -> None:
+        self._is_auto = is_auto
         self._places = places
         self._resolve = resolve
         count = len(places.hosts)
@@ -91,7 +95,7 @@ class HostChoice:
                 "train.accumulation_steps=null",
                 *(
                     ()
-                    if full.train.micro_batch_is_auto
+                    if self._is_auto
                     else (f"train.micro_batch_size={full.train.micro_batch_size}",)
                 ),
                 f"train.global_batch_size={full.train.global_batch_size}",

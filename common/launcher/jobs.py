@@ -22,7 +22,7 @@ from common.launcher.meeting import meet
 from common.launcher.request import LaunchRequest, absolute
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner.cluster import layout_warnings
 from common.processes.addresses import is_own
 from common.processes.ranks import ProcessSpec
@@ -38,7 +38,7 @@ class JobMaker:
     table: RankTable | None
     port: int | None
 
-    def make(self, config: ResolvedRun, places: Placement, *, starts: bool = True) -> Job:
+    def make(self, config: Run, places: Placement, *, starts: bool = True) -> Job:
         """Return the job of this host, with a rendezvous of its own.
 
         starts: False for a job that is only shown.
@@ -81,7 +81,7 @@ class JobMaker:
         )
         return Attempt(job=job, number=meeting.attempt)
 
-    def on_table_of(self, places: Placement, config: ResolvedRun) -> JobMaker:
+    def on_table_of(self, places: Placement, config: Run) -> JobMaker:
         """Return the maker with a rank table of these hosts, if the launch has one."""
         if self.table is None:
             return self
@@ -96,7 +96,7 @@ class JobMaker:
         return replace(self, table=table, request=replace(self.request, table=path))
 
     def _children(
-        self, config: ResolvedRun, places: Placement, *, starts: bool
+        self, config: Run, places: Placement, *, starts: bool
     ) -> tuple[tuple[ProcessSpec, ...], Hosts | None]:
         """Return the processes of this host, and the hosts; warn of settings that are probably
         unintended.
@@ -136,7 +136,7 @@ class JobMaker:
 
     def _rendezvous(
         self,
-        config: ResolvedRun,
+        config: Run,
         places: Placement,
         table: Path | None,
         *,
@@ -152,7 +152,7 @@ class JobMaker:
             rdma=self.request.use_rdma,
         )
 
-    def _warn(self, places: Placement, config: ResolvedRun) -> None:
+    def _warn(self, places: Placement, config: Run) -> None:
         table = self.table
         found = layout_warnings(places, config.topology)
         if table is not None and not (
@@ -174,7 +174,7 @@ class JobMaker:
 
 def make_job(
     request: LaunchRequest,
-    config: ResolvedRun,
+    config: Run,
     children: tuple[ProcessSpec, ...],
     hosts: Hosts | None = None,
 ) -> Job:

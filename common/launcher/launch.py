@@ -41,7 +41,7 @@ from common.launcher.nodes import settle_nodes
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner.cluster import describe_cluster
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK
 from common.processes.ranks import ProcessSpec
@@ -51,7 +51,7 @@ from common.run_folder import require_free_folder
 TOOL = ROOT / "tools" / "launch.py"
 """Script that starts a launch again, on another host or in the background."""
 
-Check = Callable[[str, ResolvedRun], None]
+Check = Callable[[str, Run], None]
 """Check of the inputs of a run mode, which raises GPT2Error."""
 Load = Callable[[Sequence[str]], RunConfig]
 """Function that applies overrides to the configuration of the launch. Raises ConfigError."""
@@ -91,7 +91,8 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         config = resolve((), places.world_size)
         _say(_plan(request, config, places, table))
         return 0
-    choice = HostChoice(places, resolve, _min_nodes(request, load, places))
+    is_auto = load(request.overrides).train.micro_batch_size == "auto"
+    choice = HostChoice(places, resolve, _min_nodes(request, load, places), is_auto=is_auto)
     config = choice.nominal.config
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
@@ -142,9 +143,7 @@ def standalone(
     return _supervise(lambda number: Attempt(job=job(), number=number), request, config)
 
 
-def _resolve(
-    request: LaunchRequest, load: Load, overrides: Sequence[str], world_size: int
-) -> ResolvedRun:
+def _resolve(request: LaunchRequest, load: Load, overrides: Sequence[str], world_size: int) -> Run:
     config = load((*request.overrides, *overrides))
     return resolve_mode(config, request.mode, world_size=world_size)
 
@@ -198,9 +197,7 @@ def _is_being_filled(path: Path) -> bool:
         return True
 
 
-def _plan(
-    request: LaunchRequest, config: ResolvedRun, places: Placement, table: RankTable | None
-) -> str:
+def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTable | None) -> str:
     return describe_cluster(
         config,
         places,
@@ -228,7 +225,7 @@ def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigErro
     )
 
 
-def _check_first(config: ResolvedRun, request: LaunchRequest, check: Check) -> None:
+def _check_first(config: Run, request: LaunchRequest, check: Check) -> None:
     """Reject a second run in one folder, and what rank 0 would reject, before anything is written.
     Raises GPT2Error.
 

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from common.config.load import build_config
 from common.config.schema import QuantizationConfig
 from common.errors import ConfigError
+from common.inputs import make_run
 from common.quantization import scheme
 from common.resolve.derive import resolve_config
 from common.weights.names import EMBEDDING
@@ -251,12 +252,12 @@ def test_sensitivity_is_the_loss_with_one_layer_rounded(
     settings: dict[str, Any] = {"weight_bits": 3, "activations": "dynamic", "activation_bits": 3}
     settings["skip"] = ["attn.k_proj"]
     run = tree(tmp_path / "run", corpus_prefix, train__max_steps=2, model__num_layers=1)
-    train(timed(run))
+    train(*make_run(timed(run)))
     load = {"checkpoint": {"load": str(tmp_path / "run")}}
 
     def loss(task: str, **section: Any) -> dict[str, Any]:
         changes = load | {"evaluation": {"task": task}, "output_dir": str(tmp_path / "eval")}
-        evaluate(timed(run | changes | section))
+        evaluate(*make_run(timed(run | changes | section), "eval"))
         name = "sensitivity" if task == "sensitivity" else "evaluation"
         return json.loads((tmp_path / "eval" / f"{name}.json").read_text())
 

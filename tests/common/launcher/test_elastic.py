@@ -10,7 +10,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.control import Host, Hosts
 from common.launcher.elastic import HostChoice, hosts_of
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.resolve.derive import resolve_config
 
 BASE: dict[str, Any] = {
@@ -32,7 +32,7 @@ def places_of(count: int, each: int = 2) -> Placement:
 
 
 def resolver(**sections: dict[str, Any]) -> Any:
-    def run(overrides: Any, world_size: int) -> ResolvedRun:
+    def run(overrides: Any, world_size: int) -> Run:
         values = {
             **BASE,
             **{name: {**BASE.get(name, {}), **part} for name, part in sections.items()},
