@@ -126,7 +126,6 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     from common.cluster.environment import is_scheduler
     from common.log import LOG
     from common.modelarts.job import is_asked_for, process_of_job, run_job
-    from common.resolve.derive import resolve_mode
 
     raise_interrupts()
     process = process_of_job(environ)
@@ -141,4 +140,4 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
     if is_asked_for(opened.config, job, environ):
         run_job(file, opened, mode, overrides, job, process, environ)
         return
-    run_backend(mode, resolve_mode(opened.config, mode, world_size=process.world_size), process)
+    run_backend(mode, opened.config, process)

@@ -31,7 +31,7 @@ def make_engine(arguments: Request):  # type: ignore[no-untyped-def]
     """An engine in the middle of training, of random numbers."""
     import torch
 
-    from common.resolve.derive import resolve_config, resolve_length
+    from common.resolve.derive import resolve_config
     from common.run_config import load_config
     from torch_gpt2.device import open_device
     from torch_gpt2.engine import Engine
@@ -43,7 +43,7 @@ def make_engine(arguments: Request):  # type: ignore[no-untyped-def]
         "train.max_steps=100",
         *arguments.overrides,
     ]
-    config = resolve_length(resolve_config(load_config(arguments.config, words)), 1)
+    config = resolve_config(load_config(arguments.config, words), samples_per_epoch=1)
     device = open_device(config)
     engine = Engine(config, device)
     with torch.no_grad():

@@ -80,12 +80,13 @@ def from_torch(precision: str, make: Callable[..., Turn]) -> Callable[..., Turn]
 
 
 def int8(task: Task, prompts: Any) -> Turn:
+    from common.training.opened_checkpoint import Checkpoint
     from torch_gpt2.device import open_device
     from torch_gpt2.int8 import load_model
 
     config = resolve(task)
     device = open_device(config)
-    model = load_model(config, device, Path(task.folder) / "torch_gpt2-int8")
+    model = load_model(config, device, Checkpoint(Path(task.folder) / "torch_gpt2-int8"))
     return ours(model, device, prompts, task)
 
 

@@ -34,11 +34,11 @@ from common.accelerators import require_accelerator
 from common.config.resolved import as_run
 from common.errors import CheckpointError, ConfigError
 from common.flags import make_parser
-from common.parallel.resolved_run import ResolvedRun, TrainingRun
-from common.planner.fitting import with_fitting
+from common.parallel.run import Run
+from common.planner.fitting import resolve_on
 from common.planner.plan import make_plan, memory_limit, table
 from common.program import command
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from tests.fake_cuda.build import with_cuda
 from tests.fake_cuda.device import CUDA, fake_device, h100
@@ -199,7 +199,7 @@ def _binary(kernel: tuple[str, str]) -> Kernel:
     return Kernel(name, sum(len(each.kernel.asm["cubin"]) for each in made))
 
 
-def lower_training(config: ResolvedRun, layers: int = 1, *, validates: bool = True) -> None:
+def lower_training(config: Run, layers: int = 1, *, validates: bool = True) -> None:
     """Compile a micro batch's forward and backward pass, of as many blocks, and a validation's
     batch.
     """
@@ -210,7 +210,7 @@ def lower_training(config: ResolvedRun, layers: int = 1, *, validates: bool = Tr
     train = config.train.model_copy(update={"compile": True, "offload_activations": False})
     config = config.model_copy(update={"device": "cuda", "model": shallow, "train": train})
     with fake_device(), patch.object(compilation, "MOST_LAYERS_IN_ONE_GRAPH", most):
-        engine = Engine(as_run(TrainingRun, config), open_device(config))
+        engine = Engine(as_run(Run, config), open_device(config))
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device="cuda") for _ in range(2))
     engine.model.train()
     engine._loss_sum(ids, targets).backward()
@@ -221,11 +221,11 @@ def lower_training(config: ResolvedRun, layers: int = 1, *, validates: bool = Tr
             engine._loss_sum(ids, targets)
 
 
-def cases() -> Iterator[tuple[str, ResolvedRun]]:
+def cases() -> Iterator[tuple[str, Run]]:
     """Runs by name: presets that fit, with the micro batch that the plan chooses, then options."""
     for path in sorted(PRESETS.glob("run_gpt2*.yaml")):
         with suppress(ConfigError, CheckpointError):  # no single GPU, or weights that are not here
-            config = with_fitting(_resolved(path), DEVICE)
+            config = resolve_on(load_config(path, ALONE), DEVICE, world_size=1)
             limit = memory_limit(config, DEVICE)
             if limit is not None and make_plan(config).peak < limit:
                 yield path.stem, config
@@ -233,9 +233,9 @@ def cases() -> Iterator[tuple[str, ResolvedRun]]:
         yield name, _resolved(PRESETS / "run_gpt2_124m.yaml", *SMALL, *settings)
 
 
-def _resolved(path: Path, *settings: str) -> ResolvedRun:
+def _resolved(path: Path, *settings: str) -> Run:
     config = load_config(path, [*ALONE, *settings])
-    return resolve_length(resolve_config(config, world_size=1), 1_000_000)
+    return resolve_config(config, world_size=1, samples_per_epoch=1_000_000)
 
 
 @command()

@@ -23,14 +23,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_lowering import lower_training, lowering
 from common.accelerators import Accelerator, require_accelerator
+from common.config.resolved import as_run
+from common.config.schema import RunConfig
 from common.flags import make_parser
-from common.parallel.loss_rows import with_loss_rows
+from common.parallel.loss_rows import loss_rows
 from common.parallel.packing import KEYS
-from common.parallel.resolved_run import ResolvedRun
-from common.planner.fitting import with_fitting
+from common.parallel.run import Run
+from common.planner.fitting import resolve_on
 from common.planner.plan import table
 from common.program import command
-from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.weights.names import count_parameters
 from tests.fake_cuda.build import with_cuda
@@ -101,15 +102,15 @@ class Counts:
         )
 
 
-def count_micro_batch(config: ResolvedRun, memory: int) -> Counts:
+def count_micro_batch(config: Run, memory: int) -> Counts:
     """Return the counts of one micro batch. memory: of the device, for the rows of the loss."""
-    whole = config.data.model_copy(update=dict.fromkeys(KEYS, False))
-    config = with_loss_rows(config.model_copy(update={"data": whole}), memory)
+    rows = {"loss_rows": loss_rows(config, memory)}
+    config = as_run(Run, config, data=dict.fromkeys(KEYS, False), train=rows)
     few, more = (_count_layers(config, layers) for layers in (FEW, MORE))
     return few.plus(config.model.num_layers - FEW, more.minus(few))
 
 
-def step_seconds(config: ResolvedRun, counts: Counts, device: Accelerator) -> float:
+def step_seconds(config: Run, counts: Counts, device: Accelerator) -> float:
     """Return the seconds of a step on one device."""
     accumulation = config.train.accumulation_steps
     half = config.precision.compute != "float32"
@@ -117,7 +118,7 @@ def step_seconds(config: ResolvedRun, counts: Counts, device: Accelerator) -> fl
     return accumulation * counts.seconds(device, half=half) + bytes_ / (BYTES * device.bandwidth)
 
 
-def _count_layers(config: ResolvedRun, layers: int) -> Counts:
+def _count_layers(config: Run, layers: int) -> Counts:
     with lowering(binaries=False) as graphs:
         lower_training(config, layers, validates=False)
     total = Counts()
@@ -172,8 +173,8 @@ def main(words: list[str]) -> int:
     arguments = parser.parse_args(words)
     device = require_accelerator(arguments.accelerator)
     rows = []
-    for name, config in _configs(arguments.config, arguments.overrides):
-        config = with_fitting(config, device)
+    for name, written in _configs(arguments.config, arguments.overrides):
+        config = resolve_on(written, device, world_size=1)
         counts = count_micro_batch(config, device.memory)
         seconds = step_seconds(config, counts, device)
         batch = config.train.global_batch_size
@@ -192,9 +193,9 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _configs(path: Path | None, overrides: Sequence[str]) -> Iterator[tuple[str, ResolvedRun]]:
+def _configs(path: Path | None, overrides: Sequence[str]) -> Iterator[tuple[str, RunConfig]]:
     if path is not None:
-        yield path.stem, resolve_config(load_config(path, overrides), world_size=1)
+        yield path.stem, load_config(path, overrides)
         return
     for name, (preset, micro, batch) in SIZES.items():
         settings = (
@@ -205,8 +206,7 @@ def _configs(path: Path | None, overrides: Sequence[str]) -> Iterator[tuple[str,
             f"train.global_batch_size={batch}",
             *overrides,
         )
-        config = load_config(ROOT / f"configs/gpt2/{preset}.yaml", settings)
-        yield name, resolve_config(config, world_size=1)
+        yield name, load_config(ROOT / f"configs/gpt2/{preset}.yaml", settings)
 
 
 if __name__ == "__main__":

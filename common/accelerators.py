@@ -60,6 +60,17 @@ _ATLAS_A3 = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The device of a run, as far as it is known."""
+
+    kind: str
+    """cpu, cuda or npu; auto for any accelerator."""
+    name: str | None = None
+    memory: int | None = None
+    """Bytes of an accelerator; None for a CPU, and if they are not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Accelerator:
     """Peak rates of one device as the framework counts devices (one die of a two-die package)."""
 

@@ -10,16 +10,13 @@ from common.config.schema import RunConfig
 from common.conversion.export import PROGRAMS, export_program
 from common.errors import RunError
 from common.inference.load import PACKAGES, import_backend, quieten_frameworks
-from common.inference.run_modes import program_to_use, run_program
-from common.inputs import check_inputs, with_inputs_here
+from common.inference.run_modes import run_program
+from common.inputs import make_run
 from common.interrupts import ending_at_interrupts
 from common.log import LOG, start_log
-from common.parallel.resolved_run import ResolvedRun
 from common.planner.room import out_of_memory
-from common.resolve.derive import ONE_DEVICE_MODES, export_format
-from common.resolve.engine_checks import check_here
+from common.resolve.derive import ONE_DEVICE_MODES, export_format, uses_one_device
 from common.training.export import export
-from common.training.start import with_trained_vocabulary
 from common.training.stop import receive_interrupts
 
 _ENTRIES = {
@@ -41,44 +38,36 @@ def begin(process: Process, remarks: Iterable[str]) -> None:
             LOG.warning(remark)
 
 
-def run_backend(run_mode: str, config: ResolvedRun, process: Process) -> None:
-    """Run a mode in the backend of a resolved config. An export of weights needs no backend."""
+def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
+    """Run a mode in the backend of a config. An export of weights needs no backend."""
     quieten_frameworks()
-    ranks = config.topology.world_size
-    if process.rank > 0 and run_mode in ONE_DEVICE_MODES and ranks == 1:
+    if process.rank > 0 and uses_one_device(config, run_mode, process.world_size):
         LOG.warning(
             f"--run_mode {run_mode} takes one device in this version, that of rank 0; rank"
             f" {process.rank} has nothing to do"
         )
         return
-    config = with_inputs_here(config)
-    if run_mode == "export" and export_format(config) == "safetensors":
-        check_inputs(run_mode, config)
-        export(config)
-        return
-    if run_mode == "export" and export_format(config) in PROGRAMS:
-        check_inputs(run_mode, config)
-        export_program(config)
-        return
-    if run_mode in ("eval", "predict", "serve") and (program := program_to_use(config)) is not None:
-        run_program(run_mode, config, program)
-        return
-    check_here(config)
-    if run_mode in ("eval", "predict", "serve"):
-        config = with_trained_vocabulary(config)
-    if process.rank == 0:
-        check_inputs(run_mode, config)
     if config.backend == "mindspore":
         receive_interrupts()
+    run, inputs = make_run(config, run_mode, process)
+    if run_mode == "export" and export_format(run) in ("safetensors", *PROGRAMS):
+        assert inputs.checkpoint is not None
+        is_program = export_format(run) in PROGRAMS
+        (export_program if is_program else export)(run, inputs.checkpoint)
+        return
+    if inputs.program is not None:
+        run_program(run_mode, run, inputs.program, inputs.corpus, inputs.tokenizer)
+        return
     name = _ENTRIES[run_mode]
     with ending_at_interrupts():
-        import_backend(config.backend)
-        entry = getattr(importlib.import_module(f"{PACKAGES[config.backend]}.{name}"), name)
+        import_backend(run.backend)
+        entry = getattr(importlib.import_module(f"{PACKAGES[run.backend]}.{name}"), name)
     training = name == "train"
     try:
-        entry(config, process)
+        entry(run, inputs, process)
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
-        message = out_of_memory(error, config, rank=process.rank % ranks, training=training)
+        at = process.rank % run.topology.world_size
+        message = out_of_memory(error, run, rank=at, training=training)
         if message is None:
             raise
         raise RunError(message) from None

@@ -1,15 +1,23 @@
-"""Checks of the inputs that a run needs, before a framework is imported.
+"""The run of this process: what its configuration, its inputs and its device say, put together
+once.
 
-A missing path is thus reported within a second.
+Inputs are checked before a framework is imported, so that a missing path is reported within a
+second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from common.checkpoint.folders import NoCheckpointError, find_checkpoint
-from common.config.resolved import as_run
+from common.accelerators import Hardware
+from common.checkpoint.folders import NoCheckpointError, find_checkpoint, require_checkpoint
+from common.cluster.environment import ALONE, Process
+from common.config.resolved import as_run, as_section
+from common.config.schema import RunConfig, TokenizerConfig
+from common.conversion.export import PROGRAMS
 from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
 from common.errors import CheckpointError, ConfigError, DataError
@@ -17,29 +25,143 @@ from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
 from common.generation.prompts import encode_prompts, given_prompts
 from common.hub import located
-from common.inference.run_modes import program_to_use
-from common.parallel.resolved_run import ResolvedRun
-from common.resolve.derive import require_length
-from common.tokenizer import require_files
-from common.training.data import open_tokenizer, require_entries, tokenizer_source
-from common.training.start import checkpoint_to_use, require_weights
+from common.inference.load import hardware_of, open_device
+from common.inference.run_modes import of_program, program_to_use
+from common.inference.source import Source
+from common.log import LOG
+from common.parallel.run import Run
+from common.planner.fitting import Fitting, is_open, rank_memory
+from common.planner.plan import RESERVED
+from common.planner.room import check_memory, gibibytes
+from common.resolve.derive import export_format, length_in_steps, require_length, resolve_mode
+from common.resolve.engine_checks import check_here
+from common.tokenizer import Tokenizer, require_files
+from common.training.data import (
+    Corpus,
+    open_corpus,
+    open_tokenizer,
+    require_entries,
+    tokenizer_source,
+)
+from common.training.export import exported_vocabulary
+from common.training.opened_checkpoint import Checkpoint, open_checkpoint
+from common.training.start import checkpoint_to_use, trained_multiple
 
 
-def check_inputs(run_mode: str, config: ResolvedRun) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Parts that a run computes with, each opened once by ``make_run``."""
+
+    device: Any = None
+    """The backend's device; None where none is needed."""
+    corpus: Corpus | None = None
+    """Data of a training or a validation."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer of every mode that reads texts."""
+    checkpoint: Checkpoint | None = None
+    """The weights to use. In rank 0 of a training those that a key names, if one does."""
+    program: Source | None = None
+    """An export that runs without conversion."""
+
+
+def make_run(
+    config: RunConfig, run_mode: str = "train", process: Process = ALONE
+) -> tuple[Run, Inputs]:
+    """Resolve the configuration of this process, and open what it names. Nothing changes the run
+    after it.
+
+    The order is that of the cost: contradictions, paths, data, and the device, for which a
+    framework is imported. Raises ConfigError, DataError, TokenizerError, CheckpointError and
+    DeviceError.
+    """
+    run = resolve_mode(config, run_mode, world_size=process.world_size)
+    run = as_run(Run, run, **_paths_here(run))
+    takes_program = run_mode in ("eval", "predict", "serve")
+    program = program_to_use(run) if takes_program else None
+    trains = run_mode in ("train", "finetune")
+    needs_device = program is None and (run_mode != "export" or export_format(run) == "mindir")
+    checkpoint = None
+    if program is not None:
+        run = as_run(Run, run, **of_program(run, program))
+    else:
+        if run_mode != "export" or export_format(run) not in ("safetensors", *PROGRAMS):
+            check_here(run)
+        if process.rank == 0:
+            checkpoint = check_inputs(run_mode, run)
+        elif not trains:
+            checkpoint = checkpoint_to_use(run)
+    if checkpoint is not None and takes_program:
+        run = as_run(Run, run, model=trained_multiple(run.model, checkpoint))
+    corpus = tokenizer = None
+    vocabulary: dict[str, int] = {}
+    if trains or (run_mode == "eval" and run.evaluation.task in VALIDATION_TASKS):
+        corpus = open_corpus(run, training=trains)
+        vocabulary = corpus.vocabulary
+    elif takes_program:
+        tokenizer, vocabulary = open_tokenizer(run)
+    elif checkpoint is not None and run_mode == "export":
+        vocabulary = exported_vocabulary(run.model, checkpoint)
+    device = open_device(run, process, lengths_vary=not trains) if needs_device else None
+    hardware = None if device is None else hardware_of(device)
+    changes: dict[str, dict[str, Any]] = {}
+    if trains and hardware is not None and is_open(config):
+        changes = _chosen(config, run, hardware, process)
+    if corpus is not None:
+        changes["data"] = {"eod_id": corpus.eod_id}
+        if corpus.samples is not None:
+            length = length_in_steps(run, run.batch_sizes, corpus.samples.samples_per_epoch)
+            changes["train"] = {**changes.get("train", {}), **length.get("train", {})}
+            changes["optimizer"] = length.get("optimizer", {})
+    run = as_run(Run, run, model=vocabulary, hardware=hardware, **changes)
+    if hardware is not None:
+        check_memory(run, process, training=trains)
+    inputs = Inputs(
+        device=device, corpus=corpus, tokenizer=tokenizer, checkpoint=checkpoint, program=program
+    )
+    return run, inputs
+
+
+def _chosen(
+    config: RunConfig, run: Run, hardware: Hardware, process: Process
+) -> dict[str, dict[str, Any]]:
+    """Return the keys that the plan chooses for the memory of this rank."""
+    world_size = run.topology.world_size
+    limit = rank_memory(config, hardware, ranks=min(process.local_world_size, world_size))
+    found = Fitting(config, world_size, hardware, limit).fastest()
+    train = found.train
+    blocks = "" if train.recompute_layers is None else f" in {train.recompute_layers} blocks"
+    keys = [
+        key for key in ("micro_batch_size", "recompute") if getattr(config.train, key) == "auto"
+    ]
+    LOG.info(
+        f"train.{' and '.join(keys)}=auto: micro batch {train.micro_batch_size}, recompute"
+        f" {train.recompute}{blocks + ' of a stage' if blocks else ''}, by the plan for"
+        f" {'unknown memory' if limit is None else gibibytes(limit)}, with {RESERVED:.0%} of the"
+        f" memory left free; accumulation {train.accumulation_steps}, global batch"
+        f" {train.global_batch_size}"
+    )
+    chosen = ("micro_batch_size", "accumulation_steps", "recompute", "recompute_layers")
+    return {
+        "train": {key: getattr(train, key) for key in chosen},
+        "validation": {"micro_batch_size": found.validation.micro_batch_size},
+    }
+
+
+def check_inputs(run_mode: str, config: Run) -> Checkpoint | None:
     """Check the inputs of a run mode, but not the content of files, which is checked at opening.
 
-    Raises ConfigError, DataError, TokenizerError or CheckpointError naming a missing setting, or a
-    missing path and where it was looked for.
+    Returns the checkpoint that is named. Raises ConfigError, DataError, TokenizerError or
+    CheckpointError naming a missing setting, or a missing path and where it was looked for.
     """
     try:
-        _check(run_mode, config)
+        return _check(run_mode, config)
     except NoCheckpointError as error:
         raise explained(error) from None
 
 
-def with_inputs_here(config: ResolvedRun) -> ResolvedRun:
-    """Return the config with folders in place of the models that it names on the hub, and with
-    data sets in place of the folders that hold them.
+def _paths_here(config: Run) -> dict[str, Any]:
+    """Return the keys that change where folders take the place of the models that the config names
+    on the hub, and data sets the place of the folders that hold them.
 
     checkpoint.init_from stays a name where output_dir holds a run. Raises ConfigError, DataError
     and CheckpointError.
@@ -52,13 +174,13 @@ def with_inputs_here(config: ResolvedRun) -> ResolvedRun:
     checkpoint = {key: str(path) for key, path in here.items() if path != paths[key]}
     if wish is not None and wish.folder is not None:
         folder = str(located(Path(wish.folder), weights=False))
-        wish = wish.model_copy(update={"folder": folder})
+        wish = as_section(TokenizerConfig, wish, {"folder": folder})
     data = {"tokenizer": wish} | {
         name: [_corpus_in(entry, f"data.{name}") for entry in entries]
         for name in ("train", "validation")
         if (entries := getattr(config.data, name)) is not None
     }
-    return as_run(ResolvedRun, config, checkpoint=checkpoint, data=data)
+    return {"checkpoint": checkpoint, "data": data}
 
 
 def _corpus_in(entry: str | float, key: str) -> str | float:
@@ -81,20 +203,19 @@ def _corpus_in(entry: str | float, key: str) -> str | float:
     return str(prefixes[0]) if prefixes else entry
 
 
-def check_before_ranks(run_mode: str, config: ResolvedRun) -> None:
+def check_before_ranks(run_mode: str, config: Run) -> None:
     """Check in the process that starts the ranks what rank 0 would, and fetch the models that the
     config names. Raises as ``check_inputs``.
     """
-    config = with_inputs_here(config)
+    config = as_run(Run, config, **_paths_here(config))
     takes_program = run_mode in ("eval", "predict", "serve")
     if not takes_program or program_to_use(config) is None:
         check_inputs(run_mode, config)
 
 
-def _check(run_mode: str, config: ResolvedRun) -> None:
+def _check(run_mode: str, config: Run) -> Checkpoint | None:
     if run_mode in ("train", "finetune"):
-        _check_training(run_mode, config)
-        return
+        return _check_training(run_mode, config)
     if run_mode == "predict":
         given_prompts(config)
     on_text = run_mode == "eval" and config.evaluation.task not in VALIDATION_TASKS
@@ -103,16 +224,15 @@ def _check(run_mode: str, config: ResolvedRun) -> None:
     if run_mode == "eval":
         _check_evaluation(config)
     try:
-        checkpoint_to_use(config)
+        return checkpoint_to_use(config)
     except CheckpointError:
         # a fault in the prompts comes first, as it does with a checkpoint
         if run_mode == "predict":
-            tokenizer, config = open_tokenizer(config)
-            encode_prompts(config, tokenizer)
+            encode_prompts(config, open_tokenizer(config)[0])
         raise
 
 
-def _check_training(run_mode: str, config: ResolvedRun) -> None:
+def _check_training(run_mode: str, config: Run) -> Checkpoint | None:
     settings = config.checkpoint
     if run_mode == "finetune" and settings.init_from is None:
         raise ConfigError(
@@ -123,14 +243,16 @@ def _check_training(run_mode: str, config: ResolvedRun) -> None:
     _check_data(require_entries(config.data.train))
     if config.data.validation is not None:
         _check_data(config.data.validation)
-    if settings.resume not in ("auto", "never"):
-        where = config.output_dir if settings.resume == "latest" else settings.resume
-        require_weights(Path(where), f"checkpoint.resume={settings.resume}")
+    if settings.resume == "latest":  # which may be another one when the run holds its folder
+        require_checkpoint(Path(config.output_dir), "checkpoint.resume=latest")
+    elif settings.resume not in ("auto", "never"):
+        return open_checkpoint(Path(settings.resume), f"checkpoint.resume={settings.resume}")
     elif settings.init_from is not None and find_checkpoint(Path(config.output_dir)) is None:
-        require_weights(Path(settings.init_from), "checkpoint.init_from")
+        return open_checkpoint(Path(settings.init_from), "checkpoint.init_from")
+    return None
 
 
-def _check_evaluation(config: ResolvedRun) -> None:
+def _check_evaluation(config: Run) -> None:
     if config.evaluation.task in VALIDATION_TASKS:
         _check_data(require_entries(config.data.validation or config.data.train))
     else:
@@ -142,6 +264,6 @@ def _check_data(entries: Sequence[str | float]) -> None:
         require_data(prefix)
 
 
-def _check_tokenizer(config: ResolvedRun) -> None:
+def _check_tokenizer(config: Run) -> None:
     wish, source = tokenizer_source(config)
     require_files(source, wish.merge_file)

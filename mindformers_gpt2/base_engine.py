@@ -15,10 +15,9 @@ from common.checkpoint.snapshot import EngineState, make_snapshot, true_slice
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import Part, Snapshot
 from common.dataset import Batch, Tokens
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
 from common.training import engine
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.schedule import Schedule
@@ -61,7 +60,7 @@ class BaseEngine(engine.Engine):
 
     def __init__(
         self,
-        config: TrainingRun,
+        config: Run,
         device: MindSporeDevice,
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,
@@ -92,8 +91,7 @@ class BaseEngine(engine.Engine):
     def _train_step(self, tokens: Tokens) -> QueuedStep: ...
 
     def begin(self, start: Start) -> TrainState:
-        checkpoint = start.resume or start.weights
-        reader = CheckpointReader(checkpoint) if checkpoint is not None else None
+        reader = start.checkpoint
         loss_scale, weights = self.loss_scale.read(), self.master.tensors
         states = reader.states(self.config, loss_scale) if reader and start.resume else None
         self.device.seed(self.config.seed)

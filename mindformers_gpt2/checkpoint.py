@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import numpy as np
 from mindspore import Parameter, Tensor, ops
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
-from common.training.checkpoint_reader import CheckpointReader
+from common.training.opened_checkpoint import Checkpoint
 from common.weights.pieces import TensorSlice
 from mindformers_gpt2.optimizer import Optimizer
 
@@ -36,7 +35,7 @@ def moments_on_host(optimizer: Optimizer, pieces: Pieces) -> dict[str, Array]:
 def load_weights(
     tensors: Mapping[str, Parameter],
     model: ResolvedModel,
-    checkpoint: Path,
+    checkpoint: Checkpoint,
     pieces: Pieces | None = None,
 ) -> None:
     """Fill parameters by name from ``checkpoint``.
@@ -44,7 +43,7 @@ def load_weights(
     pieces: the part that each parameter is, if not whole. Raises CheckpointError unless every
     tensor is there with the model's shape.
     """
-    fill_weights(tensors, CheckpointReader(checkpoint).weights(model, pieces))
+    fill_weights(tensors, checkpoint.weights(model, pieces))
 
 
 def fill_weights(tensors: Mapping[str, Parameter], values: Iterable[tuple[str, Array]]) -> None:

@@ -17,7 +17,7 @@ from common.cluster.environment import ALONE, Process
 from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 from common.parallel.fused_attention import FIRST_ASCEND, has_attention_kernel
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.resolve.auto_device import check_device_id, naming_auto
 from common.resolve.engine_checks import check_mindspore
 from common.resolve.vendor_settings import mindspore_context
@@ -108,9 +108,13 @@ class MindSporeDevice:
         pass
 
 
-def open_device(config: ResolvedRun, process: Process = ALONE) -> MindSporeDevice:
+def open_device(
+    config: Run, process: Process = ALONE, *, lengths_vary: bool = False
+) -> MindSporeDevice:
     """The device of a process, checked against the config, and MindSpore's context set. Raises
     ConfigError or DeviceError.
+
+    lengths_vary: as for torch's device; it makes no difference here.
     """
     device = select_device(
         config.device, index=device_index(config, process), threads=config.runtime.threads
@@ -159,7 +163,7 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
     return MindSporeDevice(kind=kind, index=index, name=name)
 
 
-def check_support(config: ResolvedRun, device: MindSporeDevice) -> None:
+def check_support(config: Run, device: MindSporeDevice) -> None:
     """Refuse what this device cannot do. Raises ConfigError or DeviceError."""
     with naming_auto(config, device.kind, "Ascend"):
         check_device_id(config, device.kind)

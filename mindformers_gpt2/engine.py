@@ -11,7 +11,7 @@ from mindspore import Tensor, ops
 
 from common.dataset import Tokens
 from common.parallel.packing import Packing
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
 from common.quantization.scheme import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
@@ -39,7 +39,7 @@ class Engine(BaseEngine):
 
     def __init__(
         self,
-        config: TrainingRun,
+        config: Run,
         device: MindSporeDevice,
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,

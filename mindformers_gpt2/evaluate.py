@@ -18,13 +18,12 @@ from common.evaluation import (
     report,
     score_rows,
 )
-from common.parallel.resolved_run import ResolvedRun
-from common.planner.room import check_memory
+from common.inputs import Inputs
+from common.parallel.run import Run
 from common.quantization.scheme import CALIBRATION_BATCHES
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
-from mindformers_gpt2.device import MindSporeDevice, open_device
+from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.engine import sum_losses
 from mindformers_gpt2.loss import ROWS_AT_ONCE
 from mindformers_gpt2.model import GPT2, build_model
@@ -32,11 +31,11 @@ from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import quantize_model
 
 
-def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
-    device = open_device(config, process)
-    check_memory(config, process, device)
-    task, config = open_task(config)
-    checkpoint = weights_to_use(config, task.tokenizer_record)
+def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
+    device = inputs.device
+    assert inputs.checkpoint is not None
+    task = open_task(config, corpus=inputs.corpus, tokenizer=inputs.tokenizer)
+    checkpoint = weights_to_use(config, inputs.checkpoint, task.tokenizer_record)
     model = build_model(config, device)
     load_weights(
         {parameter.name: parameter for parameter in model.get_parameters()},
@@ -45,7 +44,7 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
     )
     quantization = quantize_model(config, model, World())
     if quantization is not None:
-        quantization.load(CheckpointReader(checkpoint))
+        quantization.load(checkpoint)
     if isinstance(task, ValidationTask):
         measure = partial(
             sum_losses,
@@ -63,7 +62,7 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
             rows = task.rows[: size * CALIBRATION_BATCHES]
             quantization.calibrate(lambda: score_rows(rows, score, size, task.unit))
         result = task.result(score_rows(task.rows, score, size, task.unit))
-    report(config, checkpoint, result)
+    report(config, checkpoint.path, result)
 
 
 def make_scorer(model: GPT2, device: MindSporeDevice) -> Scorer:

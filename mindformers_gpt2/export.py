@@ -30,11 +30,9 @@ from common import run_folder
 from common.cluster.environment import ALONE, Process
 from common.errors import RunError
 from common.files import atomic_write, fsync_folder
+from common.inputs import Inputs
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
-from common.planner.room import check_memory
-from common.resolve.derive import resolve_vocabulary
-from common.systems.direct import manifest_of
+from common.parallel.run import Run
 from common.training.export import (
     describe_files,
     export_folder,
@@ -43,7 +41,7 @@ from common.training.export import (
 )
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_weights
-from mindformers_gpt2.device import MindSporeDevice, open_device
+from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2, build_model
 
 FORMAT_VERSION = 1
@@ -51,16 +49,12 @@ TOLERANCE = 1e-6
 """Largest allowed difference between a file and the model. On a CPU the difference is 0."""
 
 
-def export(config: ResolvedRun, process: Process = ALONE) -> None:
+def export(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     folder = Path(config.output_dir) / "export"
     refuse_to_replace(folder, config)
-    device = open_device(config, process)
-    check_memory(config, process, device)
-    checkpoint = weights_to_use(config, None, export=True)
-    manifest = manifest_of(checkpoint, config.model)
-    config = resolve_vocabulary(
-        config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}"
-    )
+    assert inputs.checkpoint is not None
+    device, checkpoint = inputs.device, weights_to_use(config, inputs.checkpoint, None)
+    manifest = checkpoint.manifest(config.model)
     model = build_model(config, device)
     load_weights(
         {parameter.name: parameter for parameter in model.get_parameters()},
@@ -102,7 +96,7 @@ def export(config: ResolvedRun, process: Process = ALONE) -> None:
                     "dynamic": ({} if config.export.batch_size else {"batch": "1 or more"})
                     | {"length": f"1 to {config.model.max_positions}"},
                     "files": files,
-                    "checkpoint": str(checkpoint.resolve()),
+                    "checkpoint": str(checkpoint.path.resolve()),
                     "step": manifest["state"].get("step"),
                     "tokenizer": manifest.get("tokenizer"),
                     "model": config.model.model_dump(),
@@ -161,7 +155,7 @@ class _Graph:
     outputs: _Tensors
 
 
-def _graphs(config: ResolvedRun) -> tuple[_Graph, _Graph]:
+def _graphs(config: Run) -> tuple[_Graph, _Graph]:
     model, batch = config.model, config.export.batch_size or "batch"
     head_size = model.hidden_size // model.num_heads
     cache = (

@@ -7,20 +7,20 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from mindformers_gpt2.device import DTYPES
 from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.optimizer import DeviceLossScale
 
 
-def varies(config: ResolvedRun) -> bool:
+def varies(config: Run) -> bool:
     """Whether the steps of a run differ in the number of tokens whose losses count."""
     masks = config.packing is not None and bool(config.packing.masks_loss)
     return masks or config.train.rampup_batch_size is not None
 
 
 class _Gradients(nn.Cell):
-    def __init__(self, model: GPT2, config: ResolvedRun) -> None:
+    def __init__(self, model: GPT2, config: Run) -> None:
         super().__init__(auto_prefix=False)
         self.model = model
         self.sum_dtype = DTYPES[config.precision.reduction]
@@ -48,7 +48,7 @@ class LossGradients(_Gradients):
     def __init__(
         self,
         model: GPT2,
-        config: ResolvedRun,
+        config: Run,
         loss_scale: DeviceLossScale,
         *,
         of_input: bool = False,
@@ -87,7 +87,7 @@ class StageGradients(_Gradients):
     since only its input is kept.
     """
 
-    def __init__(self, model: GPT2, config: ResolvedRun, *, of_input: bool) -> None:
+    def __init__(self, model: GPT2, config: Run, *, of_input: bool) -> None:
         super().__init__(model, config)
         self.of_input = of_input
         self.gradient = ms.grad(self.along_slope, 0 if of_input else None, self.parameters)

@@ -12,7 +12,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.auto_generate import DropoutExt
 from numpy.typing import NDArray
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
 
 def empty(name: str, shape: tuple[int, ...]) -> Parameter:
@@ -63,7 +63,7 @@ class Dropout(nn.Cell):
 
 
 def dropout_keys(
-    config: ResolvedRun, step: int, micro_batch: int, tensor_rank: int = 0
+    config: Run, step: int, micro_batch: int, tensor_rank: int = 0
 ) -> NDArray[np.uint32]:
     """Return a key for each dropout of the model, (1 + 3 num_layers, 2).
 

@@ -15,7 +15,7 @@ from common.evaluation import Scorer
 from common.inference.export_record import read_export
 from common.inference.program import score_by_logits
 from common.inference.source import Source
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from mindformers_gpt2.device import DTYPES, open_device
 from mindformers_gpt2.predict import Decoder
 
@@ -28,7 +28,7 @@ class MindIRRunner:
 
     has_fixed_shapes = True
 
-    def __init__(self, folder: Path, config: ResolvedRun) -> None:
+    def __init__(self, folder: Path, config: Run) -> None:
         """Open the graphs. config: with the model's sizes and the precision of the export."""
         record = read_export(folder)
         self._logits, self._decode = (
@@ -73,7 +73,7 @@ class MindIRRunner:
 class _Decoder(Decoder):
     """Decoder that runs the graphs in place of the model's own."""
 
-    def __init__(self, runner: MindIRRunner, rows: int, config: ResolvedRun) -> None:
+    def __init__(self, runner: MindIRRunner, rows: int, config: Run) -> None:
         self.rows = rows
         self._decode, self._follow = runner.decode, runner.follow
         self._config = config
@@ -99,7 +99,7 @@ def _load(file: Path) -> Any:
         ) from None
 
 
-def open_mindir(source: Source, config: ResolvedRun) -> MindIRRunner:
+def open_mindir(source: Source, config: Run) -> MindIRRunner:
     """Open a folder of MindIR. Raises CheckpointError, ConfigError and DeviceError."""
     open_device(config)
     return MindIRRunner(source.path, config)

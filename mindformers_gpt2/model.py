@@ -21,7 +21,7 @@ from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
 from common.parallel.fused_attention import suits_attention_kernel
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
@@ -402,7 +402,7 @@ class GPT2(nn.Cell):
         return ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype)
 
 
-def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
+def build_model(config: Run, device: MindSporeDevice) -> GPT2:
     """Build the model, with weights not yet filled in."""
     model = GPT2(config.model, config.precision, config.vocab_rows, native=device.native_kernels)
     for parameter in model.get_parameters():
@@ -415,7 +415,7 @@ def build_model(config: ResolvedRun, device: MindSporeDevice) -> GPT2:
 
 def initialise(
     tensors: Mapping[str, Parameter],
-    config: ResolvedRun,
+    config: Run,
     pieces: Mapping[str, TensorSlice] | None = None,
 ) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``.
@@ -431,7 +431,7 @@ def initialise(
             ops.assign(tensors[name], Tensor(padded_rows(values, tensors[name].shape[0])))
 
 
-def set_packing(model: GPT2, config: ResolvedRun) -> None:
+def set_packing(model: GPT2, config: Run) -> None:
     """Let the model keep documents apart as the run's data ask for."""
     packing = config.packing
     if packing is None:
@@ -441,7 +441,7 @@ def set_packing(model: GPT2, config: ResolvedRun) -> None:
     model.eod = packing.eod
 
 
-def set_fused_attention(model: GPT2, config: ResolvedRun, device: MindSporeDevice) -> None:
+def set_fused_attention(model: GPT2, config: Run, device: MindSporeDevice) -> None:
     """Let attention run as one kernel where the device has it and it can compute this model."""
     if takes_fused_attention(config, device):
         head_size = config.model.hidden_size // config.model.num_heads
@@ -449,7 +449,7 @@ def set_fused_attention(model: GPT2, config: ResolvedRun, device: MindSporeDevic
             block.attn.core.fused = FusedAttention(block.attn.heads, head_size)
 
 
-def takes_fused_attention(config: ResolvedRun, device: MindSporeDevice) -> bool:
+def takes_fused_attention(config: Run, device: MindSporeDevice) -> bool:
     """Tell whether attention runs as one kernel. See FusedAttention for what it can compute."""
     return device.fused_attention and suits_attention_kernel(config)
 

@@ -11,12 +11,12 @@ from mindspore import profiler
 
 from common.errors import ConfigError
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.training.profile import Trace, compress
 from mindformers_gpt2.device import MindSporeDevice
 
 
-def make_trace(config: ResolvedRun, device: MindSporeDevice) -> Trace:
+def make_trace(config: Run, device: MindSporeDevice) -> Trace:
     """Return a trace of operators on the host and kernels on the device.
 
     With profile.memory it also records allocations. MindSpore's own folder of tables, for

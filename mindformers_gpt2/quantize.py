@@ -6,7 +6,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from common.config.schema import QuantizationConfig
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
 from common.quantization.scheme import Levels, activation_levels, weight_levels
@@ -121,7 +121,7 @@ def forget_maxima(model: GPT2) -> None:
 class Quantization(QuantizedModel):
     """Quantizers of a rank's part of the model, and the scales that all ranks share."""
 
-    def __init__(self, config: ResolvedRun, model: GPT2, world: World) -> None:
+    def __init__(self, config: Run, model: GPT2, world: World) -> None:
         super().__init__(config, world)
         self._model = model
         self.quantizers: dict[str, LinearQuantizer] = {}
@@ -154,7 +154,7 @@ class Quantization(QuantizedModel):
             ops.assign(quantizer.scale, Tensor(self.scales.scale(name), ms.float32))
 
 
-def quantize_model(config: ResolvedRun, model: GPT2, world: World) -> Quantization | None:
+def quantize_model(config: Run, model: GPT2, world: World) -> Quantization | None:
     """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
     it.
     """

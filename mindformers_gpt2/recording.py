@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from common.errors import ConfigError
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.training.recording import (
     EMBEDDINGS,
     LAST_NORM,
@@ -74,7 +74,7 @@ class Recorder(RecorderBase):
         return found
 
 
-def open_recorder(config: TrainingRun, world: World) -> Recorder | None:
+def open_recorder(config: Run, world: World) -> Recorder | None:
     """Return the recorder that the environment asks for. Raises ConfigError."""
     request = find_request(os.environ)
     if request is None:

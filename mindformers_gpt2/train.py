@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
 from common.errors import ConfigError
-from common.parallel.resolved_run import ResolvedRun
-from common.planner.room import check_memory
+from common.inputs import Inputs
+from common.parallel.run import Run
 from common.resolve.parallel_mode import compiled_mode
 from common.run_folder import owned_folder
-from common.training.auto_fit import settle_auto
 from common.training.data import open_data
 from common.training.session import agree_on_start
 from mindformers_gpt2.base_engine import BaseEngine
-from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.parallel.world import open_world
 from mindformers_gpt2.profile import make_trace
@@ -26,26 +23,24 @@ ENGINES: dict[bool, type[BaseEngine]] = {False: Engine, True: SemiAutoEngine}
 """Engine classes by whether MindSpore's compiler splits the graph."""
 
 
-def train(config: ResolvedRun, process: Process = ALONE) -> None:
-    device = open_device(config, process)
+def train(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
+    device, corpus = inputs.device, inputs.corpus
+    assert corpus is not None
     trace = make_trace(config, device)
-    check_memory(config, process, device, training=True)
-    at = config.topology.coordinates(process.rank)
     compiled = compiled_mode(config, device.kind)
     reads_all = compiled and config.parallel.full_batch is not False
-    open_part = partial(
-        open_data,
-        rank=0 if reads_all else at.data,
+    data = open_data(
+        config,
+        corpus,
+        rank=0 if reads_all else config.topology.coordinates(process.rank).data,
         ranks=1 if reads_all else None,
         whole_validation=compiled,
     )
-    data, config = open_part(config)
     with (
         owned_folder(Path(config.output_dir), active=process.rank == 0),
         open_world(config, process, device) as world,
     ):
-        data, config = settle_auto((data, config), world, process, device, open_part)
-        session = agree_on_start(config, data, world)
+        session = agree_on_start(config, data, world, inputs.checkpoint)
         engine = ENGINES[compiled](config, device, world, session.manifest_extra)
         recorder = open_recorder(config, world)
         if isinstance(engine, Engine):

@@ -199,8 +199,8 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: str = "") -> None:
     from common.cluster.environment import find_process
     from common.config.load import build_config
     from common.errors import GPT2Error
+    from common.inputs import make_run
     from common.log import start_log
-    from common.resolve.derive import resolve_mode
 
     package = {"mindspore": "mindformers_gpt2"}.get(jobs[0].get("backend", ""), "torch_gpt2")
     for port, tree in zip(ports, jobs, strict=True):
@@ -212,14 +212,14 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: str = "") -> None:
         mode = tree.pop("run_mode", "train")
         note = Path(tree["output_dir"]) / f"watched_{process.rank}.json"
         try:
-            config = resolve_mode(build_config(tree), mode, world_size=process.world_size)
+            made = make_run(build_config(tree), mode, process)
             run = {"train": "train", "eval": "evaluate"}[mode]
             with (
                 import_module(f"tests.{watched}").watch(note)
                 if watched
                 else contextlib.nullcontext()
             ):
-                getattr(import_module(f"{package}.{run}"), run)(config, process)
+                getattr(import_module(f"{package}.{run}"), run)(*made, process)
         except GPT2Error as error:
             print(f"error: {error}")
             import_module("common.training.stop").end_process(error.exit_code)

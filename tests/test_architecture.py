@@ -204,6 +204,47 @@ for name in {sorted(modules)}:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
 
 
+_REWRITES = {
+    "as_run": {
+        "common/inputs.py", "common/parallel/run.py",
+        "common/planner/suggest.py", "common/resolve/derive.py",
+    },
+    "resolve_other": {
+        "common/inference/language_model.py", "common/inference/load.py",
+        "common/inference/run_modes.py", "common/planner/fitting.py", "common/planner/room.py",
+    },
+    "make_run": {"common/backends.py"},
+    "model_copy": {
+        "common/study/loading.py", "common/study/planning.py", "common/systems/direct.py"
+    },
+    "model_construct": {"common/config/resolved.py"},
+}  # fmt: skip
+"""Files that call what makes a configuration from another one: the places where a run is made, and
+those that ask what another one would be. The copies are not of configurations.
+"""
+
+
+def rewrites_in(path: Path) -> set[str]:
+    """Names in _REWRITES of the functions and methods that a file calls or hands on."""
+    text = path.read_text(encoding="utf-8")
+    if not any(name in text for name in _REWRITES):
+        return set()
+    tree = ast.parse(text)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return names & _REWRITES.keys()
+
+
+def test_nobody_changes_a_run_that_is_made() -> None:
+    found: dict[str, set[str]] = {name: set() for name in _REWRITES}
+    rooms = ("common", "gpt2_toolkit", "tools", "compat", *BACKENDS)
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    for path in [*files, ROOT / "run_gpt2.py", ROOT / "run_mindformer.py"]:
+        for name in rewrites_in(path):
+            found[name].add(str(path.relative_to(ROOT)))
+    assert found == _REWRITES
+
+
 _READERS = {"common/structured_files.py", "common/yaml_files.py"}
 _DIRECT = {
     "json": {"load", "loads", "JSONDecoder", "decoder", "scanner"},

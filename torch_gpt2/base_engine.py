@@ -15,11 +15,11 @@ from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset import Tokens
 from common.errors import CheckpointError
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.tensor_files.safetensors_file import Tensors
 from common.training import engine
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.loss_scale import LossScale
+from common.training.opened_checkpoint import Checkpoint
 from common.training.schedule import Schedule
 from common.training.start import Start
 from torch_gpt2.device import TorchDevice
@@ -36,7 +36,7 @@ class BaseEngine(engine.Engine):
 
     def __init__(
         self,
-        config: TrainingRun,
+        config: Run,
         device: TorchDevice,
         process: Process = ALONE,
         world: World | None = None,
@@ -53,16 +53,15 @@ class BaseEngine(engine.Engine):
         self.quantization: Quantization | None = None
 
     @abstractmethod
-    def _fill_weights(self, reader: CheckpointReader | None) -> None:
+    def _fill_weights(self, reader: Checkpoint | None) -> None:
         """Load the weights of a checkpoint, or the initial ones."""
 
     @abstractmethod
-    def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
+    def _fill_moments(self, reader: Checkpoint, optimizer_steps: int) -> None:
         """Load the optimizer's state of a checkpoint."""
 
     def begin(self, start: Start) -> TrainState:
-        checkpoint = start.resume or start.weights
-        reader = CheckpointReader(checkpoint) if checkpoint is not None else None
+        reader = start.checkpoint
         states = reader.states(self.config, self.loss_scale) if reader and start.resume else None
         self._fill_weights(reader)
         if reader is not None and self.quantization is not None:
@@ -77,7 +76,7 @@ class BaseEngine(engine.Engine):
             self._restore_generators(saved)
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise CheckpointError(
-                f"{reader.folder}: the state of the random generators is broken ({error}); use"
+                f"{reader}: the state of the random generators is broken ({error}); use"
                 " another checkpoint"
             ) from None
         self.step = state.step

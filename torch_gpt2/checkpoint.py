@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
 from common.log import LOG
-from common.training.checkpoint_reader import CheckpointReader
+from common.training.opened_checkpoint import Checkpoint
 from common.weights.pieces import TensorSlice
 from torch_gpt2.optimizer import local_shard
 
@@ -95,7 +94,7 @@ def moments_on_host(
 def load_weights(
     tensors: Mapping[str, Tensor],
     model: ResolvedModel,
-    checkpoint: Path,
+    checkpoint: Checkpoint,
     pieces: Pieces | None = None,
 ) -> None:
     """Fill parameters by name from ``checkpoint``.
@@ -103,7 +102,7 @@ def load_weights(
     pieces: the part that each parameter is, if not whole. Raises CheckpointError unless every
     tensor is there with the model's shape.
     """
-    fill_weights(tensors, CheckpointReader(checkpoint).weights(model, pieces))
+    fill_weights(tensors, checkpoint.weights(model, pieces))
 
 
 @torch.no_grad()

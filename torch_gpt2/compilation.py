@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.resolve.compilation import compile_error
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
@@ -29,7 +29,7 @@ Regions take as long for any number of layers.
 """
 
 
-def is_compiled(config: ResolvedRun, device: TorchDevice) -> bool:
+def is_compiled(config: Run, device: TorchDevice) -> bool:
     """Return whether the run compiles its model. auto does where torch generates kernels for the
     device and the layout allows it.
     """
@@ -38,7 +38,7 @@ def is_compiled(config: ResolvedRun, device: TorchDevice) -> bool:
     return device.compiles and compile_error(config) is None
 
 
-def compile_model(parts: Sequence[GPT2], config: ResolvedRun) -> LossSum:
+def compile_model(parts: Sequence[GPT2], config: Run) -> LossSum:
     """Compile the parts in place and return the loss of a batch. The first calls compile.
 
     Every graph is for one shape of batch.
@@ -75,11 +75,11 @@ def in_graphs(rows: int, full: int) -> AbstractContextManager[Any]:
     return nullcontext() if rows == full else torch.compiler.set_stance("force_eager")
 
 
-def _compiled(function: Any, config: ResolvedRun) -> Any:
+def _compiled(function: Any, config: Run) -> Any:
     return torch.compile(function, **_options(config))
 
 
-def _options(config: ResolvedRun) -> dict[str, Any]:
+def _options(config: Run) -> dict[str, Any]:
     options: dict[str, Any] = {"backend": BACKEND, "dynamic": False}
     if BACKEND == "inductor" and config.train.compile_mode != "default":
         options["mode"] = config.train.compile_mode

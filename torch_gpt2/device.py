@@ -29,7 +29,7 @@ from common.device import (
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.packages import require_package
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.resolve.auto_device import check_device_id, naming_auto
 from torch_gpt2.private_api import has_adam_kernel
 
@@ -281,7 +281,7 @@ class TorchDevice:
 
 
 def open_device(
-    config: ResolvedRun, process: Process = ALONE, *, lengths_vary: bool = False
+    config: Run, process: Process = ALONE, *, lengths_vary: bool = False
 ) -> TorchDevice:
     """The device of a process, checked against the config. Raises ConfigError or DeviceError.
 
@@ -350,7 +350,7 @@ def select_device(
     return TorchDevice(kind=kind, index=index, name=module.get_device_name(index), module=module)
 
 
-def check_support(config: ResolvedRun, device: TorchDevice) -> None:
+def check_support(config: Run, device: TorchDevice) -> None:
     """Refuse what torch devices cannot do in this version. Raises ConfigError or DeviceError."""
     with naming_auto(config, device.kind, "GPU or NPU"):
         check_device_id(config, device.kind)

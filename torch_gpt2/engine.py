@@ -20,11 +20,11 @@ from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset import Batch, Tokens
 from common.parallel.packing import Packing
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
 from common.quantization.scheme import frozen_parameters
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.engine import StepResult
+from common.training.opened_checkpoint import Checkpoint
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
@@ -71,7 +71,7 @@ class Engine(BaseEngine):
 
     def __init__(
         self,
-        config: TrainingRun,
+        config: Run,
         device: TorchDevice,
         process: Process = ALONE,
         world: World | None = None,
@@ -243,14 +243,14 @@ class Engine(BaseEngine):
         self._device_scale.write(self.loss_scale)
         return state
 
-    def _fill_weights(self, reader: CheckpointReader | None) -> None:
+    def _fill_weights(self, reader: Checkpoint | None) -> None:
         if reader is None:
             initialise(self.local_weights(), self.config, self.pieces)
         else:
             fill_weights(self.master.tensors, reader.weights(self.config.model, self.pieces))
         self.master.write_back()
 
-    def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
+    def _fill_moments(self, reader: Checkpoint, optimizer_steps: int) -> None:
         fill_moments(
             self.master.tensors,
             self.optimizer,

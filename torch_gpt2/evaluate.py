@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,16 +22,16 @@ from common.evaluation import (
     report,
     score_rows,
 )
-from common.parallel.resolved_run import ResolvedRun
+from common.inputs import Inputs
+from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
-from common.planner.room import check_memory
 from common.quantization.scheme import CALIBRATION_BATCHES
 from common.training.agreement import check_everywhere
-from common.training.checkpoint_reader import CheckpointReader
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.cpu_products import use_fastest_products
-from torch_gpt2.device import TorchDevice, open_device
+from torch_gpt2.device import TorchDevice
 from torch_gpt2.engine import sum_losses
 from torch_gpt2.int8 import load_integer_model
 from torch_gpt2.loss import ROWS_AT_ONCE
@@ -42,23 +42,24 @@ from torch_gpt2.parallel.world import World, open_world
 from torch_gpt2.quantize import quantize_model
 
 
-def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
-    device = open_device(config, process, lengths_vary=True)
-    check_memory(config, process, device)
-    topology = config.topology
+def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
+    device, topology = inputs.device, config.topology
+    assert inputs.checkpoint is not None
     if topology.world_size == 1:
         process = replace(process, rank=0, world_size=1)
-    task, config = open_task(config, rank=topology.coordinates(process.rank).data)
+    at = topology.coordinates(process.rank)
+    task = open_task(config, corpus=inputs.corpus, tokenizer=inputs.tokenizer, rank=at.data)
+    chosen = partial(weights_to_use, config, inputs.checkpoint, task.tokenizer_record)
     with open_world(config, process, device) as world:
         use_fastest_products(device, world)
-        checkpoint = world.decide_on_rank_0(lambda: weights_to_use(config, task.tokenizer_record))
+        checkpoint = world.decide_on_rank_0(chosen)
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
         integer = load_integer_model(config, device, checkpoint)
         parts = [integer] if integer else _load_parts(config, device, world, checkpoint)
         quantization = None if integer else quantize_model(config, parts, world)
         if quantization is not None:
-            quantization.load(CheckpointReader(checkpoint))
+            quantization.load(checkpoint)
         if isinstance(task, ValidationTask):
             pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
             loss_sum, has_loss = (
@@ -87,11 +88,11 @@ def evaluate(config: ResolvedRun, process: Process = ALONE) -> None:
                 quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
             result = task.result(score_rows(task.rows, score, size, task.unit))
         if world.rank == 0:
-            report(config, checkpoint, result)
+            report(config, checkpoint.path, result)
 
 
 def _load_parts(
-    config: ResolvedRun, device: TorchDevice, world: World, checkpoint: Path
+    config: Run, device: TorchDevice, world: World, checkpoint: Checkpoint
 ) -> list[GPT2]:
     parts = build_parts(config, device, world)
     parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}

@@ -6,15 +6,17 @@ import torch
 
 from common.cluster.environment import ALONE, Process
 from common.conversion.export import ProgramFormat, export_program
-from common.parallel.resolved_run import ResolvedRun
+from common.inputs import Inputs
+from common.parallel.run import Run
 from torch_gpt2.program import FILE, ProgramModel, write_program
 
 
-def export(config: ResolvedRun, process: Process = ALONE) -> None:
+def export(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     """Write the folder pt2 in the run folder. Raises the errors of ``export_program``."""
     program = ProgramFormat(
         write=lambda folder, weights, run: write_program(folder, weights, cache=run.export.cache),
         open=lambda folder, model: ProgramModel(folder / FILE, model),
         versions={"torch": torch.__version__},
     )
-    export_program(config, program)
+    assert inputs.checkpoint is not None
+    export_program(config, inputs.checkpoint, program)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from torch_gpt2.model import GPT2, Linear
 
 EMULATED = False
 """Compute with the numbers of float8 and kernels of float32, for tests without a GPU."""
 
 
-def convert_linear_layers(model: GPT2, config: ResolvedRun) -> None:
+def convert_linear_layers(model: GPT2, config: Run) -> None:
     """Replace the linear layers of a part of the model, if the run asks for float8.
 
     The head is not a linear layer: it is the token table, in the type of the computation.

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +16,10 @@ from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
 from common.log import LOG
 from common.parallel.packing import UNCOUNTED
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import slice_of
 from common.quantization.scheme import activation_levels
-from common.training.checkpoint_reader import CheckpointReader
+from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.quantized import QuantizedWeight
 from torch_gpt2.checkpoint import load_weights
@@ -149,7 +148,7 @@ class Int8GPT2(GPT2):
         return super().logits(hidden) if self.head is None else self.head(hidden).float()
 
 
-def load_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GPT2:
+def load_model(config: Run, device: TorchDevice, checkpoint: Checkpoint) -> GPT2:
     """Return the model with the weights of a checkpoint. Raises CheckpointError.
 
     It computes with integers if the weights have 8 bits and the device has integer products.
@@ -162,7 +161,7 @@ def load_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GP
     return model
 
 
-def load_integer_model(config: ResolvedRun, device: TorchDevice, checkpoint: Path) -> GPT2 | None:
+def load_integer_model(config: Run, device: TorchDevice, checkpoint: Checkpoint) -> GPT2 | None:
     """Return the model of a folder with 8-bit weights. Raises CheckpointError.
 
     None for float32 weights, and for devices and layouts without integer products, which load the
@@ -171,7 +170,7 @@ def load_integer_model(config: ResolvedRun, device: TorchDevice, checkpoint: Pat
     if device.kind != "cpu" or config.topology.world_size > 1:
         return None
     model: Int8GPT2 | None = None
-    for name, weight in CheckpointReader(checkpoint).quantized(config.model):
+    for name, weight in checkpoint.quantized(config.model):
         model = model or _build(config)
         model.replace(name, weight)
     if model is None:
@@ -191,7 +190,7 @@ def load_integer_model(config: ResolvedRun, device: TorchDevice, checkpoint: Pat
     return model.eval()
 
 
-def _build(config: ResolvedRun) -> Int8GPT2:
+def _build(config: Run) -> Int8GPT2:
     with torch.device("meta"):
         model = Int8GPT2(config.model, config.precision, config.vocab_rows)
     return model.to(DTYPES[config.precision.parameters])

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
+from common.training.opened_checkpoint import Checkpoint
 from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.device import select_device
 from torch_gpt2.model import build_model
@@ -23,7 +24,7 @@ from torch_gpt2.model import build_model
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the logits of a checkpoint folder in our own format."""
     net = build_model(config_of(model, folder), select_device("cpu")).eval()
-    load_weights(dict(net.named_parameters()), model, folder)
+    load_weights(dict(net.named_parameters()), model, Checkpoint(folder))
     found: NDArray[np.float32] = net.logits(net(torch.from_numpy(ids))).numpy()
     return found
 

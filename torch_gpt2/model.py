@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from common.accelerators import Hardware
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
-from common.parallel.fused_attention import keeps_no_scores, with_attention
+from common.parallel.fused_attention import keeps_no_scores
 from common.parallel.packing import Packing
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows
 from common.weights.pieces import TensorSlice
@@ -253,12 +254,12 @@ class GPT2(nn.Module):
         return F.linear(hidden, self.wte.weight[: self.config.vocab_size].to(hidden.dtype)).float()
 
 
-def build_model(config: ResolvedRun, device: TorchDevice) -> GPT2:
+def build_model(config: Run, device: TorchDevice) -> GPT2:
     """Build the model on its device, with weights not yet filled in."""
     return build_meta_model(config).to_empty(device=device.torch_device)
 
 
-def build_meta_model(config: ResolvedRun) -> GPT2:
+def build_meta_model(config: Run) -> GPT2:
     """Build the model without memory for its weights."""
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
@@ -270,7 +271,7 @@ def build_meta_model(config: ResolvedRun) -> GPT2:
 @torch.no_grad()
 def initialise(
     tensors: Mapping[str, Tensor],
-    config: ResolvedRun,
+    config: Run,
     pieces: Mapping[str, TensorSlice] | None = None,
 ) -> None:
     """Fill parameters by name with the initial weights of ``common.weights.initial``.
@@ -286,23 +287,23 @@ def initialise(
             tensors[name].copy_(torch.from_numpy(values))
 
 
-def attention_kernel(config: ResolvedRun, device: TorchDevice) -> str:
+def attention_kernel(config: Run, device: TorchDevice) -> str:
     """Return what computes attention, for the log."""
     packing = config.packing
     if packing is not None and packing.attention and BlockAttention.suits(config, device):
         return "FlexAttention"
-    fused = keeps_no_scores(with_attention(config, device.kind, device.name))
+    fused = keeps_no_scores(config, Hardware(kind=device.kind, name=device.name))
     return "scaled_dot_product_attention" if fused else "written out"
 
 
-def set_fused_attention(model: GPT2, config: ResolvedRun) -> None:
+def set_fused_attention(model: GPT2, config: Run) -> None:
     """Let attention run as one kernel, which is torch's choice for the device, or written out."""
     for module in model.modules():
         if isinstance(module, Attention):
             module.fused = config.train.fused_attention
 
 
-def set_packing(model: GPT2, config: ResolvedRun, device: TorchDevice) -> None:
+def set_packing(model: GPT2, config: Run, device: TorchDevice) -> None:
     """Let the model keep documents apart as the run's data ask for.
 
     Attention does so by blocks where torch generates kernels for that, which have no dropout.
@@ -333,7 +334,7 @@ def set_recompute(model: GPT2, mode: str, layers: int | None = None) -> None:
                 module.recompute = chosen == "selective"
 
 
-def set_offload(model: GPT2, config: ResolvedRun, device: TorchDevice) -> None:
+def set_offload(model: GPT2, config: Run, device: TorchDevice) -> None:
     """Keep the activations of blocks in pinned memory of the host, if the run asks for it."""
     if config.train.offload_activations:
         model.host_memory = HostMemory(pinned=device.kind != "cpu")

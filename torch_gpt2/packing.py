@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from torch_gpt2.device import TorchDevice
 
 _LEAST_HEAD_SIZE = 16
@@ -55,7 +55,7 @@ class BlockAttention:
     """
 
     @staticmethod
-    def suits(config: ResolvedRun, device: TorchDevice) -> bool:
+    def suits(config: Run, device: TorchDevice) -> bool:
         """Return whether torch generates the kernels here. They have no dropout."""
         model = config.model
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,31 +12,34 @@ from common.cluster.environment import ALONE, Process
 from common.evaluation import Scorer
 from common.generation.sampling import Logits
 from common.inference.run_modes import continue_prompts
-from common.parallel.resolved_run import ResolvedRun
-from common.planner.room import check_memory
+from common.inputs import Inputs
+from common.parallel.run import Run
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
 from torch_gpt2.decode_step import DecodeStep, Layers
-from torch_gpt2.device import TorchDevice, attention_mask, open_device
+from torch_gpt2.device import TorchDevice, attention_mask
 from torch_gpt2.evaluate import make_scorer
 from torch_gpt2.int8 import load_model
 from torch_gpt2.model import GPT2
 
 
-def predict(config: ResolvedRun, process: Process = ALONE) -> None:
-    continue_prompts(config, partial(open_runner, process=process))
+def predict(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
+    assert inputs.checkpoint is not None and inputs.tokenizer is not None
+    device, checkpoint = inputs.device, inputs.checkpoint
+    continue_prompts(
+        config, inputs.tokenizer, lambda run, record: open_runner(run, device, checkpoint, record)
+    )
 
 
 def open_runner(
-    config: ResolvedRun, tokenizer: dict[str, Any] | None, process: Process = ALONE
+    config: Run, device: TorchDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]
 ) -> Runner:
-    """Load the weights that the config names onto its device.
+    """Load the weights of a checkpoint onto a device.
 
-    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless both fit, and
-    DeviceError.
+    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless it and the model
+    fit.
     """
-    device = open_device(config, process, lengths_vary=True)
-    check_memory(config, process, device)
-    checkpoint = weights_to_use(config, tokenizer)
+    weights_to_use(config, checkpoint, tokenizer)
     return Runner(load_model(config, device, checkpoint), device)
 
 

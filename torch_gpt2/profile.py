@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.training.profile import Trace, compress
 from torch_gpt2.device import TorchDevice
 
 
-def make_trace(config: ResolvedRun, device: TorchDevice) -> Trace:
+def make_trace(config: Run, device: TorchDevice) -> Trace:
     """Return a trace of operators on the host and kernels on the device.
 
     With profile.memory it also records allocations.

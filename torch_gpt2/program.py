@@ -29,7 +29,7 @@ from common.errors import ConfigError, RunError
 from common.inference.program import ProgramRunner, require_cpu
 from common.inference.source import Source
 from common.interrupts import holding_signals
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.systems.weights import Weights
 from torch_gpt2.model import GPT2, Block
 
@@ -176,7 +176,7 @@ class ProgramModel:
         return found
 
 
-def open_program(source: Source, config: ResolvedRun) -> ProgramRunner:
+def open_program(source: Source, config: Run) -> ProgramRunner:
     """Open the folder of an export. Raises ConfigError."""
     require_cpu(config, "a program of torch.export")
     if config.runtime.threads is not None:

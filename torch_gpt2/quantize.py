@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.config.schema import QuantizationConfig
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
 from common.quantization.scheme import Levels, activation_levels, weight_levels
@@ -114,7 +114,7 @@ def forget_maxima(model: nn.Module) -> None:
 class Quantization(QuantizedModel):
     """Quantizers of a rank's parts of the model, and the scales that all ranks share."""
 
-    def __init__(self, config: ResolvedRun, parts: Sequence[GPT2], world: World) -> None:
+    def __init__(self, config: Run, parts: Sequence[GPT2], world: World) -> None:
         super().__init__(config, world)
         self._parts = parts
         self.quantizers: dict[str, LinearQuantizer] = {}
@@ -148,7 +148,7 @@ class Quantization(QuantizedModel):
             quantizer.scale.fill_(float(self.scales.scale(name)))
 
 
-def quantize_model(config: ResolvedRun, parts: Sequence[GPT2], world: World) -> Quantization | None:
+def quantize_model(config: Run, parts: Sequence[GPT2], world: World) -> Quantization | None:
     """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
     it.
     """

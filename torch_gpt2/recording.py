@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.training.recording import (
     EMBEDDINGS,
     LAST_NORM,
@@ -63,7 +63,7 @@ class Recorder(RecorderBase):
         return found
 
 
-def open_recorder(config: TrainingRun, world: World) -> Recorder | None:
+def open_recorder(config: Run, world: World) -> Recorder | None:
     """Return the recorder that the environment asks for. Raises ConfigError."""
     request = find_request(os.environ)
     if request is None:

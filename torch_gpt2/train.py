@@ -3,53 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
 from common.errors import ConfigError
-from common.parallel.resolved_run import ResolvedRun
-from common.planner.room import check_memory
+from common.inputs import Inputs
+from common.parallel.run import Run
 from common.run_folder import owned_folder
-from common.training.auto_fit import settle_auto
 from common.training.data import open_data
 from common.training.engine import Engine
 from common.training.session import agree_on_start
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.cpu_products import use_fastest_products
 from torch_gpt2.deepspeed.engine import DeepSpeedEngine
-from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
 from torch_gpt2.profile import make_trace
 from torch_gpt2.recording import open_recorder
-from torch_gpt2.trial import make_trial
 
 ENGINES: dict[str, type[BaseEngine]] = {"native": NativeEngine, "deepspeed": DeepSpeedEngine}
 
 
 def train(
-    config: ResolvedRun,
+    config: Run,
+    inputs: Inputs,
     process: Process = ALONE,
     *,
     engines: Mapping[str, Callable[..., Engine]] = ENGINES,
 ) -> None:
     """Train. engines: constructors like BaseEngine's, by the engine's name in the config."""
-    device = open_device(config, process)
+    device, corpus = inputs.device, inputs.corpus
+    assert corpus is not None
     trace = make_trace(config, device)
-    check_memory(config, process, device, training=True)
-    at = config.topology.coordinates(process.rank)
-    open_part = partial(open_data, rank=at.data)
-    data, config = open_part(config)
+    data = open_data(config, corpus, rank=config.topology.coordinates(process.rank).data)
     with (
         owned_folder(Path(config.output_dir), active=process.rank == 0),
         open_world(config, process, device) as world,
     ):
         if engines is ENGINES:  # a peer computes as its own users do
             use_fastest_products(device, world)
-        trial = make_trial(config, device)
-        data, config = settle_auto((data, config), world, process, device, open_part, trial)
-        session = agree_on_start(config, data, world)
+        session = agree_on_start(config, data, world, inputs.checkpoint)
         engine = engines[config.engine](config, device, process, world, session.manifest_extra)
         recorder = open_recorder(config, world)
         if isinstance(engine, NativeEngine):

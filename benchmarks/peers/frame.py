@@ -20,11 +20,11 @@ from common.cluster.environment import ALONE, Process, find_process, torch_varia
 from common.command_line import parse_arguments
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, GPT2Error, report
+from common.inputs import make_run
 from common.log import start_log
 from common.parallel.learning_rate import learning_rate
-from common.parallel.resolved_run import ResolvedRun, TrainingRun
+from common.parallel.run import Run
 from common.processes.heartbeat import start_heartbeat
-from common.resolve.derive import resolve_mode
 from common.run_config import load_config
 from common.systems.hugging_face.names import NAME_MAPS
 from common.systems.weights import Weight, export_names
@@ -54,7 +54,7 @@ class Peer(engine.Engine):
 
     def __init__(
         self,
-        config: TrainingRun,
+        config: Run,
         device: TorchDevice,
         process: Process = ALONE,
         world: World | None = None,
@@ -146,7 +146,7 @@ class Peer(engine.Engine):
         """Peers leave no checkpoint."""
 
 
-def hugging_face_model(config: ResolvedRun) -> nn.Module:
+def hugging_face_model(config: Run) -> nn.Module:
     """Return transformers' model with our initial weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -188,7 +188,7 @@ def hugging_face_model(config: ResolvedRun) -> nn.Module:
     return model
 
 
-def make_optimizer(model: nn.Module, config: TrainingRun, *, fused: bool) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: Run, *, fused: bool) -> torch.optim.Optimizer:
     """Return torch's AdamW or Adam. Matrices and tables decay, biases and layer norms do not: the
     groups of this toolkit, nanoGPT and transformers' Trainer.
     """
@@ -208,7 +208,7 @@ def make_optimizer(model: nn.Module, config: TrainingRun, *, fused: bool) -> tor
     )
 
 
-def refuse(config: ResolvedRun, peer: type[Peer]) -> None:
+def refuse(config: Run, peer: type[Peer]) -> None:
     """Raise ConfigError for what the peer has not."""
     parallel, precision = config.parallel, config.precision
     for package in peer.packages:
@@ -247,13 +247,10 @@ def main(peer: type[Peer], words: list[str] | None = None) -> int:
         )
         process = find_process(os.environ)
         start_log(rank=process.rank)
-        config = resolve_mode(
-            load_config(arguments.config, arguments.overrides),
-            arguments.run_mode,
-            world_size=process.world_size,
-        )
+        written = load_config(arguments.config, arguments.overrides)
+        config, inputs = make_run(written, arguments.run_mode, process)
         refuse(config, peer)
-        train(config, process, engines={"native": peer})
+        train(config, inputs, process, engines={"native": peer})
     except (GPT2Error, OSError) as error:
         return report(error)
     return 0

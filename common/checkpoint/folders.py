@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.manifest import MANIFEST, read_manifest
+from common.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from common.errors import CheckpointError
 from common.files import atomic_write
 from common.log import LOG
@@ -128,14 +128,18 @@ def require_checkpoint(where: Path, why: str) -> Path:
     return found
 
 
-def read_or_name_older(checkpoint: Path, key: str) -> dict[str, Any]:
-    """Read a manifest and compare checksums.
+def read_or_name_older(
+    checkpoint: Path, key: str, manifest: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read a manifest, unless it has been read, and compare checksums.
 
     For a damaged checkpoint, the CheckpointError names a complete older one beside it. key: the
     override that selects it, checkpoint.resume or checkpoint.load.
     """
     try:
-        return read_manifest(checkpoint)
+        manifest = manifest or read_manifest(checkpoint, checksums=False)
+        check_files(checkpoint, manifest)
+        return manifest
     except CheckpointError as error:
         for other in reversed(_older(checkpoint)):
             try:

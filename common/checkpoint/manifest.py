@@ -254,9 +254,14 @@ def read_manifest(checkpoint: Path, *, checksums: bool = True) -> dict[str, Any]
         manifest = unseal(read_bytes(path, limit=_MOST_BYTES, error=CheckpointError))
     except ValueError as error:
         raise CheckpointError(f"{path}: broken manifest: {error}; use another checkpoint") from None
+    check_files(checkpoint, manifest, checksums=checksums)
+    return manifest
+
+
+def check_files(checkpoint: Path, manifest: Mapping[str, Any], *, checksums: bool = True) -> None:
+    """Compare the files of a checkpoint with its manifest. Raises CheckpointError."""
     for name, record in manifest["files"].items():
         _check_file(checkpoint / name, record, checksums=checksums)
-    return manifest
 
 
 def _check_file(file: Path, record: Mapping[str, int], *, checksums: bool) -> None:

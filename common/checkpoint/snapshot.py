@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import Part, Snapshot
 from common.config.resolved import ResolvedModel
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
 from common.weights.pieces import TensorSlice
@@ -42,7 +42,7 @@ class EngineState:
 
 
 def make_snapshot(
-    config: ResolvedRun,
+    config: Run,
     state: TrainState,
     *,
     weights: Tensors,

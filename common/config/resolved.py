@@ -32,27 +32,21 @@ class ResolvedTrain(TrainConfig):
     micro_batch_size: Count
     global_batch_size: Count
     accumulation_steps: Count
-    micro_batch_is_auto: bool = Field(default=False, exclude=True)
-    """Whether micro_batch_size is the smallest possible one until a larger one is chosen."""
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_is_auto: bool = Field(default=False, exclude=True)
-    """Whether recompute is none until the memory is known."""
-
-
-class TimedTrain(ResolvedTrain):
-    """Training section with the length in steps, known once the data is open."""
-
-    max_steps: Count
     num_samples: Count | None = Field(default=None, exclude=True)
-    """It counts in the log; the length is in steps now."""
-
-
-class TimedOptimizer(OptimizerConfig):
-    """Optimizer section with the end of the schedule, in steps or samples."""
+    """It counts in the log; the length is in steps."""
 
     @property
+    def steps(self) -> int:
+        """Return the length of a training in steps."""
+        assert self.max_steps is not None
+        return self.max_steps
+
+
+class ResolvedOptimizer(OptimizerConfig):
+    @property
     def decay(self) -> int:
-        """Return where the schedule ends, in its unit."""
+        """Return where the schedule of a training ends, in its unit."""
         end = self.decay_samples if self.schedule_unit == "samples" else self.decay_steps
         assert end is not None
         return end
@@ -76,8 +70,6 @@ class ResolvedValidation(ValidationConfig):
     micro_batch_size: Count
     max_batches: None = Field(default=None, exclude=True)
     """It has become max_samples."""
-    follows_training: bool = Field(default=False, exclude=True)
-    """Whether micro_batch_size was left out, while that of training is not chosen yet."""
 
 
 class ResolvedParallel(ParallelConfig):
@@ -115,9 +107,11 @@ def as_run(kind: type[_Run], config: RunConfig, **changes: Any) -> _Run:
     """
     values: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
-        old, new = getattr(config, name), changes.get(name, {})
+        old, new = getattr(config, name, field.default), changes.get(name, {})
         if not isinstance(new, dict):
             values[name] = new
+        elif not new and type(old) is field.annotation:
+            values[name] = old
         elif isinstance(old, Section) and isinstance(field.annotation, type):
             values[name] = as_section(field.annotation, old, new)
         else:

@@ -199,8 +199,8 @@ class TrainConfig(Section):
     minutes. The same command resumes the run.
     """
     micro_batch_size: Count | Literal["auto"] | None = None
-    """Samples that one device processes at once. auto takes the most that fit in memory, by the
-    plan and on one GPU or NPU by a trial; it needs global_batch_size.
+    """Samples that one device processes at once. auto takes the most that fit in memory by the
+    plan, with a margin of 6 %; it needs global_batch_size.
     """
     global_batch_size: Count | None = None
     """Samples of one optimizer step over all devices (micro batch x data parallel x accumulation).

@@ -27,7 +27,7 @@ from common.generation.exported import ExportedModel
 from common.generation.transformers_config import generation_config
 from common.log import LOG, progress_bar
 from common.packages import require_package
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.systems.gguf.write import write_gguf
 from common.systems.hugging_face.config import CONFIG, write_config
 from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, without_tokenizer
@@ -36,6 +36,7 @@ from common.systems.onnx.write import GRAPH_FILE, write_onnx
 from common.systems.table import FORMATS, detect
 from common.systems.weights import Weights
 from common.training.export import describe_files, export_folder, refuse_to_replace
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
 
 FORMAT_VERSION = 1
@@ -48,7 +49,7 @@ _OWN = "torch_gpt2"
 class ProgramFormat:
     """Functions that write a format and run it for the check."""
 
-    write: Callable[[Path, Weights, ResolvedRun], object]
+    write: Callable[[Path, Weights, Run], object]
     """Function that fills an empty folder."""
     open: Callable[[Path, ResolvedModel], ExportedModel] | None = None
     """Function that opens the export for the check; None if nothing here can run it."""
@@ -77,7 +78,9 @@ PROGRAMS = {
 """Formats that need no backend, by export.format."""
 
 
-def export_program(config: ResolvedRun, program: ProgramFormat | None = None) -> None:
+def export_program(
+    config: Run, checkpoint: Checkpoint, program: ProgramFormat | None = None
+) -> None:
     """Write the folder export.format inside the run folder.
 
     program: how to write and run it, if the format is one of the backend's own. Raises
@@ -92,14 +95,14 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
     folder = Path(config.output_dir) / format
     refuse_to_replace(folder, config)
     generation = generation_config(config)
-    checkpoint = weights_to_use(config, None, export=True)
-    source_format = detect(checkpoint)
+    path = weights_to_use(config, checkpoint, None).path
+    source_format = detect(path)
     opened = FORMATS[source_format].open
     assert opened is not None
     with (
         run_folder.owned_folder(folder.parent),
-        reading(checkpoint, CheckpointError),
-        opened(checkpoint) as weights,
+        reading(path, CheckpointError),
+        opened(path) as weights,
         export_folder(folder) as temporary,
     ):
         put_tokenizer(temporary, weights)
@@ -119,7 +122,7 @@ def export_program(config: ResolvedRun, program: ProgramFormat | None = None) ->
             "format": format,
             "weights": config.export.weights,
             "cache": config.export.cache,
-            "checkpoint": str(checkpoint.resolve()),
+            "checkpoint": str(path.resolve()),
             "step": None if weights.run is None else weights.run["state"]["step"],
             "model": weights.model.model_dump(),
             "tokenizer": weights.tokenizer,
@@ -141,7 +144,7 @@ def _check(
     folder: Path,
     weights: Weights,
     source_format: str,
-    config: ResolvedRun,
+    config: Run,
 ) -> dict[str, Any]:
     """Return the differences between the logits of the folder and of the backend, by case. Nothing
     is compared if export.check is false or if nothing here runs the format.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from common.config.load import build_config
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, GPT2Error
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.resolve.derive import resolve_config
 from common.systems.weights import Weights
 from common.weights.names import count_parameters
@@ -149,7 +149,7 @@ def run_logits(
         ) from error
 
 
-def config_of(model: ResolvedModel, folder: Path) -> ResolvedRun:
+def config_of(model: ResolvedModel, folder: Path) -> Run:
     """Return the configuration that a backend needs to open a model on a CPU."""
     needed = {
         "output_dir": str(folder),

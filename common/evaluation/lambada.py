@@ -9,7 +9,7 @@ from common.errors import DataError
 from common.evaluation.corpus import EvaluationFile
 from common.evaluation.report import EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_documents
 from common.training.data import describe_tokenizer
@@ -30,11 +30,11 @@ class LambadaTask:
     rows: list[ScoredRow]
     cut: int
     """Passages longer than the window, whose beginning is left out."""
-    config: ResolvedRun
+    config: Run
     unit = "passage"
 
     @classmethod
-    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: ResolvedRun) -> LambadaTask:
+    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> LambadaTask:
         """Encode the passages. Raises DataError for a plain text, a passage of one word, and a last
         word that is longer than the window.
         """

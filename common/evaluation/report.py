@@ -10,7 +10,7 @@ from typing import Any
 
 from common.files import atomic_write
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class EvaluationResult:
     lines: list[str]
 
 
-def report(config: ResolvedRun, checkpoint: Path, result: EvaluationResult) -> None:
+def report(config: Run, checkpoint: Path, result: EvaluationResult) -> None:
     """Write the result into the run folder, and print it."""
     target = Path(config.output_dir) / result.file_name
     # JSON has no word for infinity, which is the perplexity of an untrained model on long words.

@@ -13,9 +13,10 @@ from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
 from common.evaluation.report import EvaluationResult
 from common.evaluation.text import TextTask
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.processes.heartbeat import beat
-from common.training.data import TrainingData, open_data, open_tokenizer
+from common.tokenizer import Tokenizer
+from common.training.data import Corpus, TrainingData, open_data
 from common.training.loop import validation_figures
 from common.training.report import part_lines
 
@@ -30,17 +31,20 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def open_task(
-    config: ResolvedRun, *, rank: int = 0
-) -> tuple[ValidationTask | TextTask | LambadaTask, ResolvedRun]:
-    """Read the file of the task and set the size of the vocabulary.
+    config: Run,
+    *,
+    corpus: Corpus | None = None,
+    tokenizer: Tokenizer | None = None,
+    rank: int = 0,
+) -> ValidationTask | TextTask | LambadaTask:
+    """Open the windows of a validation in ``corpus``, or read the file of a task on text.
 
     rank: data-parallel rank, which selects validation windows. Raises ConfigError and
     TokenizerError.
     """
     _check_settings(config.evaluation)
-    if config.evaluation.task in VALIDATION_TASKS:
-        data, config = open_data(config, training=False, rank=rank)
-        return ValidationTask(config=config, data=data), config
+    if corpus is not None:
+        return ValidationTask(config=config, data=open_data(config, corpus, rank=rank))
     window, stride = config.model.seq_length, config.evaluation.stride
     if stride is not None and stride > window:
         raise ConfigError(
@@ -48,9 +52,9 @@ def open_task(
             f" windows would be left out; give {window} or less"
         )
     file = read_evaluation_file(config.evaluation)
-    tokenizer, config = open_tokenizer(config)
+    assert tokenizer is not None
     task = TextTask if config.evaluation.task == "text" else LambadaTask
-    return task.open(file, tokenizer, config), config
+    return task.open(file, tokenizer, config)
 
 
 def _check_settings(config: EvaluationConfig) -> None:
@@ -69,7 +73,7 @@ def _check_settings(config: EvaluationConfig) -> None:
 class ValidationTask:
     """Loss on the validation windows of the data, summed by an engine as during training."""
 
-    config: ResolvedRun
+    config: Run
     data: TrainingData
 
     @property

@@ -15,7 +15,7 @@ from common.evaluation.corpus import EvaluationFile
 from common.evaluation.detokenize import DETOKENIZERS
 from common.evaluation.report import EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow, sliding_windows
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_documents, encode_prompt
 from common.training.data import describe_tokenizer
@@ -46,11 +46,11 @@ class TextTask:
     """UTF-8 bytes of the scored tokens, or of the whole texts if no window was left out; 0 if
     unknown.
     """
-    config: ResolvedRun
+    config: Run
     unit = "window"
 
     @classmethod
-    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: ResolvedRun) -> TextTask:
+    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> TextTask:
         """Encode the texts and cut windows. Raises DataError for a plain text of one token."""
         detokenize = DETOKENIZERS[config.evaluation.detokenize]
         texts = [detokenize(text) for text in file.texts]

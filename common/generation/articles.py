@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.folders import NoCheckpointError
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.generation.generate import Continuation
 from common.generation.prompts import Prompt
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.structured_files import read_json_mapping, shown
 from common.training.agreement import fingerprint, identity_of
 from common.training.start import checkpoint_to_use
@@ -36,7 +36,7 @@ _DECISIVE = (
 class ArticleFolder:
     """Writes one file for each text. ``done``: index and number of the texts already written."""
 
-    def __init__(self, folder: Path, prompts: Sequence[Prompt], config: ResolvedRun) -> None:
+    def __init__(self, folder: Path, prompts: Sequence[Prompt], config: Run) -> None:
         """Make the folder, or resume one that exists.
 
         Raises StorageError, and ConfigError if its texts come from other weights, settings or
@@ -92,12 +92,12 @@ class ArticleFolder:
             file.write(f"{(sequence.prompt.text + sequence.text).strip()}\n")
 
 
-def _identity(config: ResolvedRun) -> str:
+def _identity(config: Run) -> str:
     """Return a fingerprint of the weights: of a checkpoint, or of the files of an export."""
-    path = Path(config.checkpoint.load or config.output_dir)
-    if config.checkpoint.load is not None and find_checkpoint(path) is None:
-        return fingerprint(path)
-    return identity_of(checkpoint_to_use(config))
+    try:
+        return identity_of(checkpoint_to_use(config))
+    except NoCheckpointError as error:  # an export
+        return fingerprint(error.where)
 
 
 def _quoted(name: str, value: Any) -> str:

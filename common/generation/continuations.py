@@ -11,14 +11,14 @@ from common.generation.generate import Continuation, Decoder, generate
 from common.generation.logit_rules import sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.stop_strings import GrowingText
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 
 
 def continuations(
     decoder: Decoder,
     prompts: Sequence[Prompt],
-    config: ResolvedRun,
+    config: Run,
     tokenizer: Tokenizer,
     *,
     stepwise: bool = False,

@@ -21,12 +21,12 @@ from common.generation.generate import Continuation, Decoder
 from common.generation.log_probabilities import as_record
 from common.generation.prompts import Prompt, sliding_window
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 
 
 def write_continuations(
-    decoder: Decoder, prompts: Sequence[Prompt], config: ResolvedRun, tokenizer: Tokenizer
+    decoder: Decoder, prompts: Sequence[Prompt], config: Run, tokenizer: Tokenizer
 ) -> None:
     """Generate and print continuations, and write predict.output_file whole or not at all.
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from common.dataset.encodings import require_no_nul
 from common.errors import ConfigError, DataError
 from common.generation.logit_rules import sequence_biases
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes, shown
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
@@ -32,7 +32,7 @@ class Prompt:
     """Whether the prompt was given as ids, and ``text`` was decoded from them."""
 
 
-def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
+def encode_prompts(config: Run, tokenizer: Tokenizer) -> list[Prompt]:
     """Return the prompts of predict.prompt, then those of predict.prompt_file.
 
     Each fits the model together with the tokens to be added, unless the window slides. logit_bias
@@ -47,7 +47,7 @@ def encode_prompts(config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
     ]
 
 
-def sliding_window(config: ResolvedRun) -> int | None:
+def sliding_window(config: Run) -> int | None:
     """Return predict.window, or the number of positions if max_new_tokens is above it.
 
     None means that texts stay within the positions. Raises ConfigError with beam search, which
@@ -64,14 +64,14 @@ def sliding_window(config: ResolvedRun) -> int | None:
     return settings.window or positions
 
 
-def encode_given(given: Sequence[Given], config: ResolvedRun, tokenizer: Tokenizer) -> list[Prompt]:
+def encode_given(given: Sequence[Given], config: Run, tokenizer: Tokenizer) -> list[Prompt]:
     """Return prompts given as text or as ids. Raises ConfigError as ``encode_prompts`` does."""
     sequence_biases(config.predict, tokenizer)
     positions = config.model.max_positions
     return [_encode(each, "predict.prompt", config, tokenizer, positions) for each in given]
 
 
-def given_prompts(config: ResolvedRun) -> list[tuple[str, Given]]:
+def given_prompts(config: Run) -> list[tuple[str, Given]]:
     """Return the place and the text or ids of each prompt: predict.prompt, then
     predict.prompt_file. Raises ConfigError or DataError.
     """
@@ -145,9 +145,7 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int for each in value)
 
 
-def _encode(
-    given: Given, where: str, config: ResolvedRun, tokenizer: Tokenizer, positions: int
-) -> Prompt:
+def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer, positions: int) -> Prompt:
     if isinstance(given, str):
         text, ids = given, encode_prompt(tokenizer, given).tolist()  # special tokens, too
     else:

@@ -6,11 +6,11 @@ from typing import Any
 
 from common.generation.logit_rules import bad_words_ids, logit_biases
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
-from common.training.data import open_tokenizer
+from common.parallel.run import Run
+from common.training.data import load_given_tokenizer
 
 
-def generation_config(config: ResolvedRun) -> dict[str, Any]:
+def generation_config(config: Run) -> dict[str, Any]:
     """Return all fields but the ids of special tokens. Warns of settings without a name there.
 
     Raises ConfigError and TokenizerError where texts of bad_words or logit_bias have no ids.
@@ -26,7 +26,7 @@ def generation_config(config: ResolvedRun) -> dict[str, Any]:
         "stop_strings": settings.stop or None,
     }
     if settings.bad_words or settings.logit_bias:
-        tokenizer, _ = open_tokenizer(config)
+        tokenizer, _ = load_given_tokenizer(config)
         words, biases = bad_words_ids(settings, tokenizer), logit_biases(settings, tokenizer)
         fields |= {
             "bad_words_ids": [list(ids) for ids in words] or None,

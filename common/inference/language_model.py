@@ -12,7 +12,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from common.config.hints import explain_all
-from common.config.resolved import as_run
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.evaluation import ScoredRow, Scorer, score_tokens, sliding_windows
@@ -24,7 +23,8 @@ from common.inference.results import Generation, Generations, Score
 from common.inference.runner import Runner
 from common.inference.source import Source
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
+from common.resolve.derive import resolve_other
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt, encode_words
 from common.weights.names import count_parameters
@@ -40,7 +40,7 @@ class LanguageModel:
         self,
         source: Source,
         backend: str,
-        config: ResolvedRun,
+        config: Run,
         tokenizer: Tokenizer,
         runner: Runner,
     ) -> None:
@@ -112,7 +112,7 @@ class LanguageModel:
             raise ConfigError("stream: continues one prompt once; use generate for several")
         return self._pieces(config, prompts)
 
-    def _pieces(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Iterator[str]:
+    def _pieces(self, config: Run, prompts: Sequence[Prompt]) -> Iterator[str]:
         shown = 0
         with self._working():
             decoder = self._decoder_for(config, prompts)
@@ -124,8 +124,8 @@ class LanguageModel:
 
     def _prepared(
         self, prompt: Given | Sequence[Given], settings: dict[str, Any]
-    ) -> tuple[ResolvedRun, list[Prompt]]:
-        config = as_run(ResolvedRun, self.config, predict=self._settings(settings))
+    ) -> tuple[Run, list[Prompt]]:
+        config = resolve_other(self.config, world_size=1, predict=self._settings(settings))
         if remark := unused_by_greedy(config.predict):
             LOG.warning(remark)
         is_one = isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt)
@@ -217,7 +217,7 @@ class LanguageModel:
         finally:
             self._lock.release()
 
-    def _decoder_for(self, config: ResolvedRun, prompts: Sequence[Prompt]) -> Decoder:
+    def _decoder_for(self, config: Run, prompts: Sequence[Prompt]) -> Decoder:
         """Return a decoder with as many rows as these prompts need. The last one is kept."""
         rows = max(1, rows_at_once(config.predict, len(prompts)))
         if self._decoder is None or self._rows != rows:

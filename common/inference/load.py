@@ -9,18 +9,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from common.accelerators import Hardware
+from common.cluster.environment import ALONE, Process
 from common.config.load import build_config
 from common.config.resolved import ResolvedModel
+from common.device import Device
 from common.errors import ConfigError
 from common.inference.language_model import LanguageModel
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, open_tokenizer
+from common.interrupts import ending_at_interrupts
 from common.packages import install
-from common.parallel.resolved_run import ResolvedRun
-from common.resolve.derive import resolve_mode
+from common.parallel.run import Run
+from common.planner.room import check_memory
+from common.resolve.derive import resolve_mode, resolve_other
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
 from common.training.fits import multiple_for
+from common.training.opened_checkpoint import open_checkpoint
 
 Backend = Literal["auto", "torch", "mindspore", "onnx"]
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
@@ -106,7 +112,7 @@ def choose_backend(source: Source, wish: str) -> Backend:
     return here[0]  # type: ignore[return-value]
 
 
-def _config(source: Source, **sections: Any) -> ResolvedRun:
+def _config(source: Source, **sections: Any) -> Run:
     """Return the config that opens the source on one device. Raises ConfigError."""
     sections["precision"] = sections["precision"] or source.run.get("precision") or "float32"
     for name in ("seed", "quantization"):
@@ -129,20 +135,45 @@ def _model(model: ResolvedModel) -> dict[str, Any]:
 
 
 def open_runner(
-    source: Source, backend: str, config: ResolvedRun, tokenizer: dict[str, Any] | None
+    source: Source, backend: str, config: Run, tokenizer: dict[str, Any] | None
 ) -> Runner:
     """Open the model with the backend that runs it. tokenizer: record of the tokenizer to use.
 
     Raises CheckpointError, ConfigError and DeviceError.
     """
+    if source.is_program:
+        return open_program(source, config)
+    device = open_device(config, ALONE, lengths_vary=True)
+    here = resolve_other(config, world_size=1, hardware=hardware_of(device))
+    check_memory(here, ALONE)
+    opener = importlib.import_module(f"{PACKAGES[backend]}.predict").open_runner
+    checkpoint = open_checkpoint(source.path, "the model")
+    runner: Runner = opener(config, device, checkpoint, tokenizer)
+    return runner
+
+
+def open_program(source: Source, config: Run) -> Runner:
+    """Open an export that runs without conversion. Raises CheckpointError and ConfigError."""
+    backend, module, function = PROGRAM_RUNNERS[source.format]
     if backend in PACKAGES:
         import_backend(backend)
-    if source.is_program:
-        _, module, function = PROGRAM_RUNNERS[source.format]
-        opener: Callable[..., Runner] = getattr(importlib.import_module(module), function)
-        return opener(source, config)
-    opener = importlib.import_module(f"{PACKAGES[backend]}.predict").open_runner
-    return opener(config, tokenizer)
+    opener: Callable[..., Runner] = getattr(importlib.import_module(module), function)
+    return opener(source, config)
+
+
+def open_device(config: Run, process: Process, *, lengths_vary: bool) -> Device:
+    """Import the backend of a run and open its device. lengths_vary: whether most calls have
+    another shape. Raises ConfigError and DeviceError.
+    """
+    with ending_at_interrupts():
+        import_backend(config.backend)
+        module = importlib.import_module(f"{PACKAGES[config.backend]}.device")
+    device: Device = module.open_device(config, process, lengths_vary=lengths_vary)
+    return device
+
+
+def hardware_of(device: Device) -> Hardware:
+    return Hardware(kind=device.kind, name=device.name, memory=device.total_memory())
 
 
 def import_backend(backend: str) -> None:

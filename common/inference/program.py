@@ -12,7 +12,7 @@ from common.evaluation import RowBatch, Scorer, TokenScores
 from common.generation.exported import ExportedDecoder, ExportedModel
 from common.generation.generate import Decoder
 from common.inference.source import Source
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.systems.onnx.session import OnnxModel
 from common.systems.onnx.slots import OnnxSlots
 from common.systems.onnx.write import GRAPH_FILE
@@ -47,7 +47,7 @@ class ProgramRunner:
         return score_by_logits(logits)
 
 
-def open_onnx(source: Source, config: ResolvedRun) -> ProgramRunner:
+def open_onnx(source: Source, config: Run) -> ProgramRunner:
     """Open an ONNX folder, or the file of a graph. Raises ConfigError."""
     require_cpu(config, "ONNX")
     file = source.path / GRAPH_FILE if source.path.is_dir() else source.path
@@ -55,7 +55,7 @@ def open_onnx(source: Source, config: ResolvedRun) -> ProgramRunner:
     return ProgramRunner(model, source.model.max_positions)
 
 
-def require_cpu(config: ResolvedRun, program: str) -> None:
+def require_cpu(config: Run, program: str) -> None:
     """Raise ConfigError if the config asks for another device."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device={config.device}: {program} runs on a CPU here; leave it out")

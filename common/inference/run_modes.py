@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from common.config.load import apply_overrides
-from common.config.resolved import as_run
 from common.config.schema import PredictConfig, TokenizerConfig
 from common.conversion.export import RECORD
 from common.dataset import Tokens
@@ -18,30 +17,31 @@ from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.inference.language_model import LanguageModel, checked_settings
-from common.inference.load import PACKAGES, PROGRAM_RUNNERS, open_runner
+from common.inference.load import PACKAGES, PROGRAM_RUNNERS, open_program
 from common.inference.program import ProgramRunner
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, require_same_tokenizer
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
+from common.resolve.derive import resolve_other
 from common.serving.engine import Slots
 from common.serving.server import serve
 from common.systems.table import FORMATS
-from common.training.data import describe_tokenizer, open_tokenizer
+from common.tokenizer import Tokenizer
+from common.training.data import Corpus, describe_tokenizer
 from common.training.fits import multiple_for, require_same_model
 
 _OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
 """Settings of predict that a command does not take over from the run of the model."""
 
-Opener: TypeAlias = Callable[[ResolvedRun, dict[str, Any] | None], Runner]
-"""Opens a model from a config with the final vocab_size and the record of the tokenizer."""
+Opener: TypeAlias = Callable[[Run, dict[str, Any]], Runner]
+"""Opens a model. Takes the record of the tokenizer."""
 
 
-def continue_prompts(config: ResolvedRun, opener: Opener) -> None:
+def continue_prompts(config: Run, tokenizer: Tokenizer, opener: Opener) -> None:
     """Continue the prompts of the config and write the results.
 
     Prompts are checked before the model is opened.
     """
-    tokenizer, config = open_tokenizer(config)
     prompts = encode_prompts(config, tokenizer)
     runner = opener(config, describe_tokenizer(tokenizer))
     rows = rows_at_once(config.predict, len(prompts))
@@ -58,13 +58,13 @@ def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
     tree = {"predict": {key: value for key, value in own.items() if key in known}}
     apply_overrides(tree, {}, words)
     settings = checked_settings(tree["predict"])
-    config = as_run(ResolvedRun, model.config, predict=settings)
+    config = resolve_other(model.config, world_size=1, predict=settings)
     prompts = encode_prompts(config, model.tokenizer)
     decoder = model.runner.decoder(rows_at_once(settings, len(prompts)))
     write_continuations(decoder, prompts, config, model.tokenizer)
 
 
-def program_to_use(config: ResolvedRun) -> Source | None:
+def program_to_use(config: Run) -> Source | None:
     """Return the export that checkpoint.load names, if it runs without conversion, else None.
 
     Raises CheckpointError for a broken export.
@@ -78,44 +78,48 @@ def program_to_use(config: ResolvedRun) -> Source | None:
     return source if source.is_program else None
 
 
-def run_program(run_mode: str, config: ResolvedRun, source: Source) -> None:
-    """Predict, evaluate or serve with an export.
-
-    Without data.tokenizer, the tokenizer of the export is used. Raises CheckpointError if the
-    config has another model, and TokenizerError if data.tokenizer is another tokenizer.
+def of_program(config: Run, source: Source) -> dict[str, Any]:
+    """Return the keys that follow from an export: its vocabulary, and its tokenizer unless
+    data.tokenizer names one. Raises CheckpointError if the config has another model.
     """
-    opener = partial(_open, source)
     require_same_model({"config": {"model": source.model.model_dump()}}, config, source.path)
     multiple = multiple_for(source.model.vocab_size, config.model.vocab_multiple)
-    config = as_run(ResolvedRun, config, model={"vocab_multiple": multiple})
+    found: dict[str, Any] = {"model": {"vocab_multiple": multiple}}
     if config.data.tokenizer is None:
-        folder = TokenizerConfig(folder=str(source.folder))
-        config = as_run(ResolvedRun, config, data={"tokenizer": folder})
-    if run_mode == "predict":
-        continue_prompts(config, opener)
-    elif run_mode == "serve":
-        _serve(config, opener, source)
-    else:
-        _evaluate(config, opener, source.path)
-
-
-def _open(source: Source, config: ResolvedRun, tokenizer: dict[str, Any] | None) -> Runner:
-    if tokenizer is not None:
-        require_same_tokenizer(source, tokenizer)
+        found["data"] = {"tokenizer": TokenizerConfig(folder=str(source.folder))}
     backend = PROGRAM_RUNNERS[source.format][0]
-    changes: dict[str, Any] = {"backend": backend} if backend in PACKAGES else {}
+    if backend in PACKAGES:
+        found["backend"] = backend
     if source.run.get("precision"):
-        changes["precision"] = source.run["precision"]
-    return open_runner(source, backend, as_run(ResolvedRun, config, **changes), tokenizer)
+        found["precision"] = source.run["precision"]
+    return found
 
 
-def _serve(config: ResolvedRun, opener: Opener, source: Source) -> None:
+def run_program(
+    run_mode: str, config: Run, source: Source, corpus: Corpus | None, tokenizer: Tokenizer | None
+) -> None:
+    """Predict, evaluate or serve with an export.
+
+    Raises TokenizerError if the tokenizer is not that of the export.
+    """
+
+    def opener(config: Run, record: dict[str, Any] | None) -> Runner:
+        if record is not None:
+            require_same_tokenizer(source, record)
+        return open_program(source, config)
+
+    if run_mode == "eval":
+        _evaluate(config, opener, source.path, corpus, tokenizer)
+        return
+    assert tokenizer is not None
+    if run_mode == "predict":
+        continue_prompts(config, tokenizer, opener)
+        return
     if source.format != "onnx":
         raise ConfigError(
             f"checkpoint.load={source.path}: --run_mode serve runs exports of ONNX, not of"
             f" {source.format}; give the checkpoint from which it was exported"
         )
-    tokenizer, config = open_tokenizer(config)
 
     def open_slots(count: int) -> Slots:
         runner = opener(config, describe_tokenizer(tokenizer))
@@ -125,8 +129,14 @@ def _serve(config: ResolvedRun, opener: Opener, source: Source) -> None:
     serve(config, tokenizer, open_slots, source.format)
 
 
-def _evaluate(config: ResolvedRun, opener: Opener, path: Path) -> None:
-    task, config = open_task(config)
+def _evaluate(
+    config: Run,
+    opener: Callable[[Run, dict[str, Any] | None], Runner],
+    path: Path,
+    corpus: Corpus | None,
+    tokenizer: Tokenizer | None,
+) -> None:
+    task = open_task(config, corpus=corpus, tokenizer=tokenizer)
     scorer = opener(config, task.tokenizer_record).scorer()
     if isinstance(task, ValidationTask):
         result = task.result(partial(_sum_losses, scorer))

@@ -19,7 +19,7 @@ from common.launcher.process_spec import ProcessSpec
 from common.launcher.request import LaunchRequest, absolute
 from common.launcher.supervisor import Job
 from common.launcher.terminal import tell
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner.cluster import layout_warnings
 from common.processes.addresses import is_own
 from common.resolve.auto_device import sees_accelerator
@@ -34,7 +34,7 @@ class JobMaker:
     table: RankTable | None
     port: int | None
 
-    def make(self, config: ResolvedRun, places: Placement, *, starts: bool = True) -> Job:
+    def make(self, config: Run, places: Placement, *, starts: bool = True) -> Job:
         """Return the job of this host, with a rendezvous of its own; warn of settings that are
         probably unintended.
 
@@ -81,7 +81,7 @@ class JobMaker:
             )
         return make_job(request, config, children, make_hosts(places, rendezvous))
 
-    def _warn(self, places: Placement, config: ResolvedRun) -> None:
+    def _warn(self, places: Placement, config: Run) -> None:
         table = self.table
         found = layout_warnings(places, config.topology)
         if table is not None and not (
@@ -103,7 +103,7 @@ class JobMaker:
 
 def make_job(
     request: LaunchRequest,
-    config: ResolvedRun,
+    config: Run,
     children: tuple[ProcessSpec, ...],
     hosts: Hosts | None = None,
 ) -> Job:

@@ -39,7 +39,7 @@ from common.launcher.process_spec import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner.cluster import describe_cluster
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK
 from common.resolve.derive import resolve_mode
@@ -48,7 +48,7 @@ from common.run_folder import require_free_folder
 TOOL = ROOT / "tools" / "launch.py"
 """Script that starts a launch again, on another host or in the background."""
 
-Check = Callable[[str, ResolvedRun], None]
+Check = Callable[[str, Run], None]
 """Check of the inputs of a run mode, which raises GPT2Error."""
 Load = Callable[[Sequence[str]], RunConfig]
 """Function that applies overrides to the configuration of the launch. Raises ConfigError."""
@@ -165,9 +165,7 @@ def _is_being_filled(path: Path) -> bool:
         return True
 
 
-def _plan(
-    request: LaunchRequest, config: ResolvedRun, places: Placement, table: RankTable | None
-) -> str:
+def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTable | None) -> str:
     return describe_cluster(
         config,
         places,
@@ -195,7 +193,7 @@ def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigErro
     )
 
 
-def _check_first(config: ResolvedRun, request: LaunchRequest, check: Check) -> None:
+def _check_first(config: Run, request: LaunchRequest, check: Check) -> None:
     """Reject a second run in one folder, and what rank 0 would reject, before anything is written.
     Raises GPT2Error.
 

@@ -65,7 +65,6 @@ def run_job(
         if must_start_ranks(environ) and not job.one_process:
             start_ranks(file, run_mode, words, environ, url=url)
         else:
-            config = resolve_mode(config, run_mode, world_size=process.world_size)
             run_backend(run_mode, config, process)
 
 

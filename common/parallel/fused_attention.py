@@ -9,8 +9,8 @@ without a mask, where they are:
 
 from __future__ import annotations
 
-from common.accelerators import Accelerator, find_accelerator
-from common.parallel.resolved_run import ResolvedRun
+from common.accelerators import Hardware, find_accelerator
+from common.parallel.run import Run
 
 FIRST_ASCEND = "Ascend 910A"
 """Name of the Ascend that has neither this kernel nor bfloat16."""
@@ -27,7 +27,7 @@ def has_attention_kernel(kind: str, name: str | None) -> bool:
     return kind in ("npu", "auto")
 
 
-def suits_attention_kernel(config: ResolvedRun) -> bool:
+def suits_attention_kernel(config: Run) -> bool:
     """Return whether the kernel computes this model, and the run asks for it."""
     model, precision = config.model, config.precision
     return (
@@ -39,32 +39,22 @@ def suits_attention_kernel(config: ResolvedRun) -> bool:
     )
 
 
-def with_attention(config: ResolvedRun, kind: str, name: str | None) -> ResolvedRun:
-    """Return the run with ``train.fused_attention`` as a device computes attention."""
-    accelerator = find_accelerator(name) if name else None
-    if config.backend == "mindspore":
-        found = has_attention_kernel(kind, name)
-    elif kind == "cpu":
-        found = not config.model.attention_dropout
-    else:
-        found = accelerator is None or accelerator.name != FIRST_ASCEND
-    if found:
-        return config
-    train = config.train.model_copy(update={"fused_attention": False})
-    return config.model_copy(update={"train": train})
+def keeps_no_scores(config: Run, hardware: Hardware | None) -> bool:
+    """Return whether attention is computed without all scores of a window.
 
-
-def on_accelerator(config: ResolvedRun, device: Accelerator | None) -> ResolvedRun:
-    """Return the run ``with_attention`` of an accelerator, or of the run's own device."""
-    if device is None:
-        return with_attention(config, config.device, None)
-    return with_attention(config, "auto", device.name)
-
-
-def keeps_no_scores(config: ResolvedRun) -> bool:
-    """Return whether attention is computed without all scores of a window, on a device that
-    ``with_attention`` has been asked about.
+    hardware: None for a device that has the kernels.
     """
+    if hardware is not None and not _has_kernel(config, hardware):
+        return False
     if config.backend == "mindspore":
         return suits_attention_kernel(config)
     return config.precision.softmax == "float32" and config.train.fused_attention
+
+
+def _has_kernel(config: Run, hardware: Hardware) -> bool:
+    if config.backend == "mindspore":
+        return has_attention_kernel(hardware.kind, hardware.name)
+    if hardware.kind == "cpu":
+        return not config.model.attention_dropout
+    accelerator = find_accelerator(hardware.name) if hardware.name else None
+    return accelerator is None or accelerator.name != FIRST_ASCEND

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 
-from common.config.resolved import TimedOptimizer
-from common.config.schema import OptimizerConfig
-from common.parallel.resolved_run import TrainingRun
+from common.config.resolved import ResolvedOptimizer
+from common.parallel.run import Run
 
 
-def learning_rate(optimizer: TimedOptimizer, position: int) -> float:
+def learning_rate(optimizer: ResolvedOptimizer, position: int) -> float:
     """Return the learning rate at a position in the schedule, in its unit.
 
     Linear warm-up begins at 0 and reaches the peak at ``warmup``. The decay reaches
@@ -38,20 +37,17 @@ def learning_rate(optimizer: TimedOptimizer, position: int) -> float:
     return floor + (peak - floor) * shape
 
 
-def describe_schedule(optimizer: OptimizerConfig) -> str:
+def describe_schedule(optimizer: ResolvedOptimizer) -> str:
     """Return the schedule as text. Without a known length it ends with the run."""
     unit = optimizer.schedule_unit
     parts: list[str] = [optimizer.schedule]
+    end = optimizer.decay_samples if unit == "samples" else optimizer.decay_steps
     if optimizer.schedule != "constant":
-        end = optimizer.decay_samples if unit == "samples" else optimizer.decay_steps
         parts[0] += f" to {'the last step' if end is None else f'{unit[:-1]} {end:,}'}"
-    if isinstance(optimizer, TimedOptimizer):
-        parts.append(f"warm-up {optimizer.warmup:,.6g} {unit}")
-    elif optimizer.warmup_fraction is not None:
+    if optimizer.warmup_fraction is not None and end is None:
         parts.append(f"warm-up {optimizer.warmup_fraction:.4g} of that")
     else:
-        given = optimizer.warmup_samples if unit == "samples" else optimizer.warmup_steps
-        parts.append(f"warm-up {given or 0:,} {unit}")
+        parts.append(f"warm-up {optimizer.warmup:,.6g} {unit}")
     parts.append(f"learning rate {optimizer.learning_rate:.4g}")
     if optimizer.schedule != "constant":
         parts.append(f"at the end {optimizer.min_learning_rate:.4g}")
@@ -60,7 +56,7 @@ def describe_schedule(optimizer: OptimizerConfig) -> str:
     return ", ".join(parts)
 
 
-def schedule_warnings(config: TrainingRun) -> list[str]:
+def schedule_warnings(config: Run) -> list[str]:
     """Return what the schedule does not reach in this run, or leaves too early.
 
     An end far from the last step is named only where another file than that of the length gave it.
@@ -68,7 +64,7 @@ def schedule_warnings(config: TrainingRun) -> list[str]:
     optimizer, unit, steps = (
         config.optimizer,
         config.optimizer.schedule_unit,
-        config.train.max_steps,
+        config.train.steps,
     )
     length, before_last = (
         (config.batch_sizes.samples_after(count) if unit == "samples" else count)

@@ -5,14 +5,14 @@ The head's gradient is added up once for each such part, so fewer parts move few
 
 from __future__ import annotations
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
 FEWEST, MOST = 1024, 16_384
 _SHARE = 24
 """Float32 logits take at most this part of an accelerator's memory: 3.3 of 80 GB."""
 
 
-def loss_rows(config: ResolvedRun, memory: int | None) -> int:
+def loss_rows(config: Run, memory: int | None) -> int:
     """Return the positions, those of ``train.loss_rows`` if given.
 
     memory: bytes of the accelerator, None on a CPU, where more rows are not faster.
@@ -23,9 +23,3 @@ def loss_rows(config: ResolvedRun, memory: int | None) -> int:
         return FEWEST
     fitting = memory // (_SHARE * 4 * (config.vocab_rows // config.parallel.model_parallel))
     return min(MOST, max(FEWEST, 1 << fitting.bit_length() >> 1))
-
-
-def with_loss_rows(config: ResolvedRun, memory: int) -> ResolvedRun:
-    """Return the run as an accelerator with this many bytes computes it."""
-    train = config.train.model_copy(update={"loss_rows": loss_rows(config, memory)})
-    return config.model_copy(update={"train": train})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import Role, local_shape, padded_shapes, role_of, slice_of
 from common.parallel.topology import Coordinates
 from common.tensor_files.arrays import NUMPY_TYPES
@@ -34,7 +34,7 @@ class Strategy:
     output: Parts | None = None
 
 
-def operator_strategies(config: ResolvedRun, *, fused: bool = False) -> dict[str, Strategy]:
+def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strategy]:
     """Map each operator of the training graph to its strategy; ``h.*`` stands for every block.
 
     Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V), with B, T, C,
@@ -92,7 +92,7 @@ def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]
     return {f"h.*.{name}.matmul": product, f"h.*.{name}.add": add}
 
 
-def _loss(config: ResolvedRun, data: int, tensor: int) -> dict[str, Strategy]:
+def _loss(config: Run, data: int, tensor: int) -> dict[str, Strategy]:
     """Return the strategies of the loss.
 
     Rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed
@@ -117,7 +117,7 @@ def _loss(config: ResolvedRun, data: int, tensor: int) -> dict[str, Strategy]:
     }
 
 
-def splits_vocabulary(config: ResolvedRun) -> bool:
+def splits_vocabulary(config: Run) -> bool:
     """Tell whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2.
 
     With a pipeline they always do, as in MindFormers r0.3, which then silently ignores
@@ -129,7 +129,7 @@ def splits_vocabulary(config: ResolvedRun) -> bool:
     )
 
 
-def stage_of(name: str, config: ResolvedRun) -> int:
+def stage_of(name: str, config: Run) -> int:
     """Return the pipeline stage of a cell: ``embed``, ``h.N`` or ``head``."""
     topology = config.topology
     if name == "embed":
@@ -139,7 +139,7 @@ def stage_of(name: str, config: ResolvedRun) -> int:
     return topology.stage_of_layer(int(name.removeprefix("h.")), config.model.num_layers)
 
 
-def fusion_of(layer: int, config: ResolvedRun) -> int:
+def fusion_of(layer: int, config: Run) -> int:
     """Return the number, from 1, of the group in which a block's gradients are communicated.
 
     With a pipeline there is one group, as in MindFormers: gradients are communicated once, after
@@ -155,7 +155,7 @@ def fusion_of(layer: int, config: ResolvedRun) -> int:
     )
 
 
-def stages_of_parameter(name: str, config: ResolvedRun) -> tuple[int, ...]:
+def stages_of_parameter(name: str, config: Run) -> tuple[int, ...]:
     """Return the pipeline stages that use a parameter; the first of them holds it."""
     if name == EMBEDDING:
         return tuple(sorted({stage_of("embed", config), stage_of("head", config)}))
@@ -164,7 +164,7 @@ def stages_of_parameter(name: str, config: ResolvedRun) -> tuple[int, ...]:
     return (stage_of("head" if name.startswith("ln_f") else "embed", config),)
 
 
-def splits_state(name: str, config: ResolvedRun) -> bool:
+def splits_state(name: str, config: Run) -> bool:
     """Tell whether ZeRO splits a parameter, with its state, over data-parallel ranks.
 
     A parameter stays whole if it has too few rows, is small, or is whole on every tensor-parallel
@@ -188,13 +188,13 @@ def splits_state(name: str, config: ResolvedRun) -> bool:
     )
 
 
-def held_shape(name: str, config: ResolvedRun) -> tuple[int, ...]:
+def held_shape(name: str, config: Run) -> tuple[int, ...]:
     """Return the shape of one rank's part of a parameter, padding included."""
     rows, *others = _local_shape(name, config)
     return (rows // _shards(config) if splits_state(name, config) else rows, *others)
 
 
-def held_slice(name: str, config: ResolvedRun, at: Coordinates) -> TensorSlice:
+def held_slice(name: str, config: Run, at: Coordinates) -> TensorSlice:
     """Return the slice of a parameter that the rank at these coordinates holds.
 
     Slices are equal parts, first over tensor-parallel ranks, then over those of ZeRO.
@@ -214,7 +214,7 @@ def held_slice(name: str, config: ResolvedRun, at: Coordinates) -> TensorSlice:
     )
 
 
-def owns(name: str, config: ResolvedRun, at: Coordinates) -> bool:
+def owns(name: str, config: Run, at: Coordinates) -> bool:
     """Tell whether the rank at these coordinates writes its slice of a parameter.
 
     One of the ranks that hold the same slice does.
@@ -224,22 +224,22 @@ def owns(name: str, config: ResolvedRun, at: Coordinates) -> bool:
     return at.pipeline == first and at.data < shards and (at.tensor == 0 or _is_split(name, config))
 
 
-def copies_of(name: str, config: ResolvedRun) -> int:
+def copies_of(name: str, config: Run) -> int:
     """Return the number of ranks that hold the same slice of a parameter, this one included."""
     topology = config.topology
     data = topology.data // (_shards(config) if splits_state(name, config) else 1)
     return data * (1 if _is_split(name, config) else topology.tensor)
 
 
-def _local_shape(name: str, config: ResolvedRun) -> tuple[int, ...]:
+def _local_shape(name: str, config: Run) -> tuple[int, ...]:
     tensor = config.parallel.model_parallel if _is_split(name, config) else 1
     return local_shape(name, padded_shapes(config)[name], tensor)
 
 
-def _is_split(name: str, config: ResolvedRun) -> bool:
+def _is_split(name: str, config: Run) -> bool:
     role = role_of(name)
     return splits_vocabulary(config) if role is Role.VOCABULARY else role is not Role.REPLICATED
 
 
-def _shards(config: ResolvedRun) -> int:
+def _shards(config: Run) -> int:
     return config.parallel.shard_size or config.parallel.data_parallel

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from enum import StrEnum
 
 from common.config.resolved import ResolvedParallel
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import Coordinates, Topology
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.pieces import TensorSlice
@@ -69,7 +69,7 @@ def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ..
     return (*shape[:dim], shape[dim] // tensor, *shape[dim + 1 :])
 
 
-def padded_shapes(config: ResolvedRun) -> dict[str, tuple[int, ...]]:
+def padded_shapes(config: Run) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters, with the padding rows of the embedding."""
     return parameter_shapes(config.model) | {
         EMBEDDING: (config.vocab_rows, config.model.hidden_size)
@@ -101,7 +101,7 @@ def slice_of(
 
 
 def slices_of_rank(
-    config: ResolvedRun, topology: Topology, at: Coordinates, names: Collection[str]
+    config: Run, topology: Topology, at: Coordinates, names: Collection[str]
 ) -> dict[str, TensorSlice]:
     """Return the slice of each parameter that the rank at these coordinates holds (with ZeRO:
     updates).

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from common.parallel.fused_attention import keeps_no_scores
 from common.parallel.loss_rows import loss_rows
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import Topology
 
 
-def of_block(config: ResolvedRun, recompute: str) -> int:
+def of_block(config: Run, recompute: str) -> int:
     """Return the bytes of one transformer block.
 
     It recomputes nothing (none), attention and the MLP's inner part (selective), or all of it
@@ -40,14 +40,14 @@ def of_block(config: ResolvedRun, recompute: str) -> int:
     return kept
 
 
-def of_blocks(config: ResolvedRun, layers: int) -> int:
+def of_blocks(config: Run, layers: int) -> int:
     """Return the bytes of this many blocks of one stage."""
     again = recomputed(config, layers)
     whole = (layers - again) * of_block(config, "none")
     return whole + again * of_block(config, config.train.recompute)
 
 
-def recomputed(config: ResolvedRun, layers: int) -> int:
+def recomputed(config: Run, layers: int) -> int:
     """Return the blocks that recompute, of this many in a stage."""
     train = config.train
     if train.recompute == "none":
@@ -55,7 +55,7 @@ def recomputed(config: ResolvedRun, layers: int) -> int:
     return layers if train.recompute_layers is None else min(layers, train.recompute_layers)
 
 
-def recomputed_of_rank(config: ResolvedRun, topology: Topology, place: int) -> int:
+def recomputed_of_rank(config: Run, topology: Topology, place: int) -> int:
     """Return the blocks that recompute, in all stages of a pipeline rank."""
     layers = config.model.num_layers
     return sum(
@@ -64,7 +64,7 @@ def recomputed_of_rank(config: ResolvedRun, topology: Topology, place: int) -> i
     )
 
 
-def of_norm(config: ResolvedRun) -> int:
+def of_norm(config: Run) -> int:
     """Return the bytes of a norm: its input, mean, deviation, and weight and bias held in another
     type.
     """
@@ -73,7 +73,7 @@ def of_norm(config: ResolvedRun) -> int:
     return (s.tokens * s.hidden + 2 * s.tokens) * s.norm // s.between + weights
 
 
-def _attention(config: ResolvedRun) -> int:
+def _attention(config: Run) -> int:
     """Return the bytes of attention beside q, k, v and the output.
 
     Fused attention keeps the logarithm of each row's sum. Attention written out keeps the
@@ -81,7 +81,7 @@ def _attention(config: ResolvedRun) -> int:
     """
     s = config.sizes
     rows = s.tokens * s.heads // s.tensor
-    if keeps_no_scores(config):
+    if keeps_no_scores(config, config.hardware):
         return rows * 4
     products = rows * s.seq_length
     kept = products * s.softmax + s.seq_length * s.seq_length  # softmax output, causal mask
@@ -92,14 +92,14 @@ def _attention(config: ResolvedRun) -> int:
     return kept
 
 
-def of_embedding(config: ResolvedRun) -> int:
+def of_embedding(config: Run) -> int:
     """Return the bytes of token ids and positions, which are int64, and of the dropout mask."""
     s = config.sizes
     positions = s.tokens if config.data.reset_position_ids else s.seq_length
     return 8 * (s.tokens + positions) + (s.mask if config.model.embedding_dropout else 0)
 
 
-def of_documents(config: ResolvedRun) -> int:
+def of_documents(config: Run) -> int:
     """Return the bytes of the mask that keeps attention within documents, which all blocks share.
 
     Kernels that skip blocks of pairs, on CUDA, need less.
@@ -108,7 +108,7 @@ def of_documents(config: ResolvedRun) -> int:
     return s.tokens * s.seq_length * s.compute if config.data.reset_attention_mask else 0
 
 
-def of_loss(config: ResolvedRun) -> int:
+def of_loss(config: Run) -> int:
     """Return the bytes of gradients that the forward pass computes: hidden states, and the head in
     float32.
     """
@@ -116,7 +116,7 @@ def of_loss(config: ResolvedRun) -> int:
     return s.region + 4 * s.vocabulary * s.hidden // s.tensor
 
 
-def while_in_loss(config: ResolvedRun) -> int:
+def while_in_loss(config: Run) -> int:
     """Return the peak of temporary bytes in the loss.
 
     Forward, beside the head in the type of the computation: the float32 logits of
@@ -124,7 +124,8 @@ def while_in_loss(config: ResolvedRun) -> int:
     the product that adds to the head's gradient. Backward: that gradient times the loss scale.
     """
     s = config.sizes
-    rows = min(s.tokens, loss_rows(config, None))
+    memory = None if config.hardware is None else config.hardware.memory
+    rows = min(s.tokens, loss_rows(config, memory))
     shard = s.vocabulary // s.tensor
     head = shard * s.hidden * s.compute if s.held != s.compute else 0
     if config.precision.float8_head:  # two copies of a byte, of the hidden states too
@@ -133,7 +134,7 @@ def while_in_loss(config: ResolvedRun) -> int:
     return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
 
 
-def moments_in_blocks(config: ResolvedRun, layers: int) -> list[tuple[int, int]]:
+def moments_in_blocks(config: Run, layers: int) -> list[tuple[int, int]]:
     """Return moments of the backward pass of a stage's blocks at which memory may be at its peak.
 
     Each is the bytes of activations that are free by then, and temporary bytes beside the rest:
@@ -152,12 +153,12 @@ def moments_in_blocks(config: ResolvedRun, layers: int) -> list[tuple[int, int]]
     return [*plain, (free, _while_in_block(config, mode))]
 
 
-def while_in_block(config: ResolvedRun, layers: int) -> int:
+def while_in_block(config: Run, layers: int) -> int:
     """Return the most bytes that a moment of a block's backward pass adds to the activations."""
     return max((working - free for free, working in moments_in_blocks(config, layers)), default=0)
 
 
-def _while_in_block(config: ResolvedRun, mode: str) -> int:
+def _while_in_block(config: Run, mode: str) -> int:
     s = config.sizes
     again = of_block(config, "none") - of_block(config, mode) if mode != "none" else 0
     if config.train.offload_activations:

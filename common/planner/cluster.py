@@ -19,7 +19,7 @@ from common.cluster.rank_environment import (
     shell_text,
 )
 from common.cluster.rank_table import RankTable, table_warnings
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import describe_plan, make_plan
 from common.processes.addresses import DEFAULT_PORT
@@ -32,7 +32,7 @@ def places_of_plan(table: RankTable) -> Placement:
 
 
 def describe_cluster(
-    config: ResolvedRun,
+    config: Run,
     places: Placement,
     *,
     config_path: Path,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sizes import BYTES
 from common.parallel.topology import GroupKind, Topology
 from common.planner.activations import recomputed_of_rank
@@ -48,7 +48,7 @@ def all_gather(size: float, ranks: int) -> float:
     return (ranks - 1) / ranks * size
 
 
-def traffic_of(config: ResolvedRun, topology: Topology, place: int) -> Traffic:
+def traffic_of(config: Run, topology: Topology, place: int) -> Traffic:
     """Return the traffic of the pipeline rank at this place."""
     micro_batches, sizes = config.train.accumulation_steps, config.sizes
     within = micro_batches * _within_layers(config, topology, place)
@@ -83,7 +83,7 @@ def _sends(topology: Topology, stage: int, other: int) -> bool:
     ) != topology.place_of_stage(other)
 
 
-def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float:
+def _within_layers(config: Run, topology: Topology, place: int) -> float:
     """Return the bytes of one micro batch.
 
     A block sums activations twice in its forward pass and gradients twice in its backward pass
@@ -107,7 +107,7 @@ def _within_layers(config: ResolvedRun, topology: Topology, place: int) -> float
     return total
 
 
-def _whole_parameters(config: ResolvedRun, topology: Topology, place: int) -> float:
+def _whole_parameters(config: Run, topology: Topology, place: int) -> float:
     """Return the bytes, once a step, of gradients of parameters that every tensor-parallel rank
     holds.
 
@@ -119,7 +119,7 @@ def _whole_parameters(config: ResolvedRun, topology: Topology, place: int) -> fl
     )
 
 
-def _data(config: ResolvedRun, topology: Topology, place: int) -> float:
+def _data(config: Run, topology: Topology, place: int) -> float:
     """Return the bytes of gradients and parameters between data-parallel ranks.
 
     Without ZeRO each step has an all-reduce of the gradients. With ZeRO it has both halves of one

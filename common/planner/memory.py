@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 
 from common.config.resolved import ResolvedModel
 from common.parallel.pipeline import gradients_at_most, held_at_most
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import local_shape, split_dim
 from common.parallel.sizes import BYTES
 from common.parallel.topology import Topology
@@ -120,7 +120,7 @@ class Unit:
         return tuple((shape[0], math.prod(shape[1:])) for _, shape in self.shapes)
 
 
-def units_of(config: ResolvedRun, topology: Topology, place: int) -> tuple[Unit, ...]:
+def units_of(config: Run, topology: Topology, place: int) -> tuple[Unit, ...]:
     """Return the parameters of the pipeline rank at this place: blocks, embeddings and final
     norm.
     """
@@ -151,7 +151,7 @@ def _units(
 
     It has this many blocks, and all other parameters whose names begin with one of ``held``.
     """
-    whole = parameter_shapes(model.model_copy(update={"num_layers": 1}))
+    whole = parameter_shapes(model, 1)
     whole[EMBEDDING] = (rows, whole[EMBEDDING][1])
     shapes = [(name, local_shape(name, shape, tensor)) for name, shape in whole.items()]
     blocks = Unit(shapes=tuple(item for item in shapes if item[0].startswith("h.")), count=layers)
@@ -159,13 +159,13 @@ def _units(
     return (blocks, others) if held else (blocks,)
 
 
-def shard_ranks(config: ResolvedRun) -> int:
+def shard_ranks(config: Run) -> int:
     """Return the data-parallel ranks over which ZeRO splits; 1 if nothing is split."""
     parallel = config.parallel
     return (parallel.shard_size or parallel.data_parallel) if parallel.zero_stage else 1
 
 
-def is_fully_sharded(config: ResolvedRun) -> bool:
+def is_fully_sharded(config: Run) -> bool:
     """Tell whether FSDP2 splits, parameter by parameter.
 
     DeepSpeed and MindSpore split all parameters as one sequence.
@@ -173,7 +173,7 @@ def is_fully_sharded(config: ResolvedRun) -> bool:
     return config.backend == "torch" and config.engine == "native" and shard_ranks(config) > 1
 
 
-def keeps_whole_gradients(config: ResolvedRun) -> bool:
+def keeps_whole_gradients(config: Run) -> bool:
     """Tell whether gradients of several micro batches add up before ranks exchange them."""
     parallel, several = config.parallel, config.train.accumulation_steps > 1
     if shard_ranks(config) == 1:
@@ -183,7 +183,7 @@ def keeps_whole_gradients(config: ResolvedRun) -> bool:
     return several and (parallel.zero_stage == 1 or parallel.pipeline_stage > 1)
 
 
-def has_low_gradients(config: ResolvedRun) -> bool:
+def has_low_gradients(config: Run) -> bool:
     """Tell whether DeepSpeed's ZeRO adds up gradients of weights below float32, in
     precision.reduction.
     """
@@ -191,7 +191,7 @@ def has_low_gradients(config: ResolvedRun) -> bool:
     return is_zero and BYTES[config.precision.parameters] < 4
 
 
-def memory_of(config: ResolvedRun, topology: Topology, place: int) -> Memory:
+def memory_of(config: Run, topology: Topology, place: int) -> Memory:
     """Return the memory of the pipeline rank at this place."""
     units = units_of(config, topology, place)
     held, ranks, zero = (
@@ -284,7 +284,7 @@ def _shared(peaks: Sequence[tuple[int, int]], gradients: int, first: int) -> int
     return alone - max(less, default=alone)
 
 
-def _waiting(config: ResolvedRun, topology: Topology, place: int) -> int:
+def _waiting(config: Run, topology: Topology, place: int) -> int:
     """Return the number of micro batches of a step if all of them go forward before the first
     backward pass, when there are no gradients yet; else 0.
     """
@@ -312,7 +312,7 @@ class _Saved:
         return self.activations + self.loss
 
 
-def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, int, int]:
+def _saved(config: Run, topology: Topology, place: int) -> tuple[int, int, int]:
     """Return the bytes of activations, of the loss and on the host, of all micro batches that wait
     at once.
     """
@@ -334,7 +334,7 @@ def _saved(config: ResolvedRun, topology: Topology, place: int) -> tuple[int, in
     return activations_of, loss, on_host
 
 
-def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> _Saved:
+def _saved_by_stage(config: Run, topology: Topology, stage: int) -> _Saved:
     """Return the bytes that one micro batch keeps.
 
     The pipeline keeps what a stage has received and what it sends. They are the same memory if the
@@ -363,7 +363,7 @@ def _saved_by_stage(config: ResolvedRun, topology: Topology, stage: int) -> _Sav
     return _Saved(activations=max(0, saved), loss=loss, on_host=of_blocks if offloads else 0)
 
 
-def _buffers(config: ResolvedRun, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
+def _buffers(config: Run, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
     """Return the bytes of message buffers.
 
     For a gradient from another stage, FrugalStage of torch_gpt2/parallel/private_api.py has a

@@ -16,12 +16,11 @@ from common.parallel.fused_attention import FIRST_ASCEND
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.ramp import describe_ramp
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
 from common.planner.timing import StepTime, step_time
-from common.resolve.derive import resolve_length
 from common.weights.names import count_parameters
 
 _LISTED = 64
@@ -62,7 +61,7 @@ class Plan:
         return max(stage.memory.peak for stage in self.stages)
 
 
-def make_plan(config: ResolvedRun) -> Plan:
+def make_plan(config: Run) -> Plan:
     """Compute the plan of a run. Raises ConfigError if layers do not divide into stages."""
     topology = config.topology
     return Plan(
@@ -74,7 +73,7 @@ def make_plan(config: ResolvedRun) -> Plan:
     )
 
 
-def _plan_place(config: ResolvedRun, topology: Topology, place: int) -> StagePlan:
+def _plan_place(config: Run, topology: Topology, place: int) -> StagePlan:
     return StagePlan(
         stages=topology.stages_of(place),
         layers=tuple(
@@ -87,14 +86,14 @@ def _plan_place(config: ResolvedRun, topology: Topology, place: int) -> StagePla
     )
 
 
-def time_of(plan: Plan, config: ResolvedRun, device: Accelerator) -> StepTime:
+def time_of(plan: Plan, config: Run, device: Accelerator) -> StepTime:
     held = ((place, stage.memory, stage.traffic) for place, stage in enumerate(plan.stages))
     return step_time(config, plan.topology, device, held)
 
 
 def describe_plan(
     plan: Plan,
-    config: ResolvedRun,
+    config: Run,
     *,
     all_ranks: bool = False,
     places: Sequence[RankPlacement] = (),
@@ -138,7 +137,7 @@ def describe_plan(
     return "\n".join(lines) + "\n"
 
 
-def _window_lines(config: ResolvedRun) -> Iterable[str]:
+def _window_lines(config: Run) -> Iterable[str]:
     window, stride = config.model.seq_length, config.data.stride
     if stride is not None and stride < window:
         yield (
@@ -147,18 +146,14 @@ def _window_lines(config: ResolvedRun) -> Iterable[str]:
         )
 
 
-def _schedule_lines(config: ResolvedRun) -> Iterable[str]:
+def _schedule_lines(config: Run) -> Iterable[str]:
     """Describe the schedule. Its warnings need the length in steps, which epochs have with data."""
-    train = config.train
-    if train.max_steps is None and train.max_tokens is None:
-        yield f"schedule: {describe_schedule(config.optimizer)}"
-        return
-    run = resolve_length(config, 1)
-    yield f"schedule: {describe_schedule(run.optimizer)}"
-    yield from (f"warning: {warning}" for warning in schedule_warnings(run))
+    yield f"schedule: {describe_schedule(config.optimizer)}"
+    if config.train.max_steps is not None:
+        yield from (f"warning: {warning}" for warning in schedule_warnings(config))
 
 
-def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
+def _pipeline_lines(plan: Plan, config: Run) -> Iterable[str]:
     schedule, micro_batches = config.parallel.pipeline_schedule, plan.batch.accumulation
     waits = bubble(
         schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full"
@@ -168,7 +163,7 @@ def _pipeline_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
         yield f"warning: {error}; change the accumulation, or set parallel.pipeline_schedule=gpipe"
 
 
-def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
+def _memory_lines(plan: Plan, config: Run) -> Iterable[str]:
     train, parallel, precision = config.train, config.parallel, config.precision
     zero = f"ZeRO stage {parallel.zero_stage}" + (
         f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else ""
@@ -205,12 +200,12 @@ def _memory_lines(plan: Plan, config: ResolvedRun) -> Iterable[str]:
         )
 
 
-def _ramp_lines(config: ResolvedRun) -> Iterable[str]:
+def _ramp_lines(config: Run) -> Iterable[str]:
     if config.train.rampup_batch_size is not None:
         yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"
 
 
-def _room(plan: Plan, config: ResolvedRun, device: Accelerator | None) -> list[str]:
+def _room(plan: Plan, config: Run, device: Accelerator | None) -> list[str]:
     """Return a line on what the given memory leaves on the fullest rank, if memory is known.
 
     The memory is context.max_device_memory, in 2^30 bytes as both backends read it, or the
@@ -234,7 +229,7 @@ def _room(plan: Plan, config: ResolvedRun, device: Accelerator | None) -> list[s
     ]
 
 
-def _kernels_to_check(config: ResolvedRun, device: Accelerator | None) -> Iterable[str]:
+def _kernels_to_check(config: Run, device: Accelerator | None) -> Iterable[str]:
     """Say that MindSpore may have left the first Ascend (docs/ascend.md)."""
     if config.backend == "mindspore" and device is not None and device.name == FIRST_ASCEND:
         yield (
@@ -247,7 +242,7 @@ RESERVED = 0.06
 """Part of a device's memory that the driver, the libraries and gaps between tensors take."""
 
 
-def memory_limit(config: ResolvedRun, device: Accelerator | None) -> float | None:
+def memory_limit(config: Run, device: Accelerator | None) -> float | None:
     """Return the bytes that a rank may use, or None if unknown.
 
     They are context.max_device_memory, or the device's memory without the part RESERVED.
@@ -271,7 +266,7 @@ def _traffic_lines(plan: Plan) -> Iterable[str]:
     )
 
 
-def _time_lines(plan: Plan, config: ResolvedRun, device: Accelerator) -> Iterable[str]:
+def _time_lines(plan: Plan, config: Run, device: Accelerator) -> Iterable[str]:
     time = time_of(plan, config, device)
     parts = ", ".join(
         f"{field.name} {part / time.total:.0%}"

@@ -5,24 +5,19 @@ from __future__ import annotations
 import errno
 import re
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.accelerators import GIB
 from common.cluster.environment import Process
-from common.config.resolved import as_run
-from common.device import Device
 from common.errors import ConfigError
 from common.log import LOG
 from common.parallel.batch import divisors
-from common.parallel.fused_attention import with_attention
-from common.parallel.loss_rows import with_loss_rows
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner.memory import Memory, memory_of
 from common.resolve.auto_device import sees_accelerator
-from common.resolve.derive import with_micro_batch, with_recompute
-from common.resolve.engine_checks import check_engine
+from common.resolve.derive import resolve_other
 
 HOPELESS = 4
 """Factor by which a plan must exceed the memory to be rejected.
@@ -75,7 +70,7 @@ class Need:
     ranks: int = 1
 
 
-def need_of(config: ResolvedRun, place: int, ranks: int, *, training: bool) -> Need:
+def need_of(config: Run, place: int, ranks: int, *, training: bool) -> Need:
     """Return the need of this many ranks like the one at this pipeline place."""
     memory = _memory(config, place)
     certain = memory.weights + (memory.optimizer if training else 0)
@@ -84,31 +79,22 @@ def need_of(config: ResolvedRun, place: int, ranks: int, *, training: bool) -> N
     )
 
 
-def _memory(config: ResolvedRun, place: int) -> Memory:
+def _memory(config: Run, place: int) -> Memory:
     return memory_of(config, config.topology, place)
 
 
-def check_room(
-    config: ResolvedRun,
-    *,
-    kind: str,
-    device_memory: int | None,
-    rank: int = 0,
-    ranks: int = 1,
-    training: bool = False,
-) -> str | None:
-    """Compare the plan's memory with the available memory, before anything is allocated.
+def check_room(config: Run, *, rank: int = 0, ranks: int = 1, training: bool = False) -> str | None:
+    """Compare the plan's memory with that of the run's device, before anything is allocated.
 
-    Returns a warning if the plan exceeds it, and raises ConfigError if the run cannot fit. kind,
-    device_memory: of the device; on a CPU the memory is the machine's. ranks: those of this host,
-    which share a CPU's memory.
+    Returns a warning if the plan exceeds it, and raises ConfigError if the run cannot fit. On a CPU
+    the memory is the machine's. ranks: those of this host, which share a CPU's memory.
     """
-    on_cpu = kind == "cpu"
-    there = machine_memory() if on_cpu else device_memory
+    hardware = config.hardware
+    on_cpu = hardware is not None and hardware.kind == "cpu"
+    known = None if hardware is None else hardware.memory
+    there = machine_memory() if on_cpu else known
     if there is None:
         return None
-    if not on_cpu:
-        config = with_loss_rows(config, there)
     place = config.topology.coordinates(rank).pipeline
     need = need_of(config, place, ranks if on_cpu else 1, training=training)
     has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
@@ -134,18 +120,14 @@ def check_room(
     return message
 
 
-def check_memory(
-    config: ResolvedRun, process: Process, device: Device, *, training: bool = False
-) -> None:
+def check_memory(config: Run, process: Process, *, training: bool = False) -> None:
     """Check memory before anything is allocated.
 
     Warns on rank 0. Raises ConfigError if the run cannot fit.
     """
     ranks = config.topology.world_size
     warning = check_room(
-        with_attention(config, device.kind, device.name),
-        kind=device.kind,
-        device_memory=device.total_memory(),
+        config,
         rank=process.rank % ranks,
         ranks=min(process.local_world_size, ranks),
         training=training,
@@ -154,7 +136,7 @@ def check_memory(
         LOG.warning(warning)
 
 
-def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str | None:
+def fits_machine(config: Run, peak: int, root: Path = Path("/")) -> str | None:
     """Return a line for the plan if a rank on a CPU needs more than this machine has, else None."""
     there = machine_memory(root)
     if (
@@ -171,7 +153,7 @@ def fits_machine(config: ResolvedRun, peak: int, root: Path = Path("/")) -> str 
 
 
 def out_of_memory(
-    error: BaseException, config: ResolvedRun, *, rank: int = 0, training: bool = False
+    error: BaseException, config: Run, *, rank: int = 0, training: bool = False
 ) -> str | None:
     """Return the message for a failed allocation, and None for any other error.
 
@@ -214,7 +196,7 @@ def asked_for(error: BaseException) -> str | None:
     ].rstrip(". ")
 
 
-def advice(config: ResolvedRun, *, training: bool = True, place: int = 0) -> str:
+def advice(config: Run, *, training: bool = True, place: int = 0) -> str:
     """Return what to change, with the current values and what the plan says that each frees.
 
     place: pipeline stage of the rank that has no room.
@@ -227,18 +209,18 @@ def advice(config: ResolvedRun, *, training: bool = True, place: int = 0) -> str
     wishes = []
     if train.micro_batch_size > 1:
         size = max(n for n in divisors(train.micro_batch_size) if n < train.micro_batch_size)
-        freed = _freed(config, place, lambda: with_micro_batch(config, size), f"to {size} ")
+        fewer = {"micro_batch_size": size, "accumulation_steps": None}
+        freed = _freed(config, place, f"to {size} ", train=fewer)
         wishes.append(f"lower train.micro_batch_size (now {train.micro_batch_size}){freed}")
     if train.accumulation_steps > 10_000:
         wishes.append(f"lower train.global_batch_size (now {train.global_batch_size})")
     if train.recompute != "full" or train.recompute_layers is not None:
-        freed = _freed(config, place, lambda: with_recompute(config, "full"))
+        freed = _freed(config, place, train={"recompute": "full", "recompute_layers": None})
         wishes.append(f"set train.recompute=full{freed}")
     stage = parallel.zero_stage + 1
     can_split = stage < 4 and parallel.data_parallel > 1
-    freed = (
-        _freed(config, place, lambda: _split(config, stage), f"to {stage} ") if can_split else ""
-    )
+    split = {"zero_stage": stage}
+    freed = _freed(config, place, f"to {stage} ", parallel=split) if can_split else ""
     wishes.append(
         f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}){freed},"
         " model_parallel or pipeline_stage"
@@ -248,15 +230,11 @@ def advice(config: ResolvedRun, *, training: bool = True, place: int = 0) -> str
     )
 
 
-def _split(config: ResolvedRun, stage: int) -> ResolvedRun:
-    return as_run(ResolvedRun, config, parallel={"zero_stage": stage})
-
-
-def _freed(config: ResolvedRun, place: int, change: Callable[[], ResolvedRun], to: str = "") -> str:
-    """Return what the plan's peak loses by a change, and nothing if that does not help or fit."""
+def _freed(config: Run, place: int, to: str = "", **changes: Any) -> str:
+    """Return what the plan's peak loses by changes, and nothing if that does not help or fit."""
+    ranks, hardware = config.topology.world_size, config.hardware
     try:
-        tried = change()
-        check_engine(tried)
+        tried = resolve_other(config, world_size=ranks, hardware=hardware, **changes)
     except ConfigError:
         return ""
     less = _memory(config, place).peak - _memory(tried, place).peak

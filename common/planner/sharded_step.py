@@ -7,13 +7,13 @@ those of an accelerator: below float32 a CPU also makes a float32 copy of the he
 
 from __future__ import annotations
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sizes import BYTES
 from common.planner import activations
 
 
 def peak_of_step(
-    config: ResolvedRun,
+    config: Run,
     *,
     layers: int,
     block: int,

@@ -11,10 +11,8 @@ from common.accelerators import require_accelerator
 from common.cluster.environment import announced_world_size
 from common.cluster.rank_table_files import read_table
 from common.config.schema import RunConfig
-from common.parallel.fused_attention import on_accelerator
-from common.parallel.loss_rows import with_loss_rows
 from common.planner.cluster import describe_cluster, places_of_plan
-from common.planner.fitting import with_fitting
+from common.planner.fitting import resolve_on
 from common.planner.plan import describe_plan, make_plan
 from common.planner.room import fits_machine
 from common.planner.suggest import describe_suggestions, suggest
@@ -38,15 +36,13 @@ def plan_text(
     how many of it to suggest layouts for.
     """
     device = require_accelerator(accelerator) if accelerator else None
-    config = resolve_config(
-        written, world_size=announced_world_size(environ) or written_ranks(written)
-    )
-    config = on_accelerator(config, device)
+    ranks = announced_world_size(environ) or written_ranks(written)
     if devices is not None and device is not None:
-        return describe_suggestions(suggest(config, devices, device), devices, device)
-    config = with_fitting(config, device)
-    if device is not None:
-        config = with_loss_rows(config, device.memory)
+        is_auto = written.train.micro_batch_size == "auto"
+        config = resolve_config(written, world_size=ranks)
+        found = suggest(config, devices, device, is_auto=is_auto)
+        return describe_suggestions(found, devices, device)
+    config = resolve_on(written, device, world_size=ranks)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"]).absolute()
         table = read_table(path)

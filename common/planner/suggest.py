@@ -13,17 +13,16 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from common.accelerators import GIB, Accelerator
+from common.accelerators import GIB, Accelerator, Hardware
 from common.config.resolved import as_run
+from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import MAX_RANKS, divisors
-from common.parallel.loss_rows import with_loss_rows
 from common.parallel.pipeline import schedule_error
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import Topology
-from common.planner.fitting import RECOMPUTATIONS, largest_by_plan, time_within
+from common.planner.fitting import RECOMPUTATIONS, Fitting, time_within
 from common.planner.plan import Plan, make_plan, memory_limit, table
-from common.resolve.derive import resolve_config, with_micro_batch
 
 _SHOWN = 10
 
@@ -32,7 +31,7 @@ _SHOWN = 10
 class Layout:
     """A layout that fits."""
 
-    config: ResolvedRun
+    config: Run
     seconds: float
 
     @cached_property
@@ -52,9 +51,13 @@ class Suggestions:
     """Whether each layout has a micro batch of its own."""
 
 
-def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestions:
-    """Try every layout for this many devices. Raises ConfigError for a number outside 1 to
-    MAX_RANKS.
+def suggest(
+    config: Run, devices: int, device: Accelerator, *, is_auto: bool = False
+) -> Suggestions:
+    """Try every layout for this many devices.
+
+    is_auto: whether the plan chooses the micro batch of each. Raises ConfigError for a number
+    outside 1 to MAX_RANKS.
     """
     if not 1 <= devices <= MAX_RANKS:
         raise ConfigError(
@@ -66,7 +69,7 @@ def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestio
         if devices % (tensor * pipeline):
             continue
         topology = Topology(data=devices // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
-        found = _best(config, topology, device)
+        found = _best(config, topology, device, is_auto=is_auto)
         if isinstance(found, Layout):
             fitting.append(found)
         else:
@@ -75,11 +78,11 @@ def suggest(config: ResolvedRun, devices: int, device: Accelerator) -> Suggestio
         fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)),
         refused=refused,
         recompute_layers=config.train.recompute_layers,
-        micro_batch_is_auto=config.train.micro_batch_is_auto,
+        micro_batch_is_auto=is_auto,
     )
 
 
-def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layout | str:
+def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool) -> Layout | str:
     """Return the fastest way to make this layout fit, or why there is none.
 
     Among equally fast ways it is the one that changes least.
@@ -95,15 +98,13 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
     for zero, recompute, sequence in _ways(config, topology):
         if (zero, sequence) in settled:
             continue
-        candidate = _with_layout(
-            config, topology, zero=zero, recompute=recompute, sequence=sequence
-        )
-        if isinstance(candidate, ResolvedRun) and candidate.train.micro_batch_is_auto:
-            candidate = _with_largest(candidate, device, limit)
+        layout, train = _keys(config, topology, zero, recompute, sequence)
+        if is_auto:
+            train["micro_batch_size"] = "auto"
+        candidate = _resolved(config, topology, device, limit, layout, train)
         if isinstance(candidate, str):
             reasons.append(candidate)
             continue
-        candidate = with_loss_rows(candidate, device.memory)
         is_run = True
         outcome = time_within(candidate, device, limit)
         if outcome is None:
@@ -118,7 +119,7 @@ def _best(config: ResolvedRun, topology: Topology, device: Accelerator) -> Layou
     return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
 
 
-def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, bool]]:
+def _ways(config: Run, topology: Topology) -> Iterator[tuple[int, str, bool]]:
     """Yield ZeRO stages, recomputation and sequence parallelism worth trying, as far as the engines
     support them.
     """
@@ -129,10 +130,10 @@ def _ways(config: ResolvedRun, topology: Topology) -> Iterator[tuple[int, str, b
     return product(zeros, RECOMPUTATIONS, sequences)
 
 
-def _with_layout(
-    config: ResolvedRun, topology: Topology, *, zero: int, recompute: str, sequence: bool
-) -> ResolvedRun | str:
-    """Return the run with this layout, or the reason against it."""
+def _keys(
+    config: Run, topology: Topology, zero: int, recompute: str, sequence: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of parallel and train that make this layout."""
     same = topology.pipeline == config.parallel.pipeline_stage
     parallel: dict[str, Any] = {
         "data_parallel": topology.data,
@@ -144,28 +145,37 @@ def _with_layout(
         "stage_layers": config.parallel.stage_layers if same else None,
     }
     train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
-    train["recompute_is_auto"] = False
     if recompute == "none":
         train["recompute_layers"] = None
-    if config.train.micro_batch_is_auto:
-        train["micro_batch_size"] = "auto"
     if topology.tensor == 1:
         train["recompute_slice_activation"] = False
-    written = as_run(ResolvedRun, config, parallel=parallel, train=train, device="auto")
+    return parallel, train
+
+
+def _resolved(
+    config: Run,
+    topology: Topology,
+    device: Accelerator,
+    limit: float,
+    parallel: dict[str, Any],
+    train: dict[str, Any],
+) -> Run | str:
+    """Return the run with this layout and the largest micro batch that fits, or the reason against
+    it.
+    """
+    hardware = Hardware(kind="auto", name=device.name, memory=device.memory)
+    other = as_run(RunConfig, config, parallel=parallel, train=train, device="auto")
+    question = Fitting(other, topology.world_size, hardware, limit)
     try:
-        tried = resolve_config(written, world_size=topology.world_size)
+        found = _with_possible_schedule(question.resolve())
     except ConfigError as refusal:
         return str(refusal).partition(";")[0]
-    return _with_possible_schedule(tried)
+    if isinstance(found, str) or train.get("micro_batch_size") != "auto":
+        return found
+    return _with_possible_schedule(question.largest())
 
 
-def _with_largest(config: ResolvedRun, device: Accelerator, limit: float) -> ResolvedRun | str:
-    """Return the run with the largest micro batch that fits, or the reason against its pipeline."""
-    size = largest_by_plan(config, limit, device_memory=device.memory)
-    return _with_possible_schedule(with_micro_batch(config, size))
-
-
-def _with_possible_schedule(config: ResolvedRun) -> ResolvedRun | str:
+def _with_possible_schedule(config: Run) -> Run | str:
     """Return the run, or the reason why its pipeline schedule cannot have its micro batches."""
     error = schedule_error(
         config.parallel.pipeline_schedule, config.topology, config.batch.accumulation
@@ -234,7 +244,7 @@ def _row(layout: Layout) -> tuple[str, ...]:
     return *axes, *ways, f"{plan.peak / GIB:.1f}", f"{layout.seconds:.3g}", speed
 
 
-def _words(config: ResolvedRun, *, micro_batch: bool) -> Iterator[str]:
+def _words(config: Run, *, micro_batch: bool) -> Iterator[str]:
     """Yield the overrides to append to the command.
 
     micro_batch: include the micro batch size.

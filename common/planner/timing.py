@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from common.accelerators import Accelerator
 from common.parallel.pipeline import bubble
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner import activations
 from common.planner.communication import Traffic
@@ -71,7 +71,7 @@ class StepTime:
 
 
 def step_time(
-    config: ResolvedRun,
+    config: Run,
     topology: Topology,
     device: Accelerator,
     held: Iterable[tuple[int, Memory, Traffic]],
@@ -88,7 +88,7 @@ def step_time(
 
 
 def _of_place(
-    config: ResolvedRun,
+    config: Run,
     topology: Topology,
     device: Accelerator,
     place: int,
@@ -147,7 +147,7 @@ def _of_place(
     )
 
 
-def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) -> float:
+def flops_of_micro_batch(config: Run, topology: Topology, place: int) -> float:
     """Return the operations of the forward and backward pass of one micro batch on one rank.
 
     They are 6 per weight and token and 12 h T of attention (common.training.metrics), and a third
@@ -164,7 +164,7 @@ def flops_of_micro_batch(config: ResolvedRun, topology: Topology, place: int) ->
     return flops / sizes.tensor + linear_flops(config, topology, place)
 
 
-def head_flops(config: ResolvedRun) -> int:
+def head_flops(config: Run) -> int:
     """Return the operations of one micro batch in the head, on all tensor-parallel ranks."""
     return 6 * config.sizes.tokens * config.sizes.vocabulary * config.sizes.hidden
 
@@ -173,7 +173,7 @@ def _has_head(topology: Topology, place: int) -> bool:
     return place == topology.place_of_stage(topology.stages - 1)
 
 
-def linear_flops(config: ResolvedRun, topology: Topology, place: int) -> float:
+def linear_flops(config: Run, topology: Topology, place: int) -> float:
     """Return the operations of one micro batch in the linear layers of blocks, on one rank."""
     sizes, times = config.sizes, 3 * topology.layer_count(place, config.model.num_layers)
     if config.train.recompute == "full":
@@ -181,7 +181,7 @@ def linear_flops(config: ResolvedRun, topology: Topology, place: int) -> float:
     return sizes.tokens * times * 2 * _linear_weights(config) / sizes.tensor
 
 
-def float8_bytes(config: ResolvedRun) -> float:
+def float8_bytes(config: Run) -> float:
     """Return the bytes that float8 adds to one micro batch in the linear layers of a block."""
     sizes = config.sizes
     elements = 2 * sizes.tokens * (5 * sizes.hidden + sizes.ffn)  # inputs, and as many outputs
@@ -190,7 +190,7 @@ def float8_bytes(config: ResolvedRun) -> float:
     )
 
 
-def _linear_weights(config: ResolvedRun) -> int:
+def _linear_weights(config: Run) -> int:
     """Return the weights of one block's linear layers."""
     return 4 * config.sizes.hidden**2 + 2 * config.sizes.hidden * config.sizes.ffn
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
 
-def compile_error(config: ResolvedRun) -> str | None:
+def compile_error(config: Run) -> str | None:
     """Return what contradicts train.compile=true in a config for torch, or None."""
     parallel = config.parallel
     if config.engine == "deepspeed" and (parallel.zero_stage == 3 or parallel.pipeline_stage > 1):

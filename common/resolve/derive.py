@@ -5,14 +5,22 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
+from common.accelerators import Hardware
 from common.config.resolved import as_run, resolve_model
-from common.config.schema import MOST, DeepSpeedConfig, ParallelConfig, RunConfig, Section
+from common.config.schema import (
+    MOST,
+    DeepSpeedConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    Section,
+)
 from common.errors import ConfigError
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
-from common.parallel.ramp import check_ramp, micro_batches
-from common.parallel.resolved_run import ResolvedRun, TrainingRun, topology_of
+from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, micro_batches
+from common.parallel.run import Run, topology_of
 from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
 
@@ -20,83 +28,26 @@ ONE_DEVICE_MODES = ("eval", "predict", "serve", "export")
 """Run modes that use only the device of rank 0, except for a validation on torch."""
 
 
-def resolve_config(config: RunConfig, *, world_size: int = 1) -> ResolvedRun:
+def resolve_config(
+    config: RunConfig,
+    *,
+    world_size: int = 1,
+    samples_per_epoch: int | None = None,
+    trains: bool = True,
+    hardware: Hardware | None = None,
+) -> Run:
     """Fill in every derived value.
 
-    Raises ConfigError naming both values of a contradiction and a fix.
+    A length in epochs stays open until samples_per_epoch is known. An automatic micro batch is the
+    smallest that the layout accepts, and automatic recomputation is none: ``planner.fitting`` asks
+    for others. Raises ConfigError naming both values of a contradiction and a fix.
     """
-    _check_model(config)
-    _check_data(config)
-    _check_optimizer(config)
-    _check_length(config)
-    _check_validation(config)
-    _check_precision(config)
-    _check_float8(config)
-    _check_recompute(config)
-    _check_backend(config)
-    _check_observation(config)
-    if config.train.recompute == "auto":
-        return _resolve_without_recomputation(config, world_size)
-    micro_batch = config.train.micro_batch_size
-    if micro_batch == "auto":
-        return _resolve_smallest(config, world_size)
-    parallel = config.parallel
-    data_parallel = plan_data_parallel(
-        world_size=world_size,
-        model_parallel=parallel.model_parallel,
-        pipeline_stage=parallel.pipeline_stage,
-        data_parallel=parallel.data_parallel,
-    )
-    batch = plan_batch(
-        global_batch=config.train.global_batch_size,
-        micro_batch=micro_batch,
-        accumulation=config.train.accumulation_steps,
-        data_parallel=data_parallel,
-    )
-    check_ramp(batch, config.train.rampup_batch_size)
-    scale_mode = config.loss_scale.mode
-    if scale_mode == "auto":
-        scale_mode = (
-            "dynamic"
-            if "float16" in (config.precision.compute, config.precision.parameters)
-            else "none"
-        )
-    resolved = as_run(
-        ResolvedRun,
-        config,
-        model=dict(resolve_model(config.model)),
-        train={
-            "micro_batch_size": batch.micro_batch,
-            "global_batch_size": batch.global_batch,
-            "accumulation_steps": batch.accumulation,
-        },
-        parallel={
-            "data_parallel": data_parallel,
-            "zero_stage": 0 if _has_nothing_to_split(config, world_size) else parallel.zero_stage,
-        },
-        validation={
-            "micro_batch_size": config.validation.micro_batch_size or batch.micro_batch,
-            **_windows(config, batch.global_batch),
-        },
-        loss_scale={"mode": scale_mode},
-    )
-    check_engine(resolved)
-    return resolved
-
-
-def _windows(config: RunConfig, global_batch: int) -> dict[str, int | None]:
-    """Return validation.max_samples for validation.max_batches batches of a size."""
-    batches = config.validation.max_batches
-    return {} if batches is None else {"max_samples": batches * global_batch, "max_batches": None}
-
-
-def _resolve_smallest(config: RunConfig, world_size: int) -> ResolvedRun:
-    """Resolve train.micro_batch_size=auto to the smallest size that the layout accepts.
-
-    ``common.planner.fitting`` finds the largest one that fits, when the memory is known.
-    """
-    train, parallel = config.train, config.parallel
-    if train.global_batch_size is None or train.accumulation_steps is not None:
+    for check in _CHECKS:
+        check(config)
+    train, parallel, micro_batch = config.train, config.parallel, config.train.micro_batch_size
+    if micro_batch == "auto" and (
+        train.global_batch_size is None or train.accumulation_steps is not None
+    ):
         raise ConfigError(
             "train.micro_batch_size=auto divides train.global_batch_size, found"
             f" {train.global_batch_size}, and gives train.accumulation_steps, found"
@@ -108,63 +59,85 @@ def _resolve_smallest(config: RunConfig, world_size: int) -> ResolvedRun:
         pipeline_stage=parallel.pipeline_stage,
         data_parallel=parallel.data_parallel,
     )
-    refused: ConfigError | None = None
-    for size in micro_batches(train.global_batch_size, train.rampup_batch_size, data_parallel):
-        try:
-            resolved = resolve_config(
-                as_run(RunConfig, config, train={"micro_batch_size": size}), world_size=world_size
-            )
-        except ConfigError as error:
-            refused = refused or error
-            continue
-        return as_run(
-            ResolvedRun,
-            resolved,
-            train={"micro_batch_is_auto": True},
-            validation={"follows_training": config.validation.micro_batch_size is None},
+
+    def resolve_with(size: int | None) -> Run:
+        batch = plan_batch(
+            global_batch=train.global_batch_size,
+            micro_batch=size,
+            accumulation=train.accumulation_steps,
+            data_parallel=data_parallel,
         )
-    assert refused is not None
-    raise refused
+        check_ramp(batch, train.rampup_batch_size)
+        sizes = batch_sizes(batch.global_batch, train.rampup_batch_size)
+        length = length_in_steps(config, sizes, samples_per_epoch) if trains else {}
+        resolved = as_run(
+            Run,
+            config,
+            model=dict(resolve_model(config.model)),
+            train={
+                "micro_batch_size": batch.micro_batch,
+                "global_batch_size": batch.global_batch,
+                "accumulation_steps": batch.accumulation,
+                "recompute": "none" if train.recompute == "auto" else train.recompute,
+                **length.get("train", {}),
+            },
+            optimizer=length.get("optimizer", {}),
+            parallel={
+                "data_parallel": data_parallel,
+                "zero_stage": 0
+                if _has_nothing_to_split(config, world_size)
+                else parallel.zero_stage,
+            },
+            validation={
+                "micro_batch_size": config.validation.micro_batch_size or batch.micro_batch,
+                **_windows(config, batch.global_batch),
+            },
+            loss_scale={"mode": _scale_mode(config)},
+            hardware=hardware,
+        )
+        check_engine(resolved)
+        return resolved
+
+    if micro_batch != "auto":
+        return resolve_with(micro_batch)
+    refused = []
+    for size in micro_batches(train.global_batch_size or 1, train.rampup_batch_size, data_parallel):
+        try:
+            return resolve_with(size)
+        except ConfigError as error:
+            refused.append(error)
+    raise refused[0]
 
 
-def _resolve_without_recomputation(config: RunConfig, world_size: int) -> ResolvedRun:
-    """Resolve train.recompute=auto to none, until ``common.planner.fitting`` chooses for the memory
-    that is there. MindSpore cannot recompute in pynative mode, so none stays there.
+def resolve_other(
+    config: RunConfig,
+    *,
+    world_size: int,
+    hardware: Hardware | None = None,
+    **changes: Any,
+) -> Run:
+    """Resolve another configuration, which differs from this one in ``changes``: a question, whose
+    answer no run takes over. Raises ConfigError.
     """
-    resolved = resolve_config(
-        as_run(RunConfig, config, train={"recompute": "none"}), world_size=world_size
+    other = as_run(RunConfig, config, **changes)
+    return resolve_config(other, world_size=world_size, hardware=hardware)
+
+
+def _scale_mode(config: RunConfig) -> str:
+    types = (config.precision.compute, config.precision.parameters)
+    return (
+        config.loss_scale.mode
+        if config.loss_scale.mode != "auto"
+        else "dynamic"
+        if "float16" in types
+        else "none"
     )
-    can_recompute = config.backend == "torch" or config.context.mode == "graph"
-    return as_run(ResolvedRun, resolved, train={"recompute_is_auto": can_recompute})
 
 
-_Run = TypeVar("_Run", bound=ResolvedRun)
-
-
-def with_recompute(config: _Run, mode: str, layers: int | None = None) -> _Run:
-    """Return the run with this recomputation. layers: see ``train.recompute_layers``."""
-    chosen = {"recompute": mode, "recompute_layers": layers, "recompute_is_auto": False}
-    return as_run(type(config), config, train=chosen)
-
-
-def with_micro_batch(config: _Run, size: int) -> _Run:
-    """Return the run with this micro batch and the same global batch.
-
-    Raises ConfigError where layout or engine refuse the accumulation.
-    """
-    ranks = config.parallel.data_parallel
-    chosen = as_run(
-        type(config),
-        config,
-        train={
-            "micro_batch_size": size,
-            "accumulation_steps": config.train.global_batch_size // (size * ranks),
-            "micro_batch_is_auto": False,
-        },
-        validation={"micro_batch_size": size} if config.validation.follows_training else {},
-    )
-    check_engine(chosen)
-    return chosen
+def _windows(config: RunConfig, global_batch: int) -> dict[str, int | None]:
+    """Return validation.max_samples for validation.max_batches batches of a size."""
+    batches = config.validation.max_batches
+    return {} if batches is None else {"max_samples": batches * global_batch, "max_batches": None}
 
 
 def _has_nothing_to_split(config: RunConfig, world_size: int) -> bool:
@@ -183,7 +156,21 @@ def written_ranks(config: RunConfig) -> int:
     return written_copies(config) * parallel.model_parallel * parallel.pipeline_stage
 
 
-def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> ResolvedRun:
+def uses_one_device(config: RunConfig, run_mode: str, world_size: int) -> bool:
+    """Tell whether only rank 0 has something to do in a run mode."""
+    return run_mode in ONE_DEVICE_MODES and not _is_shared(config, run_mode, world_size)
+
+
+def _is_shared(config: RunConfig, run_mode: str, world_size: int) -> bool:
+    return (
+        run_mode == "eval"
+        and config.evaluation.task == "validation"
+        and config.backend == "torch"
+        and world_size > 1
+    )
+
+
+def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
     """Resolve a config for a run mode that may use one device, whatever the layout of the training.
 
     An evaluation that several processes share keeps the splits that make the model fit: tensor,
@@ -196,12 +183,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
     parallel, micro = config.parallel, config.train.micro_batch_size or 1
     if micro == "auto":
         micro = 1
-    shared = (
-        run_mode == "eval"
-        and config.evaluation.task == "validation"
-        and config.backend == "torch"
-        and world_size > 1
-    )
+    shared = _is_shared(config, run_mode, world_size)
     plain = dict(ParallelConfig())
     if shared:
         kept = {
@@ -236,6 +218,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Resolv
             **alone,
         ),
         world_size=world_size if shared else 1,
+        trains=False,
     )
 
 
@@ -373,17 +356,20 @@ def _check_observation(config: RunConfig) -> None:
         )
 
 
-def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
-    """Derive the lengths of the run and of the schedule in steps, from epochs or tokens.
-
-    Raises ConfigError if no length is given.
+def length_in_steps(
+    config: RunConfig, sizes: BatchSizes, samples_per_epoch: int | None
+) -> dict[str, dict[str, int | None]]:
+    """Return the lengths of the run and of its schedule in steps, from epochs or tokens. Nothing if
+    no length is given, or if it needs the samples of an epoch. Raises ConfigError.
     """
     train, optimizer = config.train, config.optimizer
-    sizes = config.batch_sizes
+    samples = train.num_samples or samples_per_epoch
     if train.max_steps is not None:
         steps = train.max_steps
-    elif train.max_epochs is not None or train.num_samples is not None:
-        epochs, samples = train.max_epochs or 1, train.num_samples or samples_per_epoch
+    elif (train.max_epochs, train.num_samples) != (None, None):
+        if samples is None:
+            return {}
+        epochs = train.max_epochs or 1
         steps = max(1, sizes.steps_within(int(epochs * samples)))
         if steps > MOST:
             raise ConfigError(
@@ -393,7 +379,7 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
     elif train.max_tokens is not None:
         steps = max(1, sizes.steps_within(train.max_tokens // config.model.seq_length))
     else:
-        raise _without_length()
+        return {}
     unit = optimizer.schedule_unit
     warmup = optimizer.warmup_samples if unit == "samples" else optimizer.warmup_steps
     decay = optimizer.decay_samples if unit == "samples" else optimizer.decay_steps
@@ -405,31 +391,26 @@ def resolve_length(config: ResolvedRun, samples_per_epoch: int) -> TrainingRun:
             f"optimizer.warmup_{unit}={warmup} is beyond the schedule's end at {unit[:-1]} {decay};"
             f" lower it or raise optimizer.decay_{unit}"
         )
-    return as_run(
-        TrainingRun,
-        config,
-        train={"max_steps": steps, "max_epochs": None, "max_tokens": None},
-        optimizer={f"decay_{unit}": decay},
-    )
+    return {
+        "train": {"max_steps": steps, "max_epochs": None, "max_tokens": None},
+        "optimizer": {f"decay_{unit}": decay},
+    }
 
 
-def resolve_vocabulary(
-    config: ResolvedRun, tokenizer_size: int, tokenizer_name: str
-) -> ResolvedRun:
-    """Compare the model's vocabulary with the tokenizer's.
-
-    A padded ``model.vocab_size`` is replaced by the number of token ids.
+def fitting_vocabulary(
+    model: ModelConfig, tokenizer_size: int, tokenizer_name: str
+) -> dict[str, int]:
+    """Compare the model's vocabulary with the tokenizer's. Returns the key to change: a padded
+    ``model.vocab_size`` is replaced by the number of token ids. Raises ConfigError.
     """
-    model = config.model
     if tokenizer_size > model.vocab_size:
         raise ConfigError(
             f"{tokenizer_name} has {tokenizer_size} tokens but model.vocab_size={model.vocab_size};"
             f" set model.vocab_size={tokenizer_size} (the table is padded to a multiple of"
             f" {model.vocab_multiple} by itself)"
         )
-    if tokenizer_size < model.vocab_size and model.vocab_size % model.vocab_multiple == 0:
-        return as_run(ResolvedRun, config, model={"vocab_size": tokenizer_size})
-    return config
+    is_padded = tokenizer_size < model.vocab_size and model.vocab_size % model.vocab_multiple == 0
+    return {"vocab_size": tokenizer_size} if is_padded else {}
 
 
 def export_format(config: RunConfig) -> str:
@@ -617,11 +598,22 @@ def require_length(config: RunConfig) -> None:
     """Check that training has a length; evaluation and generation need none."""
     train = config.train
     if (train.max_steps, train.max_epochs, train.max_tokens, train.num_samples) == (None,) * 4:
-        raise _without_length()
+        raise ConfigError(
+            "the length of the run is not given; set train.max_steps, train.max_epochs or"
+            " train.max_tokens"
+        )
 
 
-def _without_length() -> ConfigError:
-    return ConfigError(
-        "the length of the run is not given; set train.max_steps, train.max_epochs or"
-        " train.max_tokens"
-    )
+_CHECKS = (
+    _check_model,
+    _check_data,
+    _check_optimizer,
+    _check_length,
+    _check_validation,
+    _check_precision,
+    _check_float8,
+    _check_recompute,
+    _check_backend,
+    _check_observation,
+)
+"""Checks of what is written, in their order."""

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.parallel.batch import check_divides
 from common.parallel.packing import wanted_keys
 from common.parallel.pipeline import schedule_error
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.quantization.scheme import quantized_layers
 from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
 from common.resolve.compilation import compile_error
@@ -49,7 +49,7 @@ _SEQUENCE_ALONE = (
 )
 
 
-def check_engine(config: ResolvedRun) -> None:
+def check_engine(config: Run) -> None:
     """Check that the settings of a run can be combined.
 
     Raises ConfigError naming the values that contradict each other, and a fix.
@@ -86,7 +86,7 @@ def check_engine(config: ResolvedRun) -> None:
         _check_quantization(config)
 
 
-def _check_async_tensor_parallel(config: ResolvedRun) -> None:
+def _check_async_tensor_parallel(config: Run) -> None:
     parallel, train, reason = config.parallel, config.train, compile_error(config)
     needs = {
         f"engine={config.engine}": ("engine=native", config.engine == "native"),
@@ -110,7 +110,7 @@ def _check_async_tensor_parallel(config: ResolvedRun) -> None:
             )
 
 
-def _check_quantization(config: ResolvedRun) -> None:
+def _check_quantization(config: Run) -> None:
     quantized_layers(config.quantization, config.model.num_layers)
     for name, value, plain in (
         ("engine", config.engine, "native"),
@@ -123,7 +123,7 @@ def _check_quantization(config: ResolvedRun) -> None:
             )
 
 
-def read_deepspeed_file(config: ResolvedRun) -> dict[str, Any]:
+def read_deepspeed_file(config: Run) -> dict[str, Any]:
     """Return the content of ``deepspeed.config_file``, empty if there is none.
 
     Raises ConfigError for anything but a JSON object.
@@ -139,7 +139,7 @@ def read_deepspeed_file(config: ResolvedRun) -> dict[str, Any]:
         ) from None
 
 
-def _check_deepspeed(config: ResolvedRun) -> None:
+def _check_deepspeed(config: Run) -> None:
     parallel, train, own = config.parallel, config.train, config.deepspeed
     stage, pipeline = parallel.zero_stage, parallel.pipeline_stage
     if config.backend != "torch":
@@ -195,7 +195,7 @@ def _check_deepspeed(config: ResolvedRun) -> None:
     deepspeed_settings(config, read_deepspeed_file(config))
 
 
-def check_mindspore(config: ResolvedRun, kind: str) -> None:
+def check_mindspore(config: Run, kind: str) -> None:
     """Check a MindSpore run for a device of this kind. Raises ConfigError.
 
     With auto the number of Ascends is not known yet; the check runs again once it is.
@@ -238,7 +238,7 @@ def check_mindspore(config: ResolvedRun, kind: str) -> None:
             )
 
 
-def check_here(config: ResolvedRun, root: Path = Path("/")) -> str:
+def check_here(config: Run, root: Path = Path("/")) -> str:
     """Check a run that this host is about to start, and return its device as far as it is known.
 
     No framework is needed: on MindSpore ``auto`` can only be the CPU if the host shows no Ascend
@@ -263,7 +263,7 @@ def _unmet_need(parallel: ResolvedParallel) -> str | None:
     return None
 
 
-def _check_native(config: ResolvedRun) -> None:
+def _check_native(config: Run) -> None:
     parallel = config.parallel
     data, stage = parallel.data_parallel, parallel.zero_stage
     needs = _unmet_need(parallel)
@@ -290,7 +290,7 @@ def _check_native(config: ResolvedRun) -> None:
             )
 
 
-def _check_strategy(config: ResolvedRun) -> None:
+def _check_strategy(config: Run) -> None:
     parallel = config.parallel
     named = f"parallel.strategy={parallel.strategy}"
     if config.backend != "torch":

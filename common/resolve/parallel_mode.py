@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from common.errors import ConfigError
 from common.parallel.batch import check_divides
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
 COMPILED = ("semi_auto_parallel", "auto_parallel")
 """Modes in which MindSpore's compiler splits the graph."""
 
 
-def compiled_mode(config: ResolvedRun, kind: str) -> bool:
+def compiled_mode(config: Run, kind: str) -> bool:
     """Tell whether MindSpore's compiler splits the graph of this run on a device of this kind."""
     parallel = config.parallel
     if config.backend != "mindspore":
@@ -24,7 +24,7 @@ def compiled_mode(config: ResolvedRun, kind: str) -> bool:
     )
 
 
-def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
+def check_parallel_mode(config: Run, kind: str) -> None:
     """Check a run on MindSpore. kind: of the device; auto if not known yet.
 
     Raises ConfigError naming the settings that contradict each other, and a fix.
@@ -52,7 +52,7 @@ def check_parallel_mode(config: ResolvedRun, kind: str) -> None:
         _check_explicit(config)
 
 
-def _check_explicit(config: ResolvedRun) -> None:
+def _check_explicit(config: Run) -> None:
     parallel, train = config.parallel, config.train
     if (
         parallel.parallel_mode == "data_parallel"
@@ -79,7 +79,7 @@ def _check_explicit(config: ResolvedRun) -> None:
         )
 
 
-def _check_compiled(config: ResolvedRun) -> None:
+def _check_compiled(config: Run) -> None:
     parallel, train = config.parallel, config.train
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
     micro, accumulation = train.micro_batch_size, train.accumulation_steps

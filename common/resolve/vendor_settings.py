@@ -8,10 +8,10 @@ from typing import Any, assert_never
 
 from common.config.schema import OptimizerConfig
 from common.errors import ConfigError
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
 
-def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
+def mindspore_context(config: Run) -> dict[str, Any]:
     """Return the arguments of mindspore.set_context. It has other functions for the device and its
     memory.
     """
@@ -32,7 +32,7 @@ def mindspore_context(config: ResolvedRun) -> dict[str, Any]:
     return settings
 
 
-def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
+def semi_auto_settings(config: Run, rank: int) -> dict[str, Any]:
     """Return the arguments of mindspore.set_auto_parallel_context (2.10) for a run split by its
     compiler.
 
@@ -81,7 +81,7 @@ def semi_auto_settings(config: ResolvedRun, rank: int) -> dict[str, Any]:
     return settings
 
 
-def strategy_file(config: ResolvedRun, rank: int) -> str:
+def strategy_file(config: Run, rank: int) -> str:
     """Return the file in which a rank's compiler writes how it split the parameters."""
     name = (
         config.parallel.strategy_ckpt_config.save_file
@@ -140,7 +140,7 @@ _FREE = {
 """Settings that a user's file may add: how DeepSpeed does its work, never what it computes."""
 
 
-def deepspeed_settings(config: ResolvedRun, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def deepspeed_settings(config: Run, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's config of a run.
 
     ``own`` is a user's ds_config.json, whose "auto" stands for the value that follows from the run.
@@ -208,7 +208,7 @@ def _kernel(optimizer: OptimizerConfig) -> dict[str, Any]:
             assert_never(optimizer.name)
 
 
-def _said(config: ResolvedRun) -> dict[str, Any]:
+def _said(config: Run) -> dict[str, Any]:
     """Return settings in DeepSpeed's words that the engine applies itself.
 
     A file may repeat them, and is compared with them.

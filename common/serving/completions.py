@@ -19,7 +19,7 @@ from common.generation.generate import Continuation
 from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.stop_strings import GrowingText
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.serving.answers import Choice, usage
 from common.serving.completion_task import CompletionJob, Limits, Piece
 from common.serving.engine import Engine, QueueFullError, StoppedError
@@ -43,7 +43,7 @@ class CompletionService:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, config: ResolvedRun, backend: str | None = None
+        self, engine: Engine, tokenizer: Tokenizer, config: Run, backend: str | None = None
     ) -> None:
         """backend: the library that computes, where it is not that of the config."""
         self.name = config.serve.name or Path(config.output_dir).resolve().name

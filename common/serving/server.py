@@ -15,7 +15,7 @@ from common.config.schema import ServeConfig
 from common.errors import ConfigError, RunError, StopRequested
 from common.log import LOG
 from common.packages import require_package
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.processes.addresses import is_loopback
 from common.processes.heartbeat import beat
 from common.serving.engine import Engine, Slots
@@ -33,7 +33,7 @@ _LAST_WORDS = 5.0
 
 
 def serve(
-    config: ResolvedRun,
+    config: Run,
     tokenizer: Tokenizer,
     open_slots: Callable[[int], Slots],
     backend: str | None = None,

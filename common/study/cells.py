@@ -11,12 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from common.accelerators import Hardware
 from common.config.load import apply_overrides, flatten
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.paths import ROOT
-from common.resolve.derive import resolve_mode, written_ranks
+from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import read_config
 from common.study.definition import SPECIAL, Condition, Definition, label, labels_of
 from common.study.loading import base_of
@@ -56,7 +57,8 @@ class PlannedCell:
     base: Path
     words: tuple[str, ...]
     """The settings as ``section.key=value``, without the run's folder."""
-    config: ResolvedRun | None = None
+    config: Run | None = None
+    written: RunConfig | None = None
     refusal: str = ""
 
 
@@ -278,7 +280,8 @@ def _plan(
         reason = f"{ranks} ranks do not divide over {hosts} hosts; change ranks or hosts"
         return PlannedCell(cell=cell, base=base, words=words, refusal=reason)
     try:
-        config = resolve_mode(written, "train", world_size=ranks)
+        hardware = Hardware(kind=written.device)
+        config = resolve_config(written, world_size=ranks, hardware=hardware)
     except ConfigError as error:
         return PlannedCell(cell=cell, base=base, words=words, refusal=" ".join(str(error).split()))
-    return PlannedCell(cell=cell, base=base, words=words, config=config)
+    return PlannedCell(cell=cell, base=base, words=words, config=config, written=written)

@@ -7,9 +7,7 @@ from dataclasses import asdict
 
 from common.accelerators import GIB, Accelerator
 from common.errors import ConfigError
-from common.parallel.fused_attention import on_accelerator
-from common.parallel.loss_rows import with_loss_rows
-from common.planner.fitting import with_fitting
+from common.planner.fitting import is_open, resolve_on
 from common.planner.plan import make_plan, table, time_of
 from common.study.cells import PlannedCell
 from common.study.definition import Definition
@@ -18,10 +16,11 @@ from common.study.results import Prediction
 
 def predict(planned: PlannedCell, device: Accelerator | None = None) -> Prediction:
     """Return the memory of each rank, and with ``device`` the time of a step on it."""
-    if planned.config is None:
+    config, written = planned.config, planned.written
+    if config is None or written is None:
         return Prediction(reason=planned.refusal)
-    config = with_fitting(on_accelerator(planned.config, device), device)
-    config = with_loss_rows(config, device.memory) if device else config
+    if device is not None or is_open(written):
+        config = resolve_on(written, device, world_size=planned.cell.ranks)
     try:
         plan = make_plan(config)
     except ConfigError as error:

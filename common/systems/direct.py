@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.checkpoint.manifest import MANIFEST, read_manifest
+from common.checkpoint.manifest import MANIFEST
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, UserError
 from common.files import reading
 from common.systems import own_folder
-from common.systems.table import FORMATS, WeightFormat, detect
+from common.systems.table import FORMATS, detect
 from common.systems.weights import Weight, Weights, to_type
 from common.tokenizer.folder import Folder
 from common.weights.names import EMBEDDING, check_tensors
@@ -52,25 +52,33 @@ class ForeignCheckpoint:
     """Tensors by the names of our files: MODEL_FILE and OPTIMIZER_FILE."""
 
 
-def is_foreign(path: Path) -> bool:
-    """Tell whether a path that is not our checkpoint holds weights of a known format."""
-    return not (path / MANIFEST).is_file() and _find(path) is not None
+def foreign_format(path: Path) -> str | None:
+    """Return the format of weights at a path that is not our checkpoint, as a key of FORMATS; None
+    where it is unknown, or written only.
+    """
+    try:
+        if (path / MANIFEST).is_file():
+            return None
+        inside = path.name.endswith(_OF_HUGGING_FACE) and FORMATS["hf"].detects(path.parent)
+        format = "hf" if inside else detect(path)
+    except (UserError, OSError):
+        return None
+    return None if format == "torch_gpt2" or FORMATS[format].open is None else format
 
 
 @contextmanager
-def open_foreign(path: Path, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
-    """Open a path that ``is_foreign``. Raises CheckpointError and ConfigError.
+def open_foreign(path: Path, format: str, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
+    """Open weights of a ``foreign_format``. Raises CheckpointError and ConfigError.
 
     model: the config's, used where the files do not record theirs.
     """
-    format = _find(path)
-    if format is None or format.open is None:  # the folder existed when its format was detected
-        raise CheckpointError(f"{path}: its files have changed while the run began; start it again")
+    system = FORMATS[format]
     with ExitStack() as stack:
-        opened = format.open_to_compute or format.open
+        opened = system.open_to_compute or system.open
+        assert opened is not None
         with reading(path, CheckpointError):
             weights = stack.enter_context(
-                format.open_as(path, model) if format.open_as else opened(path)
+                system.open_as(path, model) if system.open_as else opened(path)
             )
             weights = _without_padding(weights, model)
         files = {MODEL_FILE: _Tensors(path, weights.tensors)}
@@ -81,16 +89,6 @@ def open_foreign(path: Path, model: ResolvedModel) -> Iterator[ForeignCheckpoint
             "left_out": dict(weights.ignored),
         }
         yield ForeignCheckpoint(manifest=manifest, files=files)
-
-
-def manifest_of(path: Path, model: ResolvedModel, *, checksums: bool = True) -> dict[str, Any]:
-    """Return the manifest of our checkpoint or of foreign weights. Raises CheckpointError and
-    ConfigError.
-    """
-    if not is_foreign(path):
-        return read_manifest(path, checksums=checksums)
-    with open_foreign(path, model) as found:
-        return dict(found.manifest)
 
 
 _MOST_RANKS = 8
@@ -130,16 +128,6 @@ def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
         moments=cut(weights.moments),
         ignored={**weights.ignored, f"{EMBEDDING}[{size}:{rows}]": "rows that pad the vocabulary"},
     )
-
-
-def _find(path: Path) -> WeightFormat | None:
-    """Return the format of a path; None where it is ours, unknown, or written only."""
-    try:
-        inside = path.name.endswith(_OF_HUGGING_FACE) and FORMATS["hf"].detects(path.parent)
-        format = FORMATS["hf" if inside else detect(path)]
-    except (UserError, OSError):
-        return None
-    return None if format is FORMATS["torch_gpt2"] or format.open is None else format
 
 
 @dataclass(frozen=True)

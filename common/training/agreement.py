@@ -10,20 +10,19 @@ from typing import Any
 from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.errors import CheckpointError
 from common.parallel.world import WorldBase
-from common.systems.direct import is_foreign
 from common.tensor_files.checksummed import file_checksum
+from common.training.opened_checkpoint import Checkpoint
 
 
-def identity_of(found: Path | None) -> str:
+def identity_of(checkpoint: Checkpoint) -> str:
     """Return a fingerprint of a checkpoint, by which hosts compare the files that they see."""
-    if found is None:
-        return "none"
+    path = checkpoint.path
     try:
-        if is_foreign(found):
-            return fingerprint(found)
-        return f"{found} {file_checksum(found / MANIFEST):08x}"
+        if checkpoint.is_foreign:
+            return fingerprint(path)
+        return f"{path} {file_checksum(path / MANIFEST):08x}"
     except OSError:
-        return f"{found}, not there"
+        return f"{path}, not there"
 
 
 def fingerprint(path: Path) -> str:
@@ -36,21 +35,23 @@ def fingerprint(path: Path) -> str:
 
 
 def check_everywhere(
-    world: WorldBase, checkpoint: Path | None, what: str = "the checkpoint to begin with"
+    world: WorldBase, checkpoint: Checkpoint | None, what: str = "the checkpoint to begin with"
 ) -> None:
     """Raise on every rank unless all of them read the same complete checkpoint.
 
     Rank 0 has compared the checksums of its choice. Among ranks that see other files, or files on
     another host, the first one compares them for all.
     """
-    world.require_equal({what: identity_of(checkpoint)})
-    if checkpoint is None or world.size == 1 or is_foreign(checkpoint):
+    if world.size == 1:
+        return
+    world.require_equal({what: "none" if checkpoint is None else identity_of(checkpoint)})
+    if checkpoint is None or checkpoint.is_foreign:
         return  # foreign files have no checksums
-    views = world.gather(_view_of(checkpoint))
+    views = world.gather(_view_of(checkpoint.path))
     fault = None
     if world.rank and views.index(views[world.rank]) == world.rank:
         try:
-            read_manifest(checkpoint)
+            read_manifest(checkpoint.path)
         except CheckpointError as error:
             fault = f"rank {world.rank}: {error}"
     faults = [found for found in world.gather(fault) if found is not None]

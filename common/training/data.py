@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 
 from common.checkpoint.state import TrainState
-from common.config.resolved import as_run
 from common.config.schema import TokenizerConfig
 from common.dataset import (
     Batch,
@@ -38,15 +37,13 @@ from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
 from common.parallel.packing import wanted_keys
-from common.parallel.resolved_run import ResolvedRun, TrainingRun
+from common.parallel.run import Run
 from common.paths import looked_in
-from common.resolve.derive import require_length, resolve_length, resolve_vocabulary
+from common.resolve.derive import fitting_vocabulary, require_length
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.weights.names import count_parameters
 
 _WINDOWS_LOOKED_AT = 64
-
-
 Passes = Mapping[str, Callable[[], Iterator[Tokens]]]
 """Functions that start a pass over a rank's share of windows, by the name of the data set. A blend
 has several.
@@ -102,37 +99,25 @@ class TrainingData:
         return self.validation
 
 
-@overload
-def open_data(
-    config: ResolvedRun,
-    *,
-    training: Literal[True] = True,
-    rank: int = 0,
-    ranks: int | None = None,
-    whole_validation: bool = False,
-) -> tuple[TrainingData, TrainingRun]: ...
-@overload
-def open_data(
-    config: ResolvedRun,
-    *,
-    training: Literal[False],
-    rank: int = 0,
-    ranks: int | None = None,
-    whole_validation: bool = False,
-) -> tuple[TrainingData, ResolvedRun]: ...
-def open_data(
-    config: ResolvedRun,
-    *,
-    training: bool = True,
-    rank: int = 0,
-    ranks: int | None = None,
-    whole_validation: bool = False,
-) -> tuple[TrainingData, ResolvedRun]:
-    """Open the data, and derive the vocabulary and, for training, the length of the run.
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The data of a run as they are opened: what they say of the run, and the training samples."""
 
-    rank: data-parallel rank. ranks: number that divide each batch, all data-parallel ones when left
-    out. They divide validation windows too, but not with ``whole_validation``. Raises DataError and
-    ConfigError.
+    records: list[tuple[Path, Metadata]]
+    """The .meta.json files beside the data, with the prefix of each."""
+    tokenizer_record: dict[str, Any] | None
+    remarks: tuple[str, ...]
+    vocabulary: dict[str, int]
+    """Keys of the section model that follow from the tokenizer."""
+    eod_id: int | None
+    samples: Samples | None
+    """None when only the validation part was asked for."""
+
+
+def open_corpus(config: Run, *, training: bool = True) -> Corpus:
+    """Open the data of a run whose vocabulary and length may still be open.
+
+    Raises DataError and ConfigError.
     """
     allow_many_files()  # a blend may have thousands
     records = _metadata(config)
@@ -142,25 +127,42 @@ def open_data(
         if training or made_with is None
         else (None, [])
     )
-    record = made_with or given
-    if record is not None:
-        name = "the tokenizer of the data" if made_with is not None else "data.tokenizer"
-        config = resolve_vocabulary(config, record["vocab_size"], name)
-    config = _with_eod(config, records)
-    share = config.model.hidden_size / count_parameters(config.model)
-    remarks += vocabulary_remarks([made_with], given, config.model.vocab_size, share_of_row=share)
-    sampler = None
+    record, model = made_with or given, config.model
+    name = "the tokenizer of the data" if made_with is not None else "data.tokenizer"
+    vocabulary = fitting_vocabulary(model, record["vocab_size"], name) if record else {}
+    size = vocabulary.get("vocab_size", model.vocab_size)
+    parameters = count_parameters(model) - (model.vocab_size - size) * model.hidden_size
+    share = model.hidden_size / parameters
+    remarks += vocabulary_remarks([made_with], given, size, share_of_row=share)
+    eod = _find_eod(config, records, size)
+    samples = None
     if training:
         require_length(config)
-        samples = _open(
-            config,
-            config.data.train,
-            "train",
-            shuffle=config.data.shuffle,
-            stride=config.data.stride,
-        )
-        remarks += _eod_remarks(config, samples, records)
-        config = resolve_length(config, samples.samples_per_epoch)
+        data = config.data
+        samples = _open(config, data.train, "train", shuffle=data.shuffle, stride=data.stride)
+    return Corpus(
+        records=records, tokenizer_record=record, remarks=tuple(remarks), vocabulary=vocabulary,
+        eod_id=eod, samples=samples,
+    )  # fmt: skip
+
+
+def open_data(
+    config: Run,
+    corpus: Corpus,
+    *,
+    rank: int = 0,
+    ranks: int | None = None,
+    whole_validation: bool = False,
+) -> TrainingData:
+    """Open the share of a rank.
+
+    rank: data-parallel rank. ranks: number that divide each batch, all data-parallel ones when left
+    out. They divide validation windows too, but not with ``whole_validation``. Raises DataError.
+    """
+    remarks, samples = [*corpus.remarks], corpus.samples
+    sampler = None
+    if samples is not None:
+        remarks += _eod_remarks(config, samples, corpus.records)
         sampler = ShardedSampler(
             samples,
             global_batch_size=config.train.global_batch_size,
@@ -170,7 +172,7 @@ def open_data(
             vocab_size=config.model.vocab_size,
         )
     validation: Passes = {}
-    reason = _why_no_validation(config, training=training)
+    reason = _why_no_validation(config, training=samples is not None)
     if reason is None:
         place = (0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)
         validation, without = _validation(config, *place)
@@ -179,21 +181,20 @@ def open_data(
             remarks.append(
                 f"no validation of {listed(list(without))}: {next(iter(without.values()))}"
             )
-    if not training and LOG.isEnabledFor(logging.INFO):  # a training reports them
+    if samples is None and LOG.isEnabledFor(logging.INFO):  # a training reports them
         for remark in remarks:
             LOG.warning(remark)
-    data = TrainingData(
+    return TrainingData(
         sampler=sampler,
         validation=validation,
         no_validation=reason,
-        tokenizer_record=record,
+        tokenizer_record=corpus.tokenizer_record,
         prefetch=config.data.prefetch,
         remarks=tuple(remarks),
     )
-    return data, config
 
 
-def _why_no_validation(config: ResolvedRun, *, training: bool) -> str | None:
+def _why_no_validation(config: Run, *, training: bool) -> str | None:
     """Return the key that says that there are no validation windows, if one does."""
     if training and config.validation.interval == "never":
         return "validation.interval is never"
@@ -202,7 +203,7 @@ def _why_no_validation(config: ResolvedRun, *, training: bool) -> str | None:
     return None
 
 
-def _validation(config: ResolvedRun, rank: int, ranks: int) -> tuple[Passes, dict[str, str]]:
+def _validation(config: Run, rank: int, ranks: int) -> tuple[Passes, dict[str, str]]:
     """Return the validation windows of each data set, and why others have none.
 
     Every window is read once, so weights of a blend do not matter.
@@ -236,7 +237,7 @@ def _validation(config: ResolvedRun, rank: int, ranks: int) -> tuple[Passes, dic
 
 
 def _open(
-    config: ResolvedRun,
+    config: Run,
     entries: Sequence[str | float] | None,
     split: Split,
     *,
@@ -274,7 +275,7 @@ def require_entries(entries: Sequence[str | float] | None) -> list[str | float]:
     return list(entries)
 
 
-def _metadata(config: ResolvedRun) -> list[tuple[Path, Metadata]]:
+def _metadata(config: Run) -> list[tuple[Path, Metadata]]:
     """Read the .meta.json files beside the data, with the prefix of each."""
     found = []
     for entries in (config.data.train, config.data.validation):
@@ -300,11 +301,11 @@ def _tokenizer_record(records: list[tuple[Path, Metadata]]) -> dict[str, Any] | 
     return None
 
 
-def _with_eod(config: ResolvedRun, records: list[tuple[Path, Metadata]]) -> ResolvedRun:
-    """Return the run with data.eod_id filled in, if a key needs it. Raises ConfigError."""
+def _find_eod(config: Run, records: list[tuple[Path, Metadata]], vocab_size: int) -> int | None:
+    """Return data.eod_id, found out if a key needs it. Raises ConfigError."""
     wanted, eod = wanted_keys(config.data), config.data.eod_id
     if not wanted:
-        return config
+        return eod
     named = f"{' and '.join(wanted)}: "
     if eod is None:
         for prefix, metadata in records:
@@ -316,17 +317,15 @@ def _with_eod(config: ResolvedRun, records: list[tuple[Path, Metadata]]) -> Reso
                 )
         eod = records[0][1].eod_id if records else _eod_of_tokenizer(config, named)
     assert eod is not None
-    if eod >= config.model.vocab_size:
+    if eod >= vocab_size:
         raise ConfigError(
             f"{named}data.eod_id={eod} is not a token of the vocabulary, which has"
-            f" {config.model.vocab_size}; give the id that ends documents in the data"
+            f" {vocab_size}; give the id that ends documents in the data"
         )
-    return as_run(type(config), config, data={"eod_id": eod})
+    return eod
 
 
-def _eod_remarks(
-    config: ResolvedRun, samples: Samples, records: list[tuple[Path, Metadata]]
-) -> list[str]:
+def _eod_remarks(config: Run, samples: Samples, records: list[tuple[Path, Metadata]]) -> list[str]:
     """Return a warning if the data end documents with another token than the one in use, or if
     their first windows do not hold it.
     """
@@ -349,10 +348,10 @@ def _eod_remarks(
     ]
 
 
-def _eod_of_tokenizer(config: ResolvedRun, named: str) -> int:
+def _eod_of_tokenizer(config: Run, named: str) -> int:
     """Return the token with which data.tokenizer ends documents. named: keys that need it."""
     try:
-        return _load_tokenizer(config)[0].eod_id
+        return load_given_tokenizer(config)[0].eod_id
     except (ConfigError, TokenizerError) as error:
         raise ConfigError(
             f"{named}the id of the token that ends a document is not known: the data have no"
@@ -361,23 +360,26 @@ def _eod_of_tokenizer(config: ResolvedRun, named: str) -> int:
         ) from None
 
 
-def open_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, ResolvedRun]:
-    """Load data.tokenizer and derive the config's vocabulary, with warnings for mismatches."""
-    tokenizer, source = _load_tokenizer(config)
-    config = resolve_vocabulary(config, tokenizer.vocab_size, f"the tokenizer in {source}")
-    for remark in vocabulary_remarks([], describe_tokenizer(tokenizer), config.model.vocab_size):
+def open_tokenizer(config: Run) -> tuple[Tokenizer, dict[str, int]]:
+    """Load data.tokenizer, with warnings for mismatches. Returns the keys of model that follow."""
+    tokenizer, source = load_given_tokenizer(config)
+    vocabulary = fitting_vocabulary(
+        config.model, tokenizer.vocab_size, f"the tokenizer in {source}"
+    )
+    size = vocabulary.get("vocab_size", config.model.vocab_size)
+    for remark in vocabulary_remarks([], describe_tokenizer(tokenizer), size):
         LOG.warning(remark)
-    return tokenizer, config
+    return tokenizer, vocabulary
 
 
-def _load_tokenizer(config: ResolvedRun) -> tuple[Tokenizer, str]:
+def load_given_tokenizer(config: Run) -> tuple[Tokenizer, str]:
     """Return the tokenizer and its path."""
     wish, source = tokenizer_source(config)
     model = config.checkpoint.load
     return load_tokenizer(wish.type, source, wish.merge_file, wish.backend, model), source
 
 
-def tokenizer_source(config: ResolvedRun) -> tuple[TokenizerConfig, str]:
+def tokenizer_source(config: Run) -> tuple[TokenizerConfig, str]:
     """Return data.tokenizer and its vocabulary or folder. Raises ConfigError if there is none."""
     wish = config.data.tokenizer
     source = wish.vocab_file or wish.folder if wish is not None else None
@@ -393,9 +395,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
 
 
-def _given_tokenizer(
-    config: ResolvedRun, *, is_known: bool
-) -> tuple[dict[str, Any] | None, list[str]]:
+def _given_tokenizer(config: Run, *, is_known: bool) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the record of data.tokenizer, and warnings. Training can run without its files.
 
     is_known: whether the data name their tokenizer. Raises TokenizerError if the files of a
@@ -413,7 +413,7 @@ def _given_tokenizer(
         )
         return None, [f"data.tokenizer: {source} is not there{looked_in(source)}, and {without}"]
     try:
-        return describe_tokenizer(_load_tokenizer(config)[0]), []
+        return describe_tokenizer(load_given_tokenizer(config)[0]), []
     except TokenizerError as error:
         if not is_known:
             raise

@@ -13,32 +13,40 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from common import run_folder
 from common.checkpoint.manifest import write_manifest
 from common.checkpoint.snapshot import MODEL_FILE, SETTINGS_FILE
-from common.errors import ConfigError
+from common.config.resolved import ResolvedModel
+from common.errors import ConfigError, GPT2Error
 from common.files import atomic_write, whole_folder
 from common.interrupts import exiting_at_sigterm
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
-from common.resolve.derive import resolve_vocabulary
-from common.systems.direct import manifest_of
+from common.resolve.derive import fitting_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.tokenizer.copies import companions_in, vocabulary_in
 from common.tokenizer.folder import TOKENIZER_JSON
-from common.training.checkpoint_reader import CheckpointReader
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 
 
-def export(config: ResolvedRun) -> None:
+def exported_vocabulary(model: ResolvedModel, checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the key of model that changes if the config has the padded size of a vocabulary."""
+    with suppress(GPT2Error, KeyError):  # it is reported where the checkpoint is verified
+        size = checkpoint.manifest(model)["config"]["model"]["vocab_size"]
+        return fitting_vocabulary(model, size, f"the checkpoint {checkpoint}")
+    return {}
+
+
+def export(config: Run, checkpoint: Checkpoint) -> None:
     """Write ``weights`` in the run folder.
 
     Raises CheckpointError naming every tensor that is missing, unexpected or incomplete, and
@@ -46,16 +54,12 @@ def export(config: ResolvedRun) -> None:
     """
     folder = Path(config.output_dir) / "weights"
     refuse_to_replace(folder, config)
-    checkpoint = weights_to_use(config, None, export=True)
-    manifest = manifest_of(checkpoint, config.model, checksums=False)
-    config = resolve_vocabulary(
-        config, manifest["config"]["model"]["vocab_size"], f"the checkpoint {checkpoint}"
-    )
+    weights_to_use(config, checkpoint, None)
+    manifest = checkpoint.manifest(config.model)
     shapes = parameter_shapes(config.model)
-    reader = CheckpointReader(checkpoint)
-    values = reader.weights(config.model)
+    values = checkpoint.weights(config.model)
     if config.export.weights == "int8":
-        scheme = reader.scheme() or usual_scheme(shapes)
+        scheme = checkpoint.scheme() or usual_scheme(shapes)
         kinds, arrays = kinds_of_integers(shapes, scheme), arrays_of_integers(values, scheme)
     else:
         kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in shapes.items()}
@@ -66,7 +70,7 @@ def export(config: ResolvedRun) -> None:
         size = file.stat().st_size
         files = {MODEL_FILE: {"bytes": size, "crc32": checksum}}
         write_manifest(
-            temporary, {**manifest, "exported_from": str(checkpoint.resolve()), "files": files}
+            temporary, {**manifest, "exported_from": str(checkpoint.path.resolve()), "files": files}
         )
         _put_settings(temporary, config)
     LOG.info(
@@ -75,7 +79,7 @@ def export(config: ResolvedRun) -> None:
     )
 
 
-def _put_settings(folder: Path, config: ResolvedRun) -> None:
+def _put_settings(folder: Path, config: Run) -> None:
     """Write the other files for generation: those of the tokenizer, and a config.
 
     Paths of the config are the folder itself. Raises StorageError, and OSError for a file that
@@ -93,7 +97,7 @@ def _put_settings(folder: Path, config: ResolvedRun) -> None:
         target.write(dump_yaml(settings))
 
 
-def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
+def put_tokenizer_files(folder: Path, config: Run) -> bool:
     """Copy the existing files of data.tokenizer; return whether there is a vocabulary.
 
     Raises StorageError, and TokenizerError for a file that cannot be read.
@@ -123,7 +127,7 @@ def put_tokenizer_files(folder: Path, config: ResolvedRun) -> bool:
     return True
 
 
-def refuse_to_replace(folder: Path, config: ResolvedRun) -> None:
+def refuse_to_replace(folder: Path, config: Run) -> None:
     """Raise ConfigError if an export exists and export.overwrite is false."""
     if folder.exists() and not config.export.overwrite:
         raise ConfigError(

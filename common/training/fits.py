@@ -13,7 +13,7 @@ from common.checkpoint.folders import MANIFEST
 from common.config.resolved import ResolvedModel
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 
 _DECISIVE = (
     "num_layers",
@@ -31,28 +31,18 @@ max_positions.
 
 def require_same_model(
     manifest: Mapping[str, Any],
-    config: ResolvedRun,
+    config: Run,
     checkpoint: Path,
     *,
     may_move: bool = False,
-    export: bool = False,
 ) -> None:
     """Raise CheckpointError if the models of checkpoint and config differ, listing the keys to set.
 
-    may_move: the message offers another output_dir. export: a padded model.vocab_size stands
-    for the checkpoint's.
+    may_move: the message offers another output_dir.
     """
     trained = _sizes(manifest["config"].get("model", {}), checkpoint)
     model = config.model
     differ = {key: trained[key] for key in _DECISIVE if trained[key] != getattr(model, key)}
-    vocabulary = differ.get("vocab_size")
-    if (
-        export
-        and vocabulary is not None
-        and vocabulary < model.vocab_size
-        and model.vocab_size % model.vocab_multiple == 0
-    ):
-        del differ["vocab_size"]
     if not differ:
         return
     found = ", ".join(

@@ -19,12 +19,12 @@ from common.checkpoint.state import TrainState
 from common.dataset import Tokens
 from common.errors import DivergedError, StopRequested
 from common.log import LOG, progress_bar
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.training.report import make_report
 from common.training.rewind import require_no_rewind
 from common.training.saving import Saver
-from common.training.steps import Agreements, Run, Steps, ends_epoch
+from common.training.steps import Agreements, Steps, TrainingParts, ends_epoch
 from common.training.stop import StopSignal
 
 _EXIT = 1
@@ -33,7 +33,7 @@ stop a run are larger.
 """
 
 
-def train(run: Run, state: TrainState) -> dict[str, Any]:
+def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
     """Train from ``state`` to the last step; save, validate and log on the way.
 
     Returns the last row of metrics with the validation figures, and when there was a step,
@@ -45,7 +45,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     in a row.
     """
     config = run.config
-    last_step = config.train.max_steps
+    last_step = config.train.steps
     summary: dict[str, Any] = {}
     report = make_report(config, run.samples_per_epoch)
     saver = Saver(
@@ -132,7 +132,7 @@ def train(run: Run, state: TrainState) -> dict[str, Any]:
     return summary
 
 
-def _exit_wish(config: TrainingRun, step: int, seconds: float) -> int:
+def _exit_wish(config: Run, step: int, seconds: float) -> int:
     """Return _EXIT where the configuration ends this process, else 0. step: the last one, 0 where
     it is not known yet.
     """
@@ -142,7 +142,7 @@ def _exit_wish(config: TrainingRun, step: int, seconds: float) -> int:
     return _EXIT if timed_out or at_step else 0
 
 
-def _end_early(config: TrainingRun, stopping: int, where: str) -> None:
+def _end_early(config: Run, stopping: int, where: str) -> None:
     """Log the end that the configuration asked for, or raise StopRequested for a signal."""
     again = "the same command resumes"
     if config.checkpoint.resume not in ("auto", "latest"):
@@ -152,7 +152,7 @@ def _end_early(config: TrainingRun, stopping: int, where: str) -> None:
     LOG.info(f"stopped by train.exit_interval or train.exit_minutes{where}; {again}")
 
 
-def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int]:
+def validate(run: TrainingParts, step: int, stop: StopSignal) -> tuple[dict[str, Any], int]:
     """Evaluate the validation windows, if there are any; write the row and return it.
 
     A signal ends the pass without a row. Its number is returned too.
@@ -178,19 +178,19 @@ def validate(run: Run, step: int, stop: StopSignal) -> tuple[dict[str, Any], int
     return row, 0
 
 
-def _lacks_validation(run: Run, step: int) -> bool:
+def _lacks_validation(run: TrainingParts, step: int) -> bool:
     """Whether a stop or a kill prevented the validation of the step from which the run resumes."""
     if not run.resumed or not run.validation or not step or not _validation_due(run.config, step):
         return False
     return bool(run.max_over_ranks(int(run.metrics.lacks_validation(step))))
 
 
-def _save_due(run: Run, saver: Saver, step: int) -> bool:
+def _save_due(run: TrainingParts, saver: Saver, step: int) -> bool:
     return saver.is_postponed or _due(run.config.checkpoint.interval, step) or ends_epoch(run, step)
 
 
-def _validation_due(config: TrainingRun, step: int) -> bool:
-    return _due(config.validation.steps_between, step) or step == config.train.max_steps
+def _validation_due(config: Run, step: int) -> bool:
+    return _due(config.validation.steps_between, step) or step == config.train.steps
 
 
 def validation_figures(sums: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _due(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _check_divergence(config: TrainingRun, state: TrainState) -> None:
+def _check_divergence(config: Run, state: TrainState) -> None:
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         raise DivergedError(
             f"step {state.step}: {state.skipped_in_a_row} steps in a row had no finite"

@@ -15,7 +15,7 @@ from common.checkpoint.state import TrainState
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.log import LOG
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 
 Trace = Callable[[Path], AbstractContextManager[None]]
 """Function that traces the steps within its context and writes the trace to a file."""
@@ -28,16 +28,14 @@ class ProfileWindow:
     stops at ``boundaries``.
     """
 
-    def __init__(
-        self, config: TrainingRun, state: TrainState, trace: Trace, *, rank: int = 0
-    ) -> None:
+    def __init__(self, config: Run, state: TrainState, trace: Trace, *, rank: int = 0) -> None:
         """Create a window. Raises ConfigError if it lies beyond the run's end."""
         self._trace = trace
         self._open = ExitStack()
         self._rank = rank
         self._folder = Path(config.output_dir) / "profile"
         self._steps = range(0)
-        start, last = config.profile.start, config.train.max_steps
+        start, last = config.profile.start, config.train.steps
         if start is None:
             return
         if start > last:

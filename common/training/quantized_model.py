@@ -6,16 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.world import WorldBase
 from common.quantization.scheme import ActivationScales, quantized_layers
-from common.training.checkpoint_reader import CheckpointReader
+from common.training.opened_checkpoint import Checkpoint
 
 
 class QuantizedModel(ABC):
     """Scales of a model whose layers round, equal on every rank."""
 
-    def __init__(self, config: ResolvedRun, world: WorldBase) -> None:
+    def __init__(self, config: Run, world: WorldBase) -> None:
         settings = config.quantization
         assert settings is not None
         self.settings = settings
@@ -47,7 +47,7 @@ class QuantizedModel(ABC):
             self.scales.update([max(column) for column in zip(*ranks, strict=True)])
             self._set_scales()
 
-    def load(self, reader: CheckpointReader) -> None:
+    def load(self, reader: Checkpoint) -> None:
         """Load the scales of a checkpoint, if it has any. Raises CheckpointError."""
         reader.load_scales(self.scales)
         self._set_scales()

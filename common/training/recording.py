@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError, StorageError
 from common.files import atomic_write
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.parallel.topology import Coordinates, Topology
 from common.structured_files import MalformedError, parse_json
 from common.tensor_files.safetensors_file import write_safetensors
@@ -93,9 +93,7 @@ def recorded_samples(wanted: int, global_batch: int) -> list[int]:
 class StepRecord:
     """One rank's part of the record of a step."""
 
-    def __init__(
-        self, request: RecordRequest, config: TrainingRun, topology: Topology, rank: int
-    ) -> None:
+    def __init__(self, request: RecordRequest, config: Run, topology: Topology, rank: int) -> None:
         self.step = request.step
         self._folder, self._config, self._topology = request.folder, config, topology
         self._rank, self._at = rank, topology.coordinates(rank)

@@ -20,7 +20,7 @@ import numpy as np
 from common.accelerators import GIB
 from common.log import LOG, listed
 from common.parallel.ramp import place_in_epochs
-from common.parallel.resolved_run import ResolvedRun, TrainingRun
+from common.parallel.run import Run
 from common.training.metrics import flops_per_token
 
 Row = dict[str, Any]
@@ -42,9 +42,9 @@ class Report:
     more_lines = True
     """Whether the first step and skipped ones get a line at any interval."""
 
-    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
+    def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
         """Create a report. samples_per_epoch: 0 if unknown; all steps then belong to one epoch."""
-        steps, batch = config.train.max_steps, config.train.global_batch_size
+        steps, batch = config.train.steps, config.train.global_batch_size
         self.config = config
         self.last_step = steps
         self.batches = config.batch_sizes
@@ -243,7 +243,7 @@ class MindFormersReport(Report):
     prefix = logging.Formatter("%(asctime)s - mindformers - %(levelname)s - %(message)s")
     more_lines = False
 
-    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
+    def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)
         self._epoch = (-1, 0.0, 0)
         """Number of the epoch, and the sum and count of its losses that this process saw."""
@@ -287,7 +287,7 @@ class OneFlowReport(Report):
         "step": 8, "micro_batches": 15, "samples": 15, "throughput": 10, "latency": 10, "loss": 10,
     }  # fmt: skip
 
-    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
+    def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)
         self._titled = False
         """Whether the last line of the log belongs to a table."""
@@ -349,7 +349,7 @@ class GPT2ChineseReport(Report):
     prefix = logging.Formatter("%(message)s")
     more_lines = False
 
-    def __init__(self, config: TrainingRun, samples_per_epoch: int = 0) -> None:
+    def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
         super().__init__(config, samples_per_epoch)
         self._samples = samples_per_epoch or self.batches.samples_after(self.last_step)
 
@@ -399,14 +399,14 @@ def part_lines(row: Row) -> list[str]:
     return [f"validation by data set: {listed(parts)}"] if parts else []
 
 
-def make_report(config: TrainingRun, samples_per_epoch: int = 0) -> Report:
+def make_report(config: Run, samples_per_epoch: int = 0) -> Report:
     """Return the report of a style. train.num_samples says how long its epochs are, else the
     data.
     """
     return STYLES[config.logging.style](config, config.train.num_samples or samples_per_epoch)
 
 
-def use_style(config: ResolvedRun) -> None:
+def use_style(config: Run) -> None:
     """Use the prefix of logging.style for every further line of the log."""
     for handler in LOG.handlers:
         handler.setFormatter(STYLES[config.logging.style].prefix)

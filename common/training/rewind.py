@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.folders import step_of, whole_checkpoints
-from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
 from common.errors import CheckpointError, DivergedError
 from common.log import LOG
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
+from common.training.opened_checkpoint import Checkpoint
 
 
 class RewindNeeded(Exception):
@@ -28,7 +28,7 @@ class RewindNeeded(Exception):
 
 
 def require_no_rewind(
-    config: TrainingRun, state: TrainState, row: Mapping[str, Any], *, has_saved: bool
+    config: Run, state: TrainState, row: Mapping[str, Any], *, has_saved: bool
 ) -> None:
     """Raise RewindNeeded if the run has to go back after the step of ``row``.
 
@@ -50,34 +50,29 @@ def require_no_rewind(
     raise RewindNeeded(state)
 
 
-def _is_broken(config: TrainingRun, row: Mapping[str, Any]) -> bool:
+def _is_broken(config: Run, row: Mapping[str, Any]) -> bool:
     """Return whether a value is not finite, beyond what a dynamic loss scale causes."""
     if config.loss_scale.mode == "dynamic":
         return not math.isfinite(row["loss"])
     return not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
 
 
-def checkpoint_before(folder: Path, step: int) -> Path:
+def checkpoint_before(folder: Path, step: int) -> Checkpoint:
     """Return the newest checkpoint up to ``step`` whose last update was not an outlier.
 
     If there is none, the oldest one. Raises CheckpointError if there is no checkpoint at all.
     """
-    there = whole_checkpoints(folder)
+    there = [Checkpoint(path) for path in whole_checkpoints(folder)]
     if not there:
         raise CheckpointError(
             f"{folder}: no complete checkpoint to go back to, though one was written; the run"
             " cannot continue"
         )
-    before = [path for path in there if step_of(path.name) <= step and not in_spike(path)]
-    return before[-1] if before else there[0]
+    before = (each for each in reversed(there) if step_of(each.path.name) <= step)
+    return next((each for each in before if not each.in_spike()), there[0])
 
 
-def in_spike(checkpoint: Path) -> bool:
-    """Return whether the last update of a checkpoint was an outlier."""
-    return bool(read_manifest(checkpoint, checksums=False).get("state", {}).get("is_outlier"))
-
-
-def go_back(config: TrainingRun, state: TrainState, before: TrainState) -> None:
+def go_back(config: Run, state: TrainState, before: TrainState) -> None:
     """Carry what the run has learnt from its rewinds into the state of the checkpoint.
 
     state: of the checkpoint, changed in place. before: of the run at the outlier.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from common.checkpoint.state import TrainState
-from common.config.resolved import TimedOptimizer
+from common.config.resolved import ResolvedOptimizer
 from common.parallel.learning_rate import learning_rate
 
 
 class Schedule:
     """Schedule that moves with the updates that are made, and not with steps that are skipped."""
 
-    def __init__(self, optimizer: TimedOptimizer, state: TrainState) -> None:
+    def __init__(self, optimizer: ResolvedOptimizer, state: TrainState) -> None:
         self._optimizer = optimizer
         self.factor = state.rate_factor
         """Factor of the learning rate, lowered by rewinds."""

@@ -14,7 +14,7 @@ from common.config.load import flatten
 from common.device import Device, resident_bytes
 from common.errors import StopRequested
 from common.log import LOG
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.parallel.world import WorldBase
 from common.training.agreement import check_everywhere
 from common.training.data import TrainingData
@@ -23,10 +23,11 @@ from common.training.epoch_models import write_epoch_models
 from common.training.loop import train as train_loop
 from common.training.memory import record_memory
 from common.training.metrics import MetricsWriter
+from common.training.opened_checkpoint import Checkpoint
 from common.training.profile import ProfileWindow, Trace
 from common.training.rewind import RewindNeeded, checkpoint_before, go_back
 from common.training.start import Start, record_start, where_to_start
-from common.training.steps import Run
+from common.training.steps import TrainingParts
 from common.training.summary import announce, draw, finish
 from common.training.trackers import Trackers
 
@@ -35,7 +36,7 @@ from common.training.trackers import Trackers
 class Session:
     """State that all ranks agree on before an engine is created. Rank 0 holds the run folder."""
 
-    config: TrainingRun
+    config: Run
     data: TrainingData
     world: WorldBase
     start: Start
@@ -60,7 +61,7 @@ class Session:
         state.sample_hash = state.sample_hash or self.data.fingerprint
         self._require_equal_ranks(engine, state)
         announce(config, self.data, device.name, self.start, state)
-        if state.step < config.train.max_steps:  # a token that the model lacks is found here
+        if state.step < config.train.steps:  # a token that the model lacks is found here
             next(self.data.batches(state))
         while True:
             try:
@@ -128,7 +129,7 @@ class Session:
             self.data.training_batches(state, engine.prepare_batch) as batches,
             profile,
         ):
-            run = Run(
+            run = TrainingParts(
                 config=config,
                 engine=engine,
                 batches=batches,
@@ -160,13 +161,15 @@ class Session:
         self.world.require_equal(settings | facts | engine.identity())
 
 
-def agree_on_start(config: TrainingRun, data: TrainingData, world: WorldBase) -> Session:
+def agree_on_start(
+    config: Run, data: TrainingData, world: WorldBase, named: Checkpoint | None = None
+) -> Session:
     """Let rank 0 choose where to start, and make sure that every rank finds the same checkpoint.
 
-    Raises ConfigError and CheckpointError.
+    named: see ``where_to_start``. Raises ConfigError and CheckpointError.
     """
-    start = world.decide_on_rank_0(lambda: where_to_start(config, data))
-    check_everywhere(world, start.resume or start.weights)
+    start = world.decide_on_rank_0(lambda: where_to_start(config, data, named))
+    check_everywhere(world, start.checkpoint)
     folder = Path(config.output_dir)
     holders = world.gather(run_folder.holder(folder))
     if len(set(holders)) > 1 and world.rank == 0:

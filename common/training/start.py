@@ -7,48 +7,44 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import (
-    find_checkpoint,
-    point_latest,
-    read_or_name_older,
-    require_checkpoint,
-    step_of,
-)
-from common.checkpoint.integers import holds_integers
-from common.checkpoint.manifest import read_manifest
-from common.checkpoint.snapshot import OPTIMIZER_FILE
+from common.checkpoint.folders import find_checkpoint, point_latest, require_checkpoint, step_of
 from common.config.load import flatten, save_config
-from common.config.resolved import as_run
+from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.files import clean_up
 from common.log import LOG
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
-from common.systems.direct import is_foreign, manifest_of
 from common.training.data import TrainingData
 from common.training.fits import multiple_that_keeps, require_same_model
-from common.training.rewind import checkpoint_before, in_spike
+from common.training.opened_checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+from common.training.rewind import checkpoint_before
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Start of a run: a checkpoint to resume, weights to start from, or neither."""
 
-    resume: Path | None = None
-    weights: Path | None = None
+    resume: Checkpoint | None = None
+    weights: Checkpoint | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint to read, if any."""
+        return self.resume or self.weights
 
     def in_folder(self, folder: Path) -> bool:
         """Return whether a checkpoint of this run itself is resumed."""
         return (
             self.resume is not None
-            and self.resume.parent.resolve() == (folder / "checkpoints").resolve()
+            and self.resume.path.parent.resolve() == (folder / "checkpoints").resolve()
         )
 
 
@@ -76,18 +72,18 @@ def require_writable(checkpoints: Path) -> None:
         )
 
 
-def where_to_start(config: ResolvedRun, data: TrainingData) -> Start:
-    """Apply checkpoint.resume and checkpoint.init_from.
+def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = None) -> Start:
+    """Apply checkpoint.resume and checkpoint.init_from. named: what one of them names, if open.
 
     Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be
     written.
     """
-    start = _choose(config, data)
+    start = _choose(config, data, named)
     require_writable(Path(config.output_dir) / "checkpoints")
     return start
 
 
-def _choose(config: ResolvedRun, data: TrainingData) -> Start:
+def _choose(config: Run, data: TrainingData, named: Checkpoint | None) -> Start:
     folder = Path(config.output_dir)
     with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
         clean_up(folder / "checkpoints", "step_*")
@@ -97,42 +93,37 @@ def _choose(config: ResolvedRun, data: TrainingData) -> Start:
             " training; set checkpoint.resume to resume from it, or checkpoint.init_from to"
             " begin with its weights"
         )
-    resume = _checkpoint_to_resume(_wish(config), folder)
-    if resume is not None and resume.parent == folder / "checkpoints":
+    resume, weights = _checkpoint_to_resume(_wish(config), folder, named), None
+    if resume is not None and resume.path.parent == folder / "checkpoints":
         resume = _prefer_healthy(resume, config)
-    init_from = config.checkpoint.init_from
-    if resume is not None and _holds_weights_alone(resume, config):
+    if resume is not None and resume.holds_weights_alone(config.model):
         LOG.warning(
             f"checkpoint.resume={resume}: holds only weights, not the state of a run; it is"
             " used as checkpoint.init_from"
         )
-        init_from, resume = str(resume), find_checkpoint(folder)
-    for key, path in (("checkpoint.resume", resume), ("checkpoint.init_from", init_from)):
-        _refuse_integers(key, path, config)
+        weights, resume = resume, newest_checkpoint(folder)
     if resume is not None:
-        manifest = _read_fitting(
-            resume,
-            "checkpoint.resume",
-            config,
-            data.tokenizer_record,
-            may_move=config.checkpoint.resume == "auto",
+        _refuse_integers("checkpoint.resume", resume, config)
+        may_move = config.checkpoint.resume == "auto"
+        require_fitting(
+            resume, "checkpoint.resume", config, data.tokenizer_record, may_move=may_move
         )
-        _log_changes(manifest, config, data)
+        _log_changes(resume.manifest(config.model), config, data)
         return Start(resume=resume)
-    if init_from is not None:
-        key = "checkpoint.init_from"
-        weights = require_weights(Path(init_from), key)
-        _read_fitting(weights, key, config, data.tokenizer_record)
-        return Start(weights=weights)
-    return Start()
+    key, init_from = "checkpoint.init_from", config.checkpoint.init_from
+    if weights is None and init_from is not None:
+        weights = named or open_checkpoint(Path(init_from), key)
+        _refuse_integers(key, weights, config)
+    if weights is not None:
+        require_fitting(weights, key, config, data.tokenizer_record)
+    return Start(weights=weights)
 
 
-def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> None:
+def _refuse_integers(key: str, found: Checkpoint, config: Run) -> None:
     """Raise ConfigError if a run would start from 8-bit weights."""
-    found = None if path is None else find_checkpoint(Path(path))
-    if found is None or not holds_integers(found):
+    if not found.holds_integers():
         return
-    manifest = manifest_of(found, config.model, checksums=False)
+    manifest, path = found.manifest(config.model), found.path
     source = manifest.get("exported_from") or manifest.get("converted_from", {}).get("path")
     raise ConfigError(
         f"{key}={path}: its weights have 8 bits, which eval and predict accept, but not training;"
@@ -141,14 +132,16 @@ def _refuse_integers(key: str, path: Path | str | None, config: ResolvedRun) -> 
     )
 
 
-def _prefer_healthy(checkpoint: Path, config: ResolvedRun) -> Path:
+def _prefer_healthy(checkpoint: Checkpoint, config: Run) -> Checkpoint:
     """Return an older checkpoint where the last update of this one was an outlier, if rewinds are
     allowed; else the same one, with a warning.
     """
     try:
-        step = step_of(checkpoint.name)
-        older = checkpoint_before(checkpoint.parent, step) if in_spike(checkpoint) else checkpoint
-        if step_of(older.name) >= step or in_spike(older):
+        if not checkpoint.in_spike():
+            return checkpoint
+        step = step_of(checkpoint.path.name)
+        older = checkpoint_before(checkpoint.path.parent, step)
+        if step_of(older.path.name) >= step or older.in_spike():
             return checkpoint
     except CheckpointError:  # reported where the checkpoint is read, with a remedy
         return checkpoint
@@ -160,7 +153,7 @@ def _prefer_healthy(checkpoint: Path, config: ResolvedRun) -> Path:
     return checkpoint
 
 
-def _wish(config: ResolvedRun) -> str:
+def _wish(config: Run) -> str:
     """Return checkpoint.resume, or auto in a restart of a run that has saved.
 
     A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own
@@ -173,14 +166,14 @@ def _wish(config: ResolvedRun) -> str:
     return config.checkpoint.resume
 
 
-def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
+def _checkpoint_to_resume(wish: str, folder: Path, named: Checkpoint | None) -> Checkpoint | None:
     """Return the checkpoint that checkpoint.resume asks for; None to start over."""
     if wish == "auto":
-        return find_checkpoint(folder)
+        return newest_checkpoint(folder)
     if wish == "latest":
-        return require_checkpoint(folder, "checkpoint.resume=latest")
+        return Checkpoint(require_checkpoint(folder, "checkpoint.resume=latest"))
     if wish != "never":
-        return require_weights(Path(wish), f"checkpoint.resume={wish}")
+        return named or open_checkpoint(Path(wish), f"checkpoint.resume={wish}")
     if find_checkpoint(folder) is not None:
         raise ConfigError(
             f"output_dir={folder} holds a run and checkpoint.resume=never; choose another folder or"
@@ -189,59 +182,7 @@ def _checkpoint_to_resume(wish: str, folder: Path) -> Path | None:
     return None
 
 
-def require_weights(where: Path, why: str) -> Path:
-    """Return the checkpoint at ``where``, or ``where`` itself if it holds another system's weights.
-
-    Raises NoCheckpointError if there is neither.
-    """
-    found = find_checkpoint(where)
-    return found or (where if is_foreign(where) else require_checkpoint(where, why))
-
-
-def _holds_weights_alone(path: Path, config: ResolvedRun) -> bool:
-    return is_foreign(path) and OPTIMIZER_FILE not in manifest_of(path, config.model)["files"]
-
-
-def kept_choice(
-    config: ResolvedRun, possible: Collection[int]
-) -> tuple[int, str, int | None] | None:
-    """Return micro batch, recomputation and its blocks of the checkpoint to resume.
-
-    None unless the micro batch is a possible one, and global batch, layout and every such key that
-    the config does not leave open are those of the config.
-    """
-    with suppress(GPT2Error):  # it is reported where the run starts
-        checkpoint = _checkpoint_to_resume(_wish(config), Path(config.output_dir))
-        if checkpoint is None or is_foreign(checkpoint):
-            return None
-        before = dict(flatten(read_manifest(checkpoint, checksums=False).get("config", {})))
-        now = dict(flatten(config.model_dump()))
-        equal = list(_OF_MEMORY)
-        if not config.train.micro_batch_is_auto:
-            equal.append("train.micro_batch_size")
-        if not config.train.recompute_is_auto:
-            equal += ["train.recompute", "train.recompute_layers"]
-        size = before.get("train.micro_batch_size")
-        if (
-            isinstance(size, int)
-            and (size in possible or not config.train.micro_batch_is_auto)
-            and all(before.get(key) == now[key] for key in equal)
-        ):
-            return size, before.get("train.recompute", "none"), before.get("train.recompute_layers")
-    return None
-
-
-_OF_MEMORY = (
-    "train.global_batch_size",
-    *(
-        f"parallel.{name}"
-        for name in ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage")
-    ),
-)
-"""Keys that the memory of a step depends on, with the sizes of the model."""
-
-
-def record_start(config: ResolvedRun, start: Start, kernels: Mapping[str, str]) -> None:
+def record_start(config: Run, start: Start, kernels: Mapping[str, str]) -> None:
     """Write the resolved config, and let ``latest`` name the checkpoint that is resumed.
 
     kernels: of the parts of a step, for a remark at the end of the config.
@@ -250,12 +191,12 @@ def record_start(config: ResolvedRun, start: Start, kernels: Mapping[str, str]) 
     """
     folder = Path(config.output_dir)
     if start.resume is not None and start.in_folder(folder):
-        point_latest(start.resume)
+        point_latest(start.resume.path)
     used = "; ".join(f"{part} {name}" for part, name in kernels.items())
     save_config(config, folder / "config.yaml", f"# kernels: {used}\n" if used else "")
     if _counts_restarts():
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-        after = 0 if start.resume is None else step_of(start.resume.name)
+        after = 0 if start.resume is None else step_of(start.resume.path.name)
         append_attempt(folder, {"began": began, "first_step": max(0, after) + 1})
 
 
@@ -266,7 +207,7 @@ def _counts_restarts() -> bool:
     )
 
 
-def checkpoint_to_use(config: ResolvedRun) -> Path:
+def checkpoint_to_use(config: Run) -> Checkpoint:
     """Return the checkpoint to read: checkpoint.load, else the run folder's newest, else
     checkpoint.init_from.
 
@@ -274,67 +215,57 @@ def checkpoint_to_use(config: ResolvedRun) -> Path:
     """
     settings = config.checkpoint
     if settings.load is not None:
-        return require_weights(Path(settings.load), f"checkpoint.load={settings.load}")
-    found = find_checkpoint(Path(config.output_dir))
-    return found or require_weights(
+        return open_checkpoint(Path(settings.load), f"checkpoint.load={settings.load}")
+    return newest_checkpoint(Path(config.output_dir)) or open_checkpoint(
         Path(settings.init_from or config.output_dir), "the run in output_dir, or checkpoint.load"
     )
 
 
-def with_trained_vocabulary(config: ResolvedRun) -> ResolvedRun:
-    """Return the config with a vocab_multiple that keeps model.vocab_size, if the checkpoint has
-    this size.
+def trained_multiple(model: ResolvedModel, checkpoint: Checkpoint) -> dict[str, int]:
+    """Return a vocab_multiple that keeps model.vocab_size, if the checkpoint has this size.
 
     A run without a tokenizer trains all rows of a padded table. A tokenizer that is given later
     would take that size for the padded size of its own vocabulary.
     """
-    size = config.model.vocab_size
-    if size % config.model.vocab_multiple:
-        return config
-    with suppress(GPT2Error):  # it is reported where the checkpoint is read
-        manifest = manifest_of(checkpoint_to_use(config), config.model, checksums=False)
-        if manifest["config"].get("model", {}).get("vocab_size") == size:
-            return as_run(ResolvedRun, config, model={"vocab_multiple": multiple_that_keeps(size)})
-    return config
+    if model.vocab_size % model.vocab_multiple == 0:
+        with suppress(GPT2Error):  # it is reported where the checkpoint is verified
+            trained = checkpoint.manifest(model)["config"].get("model", {})
+            if trained.get("vocab_size") == model.vocab_size:
+                return {"vocab_multiple": multiple_that_keeps(model.vocab_size)}
+    return {}
 
 
 def weights_to_use(
-    config: ResolvedRun, tokenizer: dict[str, Any] | None, *, export: bool = False
-) -> Path:
+    config: Run, checkpoint: Checkpoint, tokenizer: dict[str, Any] | None
+) -> Checkpoint:
     """Return the checkpoint to evaluate, generate with or export.
 
     Raises CheckpointError unless it has the tokenizer and the model of the config.
     """
-    checkpoint = checkpoint_to_use(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "latest", "never") and config.checkpoint.load is None:
         LOG.warning(
             f"checkpoint.resume={resume} is for training; the weights are those of {checkpoint};"
             f" to use the others, set checkpoint.load={resume}"
         )
-    _read_fitting(checkpoint, "checkpoint.load", config, tokenizer, export=export)
+    require_fitting(checkpoint, "checkpoint.load", config, tokenizer)
     return checkpoint
 
 
-def _read_fitting(
-    checkpoint: Path,
+def require_fitting(
+    checkpoint: Checkpoint,
     key: str,
-    config: ResolvedRun,
+    config: Run,
     tokenizer: dict[str, Any] | None,
     *,
     may_move: bool = False,
-    export: bool = False,
-) -> dict[str, Any]:
-    """Return the manifest of a checkpoint of the config's model and this tokenizer.
+) -> None:
+    """Raise CheckpointError unless a checkpoint is whole and of the config's model and tokenizer.
 
-    key: the override that takes another checkpoint. may_move, export: see ``require_same_model``.
-    Raises CheckpointError.
+    key: the override that takes another checkpoint. may_move: see ``require_same_model``.
     """
-    manifest = (
-        manifest_of(checkpoint, config.model)
-        if is_foreign(checkpoint)
-        else read_or_name_older(checkpoint, key)
-    )
+    checkpoint.verify(key)
+    manifest = checkpoint.manifest(config.model)
     left_out = manifest.get("left_out", {})
     for reason, count in Counter(left_out.values()).items():
         name = next(name for name, why in left_out.items() if why == reason)
@@ -342,12 +273,11 @@ def _read_fitting(
             f"{checkpoint}: left out: "
             + (f"{count} x {reason}" if count > 1 else f"{name} ({reason})")
         )
-    _check_tokenizer(manifest, tokenizer, checkpoint)
-    require_same_model(manifest, config, checkpoint, may_move=may_move, export=export)
-    return manifest
+    _check_tokenizer(manifest, tokenizer, checkpoint.path)
+    require_same_model(manifest, config, checkpoint.path, may_move=may_move)
 
 
-def _log_changes(manifest: dict[str, Any], config: ResolvedRun, data: TrainingData) -> None:
+def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> None:
     """Log what has changed since the checkpoint."""
     if "updated_samples" not in manifest.get("state", {}):
         LOG.info(

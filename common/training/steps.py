@@ -14,7 +14,7 @@ from common.dataset import Batch, Tokens
 from common.device import peak_resident_bytes
 from common.log import LOG
 from common.parallel.ramp import epochs_done
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.training.engine import Engine, StepResult
 from common.training.metrics import MetricsWriter, flops_per_token
@@ -23,10 +23,10 @@ from common.training.profile import ProfileWindow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TrainingParts:
     """The fixed parts of a run."""
 
-    config: TrainingRun
+    config: Run
     engine: Engine
     batches: Iterator[Batch]
     validation: Mapping[str, Callable[[], Iterable[Tokens]]]
@@ -51,7 +51,7 @@ class Run:
 class Agreements:
     """Agreement of the ranks after each step, read as late as the results of the steps."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingParts) -> None:
         self._run = run
         self._asked: deque[Callable[[], int]] = deque()
 
@@ -73,7 +73,7 @@ class Agreements:
 class Steps:
     """The steps that the engine is asked for, and their rows of metrics."""
 
-    def __init__(self, run: Run, state: TrainState) -> None:
+    def __init__(self, run: TrainingParts, state: TrainState) -> None:
         self._run, self._state = run, state
         self._batches = _WatchedBatches(run.batches, state.step)
         self._asked = state.step
@@ -91,7 +91,7 @@ class Steps:
         whose results are known. wait: until all are known, as at an event.
         """
         run, state, config = self._run, self._state, self._run.config
-        distance = _steps_to_boundary(run, self._asked, config.train.max_steps)
+        distance = _steps_to_boundary(run, self._asked, config.train.steps)
         count = min(run.engine.steps_per_run, distance)
         if not self.under_way:
             if run.profile is not None:
@@ -208,7 +208,7 @@ class _WatchedBatches:
         return batch
 
 
-def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
+def _steps_to_boundary(run: TrainingParts, step: int, last_step: int) -> int:
     """Return the number of steps up to the next one with an event."""
     config = run.config
     intervals = (
@@ -225,7 +225,7 @@ def _steps_to_boundary(run: Run, step: int, last_step: int) -> int:
     return min(stop for stop in stops if stop > step) - step
 
 
-def _epoch_ends_after(run: Run, step: int) -> list[int]:
+def _epoch_ends_after(run: TrainingParts, step: int) -> list[int]:
     """Return the step of the next end of an epoch, if weights are written there."""
     samples, batches = run.samples_per_epoch, run.config.batch_sizes
     if not (run.config.checkpoint.epoch_models and samples):
@@ -233,5 +233,5 @@ def _epoch_ends_after(run: Run, step: int) -> list[int]:
     return [batches.steps_within((epochs_done(step, batches, samples) + 1) * samples)]
 
 
-def ends_epoch(run: Run, step: int) -> bool:
+def ends_epoch(run: TrainingParts, step: int) -> bool:
     return _epoch_ends_after(run, step - 1) == [step]

@@ -13,7 +13,7 @@ from common.errors import CheckpointError
 from common.log import LOG, listed
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.ramp import describe_ramp
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.training.data import TrainingData, named_parts
 from common.training.plot import plot_loss
 from common.training.report import use_style
@@ -23,7 +23,7 @@ from common.weights.names import count_parameters
 
 
 def announce(
-    config: TrainingRun,
+    config: Run,
     data: TrainingData,
     device_name: str,
     start: Start,
@@ -48,9 +48,9 @@ def announce(
         LOG.info(f"batch ramp: {describe_ramp(config.batch_sizes)}")
     stride = config.data.stride or model.seq_length
     overlap = f", one every {stride} tokens" if stride != model.seq_length else ""
-    epochs = config.batch_sizes.samples_after(train.max_steps) / data.samples_per_epoch
+    epochs = config.batch_sizes.samples_after(train.steps) / data.samples_per_epoch
     LOG.info(
-        f"length: {train.max_steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
+        f"length: {train.steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
         f" samples{overlap}"
     )
     blend = _describe_blend(config, data)
@@ -76,12 +76,12 @@ def announce(
         LOG.info(f"starting from initial weights of seed {config.seed}")
 
 
-def _describe_blend(config: TrainingRun, data: TrainingData) -> str | None:
+def _describe_blend(config: Run, data: TrainingData) -> str | None:
     """Return the share of each data set of a blend, and how often the run reads it."""
     blend = data.sampler.samples if data.sampler is not None else None
     if not isinstance(blend, Blend):
         return None
-    samples = config.batch_sizes.samples_after(config.train.max_steps)
+    samples = config.batch_sizes.samples_after(config.train.steps)
     parts = []
     for name, weight, part in zip(
         named_parts(config.data.train), blend.weights, blend.datasets, strict=True
@@ -91,12 +91,10 @@ def _describe_blend(config: TrainingRun, data: TrainingData) -> str | None:
     return listed(parts)
 
 
-def finish(
-    config: TrainingRun, state: TrainState, summary: dict[str, Any], *, peak_memory: int
-) -> None:
+def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
     """Log the summary at the end, and draw the plot."""
     draw(config)
-    end = "finished" if state.step >= config.train.max_steps else "ended early"
+    end = "finished" if state.step >= config.train.steps else "ended early"
     parts = [f"{end}: step {state.step}, {state.consumed_samples:,} samples"]
     if "loss" in summary:
         parts.append(f"loss {summary['loss']:.4f}")
@@ -119,7 +117,7 @@ def finish(
     LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")
 
 
-def draw(config: TrainingRun) -> None:
+def draw(config: Run) -> None:
     """Draw loss.png, if it is wanted. A further signal does not cut it short."""
     if config.logging.plot:
         with StopSignal():

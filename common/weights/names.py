@@ -19,9 +19,9 @@ EMBEDDING = "wte.weight"
 POSITIONS = "wpe.weight"
 
 
-def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: ResolvedModel, layers: int | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter with the true vocabulary, in the order of the forward
-    pass.
+    pass. layers: count only the first ones.
     """
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
     shapes: dict[str, tuple[int, ...]] = {
@@ -37,7 +37,7 @@ def parameter_shapes(model: ResolvedModel) -> dict[str, tuple[int, ...]]:
             {f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)}
         )
 
-    for layer in range(model.num_layers):
+    for layer in range(model.num_layers if layers is None else layers):
         norm(f"h.{layer}.ln_1")
         for part in ("q_proj", "k_proj", "v_proj", "c_proj"):
             linear(f"h.{layer}.attn.{part}", hidden, hidden)
@@ -53,10 +53,7 @@ def count_parameters(model: ResolvedModel) -> int:
     h^2 + 13 h) + 2 h for an MLP of 4 h.
     """
     outside, with_a_block = (
-        sum(
-            math.prod(shape)
-            for shape in parameter_shapes(model.model_copy(update={"num_layers": layers})).values()
-        )
+        sum(math.prod(shape) for shape in parameter_shapes(model, layers).values())
         for layers in (0, 1)
     )
     return outside + model.num_layers * (with_a_block - outside)

@@ -52,11 +52,11 @@ CONFIG: tuple[list[Box], list[Arrow]] = (
             4,
             "shared",
             (
-                "ResolvedRun: what follows from it",
+                "Run: what follows from it",
                 "common/resolve/ derives batch, layout and vocabulary, and refuses contradictions",
             ),
             (
-                "ResolvedRun：由此推导出什么",
+                "Run：由此推导出什么",
                 "common/resolve/ 推导批大小、并行布局和词表，拒绝互相矛盾的设置",
             ),
         ),

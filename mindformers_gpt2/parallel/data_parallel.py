@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import SplitWithSize
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind
 from mindformers_gpt2.device import DTYPES
 from mindformers_gpt2.parallel.collectives import AllGather, ReduceScatter, all_reduce
@@ -25,9 +25,7 @@ class DataParallel(nn.Cell):
     updates its share of the rows of every parameter. Shares are equal, and zeros pad the last ones.
     """
 
-    def __init__(
-        self, config: ResolvedRun, world: World, shapes: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, config: Run, world: World, shapes: Sequence[tuple[int, ...]]) -> None:
         """Create the sum. shapes: of the gradients, in their order."""
         super().__init__()
         group = world.groups.get(GroupKind.DATA)

@@ -11,7 +11,7 @@ from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
 from common.parallel.loss_rows import loss_rows
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import owns
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
@@ -26,7 +26,7 @@ from mindformers_gpt2.parallel.tensor_parallel import split_model
 from mindformers_gpt2.parallel.world import World
 
 
-def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> list[GPT2]:
+def build_parts(config: Run, device: MindSporeDevice, world: World) -> list[GPT2]:
     """Return this rank's part of the model, one stage, without weights.
 
     It is cut before it has memory, so that a rank never holds more than its own.
@@ -51,7 +51,7 @@ def build_parts(config: ResolvedRun, device: MindSporeDevice, world: World) -> l
 
 
 def own_dropout_keys(
-    config: ResolvedRun, world: World, step: int, number: int, accumulation: int
+    config: Run, world: World, step: int, number: int, accumulation: int
 ) -> NDArray[np.uint32]:
     """Return the dropout keys of a micro batch, for the layers of this rank.
 
@@ -71,7 +71,7 @@ class GradientSync(nn.Cell):
 
     def __init__(
         self,
-        config: ResolvedRun,
+        config: Run,
         world: World,
         shapes: Mapping[str, tuple[int, ...]],
         *,

@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from common.parallel.pipeline import Pass, order_of_rank
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients, StageGradients
@@ -70,7 +70,7 @@ class Pipeline:
     def __init__(
         self,
         model: GPT2,
-        config: ResolvedRun,
+        config: Run,
         world: World,
         device: MindSporeDevice,
         loss_scale: DeviceLossScale,

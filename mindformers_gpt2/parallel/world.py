@@ -17,7 +17,7 @@ from common.cluster.rank_environment import hccl_seconds
 from common.errors import ConfigError, RunError
 from common.log import LOG
 from common.parallel.arrival import Arrival
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
@@ -82,7 +82,7 @@ class World(WorldBase):
 
 
 @contextmanager
-def open_world(config: ResolvedRun, process: Process, device: MindSporeDevice) -> Iterator[World]:
+def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterator[World]:
     """Connect to the other processes, if there are any. Raises RunError if they cannot be reached,
     also later.
     """

@@ -16,7 +16,7 @@ from common.dataset import Tokens
 from common.errors import RunError
 from common.log import LOG
 from common.parallel.operator_plan import held_shape, held_slice, owns, splits_vocabulary
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
@@ -38,7 +38,7 @@ class SemiAutoEngine(BaseEngine):
 
     def __init__(
         self,
-        config: TrainingRun,
+        config: Run,
         device: MindSporeDevice,
         world: World | None = None,
         manifest_extra: Mapping[str, Any] | None = None,
@@ -145,5 +145,5 @@ class Evaluation(nn.Cell):
         return loss
 
 
-def _no_tokens(rows: int, config: TrainingRun) -> tuple[Tensor, Tensor]:
+def _no_tokens(rows: int, config: Run) -> tuple[Tensor, Tensor]:
     return inputs_and_targets(np.zeros((rows, config.model.seq_length + 1), np.int32))

@@ -23,7 +23,7 @@ from common.parallel.operator_plan import (
     stage_of,
     stages_of_parameter,
 )
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2, set_fused_attention, takes_fused_attention
 from mindformers_gpt2.optimizer import (
@@ -135,7 +135,7 @@ class TrainingGraph(nn.Cell):
     The batch is that of all data-parallel ranks.
     """
 
-    def __init__(self, model: GPT2, config: ResolvedRun) -> None:
+    def __init__(self, model: GPT2, config: Run) -> None:
         super().__init__(auto_prefix=False)
         length = config.model.seq_length
         self.drops = any(
@@ -162,7 +162,7 @@ class TrainingGraph(nn.Cell):
         return self.head(x, self.wte.weight, targets)
 
 
-def apply_plan(network: TrainingGraph, config: ResolvedRun, *, fused: bool = False) -> None:
+def apply_plan(network: TrainingGraph, config: Run, *, fused: bool = False) -> None:
     """Set the split of each operator. fused: attention is one operator."""
     for name, strategy in operator_strategies(config, fused=fused).items():
         for primitive in _primitives(network, name):
@@ -171,7 +171,7 @@ def apply_plan(network: TrainingGraph, config: ResolvedRun, *, fused: bool = Fal
             )
 
 
-def _set_stages(network: TrainingGraph, config: ResolvedRun) -> None:
+def _set_stages(network: TrainingGraph, config: Run) -> None:
     """Set the pipeline stage of cells, and the communication of parameters.
 
     For each parameter this is the group whose gradients travel together, and whether ZeRO splits
@@ -213,7 +213,7 @@ def _find(cell: nn.Cell, path: str) -> Any:
     return found.native if isinstance(found, nn.Cell) else found
 
 
-def build_network(config: ResolvedRun, device: MindSporeDevice) -> TrainingGraph:
+def build_network(config: Run, device: MindSporeDevice) -> TrainingGraph:
     """Return the model with its plan, without weights.
 
     Call it within the context of ``semi_auto_settings``; otherwise the parameters are created
@@ -237,7 +237,7 @@ def build_network(config: ResolvedRun, device: MindSporeDevice) -> TrainingGraph
     return network
 
 
-def _set_recompute(network: TrainingGraph, config: ResolvedRun) -> None:
+def _set_recompute(network: TrainingGraph, config: Run) -> None:
     train = config.train
     switches = {
         "mp_comm_recompute": train.mp_comm_recompute,
@@ -287,7 +287,7 @@ class GradientNorm(nn.Cell):
     stage waits for.
     """
 
-    def __init__(self, names: list[str], config: ResolvedRun, rank: int) -> None:
+    def __init__(self, names: list[str], config: Run, rank: int) -> None:
         super().__init__(auto_prefix=False)
         topology = config.topology
         self.shares = tuple(1.0 / copies_of(name, config) for name in names)
@@ -310,7 +310,7 @@ class TrainingStep(nn.Cell):
     """Whole step: micro batches, gradients and update."""
 
     def __init__(
-        self, network: TrainingGraph, config: ResolvedRun, rank: int, loss_scale: DeviceLossScale
+        self, network: TrainingGraph, config: Run, rank: int, loss_scale: DeviceLossScale
     ) -> None:
         super().__init__(auto_prefix=False)
         stage = config.topology.coordinates(rank).pipeline
@@ -373,7 +373,7 @@ class TrainingStep(nn.Cell):
         return result
 
 
-def build_step(network: TrainingGraph, config: ResolvedRun, rank: int) -> TrainingStep:
+def build_step(network: TrainingGraph, config: Run, rank: int) -> TrainingStep:
     """Return the training step of a network. Call it in the context of ``semi_auto_settings``
     too.
     """
@@ -394,7 +394,7 @@ def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
     return ops.depend(found, ops.assign(ops.depend(total, found), ops.zeros_like(total)))
 
 
-def _in_micro_batches(network: TrainingGraph, config: ResolvedRun) -> nn.Cell:
+def _in_micro_batches(network: TrainingGraph, config: Run) -> nn.Cell:
     """Split the batch into micro batches, whose losses and gradients are summed."""
     parallel, accumulation = config.parallel, config.train.accumulation_steps
     if parallel.micro_batch_interleave_num > 1:

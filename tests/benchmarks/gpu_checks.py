@@ -14,14 +14,14 @@ from benchmarks.gpu_lowering import lower_training, lowering
 from benchmarks.roofline import FEW, Counts, count_micro_batch, step_seconds
 from common.accelerators import GIB, require_accelerator
 from common.config.load import build_config
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner.timing import float8_bytes
 from common.resolve.derive import resolve_config
 
 LAYERS, WIDTH, WINDOW, WINDOWS, ROWS = 4, 64, 1024, 4, 50_304
 
 
-def run(precision: Any = "bf16", **sections: Any) -> ResolvedRun:
+def run(precision: Any = "bf16", **sections: Any) -> Run:
     return resolve_config(
         build_config(
             {

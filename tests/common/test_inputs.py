@@ -11,7 +11,7 @@ import pytest
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import DataError, UserError
-from common.inputs import check_inputs, with_inputs_here
+from common.inputs import _paths_here, check_inputs
 from common.resolve.derive import resolve_config
 from run_gpt2 import main
 from tests.config_overrides import changed
@@ -127,7 +127,10 @@ def test_the_front_door_says_it_before_it_imports_a_framework(
 
 def test_the_data_of_a_folder(tmp_path: Path) -> None:
     def found() -> list[str | float] | None:
-        return with_inputs_here(config(data__train=str(tmp_path / "data"))).data.train
+        there: list[str | float] = _paths_here(config(data__train=str(tmp_path / "data")))["data"][
+            "train"
+        ]
+        return there
 
     folder = tmp_path / "data"
     (folder / "inner").mkdir(parents=True)

@@ -24,7 +24,6 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.log import LOG
 from common.resolve.derive import resolve_config
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.loss_scale import LossScale
 from common.training.start import where_to_start
 from common.weights.names import parameter_shapes
@@ -185,7 +184,7 @@ def read(run: Path, resume: str = "auto") -> tuple[Stand | None, list[str]]:
         if start.resume is None:
             return None, warnings
         scale = LossScale(config.loss_scale)
-        reader = CheckpointReader(start.resume)
+        reader = start.resume
         state, engine = reader.states(config, scale)
         weights = {name: values.tobytes() for name, values in reader.weights(config.model)}
         moments = {

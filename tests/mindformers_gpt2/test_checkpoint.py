@@ -14,6 +14,7 @@ ms = pytest.importorskip(
 
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints  # noqa: E402
 from common.errors import StorageError  # noqa: E402
+from common.inputs import make_run  # noqa: E402
 from common.systems.mindformers import rank_files  # noqa: E402
 from common.tensor_files.safetensors_file import open_safetensors  # noqa: E402
 from mindformers_gpt2.train import train  # noqa: E402
@@ -40,11 +41,13 @@ def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Pat
     foreign.parent.mkdir(parents=True)
     foreign.touch()
     train(
-        config_of(
-            tmp_path,
-            corpus_prefix,
-            optimizer={"learning_rate": 0.01, "decay_steps": 4},
-            model__num_layers=1,
+        *make_run(
+            config_of(
+                tmp_path,
+                corpus_prefix,
+                optimizer={"learning_rate": 0.01, "decay_steps": 4},
+                model__num_layers=1,
+            )
         )
     )
     folder = tmp_path / "checkpoints"
@@ -78,7 +81,7 @@ def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Pat
 
 def test_epochs_count_from_one(tmp_path: Path, corpus_prefix: Path) -> None:
     """Steps of an epoch: samples // global batch."""
-    from common.training.data import open_data
+    from common.training.data import open_corpus
 
     config = config_of(
         tmp_path,
@@ -87,9 +90,11 @@ def test_epochs_count_from_one(tmp_path: Path, corpus_prefix: Path) -> None:
         train__micro_batch_size=350,
         model__num_layers=1,
     )
-    steps = open_data(config)[0].samples_per_epoch // 700
+    samples = open_corpus(config).samples
+    assert samples is not None
+    steps = samples.samples_per_epoch // 700
     assert 1 <= steps < 4
-    train(config)
+    train(*make_run(config))
     names = sorted(path.name for path in (tmp_path / "checkpoints" / "rank_0").iterdir())
     assert names == [
         f"gpt2_rank_0-{(step - 1) // steps + 1}_{(step - 1) % steps + 1}.ckpt" for step in (3, 4)
@@ -100,7 +105,7 @@ def test_a_ckpt_that_cannot_be_written_is_one_error(tmp_path: Path, corpus_prefi
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "rank_0").write_text("in the way")
     with pytest.raises(StorageError, match=r"rank_0-1_1\.ckpt: cannot be written: File exists"):
-        train(config_of(tmp_path, corpus_prefix, model__num_layers=1))
+        train(*make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1)))
     assert whole_checkpoints(tmp_path / "checkpoints"), "the checkpoint itself is whole"
 
 
@@ -118,10 +123,12 @@ def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
     with pytest.raises(
         StorageError, match="No space left on device; the checkpoint beside it is whole"
     ):
-        train(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=1))
+        train(
+            *make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=1))
+        )
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(rank_files, "stream_mindspore", real)
-    train(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=3))
+    train(*make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=3)))
     assert sorted(path.name for path in folder.iterdir()) == [
         "gpt2_rank_0-1_2.ckpt",
         "gpt2_rank_0-1_3.ckpt",
@@ -133,5 +140,5 @@ def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
         "checkpoint__interval": 0,
         "checkpoint__keep": 1,
     }
-    train(config_of(tmp_path, corpus_prefix, model__num_layers=1, **changes))
+    train(*make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1, **changes)))
     assert sorted(path.name for path in folder.iterdir()) == ["gpt2_rank_0-1_4.ckpt"]

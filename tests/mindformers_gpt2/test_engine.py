@@ -29,6 +29,7 @@ from common.config.schema import LoggingConfig, LossScaleConfig, RunConfig  # no
 from common.dataset import Batch  # noqa: E402
 from common.training.engine import StepResult  # noqa: E402
 from common.training.loss_scale import LossScale  # noqa: E402
+from common.training.opened_checkpoint import Checkpoint  # noqa: E402
 from common.training.outliers import Limits, limits_of, record_outlier  # noqa: E402
 from common.training.start import Start  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
@@ -107,7 +108,7 @@ def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
         folder = writer.save(whole.snapshot(state))
     rest = bits(whole.run(iter(batches(8)[4:]), 4))
     resumed = make_engine(config)
-    assert resumed.begin(Start(resume=folder)) == state
+    assert resumed.begin(Start(resume=Checkpoint(folder))) == state
     moments = load_file(folder / "optimizer.safetensors").values()
     assert resumed.norm_of_moments() == pytest.approx(
         math.sqrt(sum(float((values**2).sum()) for values in moments)), rel=1e-4

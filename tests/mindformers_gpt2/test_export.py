@@ -44,9 +44,11 @@ from common.errors import (  # noqa: E402
 )
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
+from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from common.run_folder import owned_folder  # noqa: E402
 from common.tensor_files.safetensors_file import write_safetensors  # noqa: E402
+from common.training.opened_checkpoint import Checkpoint  # noqa: E402
 from gpt2_toolkit import load_model  # noqa: E402
 from tests.config_overrides import changed  # noqa: E402
 
@@ -81,7 +83,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) ->
     MindSpore would refuse its path.
     """
     folder = tmp_path_factory.mktemp("export") / "ein Lauf 跑"
-    torch_gpt2.train.train(make_config(folder, backend="torch", data={"train": str(corpus_prefix)}))
+    torch_gpt2.train.train(
+        *make_run(make_config(folder, backend="torch", data={"train": str(corpus_prefix)}))
+    )
     checkpoint, random = require_checkpoint(folder, "test"), np.random.default_rng(0)
     file, manifest = (
         checkpoint / "model.safetensors",
@@ -105,7 +109,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) ->
 
 @pytest.fixture(scope="module")
 def exported(run_folder: Path) -> Path:
-    mindformers_gpt2.export.export(make_config(run_folder))
+    mindformers_gpt2.export.export(*make_run(make_config(run_folder), "export"))
     return run_folder / "export"
 
 
@@ -113,7 +117,9 @@ def torch_logits(run_folder: Path, ids: Any) -> Any:
     config = make_config(run_folder)
     model = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
     torch_gpt2.checkpoint.load_weights(
-        dict(model.named_parameters()), config.model, require_checkpoint(run_folder, "test")
+        dict(model.named_parameters()),
+        config.model,
+        Checkpoint(require_checkpoint(run_folder, "test")),
     )
     with torch.no_grad():
         hidden = model(torch.from_numpy(ids).long())
@@ -181,7 +187,7 @@ def test_a_process_without_this_project_generates_the_same_tokens(
     model = mindformers_gpt2.model.build_model(config, mindformers_gpt2.device.select_device("cpu"))
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     mindformers_gpt2.checkpoint.load_weights(
-        parameters, config.model, require_checkpoint(run_folder, "test")
+        parameters, config.model, Checkpoint(require_checkpoint(run_folder, "test"))
     )
     batches = [[[5, 9, 2], [7, 100, 0], [33, 33, 34]], [[3]], [[61, 1, 1, 8, 2], [5, 4, 3, 2, 1]]]
     done = subprocess.run(
@@ -262,12 +268,15 @@ def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
     other = run_folder.parent / "half"
     types = dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16")
     mindformers_gpt2.export.export(
-        make_config(
-            other,
-            checkpoint__load=str(run_folder),
-            precision=types,
-            export__batch_size=2,
-            context__mode="pynative",
+        *make_run(
+            make_config(
+                other,
+                checkpoint__load=str(run_folder),
+                precision=types,
+                export__batch_size=2,
+                context__mode="pynative",
+            ),
+            "export",
         )
     )
     record = json.loads((other / "export" / "export.json").read_text())
@@ -305,14 +314,17 @@ def build_torch(run_folder: Path) -> Any:
 
 def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no whole checkpoint here .*checkpoint\.load"):
-        mindformers_gpt2.export.export(make_config(tmp_path / "none"))
+        mindformers_gpt2.export.export(*make_run(make_config(tmp_path / "none"), "export"))
     with pytest.raises(
         CheckpointError,
         match=r"vocab_size is 101 there and 90 in the config\. To use it, add:"
         r" model=from_checkpoint, or model\.vocab_size=101$",
     ):
         mindformers_gpt2.export.export(
-            make_config(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90)
+            *make_run(
+                make_config(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90),
+                "export",
+            )
         )
 
 
@@ -332,7 +344,7 @@ def test_on_a_full_disk_the_old_export_stays(
 
     def refused(error: type[GPT2Error]) -> None:
         with pytest.raises(error, match="No space left on device; an older export is untouched"):
-            mindformers_gpt2.export.export(config)
+            mindformers_gpt2.export.export(*make_run(config, "export"))
         assert fingerprints(tmp_path / "export") == before
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "export"]
 
@@ -357,7 +369,7 @@ def test_on_a_full_disk_the_old_export_stays(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", not_the_new_one)
         refused(StorageError)
-    mindformers_gpt2.export.export(config)
+    mindformers_gpt2.export.export(*make_run(config, "export"))
     assert (tmp_path / "export" / "model.mindir").read_bytes() == b"whole" and len(
         list(tmp_path.iterdir())
     ) == 2
@@ -365,14 +377,16 @@ def test_on_a_full_disk_the_old_export_stays(
 
 def test_two_exports_at_once_are_refused(tmp_path: Path, run_folder: Path) -> None:
     with owned_folder(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
-        mindformers_gpt2.export.export(make_config(tmp_path, checkpoint__load=str(run_folder)))
+        mindformers_gpt2.export.export(
+            *make_run(make_config(tmp_path, checkpoint__load=str(run_folder)), "export")
+        )
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, run_folder: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used: File exists"):
         mindformers_gpt2.export.export(
-            make_config(tmp_path / "file", checkpoint__load=str(run_folder))
+            *make_run(make_config(tmp_path / "file", checkpoint__load=str(run_folder)), "export")
         )
 
 
@@ -394,6 +408,9 @@ def test_a_file_that_differs_from_the_model_is_refused(
         RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"
     ):
         mindformers_gpt2.export.export(
-            make_config(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative")
+            *make_run(
+                make_config(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative"),
+                "export",
+            )
         )
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]

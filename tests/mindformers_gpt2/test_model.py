@@ -19,7 +19,7 @@ ms = pytest.importorskip(
 
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
-from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.layers import GELU, Dropout, dropout_keys  # noqa: E402
 from mindformers_gpt2.model import CoreAttention, build_model, initialise  # noqa: E402
@@ -48,7 +48,7 @@ def make_config(**changes: Any) -> RunConfig:
             "clip_grad": 0.0,
         },
     }
-    return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+    return resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
 
 
 def keep_by_numpy(count: int, key: np.ndarray, rate: float) -> np.ndarray:

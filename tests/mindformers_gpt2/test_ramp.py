@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import mindformers_gpt2.train
 import torch_gpt2.train
 from common.config.load import build_config
+from common.inputs import make_run
 from common.resolve.derive import resolve_config
 from tests.ranks import run_ranks
 from tests.torch_gpt2.test_ramp import BY_SAMPLES, SIZES, STEPS, make_tree, require_equal, rows_of
@@ -29,10 +30,10 @@ def test_a_run_equals_torchs(tmp_path: Path, corpus_prefix: Path) -> None:
         keys = {"model__num_layers": 1, "validation__max_samples": 2, **BY_SAMPLES, **changes}
         return resolve_config(build_config(make_tree(tmp_path / name, corpus_prefix, **keys)))
 
-    torch_gpt2.train.train(config("torch"))
+    torch_gpt2.train.train(*make_run(config("torch")))
     # three steps in flight, in which the size changes
     changes = {"train__rampup_batch_size": STEPS, "train__sink_size": 3}
-    mindformers_gpt2.train.train(config("run", backend="mindspore", **changes))
+    mindformers_gpt2.train.train(*make_run(config("run", backend="mindspore", **changes)))
     require_equal(tmp_path / "run", tmp_path / "torch", 1e-5)
     assert [row["global_batch_size"] for row in rows_of(tmp_path / "run")] == SIZES
 
@@ -45,7 +46,7 @@ def test_parts_of_a_run_equal_the_whole(tmp_path: Path, corpus_prefix: Path) -> 
         tree = make_tree(
             tmp_path / name, corpus_prefix, backend="mindspore", train__max_steps=steps, **keys
         )
-        mindformers_gpt2.train.train(resolve_config(build_config(tree)))
+        mindformers_gpt2.train.train(*make_run(build_config(tree)))
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 

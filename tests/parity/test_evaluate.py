@@ -24,6 +24,7 @@ import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.evaluation import ScoredRow, score_rows  # noqa: E402
+from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 
 
@@ -110,17 +111,27 @@ def test_a_checkpoint_has_the_same_figures(
         },
     }
     model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50257}
-    torch_gpt2.train.train(make_config(tmp_path / "run", model, data=data))
+    torch_gpt2.train.train(*make_run(make_config(tmp_path / "run", model, data=data)))
     tasks: dict[str, dict[str, Any]] = {
         "text": {"file": str(tmp_path / "text.txt"), "stride": 10, "batch_size": 4},
         "lambada": {"file": str(tmp_path / "passages.jsonl"), "batch_size": 2},
     }
     for task, settings in tasks.items():
         results = []
-        for module in (torch_gpt2.evaluate, mindformers_gpt2.evaluate):
+        for module, backend in (
+            (torch_gpt2.evaluate, "torch"),
+            (mindformers_gpt2.evaluate, "mindspore"),
+        ):
             module.evaluate(
-                make_config(
-                    tmp_path / "run", model, data=data, evaluation={"task": task} | settings
+                *make_run(
+                    make_config(
+                        tmp_path / "run",
+                        model,
+                        data=data,
+                        evaluation={"task": task} | settings,
+                        backend=backend,
+                    ),
+                    "eval",
                 )
             )
             results.append(json.loads((tmp_path / "run" / f"evaluation_{task}.json").read_text()))

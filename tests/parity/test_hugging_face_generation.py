@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.conversion.convert import REPORT  # noqa: E402
-from common.resolve.derive import resolve_mode  # noqa: E402
+from common.inputs import make_run  # noqa: E402
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 from torch_gpt2.predict import predict  # noqa: E402
@@ -58,7 +58,7 @@ def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple
     config = build_config(
         tree(folder, size, vocabulary, predict=wish, checkpoint={"load": str(weights)})
     )
-    predict(resolve_mode(config, "predict", world_size=1))
+    predict(*make_run(config, "predict"))
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return [(row["tokens"], row["continuation"]) for row in rows]
 
@@ -93,7 +93,7 @@ def trained(run: Path, weights: Path, size: int, vocabulary: Path, corpus: Path)
     words = tree(run, size, vocabulary, **sections) | {
         "train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 2}
     }
-    train(resolve_mode(build_config(words), "finetune", world_size=1))
+    train(*make_run(build_config(words), "finetune"))
     return run
 
 

@@ -20,6 +20,7 @@ import torch_gpt2.evaluate
 import torch_gpt2.train
 from common.config.load import build_config
 from common.config.schema import RunConfig
+from common.inputs import make_run
 from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
 from mindformers_gpt2.mindrecord import write_mindrecord
@@ -58,8 +59,12 @@ def test_runs_over_one_mindrecord_are_equal(tmp_path: Path, corpus_prefix: Path)
     """
     write_mindrecord(corpus_prefix, tmp_path / "data" / "corpus.mindrecord", 24, 3)
     for data in (tmp_path / "data", tmp_path / "data" / "corpus.mindrecord1"):
-        torch_gpt2.train.train(make_config(tmp_path / data.name / "torch", data))
-    mindformers_gpt2.train.train(make_config(tmp_path / "data" / "mindspore", tmp_path / "data"))
+        torch_gpt2.train.train(*make_run(make_config(tmp_path / data.name / "torch", data)))
+    mindformers_gpt2.train.train(
+        *make_run(
+            make_config(tmp_path / "data" / "mindspore", tmp_path / "data", backend="mindspore")
+        )
+    )
     expected, found = rows_of(tmp_path / "data" / "torch"), rows_of(tmp_path / "data" / "mindspore")
     assert len(expected) == len(found) == STEPS
     assert [row["sample_hash"] for row in found] == [row["sample_hash"] for row in expected]
@@ -76,7 +81,7 @@ def test_in_file_order_a_mindrecord_trains_as_its_pair(tmp_path: Path, corpus_pr
     write_mindrecord(corpus_prefix, tmp_path / "corpus.mindrecord", 24)
     for name, data in (("pair", corpus_prefix), ("record", tmp_path / "corpus.mindrecord")):
         torch_gpt2.train.train(
-            make_config(tmp_path / name, data, data__shuffle=False, data__split="1,0,0")
+            *make_run(make_config(tmp_path / name, data, data__shuffle=False, data__split="1,0,0"))
         )
     assert [row["loss"] for row in rows_of(tmp_path / "record")] == [
         row["loss"] for row in rows_of(tmp_path / "pair")
@@ -100,11 +105,15 @@ def test_a_blend_of_a_pair_and_a_mindrecord_is_validated_as_each_by_itself(
     other, run = tmp_path / "other.mindrecord", tmp_path / "run"
     write_mindrecord(corpus_prefix.with_name("other"), other, 24)
     blend = [3, str(corpus_prefix), 1, str(other)]
-    train(make_config(run, corpus_prefix, data__train=blend, validation__max_samples=7, **keys))
+    train(
+        *make_run(
+            make_config(run, corpus_prefix, data__train=blend, validation__max_samples=7, **keys)
+        )
+    )
     *_, row = read_metrics(run / "metrics.jsonl")
     total = 0.0
     for data, windows in ((corpus_prefix, 5), (other, 2)):
-        evaluate(make_config(run, data, validation__max_samples=windows, **keys))
+        evaluate(*make_run(make_config(run, data, validation__max_samples=windows, **keys), "eval"))
         found = json.loads((run / "evaluation.json").read_text())
         assert row[f"validation_tokens/{data.name}"] == found["tokens"] == windows * 24
         loss = found["validation_loss"]

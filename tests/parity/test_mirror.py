@@ -14,7 +14,6 @@ ONE_SIDED_FILES = {
     "deepspeed/*": "DeepSpeed is torch's",
     "semi_auto/*": "MindSpore's compiler splits graphs; torch's does not",
     "program.py": "programs of torch.export are torch's",
-    "trial.py": "MindSpore would compile a graph for each micro batch, so the plan decides",
     "device_step.py": "MindSpore's Optimizer is such a step",
     "decode_step.py": "MindSpore's is a method of its model, which its compiler makes a graph",
     "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the"

@@ -24,6 +24,7 @@ import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
+from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from common.run_config import load_config  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402
@@ -153,9 +154,15 @@ def test_runs_of_the_same_config_are_equal(tmp_path: Path, corpus_prefix: Path, 
     within 1e-3, the same samples.
     """
     mindformers_gpt2.train.train(
-        make_config(tmp_path / "mindspore", corpus_prefix, **OPTIMIZERS[name])
+        *make_run(
+            make_config(
+                tmp_path / "mindspore", corpus_prefix, backend="mindspore", **OPTIMIZERS[name]
+            )
+        )
     )
-    torch_gpt2.train.train(make_config(tmp_path / "torch", corpus_prefix, **OPTIMIZERS[name]))
+    torch_gpt2.train.train(
+        *make_run(make_config(tmp_path / "torch", corpus_prefix, **OPTIMIZERS[name]))
+    )
     found, expected = rows_of(tmp_path / "mindspore"), rows_of(tmp_path / "torch")
     assert len(found) == 20
     if "clip on some" in name:
@@ -201,7 +208,12 @@ def test_two_hundred_steps_are_equal(tmp_path: Path, corpus_prefix: Path, optimi
         ("mindspore", mindformers_gpt2.train.train),
         ("torch", torch_gpt2.train.train),
     ):
-        train(make_config(tmp_path / backend, corpus_prefix, train__max_steps=200, **changes))
+        changes["backend"] = backend
+        train(
+            *make_run(
+                make_config(tmp_path / backend, corpus_prefix, train__max_steps=200, **changes)
+            )
+        )
     found, expected = rows_of(tmp_path / "mindspore"), rows_of(tmp_path / "torch")
     norms = [row["grad_norm"] for row in expected]
     assert len(found) == 200 and (optimizer == "sgd" or min(norms) < 1.5 < max(norms))
@@ -217,17 +229,23 @@ def test_sgd_resumes_with_and_without_momentum(
     tmp_path: Path, corpus_prefix: Path, backend: str
 ) -> None:
     train = {"mindspore": mindformers_gpt2.train.train, "torch": torch_gpt2.train.train}[backend]
-    small = {"model__num_layers": 1}
+    small: dict[str, Any] = {"model__num_layers": 1, "backend": backend}
     for steps, momentum in ((2, 0.0), (4, 0.0), (5, 0.9), (6, 0.0)):
         changes = small | {"optimizer": SGD | {"momentum": momentum}}
-        train(make_config(tmp_path / "run", corpus_prefix, train__max_steps=steps, **changes))
+        train(
+            *make_run(
+                make_config(tmp_path / "run", corpus_prefix, train__max_steps=steps, **changes)
+            )
+        )
     train(
-        make_config(
-            tmp_path / "whole",
-            corpus_prefix,
-            train__max_steps=4,
-            **small,
-            optimizer=SGD | {"momentum": 0.0},
+        *make_run(
+            make_config(
+                tmp_path / "whole",
+                corpus_prefix,
+                train__max_steps=4,
+                **small,
+                optimizer=SGD | {"momentum": 0.0},
+            )
         )
     )
     assert [row["loss"] for row in rows_of(tmp_path / "run")][:4] == [
@@ -248,7 +266,7 @@ def test_resume_is_exact_and_moves_between_frameworks(tmp_path: Path, corpus_pre
             "backend": backend,
             **changes,
         }
-        train[backend](make_config(tmp_path / folder, corpus_prefix, **changes))
+        train[backend](*make_run(make_config(tmp_path / folder, corpus_prefix, **changes)))
 
     go("whole", "mindspore", 30, checkpoint__interval=10)
     go(
@@ -269,9 +287,15 @@ def test_resume_is_exact_and_moves_between_frameworks(tmp_path: Path, corpus_pre
     )
     assert mixed[-1]["sample_hash"] == whole[-1]["sample_hash"]
     results = []
-    for module in (torch_gpt2.evaluate, mindformers_gpt2.evaluate):
-        overrides = ["data.split=90,10,0", "validation.max_samples=5"]  # batches of 2, 2 and 1
-        module.evaluate(resolve_config(load_config(tmp_path / "mixed" / "config.yaml", overrides)))
+    for module, backend in (
+        (torch_gpt2.evaluate, "torch"),
+        (mindformers_gpt2.evaluate, "mindspore"),
+    ):
+        # batches of 2, 2 and 1
+        overrides = ["data.split=90,10,0", "validation.max_samples=5", f"backend={backend}"]
+        module.evaluate(
+            *make_run(load_config(tmp_path / "mixed" / "config.yaml", overrides), "eval")
+        )
         results.append(json.loads((tmp_path / "mixed" / "evaluation.json").read_text()))
     for key in ("validation_loss", "validation_perplexity"):
         assert results[0][key] == pytest.approx(results[1][key], rel=1e-5)

@@ -17,8 +17,8 @@ import pytest
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
 from common.config.schema import RunConfig
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.metrics import read_metrics
+from common.training.opened_checkpoint import Checkpoint
 from tests.cluster_tables import write_tutorial_table
 from tests.run_scripts import listening_addresses, pids_with, run_words, start_script, wait_until
 
@@ -216,9 +216,7 @@ def struck(
     checkpoint = find_checkpoint(run)
     if checkpoint is not None:
         model = RunConfig.model_validate(read_manifest(checkpoint)["config"]).model
-        assert all(
-            np.isfinite(values).all() for _, values in CheckpointReader(checkpoint).weights(model)
-        )
+        assert all(np.isfinite(values).all() for _, values in Checkpoint(checkpoint).weights(model))
     return code, seconds
 
 

@@ -19,7 +19,7 @@ if importlib.util.find_spec("mindspore") is None:
 
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
-from common.resolve.derive import resolve_config
+from common.inputs import make_run
 from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.run_scripts import ROOT, run_words, start_script
@@ -94,7 +94,7 @@ def test_a_run_changes_framework_and_layout(
     alone = run_words(
         whole, corpus_prefix, **words, train__max_steps=3 * leg, checkpoint__interval=leg
     )
-    train(resolve_config(load_config(ROOT / CONFIG, alone)))
+    train(*make_run(load_config(ROOT / CONFIG, alone)))
     for number, (name, (backend, layout)) in enumerate(LEGS.items(), 1):
         began = time.monotonic()
         changes = (

@@ -14,7 +14,7 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.parallel.packing import KEYS
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.training.start import Start
 from tests.config_overrides import changed
 from tests.fake_cuda.device import fake_device
@@ -61,7 +61,7 @@ def make_config(**changes: Any) -> RunConfig:
         "train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 4},
         "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
     }
-    return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+    return resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
 
 
 def train(config: RunConfig) -> list[Any]:

@@ -39,11 +39,13 @@ from common.dataset import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
+from common.inputs import make_run
 from common.parallel.packing import KEYS
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.training.metrics import read_metrics
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start as StartOfRun
 from tests.config_overrides import changed
 from tests.host_waits import counted
@@ -132,7 +134,7 @@ def start(config: Callable[..., RunConfig], tmp_path: Path) -> Start:
             for file in ("optimizer", "parallel.world")
         ]
         with sdpa_kernel(SDPBackend.MATH), norm, wide[0], wide[1]:
-            train(config(name, device, **changes))
+            train(*make_run(config(name, device, **changes)))
         return tmp_path / name
 
     return run
@@ -320,7 +322,7 @@ def test_operators_of_an_update(
     import _simulated_npu as simulated
 
     monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
-    engine = Engine(as_run(TrainingRun, config("none", "npu")), select_device("npu"))
+    engine = Engine(as_run(Run, config("none", "npu")), select_device("npu"))
     engine.begin(StartOfRun())
     assert len(engine.master.tensors) == 36
     applied, factor = torch.ones((), device="npu") > 0, torch.full((), 0.5, device="npu")
@@ -354,9 +356,7 @@ def test_adam_s_kernel_updates_the_float32_copies(
 ) -> None:
     """After one step, since later ones begin with weights that rounding to bfloat16 tells apart."""
     precision = {"parameters": "bfloat16", "compute": "bfloat16"}
-    settings = as_run(
-        TrainingRun, config("none", "npu", precision=precision, optimizer__warmup_steps=0)
-    )
+    settings = as_run(Run, config("none", "npu", precision=precision, optimizer__warmup_steps=0))
     found = []
     for kernel in (True, False):
         monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
@@ -388,7 +388,7 @@ def test_kernels_that_config_yaml_names(
     config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kernels(**changes: Any) -> dict[str, str]:
-        engine = Engine(as_run(TrainingRun, config("none", "npu", **changes)), select_device("npu"))
+        engine = Engine(as_run(Run, config("none", "npu", **changes)), select_device("npu"))
         engine.begin(StartOfRun())
         return engine.kernels()
 
@@ -456,14 +456,14 @@ def test_adam_s_state_is_the_same_with_its_kernel_and_without(
         folder = start(f"by {written_by}", "npu", train__max_steps=4)
         checkpoint = find_checkpoint(folder)
         assert checkpoint is not None
-        settings = as_run(TrainingRun, config("next", "npu"))
+        settings = as_run(Run, config("next", "npu"))
         losses = []
         for read_by in (True, False):
             monkeypatch.setattr(TorchDevice, "adam_kernel", read_by)
             engine = Engine(settings, select_device("npu"))
             assert engine.adam_kernel is read_by
             for _ in range(2):
-                state = engine.begin(StartOfRun(resume=checkpoint))
+                state = engine.begin(StartOfRun(resume=Checkpoint(checkpoint)))
                 snapshot = engine.snapshot(state)
                 assert snapshot is not None
                 assert snapshot.manifest["engine"]["optimizer_steps"] == 4
@@ -515,7 +515,7 @@ def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., RunCon
     the next save takes the same memory, also where the writer is slow. The rows of the token table
     that pad the vocabulary are cut off; parts of a block are pinned as it is.
     """
-    settings = as_run(TrainingRun, config("run", "npu", precision="bf16"))
+    settings = as_run(Run, config("run", "npu", precision="bf16"))
     engine = Engine(settings, select_device("npu"))
     engine.begin(StartOfRun())
     with counted() as waits, patch("torch.empty", wraps=torch.empty) as empty:
@@ -624,7 +624,7 @@ def test_evaluation(start: Start) -> None:
     results = []
     for device in ("npu", "cpu"):
         with sdpa_kernel(SDPBackend.MATH):
-            evaluate(resolve_config(load_config(folder / "config.yaml", [f"device={device}"])))
+            evaluate(*make_run(load_config(folder / "config.yaml", [f"device={device}"]), "eval"))
         results.append(json.loads((folder / "evaluation.json").read_text())["validation_loss"])
     assert results[0] == results[1] == rows_of(folder)[-1]["validation_loss"]
 
@@ -642,7 +642,9 @@ def test_prediction(
     printed = []
     for device in ("npu", "cpu"):
         capsys.readouterr()
-        predict(resolve_config(load_config(folder / "config.yaml", [*words, f"device={device}"])))
+        predict(
+            *make_run(load_config(folder / "config.yaml", [*words, f"device={device}"]), "predict")
+        )
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and "Generation: Hello world" in printed[0]
 

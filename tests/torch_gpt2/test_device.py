@@ -16,7 +16,7 @@ from common.device import device_index
 from common.errors import ConfigError, DeviceError
 from common.resolve.derive import resolve_config
 from torch_gpt2 import checkpoint
-from torch_gpt2.device import TorchDevice, check_support, select_device
+from torch_gpt2.device import TorchDevice, check_support, open_device, select_device
 
 
 def test_cpu() -> None:
@@ -112,37 +112,24 @@ def test_rounded_products_of_float32_are_said(
         torch.set_float32_matmul_precision(before)
 
 
-class Opened(Exception):
-    """The device is open."""
-
-
-@pytest.mark.parametrize(
-    ("module", "keeps_cudnn"), [("predict", False), ("evaluate", False), ("train", True)]
-)
+@pytest.mark.parametrize("vary", [True, False])
 def test_lengths_that_vary_leave_out_cudnns_attention(
-    module: str, keeps_cudnn: bool, monkeypatch: pytest.MonkeyPatch
+    vary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = importlib.import_module(f"torch_gpt2.{module}")
-
-    def stop(*_: object, **__: object) -> None:
-        raise Opened
-
     gpu = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=SimpleNamespace())
     monkeypatch.setattr("torch_gpt2.device.select_device", lambda *_, **__: gpu)
     monkeypatch.setattr("torch_gpt2.device.check_support", lambda *_: None)
-    monkeypatch.setattr(program, "check_memory", stop)
     tree = {
         "output_dir": "out",
         "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
     }
-    config = build_config({**tree, "optimizer": {"learning_rate": 0.1}})
+    needed = {"optimizer": {"learning_rate": 0.1}, "train": {"micro_batch_size": 1}}
+    config = resolve_config(build_config({**tree, **needed}))
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
-        open_program = getattr(program, {"predict": "open_runner"}.get(module, module))
-        with pytest.raises(Opened):
-            open_program(config, *([None] if module == "predict" else []))
-        assert torch.backends.cuda.cudnn_sdp_enabled() is keeps_cudnn
+        open_device(config, lengths_vary=vary)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is not vary
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 

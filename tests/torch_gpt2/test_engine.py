@@ -16,8 +16,8 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.parallel.learning_rate import learning_rate
-from common.parallel.resolved_run import ResolvedRun
-from common.resolve.derive import resolve_config, resolve_length
+from common.parallel.run import Run
+from common.resolve.derive import resolve_config
 from common.training.engine import StepResult
 from common.training.outliers import Limits
 from common.training.start import Start
@@ -50,7 +50,7 @@ def make_config(**changes: Any) -> RunConfig:
             "clip_grad": 0.0,
         },
     }
-    return resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+    return resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
 
 
 def make_engine(config: RunConfig) -> Engine:
@@ -333,13 +333,14 @@ class CountRoundings(TorchDispatchMode):
 def test_weights_are_rounded_once_a_step_with_the_same_bits(
     precision: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(precision=precision, train__recompute=recompute, model__ffn_hidden_size=96)
-    assert config.rounds_weights_once
+    keys = {"train__recompute": recompute, "model__ffn_hidden_size": 96}
     found = []
     for once in (True, False):
         if not once:
-            monkeypatch.setattr(ResolvedRun, "rounds_weights_once", False)
-        engine = make_engine(config.model_copy())  # which computes the property again
+            monkeypatch.setattr(Run, "rounds_weights_once", False)
+        config = make_config(precision=precision, **keys)
+        assert config.rounds_weights_once is once
+        engine = make_engine(config)
         with CountRoundings() as roundings:
             results = run(engine, token_batches(config))
         # else by three micro batches and two layers

@@ -15,6 +15,7 @@ from torch import Tensor  # noqa: E402
 from common.checkpoint.folders import find_checkpoint  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.errors import ConfigError, DeviceError  # noqa: E402
+from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
 from common.run_config import load_config  # noqa: E402
 from common.training.metrics import read_metrics  # noqa: E402
@@ -109,7 +110,7 @@ def test_losses_follow_bf16_and_runs_change_precision(
     """
     rowwise = {"compute": "bfloat16", "float8": "rowwise"}
     for name, precision in (("bf16", "bf16"), ("fp8", "fp8"), ("rowwise", rowwise)):
-        train(run(tmp_path / name, corpus_prefix, precision=precision))
+        train(*make_run(run(tmp_path / name, corpus_prefix, precision=precision)))
     plain, in_float8, by_row = (losses(tmp_path / name) for name in ("bf16", "fp8", "rowwise"))
     assert len({*plain, *in_float8, *by_row}) > 2 * len(plain), "three runs of one precision"
     assert plain[-1] < plain[0] - 0.5
@@ -121,7 +122,7 @@ def test_losses_follow_bf16_and_runs_change_precision(
     resumed = {"checkpoint__resume": str(checkpoint), "train__max_steps": 44}
     for name in ("bf16", "fp8"):
         folder = tmp_path / f"resumed {name}"
-        train(run(folder, corpus_prefix, precision=name, **resumed))
+        train(*make_run(run(folder, corpus_prefix, precision=name, **resumed)))
         assert len(losses(folder)) == 4
         assert losses(folder)[0] == pytest.approx(in_float8[-1], rel=0.05)
 

@@ -14,6 +14,7 @@ from torch import Tensor  # noqa: E402
 from common.checkpoint.folders import find_checkpoint  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.errors import ConfigError, DeviceError  # noqa: E402
+from common.inputs import make_run as settle  # noqa: E402
 from common.parallel.packing import UNCOUNTED  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
 from common.run_config import load_config  # noqa: E402
@@ -202,7 +203,7 @@ def test_losses_follow_bf16_and_checkpoints_are_the_same(
 ) -> None:
     """Over 40 steps losses differed by 9e-4 at most."""
     for name, precision in (("bf16", "bf16"), ("head", HEAD)):
-        train(make_run(tmp_path / name, corpus_prefix, precision=precision))
+        train(*settle(make_run(tmp_path / name, corpus_prefix, precision=precision)))
     plain, found = (losses_of(tmp_path / name) for name in ("bf16", "head"))
     assert len({*plain, *found}) > 1.5 * len(plain), "two runs of one precision"
     assert plain[-1] < plain[0] - 0.5
@@ -222,12 +223,14 @@ def test_losses_follow_bf16_and_checkpoints_are_the_same(
         checkpoint = checkpoints[name == "head"]
         folder = tmp_path / f"resumed {name}"
         train(
-            make_run(
-                folder,
-                corpus_prefix,
-                precision=precision,
-                checkpoint__resume=str(checkpoint),
-                train__max_steps=44,
+            *settle(
+                make_run(
+                    folder,
+                    corpus_prefix,
+                    precision=precision,
+                    checkpoint__resume=str(checkpoint),
+                    train__max_steps=44,
+                )
             )
         )
         assert len(losses_of(folder)) == 4
@@ -238,7 +241,7 @@ def test_head_and_layers_in_float8(able: None, tmp_path: Path, corpus_prefix: Pa
     """Over 40 steps losses differed by 1.2e-3 at most."""
     pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[fp8]'")
     for name, precision in (("bf16", "bf16"), ("both", {**HEAD, "float8": "rowwise"})):
-        train(make_run(tmp_path / name, corpus_prefix, precision=precision))
+        train(*settle(make_run(tmp_path / name, corpus_prefix, precision=precision)))
     plain, found = (losses_of(tmp_path / name) for name in ("bf16", "both"))
     assert found != plain and found == [pytest.approx(loss, rel=4e-3) for loss in plain]
 

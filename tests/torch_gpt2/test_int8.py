@@ -20,13 +20,14 @@ from common.conversion.convert import convert
 from common.errors import CheckpointError, ConfigError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from common.parallel.resolved_run import ResolvedRun
+from common.inputs import make_run
+from common.parallel.run import Run
 from common.quantization.integers import to_integers
 from common.resolve.derive import resolve_config
 from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.export import export
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import where_to_start
 from common.weights.names import parameter_shapes
 from common.weights.quantized import LayerScheme
@@ -46,7 +47,7 @@ TREE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def config_at(folder: Path, **more: Any) -> ResolvedRun:
+def config_at(folder: Path, **more: Any) -> Run:
     return resolve_config(build_config({**TREE, "output_dir": str(folder), **more}))
 
 
@@ -71,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def integer_model(folder: Path) -> GPT2:
-    model = load_model(config_at(folder), select_device("cpu"), folder)
+    model = load_model(config_at(folder), select_device("cpu"), Checkpoint(folder))
     assert any(isinstance(module, Int8Linear) for module in model.modules())
     return model
 
@@ -115,7 +116,10 @@ def test_plain_safetensors_reads_the_folder(folders: dict[str, Path], tmp_path: 
         np.testing.assert_array_equal(scales, np.abs(weight).max(1) / np.float32(127))
         assert np.abs(integers * scales[:, None] - weight).max() <= scales.max() * 0.5001
     settings = {"export": {"format": "safetensors", "weights": "int8"}}
-    export(config_at(tmp_path, **settings, checkpoint={"load": str(folders["float32"])}))
+    load = {"load": str(folders["float32"])}
+    run, inputs = make_run(config_at(tmp_path, **settings, checkpoint=load), "export")
+    assert inputs.checkpoint is not None
+    export(run, inputs.checkpoint)
     written = (tmp_path / "weights" / "model.safetensors").read_bytes()
     assert written == (folders["int8"] / "model.safetensors").read_bytes()
     convert(folders["int8"], tmp_path / "back", target_format="torch_gpt2")
@@ -131,7 +135,7 @@ def test_the_model_is_transformers_with_rounded_inputs(folders: dict[str, Path])
     config = config_at(folders["int8"]).model
     values = {
         name: torch.from_numpy(np.array(array))
-        for name, array in CheckpointReader(folders["int8"]).weights(config)
+        for name, array in Checkpoint(folders["int8"]).weights(config)
     }
     reference = hugging_face_model(config, values)
 
@@ -220,9 +224,9 @@ def test_broken_scales_are_refused(
     record["files"][file.name]["bytes"] = file.stat().st_size
     write_manifest(tmp_path, record)
     with pytest.raises(CheckpointError, match=message):
-        list(CheckpointReader(tmp_path).weights(config_at(tmp_path).model))
+        list(Checkpoint(tmp_path).weights(config_at(tmp_path).model))
     with pytest.raises(CheckpointError, match=message):
-        load_model(config_at(tmp_path), select_device("cpu"), tmp_path)
+        load_model(config_at(tmp_path), select_device("cpu"), Checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("key", ["resume", "init_from"])

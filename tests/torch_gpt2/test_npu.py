@@ -14,6 +14,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.config.load import build_config
+from common.inputs import make_run
 from common.parallel.packing import KEYS
 from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
@@ -143,8 +144,12 @@ def runs(
                 if not key.startswith(("parallel__", "engine", "train__offload"))
             }
             train(
-                resolve_config(
-                    build_config(tree(folder / "cpu" / name, corpus_prefix, device="cpu", **alone))
+                *make_run(
+                    resolve_config(
+                        build_config(
+                            tree(folder / "cpu" / name, corpus_prefix, device="cpu", **alone)
+                        )
+                    )
                 )
             )
     return folder

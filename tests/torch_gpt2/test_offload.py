@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from common.accelerators import require_accelerator
 from common.errors import ConfigError
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner.plan import describe_plan, make_plan, time_of
 from common.resolve.derive import resolve_mode
 from common.run_config import load_config
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = ("none", "selective", "full")
 
 
-def build(config: ResolvedRun, memory: HostMemory | None) -> GPT2:
+def build(config: Run, memory: HostMemory | None) -> GPT2:
     torch.manual_seed(0)
     model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute)
@@ -149,7 +149,7 @@ class Elsewhere(offload._Copy):
         return back
 
 
-def peaks(config: ResolvedRun) -> dict[str, int]:
+def peaks(config: Run) -> dict[str, int]:
     """Most bytes of live tensors in a second micro batch, by device, without contents."""
     with FakeTensorMode(), patch.object(offload, "_Copy", Elsewhere):
         model = GPT2(config.model, config.precision, config.vocab_rows)

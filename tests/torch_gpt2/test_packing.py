@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
+from common.inputs import make_run
 from common.resolve.derive import resolve_config
 from common.systems.config import open_config
 from common.training.metrics import read_metrics
@@ -334,10 +335,9 @@ def test_blocks_are_for_devices_with_their_kernels(monkeypatch: pytest.MonkeyPat
 def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
     """Two micro batches with different numbers of documents, whose own means differ."""
     from common.dataset import Batch
-    from common.resolve.derive import resolve_length
     from common.training.start import Start
 
-    config = resolve_length(make_config(), 100)
+    config = make_config()
     engine = Engine(config, select_device("cpu"))
     engine.begin(Start())
     model = make_model(config)
@@ -373,12 +373,14 @@ def test_a_run_resumes_with_the_same_bits_and_samples(tmp_path: Path) -> None:
 
     def go(name: str, steps: int, **changes: Any) -> list[dict[str, Any]]:
         train(
-            make_config(
-                output_dir=str(tmp_path / name),
-                data__train=str(corpus),
-                train__max_steps=steps,
-                optimizer__decay_steps=4,
-                **changes,
+            *make_run(
+                make_config(
+                    output_dir=str(tmp_path / name),
+                    data__train=str(corpus),
+                    train__max_steps=steps,
+                    optimizer__decay_steps=4,
+                    **changes,
+                )
             )
         )
         return [row for row in rows_of(tmp_path / name) if "loss" in row]
@@ -394,7 +396,9 @@ def test_a_run_resumes_with_the_same_bits_and_samples(tmp_path: Path) -> None:
     assert [row["sample_hash"] for row in plain] == [row["sample_hash"] for row in whole]
     assert plain[0]["loss"] != whole[0]["loss"]
 
-    evaluate(make_config(output_dir=str(tmp_path / "whole"), data__train=str(corpus)))
+    evaluate(
+        *make_run(make_config(output_dir=str(tmp_path / "whole"), data__train=str(corpus)), "eval")
+    )
     found = json.loads((tmp_path / "whole" / "evaluation.json").read_text())
     *_, last = rows_of(tmp_path / "whole")
     assert (found["validation_loss"], found["tokens"]) == (

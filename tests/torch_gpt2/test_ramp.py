@@ -14,8 +14,9 @@ from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.dataset import ShardedSampler, open_samples
 from common.errors import ConfigError
+from common.inputs import make_run
 from common.parallel.ramp import batch_sizes
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
 from common.training.start import Start
 from tests.config_overrides import changed
@@ -77,7 +78,7 @@ def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
 def start(corpus_prefix: Path, tmp_path: Path) -> Any:
     def run(name: str, **changes: Any) -> Path:
         tree = make_tree(tmp_path / name, corpus_prefix, **changes)
-        train(resolve_config(build_config(tree)))
+        train(*make_run(build_config(tree)))
         return tmp_path / name
 
     return run
@@ -101,8 +102,8 @@ def test_a_run_equals_a_plain_loop(
     expected = 0.05 * np.where(before <= 16, before / 16, down)
     assert [row["learning_rate"] for row in rows] == pytest.approx(expected.tolist())
 
-    config = resolve_length(
-        resolve_config(build_config(make_tree(tmp_path / "loop", corpus_prefix))), 1000
+    config = resolve_config(
+        build_config(make_tree(tmp_path / "loop", corpus_prefix)), samples_per_epoch=1000
     )
     samples = open_samples(
         [str(corpus_prefix)], split="train", split_weights=(90.0, 10.0, 0.0), seq_length=16,
@@ -163,39 +164,41 @@ def test_a_resume_within_the_ramp_equals_no_interruption(start: Any, stop: int, 
 
 def test_lengths_count_the_growing_batches(start: Any, tmp_path: Path, corpus_prefix: Path) -> None:
     """64 samples end with step 8; the ninth would end with sample 76."""
-    config = resolve_config(
-        build_config(make_tree(tmp_path, corpus_prefix, train__max_steps=None, train__max_epochs=2))
-    )
-    assert resolve_length(config, 32).train.max_steps == 8
-    assert resolve_length(config, 38).train.max_steps == 9
-    tokens = {"max_epochs": None, "max_tokens": 64 * 16 + 15}
-    config = config.model_copy(update={"train": config.train.model_copy(update=tokens)})
-    assert resolve_length(config, 1000).train.max_steps == 8
+
+    def steps(samples: int, **length: Any) -> int:
+        tree = make_tree(tmp_path, corpus_prefix, train__max_steps=None, **length)
+        return resolve_config(build_config(tree), samples_per_epoch=samples).train.steps
+
+    assert steps(32, train__max_epochs=2) == 8
+    assert steps(38, train__max_epochs=2) == 9
+    assert steps(1000, train__max_tokens=64 * 16 + 15) == 8
 
 
 def test_a_rewind_leaves_out_the_batch_of_its_own_size(tmp_path: Path) -> None:
     """Batches of 4 samples up to the outlier, step 17, while the full one has 8."""
     corpus = write_corpus(tmp_path / "corpus", 17)
     train(
-        resolve_config(
-            build_config(
-                make_tree(
-                    tmp_path / "run",
-                    corpus,
-                    train={
-                        "max_steps": 24,
-                        "micro_batch_size": 2,
-                        "global_batch_size": 8,
-                        "rampup_batch_size": [4, 4, 72],
-                        "on_outlier": "rewind",
-                    },
-                    model__num_layers=2,
-                    model__initializer_range=0.02,
-                    optimizer={"learning_rate": 0.01, "schedule": "constant"},
-                    data={"train": str(corpus), "split": "100,0,0", "shuffle": False},
-                    checkpoint__interval=5,
-                    logging__outlier_deviations=6.0,
-                    logging__outlier_window=16,
+        *make_run(
+            resolve_config(
+                build_config(
+                    make_tree(
+                        tmp_path / "run",
+                        corpus,
+                        train={
+                            "max_steps": 24,
+                            "micro_batch_size": 2,
+                            "global_batch_size": 8,
+                            "rampup_batch_size": [4, 4, 72],
+                            "on_outlier": "rewind",
+                        },
+                        model__num_layers=2,
+                        model__initializer_range=0.02,
+                        optimizer={"learning_rate": 0.01, "schedule": "constant"},
+                        data={"train": str(corpus), "split": "100,0,0", "shuffle": False},
+                        checkpoint__interval=5,
+                        logging__outlier_deviations=6.0,
+                        logging__outlier_window=16,
+                    )
                 )
             )
         )
@@ -241,7 +244,7 @@ def layouts(
     )
     for name, steps in (("one", 8), ("change", 4)):
         tree = make_tree(folder / name, corpus_prefix, train__max_steps=steps)
-        train(resolve_config(build_config(changed(tree, {"optimizer__decay_steps": 8}))))
+        train(*make_run(build_config(changed(tree, {"optimizer__decay_steps": 8}))))
     chosen = {name: keys for name, keys in LAYOUTS.items() if campaign or name in IN_SUITE}
     jobs = [
         make_tree(folder / name, corpus_prefix, optimizer__decay_steps=8, **keys)

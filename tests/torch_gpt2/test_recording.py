@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from common.compare.step_records import StepReader, compare_records, difference
 from common.config.load import build_config
 from common.errors import ConfigError, DataError
-from common.resolve.derive import resolve_config
+from common.inputs import make_run
 from common.run_config import load_config
 from common.training.recording import VARIABLE, RecordRequest, find_request
 from tests.config_overrides import changed
@@ -51,7 +51,7 @@ def record(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patch:
             for key, value in request.variables().items():
                 patch.setenv(key, value)
-            train(resolve_config(build_config(changed(tree, changes))))
+            train(*make_run(build_config(changed(tree, changes))))
         return tmp_path / name
 
     return run

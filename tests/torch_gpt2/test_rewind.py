@@ -13,7 +13,7 @@ from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.dataset import IndexedWriter
 from common.errors import DivergedError
-from common.resolve.derive import resolve_config
+from common.inputs import make_run
 from common.training.metrics import read_metrics
 from tests.config_overrides import changed
 from torch_gpt2.engine import Engine
@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Any:
                 "outlier_window": 16,
             },
         }
-        train(resolve_config(build_config(changed(tree, changes))))
+        train(*make_run(build_config(changed(tree, changes))))
         return tmp_path / name
 
     return run

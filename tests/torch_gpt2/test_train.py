@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.dataset import IndexedDataset
 from common.errors import CheckpointError, ConfigError, DataError, DivergedError, StopRequested
+from common.inputs import make_run
 from common.log import LOG, start_log
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
@@ -56,7 +58,7 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
             "validation": {"max_samples": 8},
             "logging": {"tensorboard": False, "plot": False},
         }
-        train(resolve_config(build_config(changed(tree, changes))))
+        train(*make_run(build_config(changed(tree, changes))))
         return tmp_path / name
 
     return run
@@ -359,7 +361,7 @@ def test_a_finetuned_run_resumes_itself_not_its_base(start: Any) -> None:
 def test_evaluation_equals_the_last_validation(start: Any, corpus_prefix: Path) -> None:
     folder = start("run")
     last = [row for row in read_metrics(folder / "metrics.jsonl") if "validation_loss" in row][-1]
-    evaluate(resolve_config(load_config(folder / "config.yaml")))
+    evaluate(*make_run(load_config(folder / "config.yaml"), "eval"))
     result = json.loads((folder / "evaluation.json").read_text())
     assert result["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
     assert result["tokens"] == 8 * 16
@@ -490,31 +492,36 @@ def test_ranks_compare_their_weights_and_moments(
         assert facts[fact] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_restore_reads_the_manifest_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the one reading, with checksums, by which the checkpoint was chosen."""
+def test_a_resumed_run_reads_the_manifest_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start("run", steps=2)
-    read: list[Path] = []
-
-    def count(checkpoint: Path, **options: Any) -> dict[str, Any]:
-        read.append(checkpoint)
-        return read_manifest(checkpoint, **options)
-
-    monkeypatch.setattr("common.training.checkpoint_reader.read_manifest", count)
-    folder = start("run", steps=3)
-    assert read == [folder / "checkpoints" / "step_00000002"]
+    read: list[str] = []
+    for module, name in (
+        ("common.checkpoint.manifest", "unseal"),
+        ("common.systems.direct", "detect"),
+    ):
+        true = getattr(import_module(module), name)
+        monkeypatch.setattr(
+            f"{module}.{name}",
+            lambda *words, true=true, name=name: read.append(name) or true(*words),
+        )
+    start("run", steps=3)
+    assert read == ["unseal"]
 
 
 def test_after_finetuning_the_tuned_weights_are_evaluated(start: Any) -> None:
     base = start("base", steps=2)
     tuned = start("tuned", steps=3, checkpoint__init_from=str(base))
     config = resolve_config(load_config(tuned / "config.yaml"))
-    evaluate(config)
+    evaluate(*make_run(config, "eval"))
     assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(
         tuned / "checkpoints" / "step_00000003"
     )
     evaluate(
-        config.model_copy(
-            update={"checkpoint": config.checkpoint.model_copy(update={"load": str(base)})}
+        *make_run(
+            config.model_copy(
+                update={"checkpoint": config.checkpoint.model_copy(update={"load": str(base)})}
+            ),
+            "eval",
         )
     )
     assert json.loads((tuned / "evaluation.json").read_text())["checkpoint"] == str(

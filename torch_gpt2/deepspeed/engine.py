@@ -30,11 +30,11 @@ from common.cluster.environment import ALONE, Process, torch_variables
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError
 from common.packages import install
-from common.parallel.resolved_run import TrainingRun
+from common.parallel.run import Run
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.engine import StepResult
+from common.training.opened_checkpoint import Checkpoint
 from common.training.outliers import NO_LIMITS, Limits
 from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
@@ -56,7 +56,7 @@ class DeepSpeedEngine(BaseEngine):
 
     def __init__(
         self,
-        config: TrainingRun,
+        config: Run,
         device: TorchDevice,
         process: Process = ALONE,
         world: World | None = None,
@@ -69,7 +69,7 @@ class DeepSpeedEngine(BaseEngine):
         self._ranks = config.parallel.data_parallel
         self._pipeline = config.parallel.pipeline_stage > 1
         self._deepspeed = open_deepspeed(config, device, process)
-        layout = _without_zero(config)
+        layout = config.whole
         self._model = build_parts(layout, device, self.world)[0]
         self._parameters = dict(self._model.named_parameters())
         self._predicted: Tensor | None = None
@@ -167,7 +167,7 @@ class DeepSpeedEngine(BaseEngine):
     def state_bytes(self) -> int:
         return self._state.state_bytes()
 
-    def _fill_weights(self, reader: CheckpointReader | None) -> None:
+    def _fill_weights(self, reader: Checkpoint | None) -> None:
         """Give DeepSpeed the filled parameters, which it may cut up, and the float32 copies."""
         self._state.fill(reader)
         tensors, settings = self._state.tensors, self.config.optimizer
@@ -188,7 +188,7 @@ class DeepSpeedEngine(BaseEngine):
         if self.config.parallel.zero_stage == 3:  # the loss reads it outside its own module
             self._deepspeed.zero.register_external_parameter(self._module, self._model.wte.weight)
 
-    def _fill_moments(self, reader: CheckpointReader, optimizer_steps: int) -> None:
+    def _fill_moments(self, reader: Checkpoint, optimizer_steps: int) -> None:
         moments = reader.moments(self.config, optimizer_steps, self._state.pieces)
         first = next(moments, None)
         if first is not None:
@@ -281,7 +281,7 @@ class DeepSpeedEngine(BaseEngine):
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
 
 
-def open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -> Any:
+def open_deepspeed(config: Run, device: TorchDevice, process: Process) -> Any:
     """Import the package, and tell it the device and the processes."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -306,12 +306,6 @@ def open_deepspeed(config: TrainingRun, device: TorchDevice, process: Process) -
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_backend=device.communication_backend)
     return deepspeed
-
-
-def _without_zero(config: TrainingRun) -> TrainingRun:
-    """Return the run in the layout that the model has before DeepSpeed cuts it."""
-    plain = {"zero_stage": 0, "shard_size": None}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=plain)})
 
 
 class _MeanLossModule(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind, Topology
 from torch_gpt2.device import DTYPES
@@ -36,7 +36,7 @@ def grid_of(topology: Topology) -> Any:
         return module.PipelineParallelGrid(topology=ranks_of(topology))
 
 
-def mark_split(stage: GPT2, config: ResolvedRun, world: World) -> None:
+def mark_split(stage: GPT2, config: Run, world: World) -> None:
     """Tell DeepSpeed which parameters are split over the tensor-parallel ranks.
 
     Its norm counts the others only on the first of these ranks. With sequence parallelism, also sum

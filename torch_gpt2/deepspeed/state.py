@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.checkpoint.snapshot import padded_rows, true_slice
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes, slices_of_rank
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.loss_scale import clip_factor
+from common.training.opened_checkpoint import Checkpoint
 from common.weights.initial import initial_rows
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
@@ -44,9 +44,7 @@ class DeepSpeedState(ABC):
     It is created before DeepSpeed has the parameters, and attached to its engine afterwards.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], layout: ResolvedRun, world: World
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Run, world: World) -> None:
         """Create a state. layout: the run without ZeRO, since DeepSpeed gathers the parameters that
         it has split.
         """
@@ -62,7 +60,7 @@ class DeepSpeedState(ABC):
         """Whether ranks hold different parts of the weights, so that each writes its own."""
         return not self._sync.alone
 
-    def attach(self, engine: Any, reader: CheckpointReader | None) -> None:
+    def attach(self, engine: Any, reader: Checkpoint | None) -> None:
         """Attach DeepSpeed's engine. reader: as in ``fill``, for the float32 copies."""
         self._engine, self._basic = engine, engine.basic_optimizer
 
@@ -79,7 +77,7 @@ class DeepSpeedState(ABC):
         """Return the norm of the last step's gradients before the clip."""
 
     @abstractmethod
-    def fill(self, reader: CheckpointReader | None) -> None:
+    def fill(self, reader: Checkpoint | None) -> None:
         """Load the weights of a checkpoint, or the initial ones, before DeepSpeed has the
         parameters.
         """
@@ -160,7 +158,7 @@ class DeepSpeedState(ABC):
                 found[key] = np.array(values[: rows[1] - rows[0]].numpy())
         return found
 
-    def _values(self, reader: CheckpointReader | None) -> Iterable[tuple[str, Tensor]]:
+    def _values(self, reader: Checkpoint | None) -> Iterable[tuple[str, Tensor]]:
         """Yield this rank's pieces of a checkpoint's weights, or of the initial ones."""
         config, shapes = self.config, padded_shapes(self.config)
         arrays = (
@@ -201,15 +199,13 @@ class WholeState(DeepSpeedState):
     that precision. So its optimizer gets float32 tensors, and hooks around the step do the rest.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], layout: ResolvedRun, world: World
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Run, world: World) -> None:
         super().__init__(parameters, layout, world)
         self.master = MasterWeights(parameters, DTYPES[layout.precision.reduction])
         self.tensors = self.master.tensors
         self._scale, self._norm = 1.0, 0.0
 
-    def attach(self, engine: Any, reader: CheckpointReader | None) -> None:
+    def attach(self, engine: Any, reader: Checkpoint | None) -> None:
         super().attach(engine, reader)
         self._basic.register_step_pre_hook(lambda *_: self._unscale_and_clip())
         self._basic.register_step_post_hook(lambda *_: self._write_back())
@@ -247,7 +243,7 @@ class WholeState(DeepSpeedState):
             tensor.grad = None
 
     @torch.no_grad()
-    def fill(self, reader: CheckpointReader | None) -> None:
+    def fill(self, reader: Checkpoint | None) -> None:
         for name, values in self._values(reader):
             self.tensors[name].copy_(values)
         self.master.write_back()
@@ -266,9 +262,7 @@ class WholeState(DeepSpeedState):
 class ZeroState(DeepSpeedState):
     """State with ZeRO, where DeepSpeed's optimizer scales, sums, clips and steps."""
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], layout: ResolvedRun, world: World
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Run, world: World) -> None:
         super().__init__(parameters, layout, world)
         if layout.precision.reduction == "float32":
             for parameter in parameters.values():
@@ -286,11 +280,11 @@ class ZeroState(DeepSpeedState):
         return norm
 
     @torch.no_grad()
-    def fill(self, reader: CheckpointReader | None) -> None:
+    def fill(self, reader: Checkpoint | None) -> None:
         for name, values in self._values(reader):
             self.tensors[name].copy_(values)
 
-    def attach(self, engine: Any, reader: CheckpointReader | None) -> None:
+    def attach(self, engine: Any, reader: Checkpoint | None) -> None:
         super().attach(engine, reader)
         self._optimizer = engine.optimizer
         self._utils = importlib.import_module("deepspeed.utils")

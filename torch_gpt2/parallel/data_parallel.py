@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind
 from torch_gpt2.data import split
 from torch_gpt2.device import DTYPES
@@ -29,9 +29,7 @@ class DataParallel:
     for weights below float32 whose gradients are summed in float32 outside the parameters.
     """
 
-    def __init__(
-        self, parts: list[GPT2], loss_sum: LossSum, config: ResolvedRun, world: World
-    ) -> None:
+    def __init__(self, parts: list[GPT2], loss_sum: LossSum, config: Run, world: World) -> None:
         precision, self._parts = config.precision, parts
         self._stage = config.parallel.zero_stage
         self._group = world.groups.get(GroupKind.DATA)
@@ -81,7 +79,7 @@ class DataParallel:
         """Take a step of the optimizer."""
         step()
 
-    def _warm_up_buckets(self, config: ResolvedRun) -> None:
+    def _warm_up_buckets(self, config: Run) -> None:
         """Make DDP's first step and discard it.
 
         DDP sorts gradients into buckets again after that step, and the bucket decides the order in

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.parallel.loss_rows import loss_rows
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import Role, owns, role_of
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
@@ -28,7 +28,7 @@ from torch_gpt2.parallel.tensor_parallel import TensorGroup, split_model
 from torch_gpt2.parallel.world import World
 
 
-def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[GPT2]:
+def build_parts(config: Run, device: TorchDevice, world: World) -> list[GPT2]:
     """Return this rank's parts of the model, one for each of its pipeline stages, without weights.
 
     Parts are cut before they have memory, so that a rank never holds more than its own.
@@ -60,7 +60,7 @@ def build_parts(config: ResolvedRun, device: TorchDevice, world: World) -> list[
     return parts
 
 
-def tensor_group(config: ResolvedRun, world: World) -> TensorGroup:
+def tensor_group(config: Run, world: World) -> TensorGroup:
     return TensorGroup(
         group=world.groups[GroupKind.TENSOR],
         rank=world.at.tensor,
@@ -70,7 +70,7 @@ def tensor_group(config: ResolvedRun, world: World) -> TensorGroup:
     )
 
 
-def seed_offset(config: ResolvedRun, world: World) -> int:
+def seed_offset(config: Run, world: World) -> int:
     """Return the offset of the dropout seed. Ranks with the same offset draw the same masks.
 
     These are the ranks of a tensor group, unless each has its own part of the sequence.
@@ -81,7 +81,7 @@ def seed_offset(config: ResolvedRun, world: World) -> int:
 class GradientSync:
     """Gradient reductions beyond the data axis, and the global gradient norm."""
 
-    def __init__(self, config: ResolvedRun, world: World) -> None:
+    def __init__(self, config: Run, world: World) -> None:
         self._world = world
         self._sequence = config.parallel.sequence_parallel and world.topology.tensor > 1
         self._copies_of_embedding = world.groups.get(GroupKind.EMBEDDING)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
@@ -58,9 +58,7 @@ class Pipeline:
     All pipeline ranks pass the same batch to ``step`` and ``evaluate``.
     """
 
-    def __init__(
-        self, parts: list[GPT2], config: ResolvedRun, world: World, device: TorchDevice
-    ) -> None:
+    def __init__(self, parts: list[GPT2], config: Run, world: World, device: TorchDevice) -> None:
         self._topology = world.topology
         self._count = world.topology.stages
         self._parts = dict(zip(world.topology.stages_of(world.at.pipeline), parts, strict=True))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from common.packages import install
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.data_parallel import DataParallel, LossSum
@@ -32,7 +32,7 @@ class ParameterServer:
     """
 
     def __init__(
-        self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]
+        self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]
     ) -> None:
         self.loss_sum = loss_sum
         self._world = world
@@ -69,7 +69,7 @@ class SingleProcessDataParallel(DataParallel):
     Device 0 keeps weights and state.
     """
 
-    def __init__(self, model: GPT2, config: ResolvedRun, world: World, device: TorchDevice) -> None:
+    def __init__(self, model: GPT2, config: Run, world: World, device: TorchDevice) -> None:
         super().__init__([model], model.loss_sum, config, world)
         replicas = nn.DataParallel(
             _ReplicaLoss(model), device_ids=list(range(device.count)) if device.count > 1 else None
@@ -86,7 +86,7 @@ class Horovod:
     """Sum over all ranks by Horovod's all-reduce."""
 
     def __init__(
-        self, loss_sum: LossSum, config: ResolvedRun, world: World, weights: Mapping[str, Tensor]
+        self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]
     ) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError(
@@ -139,7 +139,7 @@ class _ReplicaLoss(nn.Module):
 def replicate(
     parts: list[GPT2],
     loss_sum: LossSum,
-    config: ResolvedRun,
+    config: Run,
     world: World,
     device: TorchDevice,
     weights: Mapping[str, Tensor],

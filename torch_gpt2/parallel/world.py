@@ -19,7 +19,7 @@ from common.cluster.pods import in_pod
 from common.cluster.rank_environment import hccl_seconds, network_of
 from common.errors import ConfigError, RunError
 from common.parallel.arrival import Arrival
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from common.processes.addresses import LOOPBACK, is_loopback, listen
@@ -101,7 +101,7 @@ class World(WorldBase):
 
 
 @contextmanager
-def open_world(config: ResolvedRun, process: Process, device: TorchDevice) -> Iterator[World]:
+def open_world(config: Run, process: Process, device: TorchDevice) -> Iterator[World]:
     """Connect to the other processes, if there are any. Raises RunError if they cannot be reached,
     also later.
     """

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.topology import GroupKind
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
@@ -23,7 +23,7 @@ from torch_gpt2.optimizer import sum_in_float32
 from torch_gpt2.parallel.world import World
 
 
-def shard_model(model: GPT2, config: ResolvedRun, mesh: DeviceMesh) -> None:
+def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
     """Apply ZeRO: each rank of the data axis keeps its rows of every parameter, gradient and
     moment.
 
@@ -59,7 +59,7 @@ def _sum_tied_gradients_in_float32(model: nn.Module, _: Any) -> None:
             sum_in_float32(parameter)
 
 
-def data_mesh(config: ResolvedRun, world: World, device: TorchDevice) -> DeviceMesh:
+def data_mesh(config: Run, world: World, device: TorchDevice) -> DeviceMesh:
     """Return the ranks of the data axis. With a smaller shard_size each row is one copy of the
     model.
 

@@ -27,7 +27,7 @@ from common.config.resolved import ResolvedModel
 from common.errors import StorageError
 from common.files import fsync_folder
 from common.parallel.ramp import place_in_epochs
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.parallel.sharding import shards_of, split_dim
 from common.parallel.topology import Topology
 from common.systems.mindformers.names import NAME_MAPS
@@ -47,9 +47,7 @@ _Layouts = Mapping[int, Mapping[NameRow, Layout]]
 """Parameters that each pipeline rank holds, and how its ranks split each of them."""
 
 
-def epoch_and_step(
-    config: ResolvedRun, samples_per_epoch: int, state: TrainState
-) -> tuple[int, int]:
+def epoch_and_step(config: Run, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
     if config.batch_sizes.grows and samples_per_epoch:
         epoch, within, _ = place_in_epochs(state.step, config.batch_sizes, samples_per_epoch)
@@ -60,7 +58,7 @@ def epoch_and_step(
 
 
 def write_rank_file(
-    config: ResolvedRun, place: tuple[int, int], rank: int, is_split: bool, checkpoint: Path
+    config: Run, place: tuple[int, int], rank: int, is_split: bool, checkpoint: Path
 ) -> None:
     """Write the file of a rank, and on rank 0 the strategy, beside a complete checkpoint.
 
@@ -97,7 +95,7 @@ def write_rank_file(
 # ---- who holds what ----
 
 
-def _layouts(config: ResolvedRun, topology: Topology) -> _Layouts:
+def _layouts(config: Run, topology: Topology) -> _Layouts:
     shapes = _shapes(config.model, topology.tensor)
     shards = shards_of(config.parallel, topology)
     return {
@@ -144,7 +142,7 @@ def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: in
     return layout
 
 
-def _strategy(config: ResolvedRun, layouts: _Layouts) -> dict[int, dict[str, Layout]]:
+def _strategy(config: Run, layouts: _Layouts) -> dict[int, dict[str, Layout]]:
     prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
     return {
         stage: {prefix + row.theirs: layout for prefix in prefixes for row, layout in rows.items()}
@@ -157,7 +155,7 @@ def _strategy(config: ResolvedRun, layouts: _Layouts) -> dict[int, dict[str, Lay
 
 @contextmanager
 def _tensors(
-    config: ResolvedRun,
+    config: Run,
     layouts: Mapping[NameRow, Layout],
     rank: int,
     place: tuple[int, int],

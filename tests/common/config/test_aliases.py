@@ -15,7 +15,7 @@ from common.config.hints import schema_keys
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.run_config import load_config
 
 MODEL = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 16, "vocab_size": 100}
@@ -140,7 +140,7 @@ def test_samples_of_an_epoch_are_a_length(train, words, steps, tmp_path: Path) -
     """In batches of 2, of data with 1,000 windows."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(TREE | {"train": {"micro_batch_size": 2, **train}}))
-    run = resolve_length(resolve_config(load_config(path, words)), 1000)
+    run = resolve_config(load_config(path, words), samples_per_epoch=1000)
     assert run.train.max_steps == steps
 
 

@@ -36,7 +36,7 @@ from common.systems.own_folder import write_project  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weight, Weights  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
-from common.training.checkpoint_reader import CheckpointReader  # noqa: E402
+from common.training.opened_checkpoint import Checkpoint  # noqa: E402
 from common.weights.names import parameter_shapes  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
@@ -67,7 +67,7 @@ IDS = torch.arange(18).reshape(2, 9) * 5
 def ours_of(folder: Path) -> dict[str, torch.Tensor]:
     return {
         name: torch.from_numpy(np.array(values))
-        for name, values in CheckpointReader(folder).weights(MODEL)
+        for name, values in Checkpoint(folder).weights(MODEL)
     }
 
 

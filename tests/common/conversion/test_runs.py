@@ -21,6 +21,7 @@ from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from common.systems.table import FORMATS  # noqa: E402
 from common.tensor_files.arrays import TensorKind  # noqa: E402
@@ -75,9 +76,9 @@ def test_a_run_resumes_bit_for_bit(
     tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]
 ) -> None:
     """Moments, step, schedule, loss scale, place in the data and dropout masks."""
-    torch_gpt2.train.train(make_config(tmp_path / "whole", corpus_prefix, **sections))
+    torch_gpt2.train.train(*make_run(make_config(tmp_path / "whole", corpus_prefix, **sections)))
     half = {**sections, "train": {"max_steps": 3}}
-    torch_gpt2.train.train(make_config(tmp_path / "half", corpus_prefix, **half))
+    torch_gpt2.train.train(*make_run(make_config(tmp_path / "half", corpus_prefix, **half)))
     before = tmp_path / "half"
     for number, target in enumerate([*way, "torch_gpt2"]):
         ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
@@ -85,7 +86,7 @@ def test_a_run_resumes_bit_for_bit(
         assert result.step == 3
         before = tmp_path / str(number)
     resumed = {**sections, "checkpoint": {"resume": str(before)}}
-    torch_gpt2.train.train(make_config(tmp_path / "resumed", corpus_prefix, **resumed))
+    torch_gpt2.train.train(*make_run(make_config(tmp_path / "resumed", corpus_prefix, **resumed)))
 
     def steps(folder: str) -> list[Any]:
         kept = (
@@ -115,7 +116,9 @@ def test_a_run_resumes_bit_for_bit(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    torch_gpt2.train.train(make_config(folder / "run", corpus_prefix, train={"max_steps": 2}))
+    torch_gpt2.train.train(
+        *make_run(make_config(folder / "run", corpus_prefix, train={"max_steps": 2}))
+    )
     return folder / "run"
 
 
@@ -123,8 +126,10 @@ def test_training_says_that_it_does_not_begin_at_checkpoint_load(
     trained: Path, tmp_path: Path, corpus_prefix: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch_gpt2.train.train(
-        make_config(
-            tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)}
+        *make_run(
+            make_config(
+                tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)}
+            )
         )
     )
     assert "not for training; set checkpoint.resume to resume from it" in caplog.text

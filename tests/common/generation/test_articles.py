@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from common.generation import articles
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
+from common.training.opened_checkpoint import Checkpoint
 from tests.common.generation.test_output import Bytes, config
 
 SAMPLING = {"strategy": "sampling", "num_sequences": 3, "output_folder": "made"}
@@ -49,7 +50,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "step_00000001"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
-    monkeypatch.setattr(articles, "checkpoint_to_use", lambda run: folder)
+    monkeypatch.setattr(articles, "checkpoint_to_use", lambda run: Checkpoint(folder))
     return folder
 
 

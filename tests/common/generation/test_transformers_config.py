@@ -14,7 +14,7 @@ from tests.common.generation.test_output import config
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_config, "open_tokenizer", lambda run: (WORDS, run))
+    monkeypatch.setattr(transformers_config, "load_given_tokenizer", lambda run: (WORDS, run))
 
 
 def test_words_are_written_as_ids() -> None:

@@ -1,12 +1,10 @@
 """Devices, frameworks and models whose attention is one kernel, and the plan's bytes of both."""
 
-from typing import Any
-
 import pytest
 
-from common.accelerators import require_accelerator
-from common.parallel.fused_attention import keeps_no_scores, on_accelerator, with_attention
-from common.parallel.resolved_run import ResolvedRun
+from common.accelerators import Hardware
+from common.parallel.fused_attention import keeps_no_scores
+from common.parallel.run import Run
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
@@ -17,16 +15,16 @@ MINDSPORE = ("backend=mindspore", "model.attention_dropout=0", "precision.comput
 ACCELERATORS = ("Ascend 910A", "Ascend 910B2", "H100 SXM")
 
 
-def config(*overrides: str) -> ResolvedRun:
-    return resolve_config(load_config(PRESET, overrides), world_size=1)
+def config(*overrides: str, on: Hardware | None = None) -> Run:
+    return resolve_config(load_config(PRESET, overrides), hardware=on)
 
 
-def saved(run: ResolvedRun) -> int:
+def saved(run: Run) -> int:
     [stage] = make_plan(run).stages
     return stage.memory.activations
 
 
-def scores(run: ResolvedRun) -> int:
+def scores(run: Run) -> int:
     """Bytes that attention written out keeps more: float32 probabilities, their half-precision
     form, and the causal mask, instead of a float32 for each row.
     """
@@ -48,11 +46,10 @@ def scores(run: ResolvedRun) -> int:
     ],
 )
 def test_the_device_decides(kind: str, name: str | None, fused: bool) -> None:
-    run = config(*MINDSPORE)
-    here = with_attention(run, kind, name)
-    assert here.train.fused_attention is fused
+    run = config(*MINDSPORE, on=Hardware(kind=kind, name=name))
+    assert keeps_no_scores(run, run.hardware) is fused
     most = saved(config(*MINDSPORE, "train.fused_attention=false"))
-    assert saved(here) == (most - scores(run) if fused else most)
+    assert saved(run) == (most - scores(run) if fused else most)
 
 
 PACKED = ("data.reset_attention_mask=true", "data.eod_id=50256")
@@ -88,8 +85,8 @@ def test_device_framework_and_mask_decide(
         ((), torch if backend == "torch" else mindspore),
         (DROPS, torch_drops and backend == "torch"),
     ):
-        run = with_attention(config(*words, *drops), kind, name)
-        assert keeps_no_scores(run) is fused
+        run = config(*words, *drops, on=Hardware(kind=kind, name=name))
+        assert keeps_no_scores(run, run.hardware) is fused
         written = saved(config(*words, *drops, "train.fused_attention=false"))
         assert saved(run) < written if fused else saved(run) == written
 
@@ -108,19 +105,14 @@ def test_the_model_decides(override: str) -> None:
     float32 softmax.
     """
     written = "train.fused_attention=false"
-    run = on_accelerator(config(*MINDSPORE, override), require_accelerator("Ascend 910B2"))
+    run = config(*MINDSPORE, override, on=Hardware(kind="auto", name="Ascend 910B2"))
     assert saved(run) == saved(config(*MINDSPORE, override, written))
     torch = [word for word in (*MINDSPORE, override) if word != "backend=mindspore"]
     fused = saved(config(*torch)) < saved(config(*torch, written))
     assert fused is ("softmax" not in override)
 
 
-@pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_a_named_accelerator_stands_for_the_device_of_the_run(device: str) -> None:
-    run: Any = config(*MINDSPORE, f"device={device}")
-    found = [
-        on_accelerator(run, require_accelerator(name)).train.fused_attention
-        for name in ACCELERATORS
-    ]
-    assert found == [False, True, False]
-    assert on_accelerator(run, None).train.fused_attention is (device == "auto")
+def test_a_named_accelerator_stands_for_the_device_of_the_run() -> None:
+    run = config(*MINDSPORE)
+    kinds = [*(Hardware(kind="auto", name=name) for name in ACCELERATORS), Hardware(kind="auto")]
+    assert [keeps_no_scores(run, each) for each in kinds] == [False, True, False, True]

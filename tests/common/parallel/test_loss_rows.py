@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.accelerators import GIB
-from common.parallel.loss_rows import loss_rows, with_loss_rows
+from common.accelerators import GIB, Hardware
+from common.parallel.loss_rows import loss_rows
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
@@ -32,11 +32,11 @@ def test_logits_take_a_share_of_the_memory(
 
 
 def test_the_plan_of_an_accelerator_counts_them() -> None:
-    config = resolve_config(
-        load_config(PRESET, ("precision=bf16", "train.micro_batch_size=12")), world_size=1
-    )
+    written = load_config(PRESET, ("precision=bf16", "train.micro_batch_size=12"))
+    config = resolve_config(written)
+    known = resolve_config(written, hardware=Hardware(kind="cuda", memory=80 * GIB))
     rows = config.train.micro_batch_size * config.model.seq_length
     assert 1024 < rows < 16_384
-    more = make_plan(with_loss_rows(config, 80 * GIB)).peak - make_plan(config).peak
+    more = make_plan(known).peak - make_plan(config).peak
     # float32 logits and their half-precision slope; and the head's gradient, which either has
     assert more == (rows - 1024) * config.vocab_rows * (4 + 4)

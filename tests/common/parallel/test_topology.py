@@ -7,7 +7,7 @@ import pytest
 
 from common.config.schema import ParallelConfig
 from common.errors import ConfigError
-from common.parallel.resolved_run import topology_of
+from common.parallel.run import topology_of
 from common.parallel.topology import Coordinates, GroupKind, Topology
 
 # data, tensor, pipeline

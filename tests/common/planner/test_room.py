@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.accelerators import Hardware
 from common.config.load import build_config
+from common.config.resolved import as_run
 from common.errors import ConfigError
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.planner import room
 from common.planner.plan import make_plan
 from common.planner.room import asked_for, check_room, fits_machine, machine_memory, out_of_memory
@@ -18,7 +20,7 @@ from common.resolve.derive import resolve_config
 from tests.config_overrides import changed
 
 
-def config(world_size: int = 1, **changes: Any) -> ResolvedRun:
+def config(world_size: int = 1, **changes: Any) -> Run:
     tree: dict[str, Any] = {
         "output_dir": "out",
         "model": {
@@ -54,6 +56,13 @@ def test_memory_of_a_machine_or_a_container(
     assert machine_memory(machine(tmp_path, 5000, cgroup)) == expected
 
 
+CPU = Hardware(kind="cpu")
+
+
+def on(hardware: Hardware, run: Run) -> Run:
+    return as_run(Run, run, hardware=hardware)
+
+
 def test_a_system_that_does_not_say(tmp_path: Path) -> None:
     assert machine_memory(tmp_path) is None
     assert fits_machine(config(), 10**15, tmp_path) is None
@@ -62,12 +71,12 @@ def test_a_system_that_does_not_say(tmp_path: Path) -> None:
 def test_weights_and_moments_are_certain_the_rest_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = config()
+    run = on(CPU, config())
     plan = make_plan(run).stages[0].memory
     state = plan.weights + plan.optimizer
     monkeypatch.setattr(room, "_of_meminfo", lambda *_: plan.peak - 1)
     monkeypatch.setattr(room, "machine_memory", lambda: 2 * plan.peak)
-    short = check_room(run, kind="cpu", device_memory=None, training=True)
+    short = check_room(run, training=True)
     assert short is not None and re.match(
         "memory is short: a rank needs .* GiB by the plan, and .* GiB of this machine's .* GiB are"
         " free; end other programs, or lower train.micro_batch_size",
@@ -80,7 +89,7 @@ def test_weights_and_moments_are_certain_the_rest_is_a_warning(
         (state, "may not fit"),
     ):
         monkeypatch.setattr(room, "machine_memory", lambda there=there: there)
-        warning = check_room(run, kind="cpu", device_memory=None, training=True)
+        warning = check_room(run, training=True)
         assert warning is None if expected is None else expected in str(warning)
     monkeypatch.setattr(room, "machine_memory", lambda: state - 1)
     with pytest.raises(
@@ -88,18 +97,18 @@ def test_weights_and_moments_are_certain_the_rest_is_a_warning(
         match=r"does not fit: a rank needs .* for its weights and optimizer state, but this"
         r" machine has",
     ):
-        check_room(run, kind="cpu", device_memory=None, training=True)
-    assert check_room(run, kind="cpu", device_memory=None) is None  # generation has no moments
+        check_room(run, training=True)
+    assert check_room(run) is None  # generation has no moments
     monkeypatch.setattr(room, "machine_memory", lambda: 2 * state - 1)
     with pytest.raises(ConfigError, match=r"2 ranks need"):  # that share the machine
-        check_room(run, kind="cpu", device_memory=None, ranks=2, training=True)
+        check_room(run, ranks=2, training=True)
 
 
 def test_a_device_has_its_own_memory() -> None:
-    run = config()
-    assert check_room(run, kind="cuda", device_memory=None, training=True) is None
+    run = on(Hardware(kind="cuda"), config())
+    assert check_room(run, training=True) is None
     with pytest.raises(ConfigError, match=r"the device has 0.00 GiB"):
-        check_room(run, kind="cuda", device_memory=1000, ranks=8, training=True)
+        check_room(on(Hardware(kind="cuda", memory=1000), run), ranks=8, training=True)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_runs_too_large_for_the_machine_are_refused_before_they_allocate(
     changes: dict[str, Any],
 ) -> None:
     with pytest.raises(ConfigError, match=r"does not fit: .*--run_mode plan shows"):
-        check_room(config(**changes), kind="cpu", device_memory=None, training=True)
+        check_room(on(CPU, config(**changes)), training=True)
 
 
 def numpy_error() -> MemoryError:

@@ -2,6 +2,7 @@
 other.
 """
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,19 @@ from common.accelerators import require_accelerator
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.loss_rows import with_loss_rows
 from common.parallel.topology import Topology
 from common.planner.fitting import telling_places
 from common.planner.plan import make_plan, memory_limit, time_of
 from common.planner.suggest import (
     Layout,
     Suggestions,
+    _keys,
+    _resolved,
     _ways,
-    _with_layout,
     describe_suggestions,
     suggest,
 )
-from common.resolve.derive import resolve_config, with_micro_batch, written_ranks
+from common.resolve.derive import resolve_config, resolve_other, written_ranks
 from common.run_config import load_config
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
@@ -81,8 +82,9 @@ def test_suggestions_fit_and_are_runs() -> None:
     again = preset(
         "run_gpt2_13b", "backend=torch", "train.recompute_slice_activation=false", *words
     )
-    device = require_accelerator("Ascend 910B2")
-    assert make_plan(with_loss_rows(again, device.memory)) == found.fitting[0].plan
+    hardware = found.fitting[0].config.hardware
+    again = resolve_other(again, world_size=16, hardware=hardware)
+    assert make_plan(again) == found.fitting[0].plan
 
 
 def small(**sections: Any) -> RunConfig:
@@ -150,7 +152,8 @@ def test_zero_and_recomputation_are_used_only_where_they_are_needed() -> None:
     ways = list(_ways(config, piped))
     assert {zero for zero, *_ in ways} == {0, 1}
     for zero, recompute, sequence in ways:
-        made = _with_layout(config, piped, zero=zero, recompute=recompute, sequence=sequence)
+        keys = _keys(config, piped, zero, recompute, sequence)
+        made = _resolved(config, piped, ASCEND, math.inf, *keys)
         assert not isinstance(made, str), made
 
 
@@ -185,12 +188,10 @@ def tried_one_by_one(config: RunConfig, topology: Topology) -> Layout | None:
     best = None
     limit = memory_limit(config, ASCEND)
     for zero, recompute, sequence in _ways(config, topology):
-        candidate = _with_layout(
-            config, topology, zero=zero, recompute=recompute, sequence=sequence
-        )
+        parallel, train = _keys(config, topology, zero, recompute, sequence)
+        candidate = _resolved(config, topology, ASCEND, limit or 0, parallel, train)
         if isinstance(candidate, str):
             continue
-        candidate = with_loss_rows(candidate, ASCEND.memory)
         if (plan := make_plan(candidate)).peak > (limit or 0):
             continue
         seconds = time_of(plan, candidate, ASCEND).total
@@ -289,7 +290,7 @@ def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
     """The next larger one does not fit, or leaves fewer micro batches than stages."""
     device = require_accelerator("H100")
     config = preset("run_gpt2_1558m", "train.micro_batch_size=auto")
-    found = suggest(config, 8, device)
+    found = suggest(config, 8, device, is_auto=True)
     limit = memory_limit(config, device)
     assert limit is not None and len(found.fitting) == 4
     for layout in found.fitting:
@@ -303,7 +304,12 @@ def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
             for size in range(train.micro_batch_size + 1, config.train.global_batch_size + 1)
             if config.train.global_batch_size % (size * layout.plan.topology.data) == 0
         ]
-        more = with_loss_rows(with_micro_batch(layout.config, larger[0]), device.memory)
+        more = resolve_other(
+            layout.config,
+            world_size=8,
+            hardware=layout.config.hardware,
+            train={"micro_batch_size": larger[0], "accumulation_steps": None},
+        )
         assert (
             make_plan(more).peak > limit or more.batch.accumulation < layout.plan.topology.pipeline
         )

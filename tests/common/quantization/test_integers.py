@@ -30,6 +30,7 @@ from common.resolve.derive import resolve_config
 from common.systems.onnx.session import logits
 from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
+from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import parameter_shapes
 from tests.reference import hugging_face_model
 from torch_gpt2.device import select_device
@@ -145,7 +146,7 @@ def test_integers_equal_what_was_trained(
     assert of_8_bits == set(quantized_layers(config, MODEL.num_layers))
     assert ("h.0.mlp.c_fc.input_scale" in found) == (activations != "dynamic")
     assert max(np.abs(x).max() for x in found.values() if x.dtype == np.int8) == 63
-    model = load_model(config_of(MODEL, folder), select_device("cpu"), folder)
+    model = load_model(config_of(MODEL, folder), select_device("cpu"), Checkpoint(folder))
     assert sum(isinstance(part, Int8Linear) for part in model.modules()) == len(of_8_bits)
     ids = torch.from_numpy(IDS)
     assert np.abs(model.logits(model(ids)).numpy() - expected).max() < 1e-4

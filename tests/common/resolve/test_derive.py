@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from common.config.load import build_config
 from common.config.schema import EvaluationConfig, RunConfig
 from common.errors import ConfigError
-from common.resolve.derive import resolve_config, resolve_length, resolve_mode, resolve_vocabulary
+from common.resolve.derive import fitting_vocabulary, resolve_config, resolve_mode
 from tests.config_overrides import changed
 
 
@@ -123,8 +123,8 @@ def test_contradictions(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -> None:
-    resolved = resolve_length(
-        resolve_config(config(optimizer__warmup_fraction=0.1, **changes)), samples_per_epoch=100
+    resolved = resolve_config(
+        config(optimizer__warmup_fraction=0.1, **changes), samples_per_epoch=100
     )
     assert resolved.train.max_steps == steps
     assert resolved.optimizer.decay == resolved.optimizer.decay_steps == steps
@@ -132,12 +132,12 @@ def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -
 
 
 def test_a_length_that_nobody_can_count_is_refused() -> None:
-    endless = resolve_config(config(train__max_steps=None, train__max_epochs=2.0**40))
+    endless = config(train__max_steps=None, train__max_epochs=2.0**40)
     with pytest.raises(
         ConfigError,
         match=r"train.max_epochs=1099511627776.0 of 100 samples are \d+ steps; lower it",
     ):
-        resolve_length(endless, samples_per_epoch=100)
+        resolve_config(endless, samples_per_epoch=100)
     with pytest.raises(ConfigError, match=r"train.max_epochs: .*, found 1e\+308"):
         config(train__max_steps=None, train__max_epochs=1e308)
 
@@ -197,13 +197,12 @@ def test_warm_up_beyond_the_end() -> None:
     with pytest.raises(
         ConfigError, match=r"warmup_steps=11 is beyond the schedule's end at step 10"
     ):
-        resolve_length(
-            resolve_config(config(optimizer__warmup_steps=11, optimizer__decay_steps=10)),
-            samples_per_epoch=100,
+        resolve_config(
+            config(optimizer__warmup_steps=11, optimizer__decay_steps=10), samples_per_epoch=100
         )
     assert (
-        resolve_length(
-            resolve_config(config(optimizer__warmup_steps=11)), samples_per_epoch=100
+        resolve_config(
+            config(optimizer__warmup_steps=11), samples_per_epoch=100
         ).optimizer.decay_steps
         == 11
     )
@@ -211,26 +210,20 @@ def test_warm_up_beyond_the_end() -> None:
 
 def test_a_schedule_in_samples_ends_with_the_samples_of_the_run() -> None:
     changes = {"optimizer__warmup_steps": 0, "optimizer__warmup_samples": 3}
-    found = resolve_length(resolve_config(config(**changes)), samples_per_epoch=100)
+    found = resolve_config(config(**changes), samples_per_epoch=100)
     assert (found.optimizer.decay_samples, found.optimizer.decay_steps) == (20, None)
     assert (found.optimizer.warmup, found.train.max_steps) == (3, 10)
 
 
 def test_vocabulary_against_the_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"the tokenizer has 101 tokens but model.vocab_size=100"):
-        resolve_vocabulary(resolve_config(config()), 101, "the tokenizer")
-    assert (
-        resolve_vocabulary(
-            resolve_config(config(model__vocab_size=50304)), 50257, "t"
-        ).model.vocab_size
-        == 50257
-    )
-    assert (
-        resolve_vocabulary(
-            resolve_config(config(model__vocab_size=13317)), 13316, "t"
-        ).model.vocab_size
-        == 13317
-    )
+        fitting_vocabulary(config().model, 101, "the tokenizer")
+    for written, tokens, changed_keys in (
+        (50304, 50257, {"vocab_size": 50257}),
+        (13317, 13316, {}),
+    ):
+        model = config(model__vocab_size=written).model
+        assert fitting_vocabulary(model, tokens, "t") == changed_keys
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])

@@ -18,7 +18,7 @@ import run_gpt2
 from common.config.load import dump_config, flatten
 from common.errors import ConfigError
 from common.parallel.learning_rate import learning_rate
-from common.resolve.derive import resolve_config, resolve_length, resolve_mode
+from common.resolve.derive import resolve_config, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.run_config import load_config
 from common.systems.config import open_config, open_flags
@@ -344,7 +344,7 @@ def test_megatrons_growing_batch_is_ours() -> None:
     batch = "--micro-batch-size 2 --global-batch-size 12 --rampup-batch-size 4 4 24"
     config = megatron_of(f"{batch} --train-samples 75").config
     assert (config.train.rampup_batch_size, config.train.global_batch_size) == ([4, 4, 24], 12)
-    steps = resolve_length(resolve_config(config), 1).train.max_steps
+    steps = resolve_config(config, samples_per_epoch=1).train.max_steps
     assert steps == 8  # 3 x 4, 2 x 8, 3 x 12 = 64 samples, and 76 would be too many
 
 
@@ -355,7 +355,7 @@ def test_the_length_of_a_run_in_samples_follows_the_ranks(system, rate, ranks, s
     text = f"{SMALL} {rate} 1e-4 --micro-batch-size 4 --train-samples 40"
     opened = open_flags(system, text.split())
     resolved = resolve_config(opened.config, world_size=ranks)
-    assert resolve_length(resolved, 1).train.max_steps == steps
+    assert resolved.train.max_steps == steps
 
 
 def test_the_length_of_a_validation_in_batches_follows_the_ranks() -> None:
@@ -444,7 +444,7 @@ def test_megatrons_schedule_counts_samples(given: str, warmup: int, decay: int) 
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3"
     batch = "--micro-batch-size 8 --global-batch-size 32 --rampup-batch-size 8 8 1000"
     words = [*f"{model} {batch} --train-samples 10000 {given}".split()]
-    config = resolve_length(resolve_config(open_flags("megatron", words).config), 100)
+    config = resolve_config(open_flags("megatron", words).config, samples_per_epoch=100)
     assert config.optimizer.schedule_unit == "samples"
     assert (config.optimizer.warmup, config.optimizer.decay) == (warmup, decay)
     if "fraction 0.1" in given and decay == 10_000:

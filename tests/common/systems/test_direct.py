@@ -17,15 +17,14 @@ import pytest
 from common.conversion.convert import convert
 from common.errors import CheckpointError
 from common.parallel.sharding import slice_of
-from common.systems.direct import manifest_of
 from common.systems.mindformers.rank_files import write_rank_file
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import open_project
-from common.training.checkpoint_reader import CheckpointReader
+from common.systems.table import detect
 from common.training.fits import require_same_model
 from common.training.loss_scale import LossScale
 from common.training.metrics import read_metrics
-from common.training.start import require_weights
+from common.training.opened_checkpoint import Checkpoint, open_checkpoint
 from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 from run_gpt2 import main
@@ -76,7 +75,7 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
 
 @pytest.mark.parametrize("source", list(SOURCES))
 def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Path) -> None:
-    path = require_weights(SOURCES[source](write_run(tmp_path / "run"), tmp_path), "x")
+    path = SOURCES[source](write_run(tmp_path / "run"), tmp_path)
     ours = tmp_path / "ours"
     if source == "a .ckpt alone":
         shutil.copytree(path.parent, tmp_path / "with_model")
@@ -88,7 +87,7 @@ def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Pat
         model, run = weights.model, weights.run
     config = config_of().model_copy(update={"model": model})
     shapes = parameter_shapes(model)
-    there, here = CheckpointReader(path), CheckpointReader(ours)
+    there, here = open_checkpoint(path, "x"), Checkpoint(ours)
     cuts = ({"tensor": 2, "tensor_rank": 1}, {"shards": 3, "shard_rank": 2})
     for cut in ({}, *cuts):
         pieces = {
@@ -123,11 +122,12 @@ def test_rows_beyond_the_tokenizer_are_padding_where_no_file_names_a_token_there
         content = contents.get(named, {"added_tokens_decoder": entries})
         (path / named).write_text(json.dumps(content))
         with pytest.raises(CheckpointError, match=r"name '<\|user\|>' beyond these; preprocess"):
-            manifest_of(path, cut)
+            open_checkpoint(path, "x").manifest(cut)
         return
-    require_same_model(manifest_of(path, cut), config_of().model_copy(update={"model": cut}), path)
-    found = dict(CheckpointReader(path).weights(cut))
-    whole = dict(CheckpointReader(path).weights(config_of().model))
+    there, run = open_checkpoint(path, "x"), config_of().model_copy(update={"model": cut})
+    require_same_model(there.manifest(cut), run, path)
+    found = dict(there.weights(cut))
+    whole = dict(there.weights(config_of().model))
     assert found["wte.weight"].shape[0] == rows - 2
     for name, values in found.items():
         assert np.array_equal(values, whole[name][: len(values)]), name
@@ -216,7 +216,7 @@ def test_mindspores_parameters_are_those_of_the_converted(
     for path in starts.values():
         net = build_model(config, select_device("cpu"))
         parameters = {parameter.name: parameter for parameter in net.get_parameters()}
-        load_weights(parameters, config.model, path)
+        load_weights(parameters, config.model, open_checkpoint(path, "x"))
         values.append({name: tensor.asnumpy() for name, tensor in parameters.items()})
     for name, expected in values[-1].items():
         assert all(np.array_equal(found[name], expected) for found in values), name
@@ -237,6 +237,11 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     del tree["checkpoint"], tree["output_dir"]
     Path("run.yaml").write_text(dump_yaml(tree))
 
+    asked: list[Path] = []
+    monkeypatch.setattr(
+        "common.systems.direct.detect", lambda path: asked.append(path) or detect(path)
+    )
+
     def steps(source: Path, *words: str) -> list[int]:
         command = ["--config", "run.yaml", "--run_mode", "train", f"--load_checkpoint={source}"]
         assert main([*command, "train.max_steps=5", *words]) == 0
@@ -247,6 +252,7 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     assert steps(starts["hf"], "output_dir=b", "train.max_steps=2") == [1, 2]
     assert "theirs: holds only weights" in capfd.readouterr().out
     assert steps(starts["hf"], "output_dir=b", "train.max_steps=3") == [1, 2, 3]
+    assert asked == [starts["slices"], starts["hf"], starts["hf"]], "once a run"
 
 
 def remove_ranks(path: Path) -> None:

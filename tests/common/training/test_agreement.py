@@ -15,6 +15,7 @@ from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.errors import CheckpointError, ConfigError
 from common.parallel.world import WorldBase
 from common.training import agreement
+from common.training.opened_checkpoint import Checkpoint
 
 T = TypeVar("T")
 HERE = threading.local()
@@ -44,7 +45,7 @@ def check(checkpoint: Path | None, ranks: int) -> list[BaseException | None]:
         try:
             agreement.check_everywhere(
                 SingleProcessDataParallel(rank=rank, size=ranks, barrier=barrier, values=values),
-                checkpoint,
+                None if checkpoint is None else Checkpoint(checkpoint),
             )
         except (CheckpointError, ConfigError) as error:
             return error

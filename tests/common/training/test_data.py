@@ -16,7 +16,7 @@ import pytest
 
 from common.checkpoint.state import TrainState
 from common.config.load import build_config
-from common.config.schema import RunConfig
+from common.config.resolved import as_run
 from common.dataset import IndexedWriter
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata, write_metadata
 from common.dataset.mindrecord import metadata_paths
@@ -24,9 +24,10 @@ from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, start_log
 from common.parallel.packing import Packing
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
+from common.resolve.derive import length_in_steps, resolve_config
 from common.training import data as module
-from common.training.data import open_data, open_tokenizer
+from common.training.data import TrainingData, open_corpus, open_data, open_tokenizer
 from common.training.start import Start
 from common.training.summary import announce
 from tests.config_overrides import changed
@@ -53,7 +54,7 @@ def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
 
 def make_config(
     prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any
-) -> RunConfig:
+) -> Run:
     tree: dict[str, Any] = {
         "output_dir": "unused",
         "model": {
@@ -71,6 +72,15 @@ def make_config(
     return resolve_config(build_config(changed(tree, changes)))
 
 
+def open_all(config: Run, *, training: bool = True, **place: Any) -> tuple[TrainingData, Run]:
+    corpus = open_corpus(config, training=training)
+    length = {}
+    if corpus.samples is not None:
+        length = length_in_steps(config, config.batch_sizes, corpus.samples.samples_per_epoch)
+    run = as_run(Run, config, model=corpus.vocabulary, data={"eod_id": corpus.eod_id}, **length)
+    return open_data(run, corpus, **place), run
+
+
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The tokenizer that every folder holds."""
@@ -81,9 +91,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_matching_data_gives_no_warning(pair: Path, tmp_path: Path, given: SimpleNamespace) -> None:
     assert (
-        open_data(make_config(pair, tmp_path))[0].remarks
+        open_all(make_config(pair, tmp_path))[0].remarks
         == ()
-        == open_data(make_config(pair, None))[0].remarks
+        == open_all(make_config(pair, None))[0].remarks
     )
 
 
@@ -91,7 +101,7 @@ def test_another_tokenizer_than_that_of_the_data(
     pair: Path, tmp_path: Path, given: SimpleNamespace
 ) -> None:
     given.sha256 = "b" * 64
-    data, _ = open_data(make_config(pair, tmp_path))
+    data, _ = open_all(make_config(pair, tmp_path))
     assert (
         len(data.remarks) == 1
         and "the data were made with Characters of 101 tokens (sha256 aaaaaaaaaaaa)"
@@ -103,7 +113,7 @@ def test_another_tokenizer_than_that_of_the_data(
 def test_more_rows_than_tokens(
     pair: Path, tmp_path: Path, given: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (remark,) = open_data(make_config(pair, tmp_path, vocab_size=1001))[0].remarks
+    (remark,) = open_all(make_config(pair, tmp_path, vocab_size=1001))[0].remarks
     # 8 x 1001 of 8 x 1001 + 16 x 8 + 12 x 64 + 13 x 8 + 16 parameters are the table's
     assert "no token uses 900 rows of the embedding, 80% of all parameters" in remark
     start_log()
@@ -115,7 +125,7 @@ def test_more_rows_than_tokens(
 def test_a_tokenizer_that_is_not_there_or_broken(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (remark,) = open_data(make_config(pair, tmp_path / "none"))[0].remarks
+    (remark,) = open_all(make_config(pair, tmp_path / "none"))[0].remarks
     assert (
         f"{tmp_path / 'none'} is not there" in remark
         and "training does not need it, but predict does" in remark
@@ -125,12 +135,12 @@ def test_a_tokenizer_that_is_not_there_or_broken(
         raise TokenizerError("merges.txt: broken")
 
     monkeypatch.setattr(module, "load_tokenizer", broken)
-    (remark,) = open_data(make_config(pair, tmp_path))[0].remarks
+    (remark,) = open_all(make_config(pair, tmp_path))[0].remarks
     assert "merges.txt: broken" in remark
     with_extension(pair, METADATA_EXTENSION).unlink()
     with pytest.raises(TokenizerError):  # now only it tells the vocabulary
-        open_data(make_config(pair, tmp_path))
-    (remark,) = open_data(make_config(pair, tmp_path / "none"))[0].remarks
+        open_all(make_config(pair, tmp_path))
+    (remark,) = open_all(make_config(pair, tmp_path / "none"))[0].remarks
     assert "the data does not record its vocabulary" in remark
 
 
@@ -138,7 +148,7 @@ POSITIONS = {"data__reset_position_ids": True}
 
 
 def eod_of(prefix: Path, tokenizer: Path | None = None, **changes: Any) -> int | None:
-    _, config = open_data(make_config(prefix, tokenizer, **changes))
+    _, config = open_all(make_config(prefix, tokenizer, **changes))
     return config.data.eod_id
 
 
@@ -176,29 +186,29 @@ def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: 
     keys = POSITIONS | {"data__eod_mask_loss": True}
     both = "data.reset_position_ids and data.eod_mask_loss: "
     with pytest.raises(ConfigError, match=f"{both}.*corpus do not end.*--no-append-eod"):
-        open_data(make_config(pair, None, **keys))
+        open_all(make_config(pair, None, **keys))
     with pytest.raises(ConfigError, match=f"{both}.*not known.*set data.tokenizer or data.eod_id"):
-        open_data(make_config(corpus_prefix, None, **keys))
+        open_all(make_config(corpus_prefix, None, **keys))
     with pytest.raises(ConfigError, match=f"{both}data.eod_id=101 is not a token.*has 101"):
-        open_data(make_config(pair, None, data__eod_id=101, **keys))
+        open_all(make_config(pair, None, data__eod_id=101, **keys))
     with pytest.raises(ConfigError, match=r"data\.eod_id=101"):
-        open_data(make_config(pair, None, data__eod_id=101, **keys), training=False)
+        open_all(make_config(pair, None, data__eod_id=101, **keys), training=False)
 
 
 def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
     say_eod(pair, 3)  # occurs among the random tokens
-    assert open_data(make_config(pair, None, **POSITIONS))[0].remarks == ()
+    assert open_all(make_config(pair, None, **POSITIONS))[0].remarks == ()
     wide: dict[str, Any] = {"vocab_size": 110, "data__eod_id": 109}
-    (remark,) = open_data(make_config(pair, None, **POSITIONS, **wide))[0].remarks
+    (remark,) = open_all(make_config(pair, None, **POSITIONS, **wide))[0].remarks
     assert f"data.eod_id=109, but the documents of {pair} end with 3; leave the key" in remark
     with_extension(pair, METADATA_EXTENSION).unlink()
-    (remark,) = open_data(make_config(pair, None, **POSITIONS, **wide))[0].remarks
+    (remark,) = open_all(make_config(pair, None, **POSITIONS, **wide))[0].remarks
     assert "the first 64 windows do not hold the token 109 that ends documents" in remark
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: int) -> None:
-    data, _ = open_data(make_config(corpus_prefix, None, data__prefetch=prefetch))
+    data, _ = open_all(make_config(corpus_prefix, None, data__prefetch=prefetch))
     expected = [next(batches) for batches in [data.batches(TrainState())] for _ in range(50)]
     state = TrainState(
         consumed_samples=expected[9].consumed_samples, sample_hash=expected[9].sample_hash
@@ -218,7 +228,7 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: 
 
 def test_a_fault_in_the_data_arrives_as_it_is(corpus_prefix: Path) -> None:
     """The corpus holds tokens up to 100; a vocabulary of 50 does not."""
-    data, _ = open_data(make_config(corpus_prefix, None, vocab_size=50))
+    data, _ = open_all(make_config(corpus_prefix, None, vocab_size=50))
     with (
         data.training_batches(TrainState()) as batches,
         pytest.raises(DataError, match="vocab_size"),
@@ -243,14 +253,14 @@ def test_a_run_without_validation_starts_and_says_why(
     corpus_prefix: Path, changes: dict[str, Any], reason: str
 ) -> None:
     config = make_config(corpus_prefix, None, vocab_size=1000, **changes)
-    data, _ = open_data(config)
+    data, _ = open_all(config)
     assert not data.validation and data.no_validation is not None
     assert reason in data.no_validation
     if "never" in reason and "data__split" not in changes:  # only training reads the key
-        assert list(open_data(config, training=False)[0].require_validation())
+        assert list(open_all(config, training=False)[0].require_validation())
     else:
         with pytest.raises(DataError, match=r"nothing to evaluate on.*give data\.validation"):
-            open_data(config, training=False)[0].require_validation()
+            open_all(config, training=False)[0].require_validation()
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +274,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[str | float]:
     return [0.5, str(folder / "big"), 0.5, str(folder / "small")]
 
 
-def blend_config(sets: list[str | float], **changes: Any) -> RunConfig:
+def blend_config(sets: list[str | float], **changes: Any) -> Run:
     keys = {"model__seq_length": 128, "data__split": "949,50,1", "data__train": sets}
     return make_config(Path(), None, 65_000, **{**keys, **changes})
 
@@ -287,7 +297,7 @@ def test_a_validation_reads_every_window_of_every_part_once(
     for ranks, micro in ((1, 8), (3, 16)):
         config = blend_config(sets, **changes, validation__micro_batch_size=micro)
         passes = [
-            open_data(config, training=False, rank=rank, ranks=ranks)[0].require_validation()
+            open_all(config, training=False, rank=rank, ranks=ranks)[0].require_validation()
             for rank in range(ranks)
         ]
         assert all(list(each) == list(windows) for each in passes)
@@ -308,7 +318,7 @@ def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(
 ) -> None:
     """22,242 + 89, half of them from each."""
     config = blend_config(sets, train={"max_epochs": 1, "micro_batch_size": 1})
-    data, config = open_data(config)
+    data, config = open_all(config)
     assert data.samples_per_epoch == config.train.max_steps == 22242 + 89
     start_log()
     announce(config, data, "cpu", Start(), TrainState())
@@ -322,11 +332,11 @@ def test_a_part_without_a_validation_document_leaves_the_others(
     sets: list[str | float],
 ) -> None:
     few = blend_config(sets, data__split="9990,9,1")
-    data, _ = open_data(few)
+    data, _ = open_all(few)
     assert list(data.validation) == ["big"] and data.no_validation is None
     (remark,) = data.remarks
     assert remark.startswith("no validation of small: ") and "holds 0 of 40 documents" in remark
-    neither, _ = open_data(blend_config(sets, data__split="1000000,1,1"))
+    neither, _ = open_all(blend_config(sets, data__split="1000000,1,1"))
     assert not neither.validation and "holds 0 of 10000" in str(neither.no_validation)
 
 
@@ -340,7 +350,7 @@ def test_a_blend_has_more_parts_than_a_process_has_files_by_default(tmp_path: Pa
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
     try:
         changes = {"data__split": "1,0,0", "train": {"max_epochs": 1, "micro_batch_size": 1}}
-        data, _ = open_data(blend_config(entries, **changes))
+        data, _ = open_all(blend_config(entries, **changes))
         assert data.samples_per_epoch == 60
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

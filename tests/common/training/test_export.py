@@ -24,9 +24,11 @@ from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError
+from common.inputs import make_run
+from common.parallel.run import Run
 from common.resolve.derive import resolve_mode
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.export import export
+from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,6 +56,12 @@ def tree(folder: Path, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, 
 
 def config_of(folder: Path, **more: Any) -> RunConfig:
     return resolve_mode(build_config(tree(folder, **more)), "export", world_size=1)
+
+
+def to_export(config: RunConfig) -> tuple[Run, Checkpoint]:
+    run, inputs = make_run(config, "export")
+    assert inputs.checkpoint is not None
+    return run, inputs.checkpoint
 
 
 def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -107,7 +115,7 @@ def write_parts(
 def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
     checkpoint = write_parts(tmp_path)
     config = config_of(tmp_path)
-    export(config)
+    export(*to_export(config))
     exported = tmp_path / "weights"
     found = load_file(exported / "model.safetensors")
     shapes = parameter_shapes(config.model)
@@ -123,15 +131,15 @@ def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
     assert after == before
     # the folder is a checkpoint of weights
     assert find_checkpoint(exported) == exported
-    for name, values in CheckpointReader(exported).weights(config.model):
+    for name, values in Checkpoint(exported).weights(config.model):
         np.testing.assert_array_equal(values, found[name])
     with pytest.raises(
         CheckpointError,
         match=r"an export, without the state of the optimizer; .* checkpoint\.init_from=",
     ):
-        next(iter(CheckpointReader(exported).moments(config, 7)))
+        next(iter(Checkpoint(exported).moments(config, 7)))
     # and may be exported again, over itself
-    export(config_of(tmp_path, checkpoint={"load": str(exported)}))
+    export(*to_export(config_of(tmp_path, checkpoint={"load": str(exported)})))
     assert load_file(exported / "model.safetensors").keys() == found.keys()
 
 
@@ -212,7 +220,7 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     lost = manifest["files"].pop("model.rank_00001.safetensors")
     write_manifest(path.parent, manifest)
     with pytest.raises(CheckpointError) as caught:
-        export(config_of(tmp_path))
+        export(*to_export(config_of(tmp_path)))
     message = str(caught.value)
     assert (
         "model.safetensors: does not fit the model: of wte.weight [101, 32] only 1056 elements are"
@@ -231,11 +239,11 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
             match=rf"num_layers is 2 there and {layers} in the config\. To use it, add:"
             r" model=from_checkpoint, or model\.num_layers=2$",
         ):
-            export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
+            export(*to_export(config_of(tmp_path, model=MODEL | {"num_layers": layers})))
         manifest["config"]["model"]["num_layers"] = layers
         write_manifest(path.parent, manifest)
         with pytest.raises(CheckpointError, match=f"{fault}.* Give the model section"):
-            export(config_of(tmp_path, model=MODEL | {"num_layers": layers}))
+            export(*to_export(config_of(tmp_path, model=MODEL | {"num_layers": layers})))
         manifest["config"]["model"]["num_layers"] = 2
         write_manifest(path.parent, manifest)
     # a tensor in a rank's file that the manifest does not know
@@ -243,7 +251,7 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
         file.get("pieces", {}).pop("ln_f.bias", None)
     write_manifest(path.parent, manifest)
     with pytest.raises(CheckpointError, match=r"ln_f\.bias is \[22\], the model's is \[32\]"):
-        export(config_of(tmp_path))
+        export(*to_export(config_of(tmp_path)))
     assert not (tmp_path / "weights").exists()
 
 
@@ -266,15 +274,15 @@ def test_a_full_disk_leaves_nothing_half(tmp_path: Path, small_disk: Callable[[i
         match="weights: the export could not be written: File too large; an older export is"
         " untouched",
     ):
-        export(config_of(tmp_path))
+        export(*to_export(config_of(tmp_path)))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", *names])
     small_disk(resource.RLIM_INFINITY)
-    export(config_of(tmp_path))
+    export(*to_export(config_of(tmp_path)))
     exported = tmp_path / "weights" / "model.safetensors"
     inode = os.stat(exported).st_ino
     small_disk(50_000)
     with pytest.raises(StorageError):
-        export(config_of(tmp_path))
+        export(*to_export(config_of(tmp_path)))
     assert os.stat(exported).st_ino == inode
     read_manifest(exported.parent)
 
@@ -305,7 +313,7 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
         ({"folder": str(tmp_path / "gone")}, {}),
     ):
         prompts = {"prompt": ["a"], "top_k": 5, "strategy": "sampling"}
-        export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts))
+        export(*to_export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts)))
         found = {path.name: path.read_bytes() for path in (tmp_path / "weights").iterdir()}
         settings = yaml.safe_load(found.pop("model.yaml"))
         assert found.keys() == {"manifest.json", "model.safetensors", *names}
@@ -321,9 +329,9 @@ def test_a_checkpoint_to_resume_is_not_the_one_exported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = write_parts(tmp_path)
-    export(config_of(tmp_path, checkpoint={"resume": "latest"}))
+    export(*to_export(config_of(tmp_path, checkpoint={"resume": "latest"})))
     assert "is for training" not in caplog.text
-    export(config_of(tmp_path, checkpoint={"resume": "elsewhere"}))
+    export(*to_export(config_of(tmp_path, checkpoint={"resume": "elsewhere"})))
     assert (
         f"checkpoint.resume=elsewhere is for training; the weights are those of {checkpoint}"
         in caplog.text

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from common.config.resolved import as_run
 from common.config.schema import RunConfig
 from common.errors import CheckpointError
-from common.resolve.derive import resolve_config, resolve_vocabulary
+from common.parallel.run import Run
+from common.resolve.derive import fitting_vocabulary, resolve_config
 from common.run_config import load_config
 from common.training.fits import require_same_model
 
@@ -31,7 +33,9 @@ def config_of(folder: Path, words: list[str], tokenizer: int | None = None) -> R
     file = folder / "config.yaml"
     file.write_text(CONFIG.replace("OUTPUT", str(folder / "run")))
     config = resolve_config(load_config(file, words))
-    return config if tokenizer is None else resolve_vocabulary(config, tokenizer, "it")
+    if tokenizer is None:
+        return config
+    return as_run(Run, config, model=fitting_vocabulary(config.model, tokenizer, "it"))
 
 
 def fault_of(model: dict[str, Any], config: RunConfig, **more: bool) -> str:
@@ -125,22 +129,6 @@ def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path)
         " config, hidden_size"
     )
     assert message.endswith(f"begin in another folder: output_dir={tmp_path}/run_3")
-
-
-def test_an_export_takes_the_vocabulary_of_the_checkpoint(tmp_path: Path) -> None:
-    model = {
-        "num_layers": 4,
-        "hidden_size": 192,
-        "num_heads": 6,
-        "seq_length": 128,
-        "vocab_size": 50257,
-    }
-    padded = config_of(tmp_path, ["model.vocab_size=50304"])
-    require_same_model({"config": {"model": model}}, padded, Path("output/hf"), export=True)
-    assert "model.vocab_size=50257" in fault_of(model, padded)
-    assert "model.vocab_size=101" in fault_of(
-        model | {"vocab_size": 101}, config_of(tmp_path, []), export=True
-    )
 
 
 @pytest.mark.parametrize(

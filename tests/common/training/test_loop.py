@@ -17,13 +17,13 @@ from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.load import build_config
 from common.dataset import Batch, Tokens
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.training.engine import StepResult
 from common.training.loop import perplexity, train
 from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow
-from common.training.steps import Agreements, Run
+from common.training.steps import Agreements, TrainingParts
 from tests.config_overrides import changed
 
 
@@ -120,13 +120,13 @@ def run_loop(
         "validation": {"interval": 4},
         "checkpoint": {"interval": 3},
     }
-    config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+    config = resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
     engine = kind(steps_per_run)
     state = TrainState()
     folder.mkdir(exist_ok=True)
     profile = ProfileWindow(config, state, lambda path: nullcontext())
     with MetricsWriter(folder, tensorboard=False) as metrics:
-        run = Run(
+        run = TrainingParts(
             config=config,
             engine=engine,
             batches=batches(),

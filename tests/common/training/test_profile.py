@@ -12,7 +12,7 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.training.profile import ProfileWindow
 
 
@@ -30,7 +30,7 @@ def make_config(**profile: int) -> RunConfig:
         "optimizer": {"learning_rate": 0.1},
         "profile": profile,
     }
-    return resolve_length(resolve_config(build_config(tree)), 100)
+    return resolve_config(build_config(tree), samples_per_epoch=100)
 
 
 def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10) -> list[str]:

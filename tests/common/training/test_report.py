@@ -18,7 +18,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG, start_log
 from common.parallel.ramp import batch_sizes, epochs_done
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.training.loop import validation_figures
 from common.training.report import STYLES, make_report, use_style
 from tests.config_overrides import changed
@@ -38,8 +38,8 @@ def make_config(style: str, world_size: int = 1, **changes: Any) -> RunConfig:
         "optimizer": {"learning_rate": 1e-5},
         "logging": {"style": style},
     }
-    return resolve_length(
-        resolve_config(build_config(changed(tree, changes)), world_size=world_size), 800
+    return resolve_config(
+        build_config(changed(tree, changes)), world_size=world_size, samples_per_epoch=800
     )
 
 

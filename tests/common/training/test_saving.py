@@ -23,15 +23,15 @@ from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.load import build_config
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
-from common.resolve.derive import resolve_config, resolve_length
-from common.training.checkpoint_reader import CheckpointReader
+from common.resolve.derive import resolve_config
 from common.training.engine import StepResult
 from common.training.loop import train
 from common.training.loss_scale import LossScale
 from common.training.metrics import MetricsWriter, read_metrics
+from common.training.opened_checkpoint import Checkpoint
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.saving import Saver
-from common.training.steps import Run
+from common.training.steps import TrainingParts
 from tests.config_overrides import changed
 
 NAN = math.nan
@@ -134,13 +134,13 @@ def start(
         "validation": {"interval": 0},
         "checkpoint": {"interval": 5, "keep": 2},
     }
-    config = resolve_length(resolve_config(build_config(changed(tree, changes))), 100)
+    config = resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
     with run_folder.owned_folder(folder):
         found = find_checkpoint(folder)
         state = (
             TrainState()
             if found is None
-            else CheckpointReader(found).states(config, LossScale(config.loss_scale))[0]
+            else Checkpoint(found).states(config, LossScale(config.loss_scale))[0]
         )
         with (
             CheckpointWriter(
@@ -151,7 +151,7 @@ def start(
             ) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=False) as metrics,
         ):
-            run = Run(
+            run = TrainingParts(
                 config=config,
                 engine=Scripted(config, state.step, loss, skips, stop_in_validation, act),
                 batches=iter(

@@ -11,8 +11,8 @@ import pytest
 from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
-from common.parallel.resolved_run import TrainingRun
-from common.resolve.derive import resolve_config, resolve_length
+from common.parallel.run import Run
+from common.resolve.derive import resolve_config
 from common.training.schedule import Schedule
 
 UPDATES = 30
@@ -22,7 +22,7 @@ RAMP = [4, 4, 60]
 """From 4 to 16 samples within the first 60."""
 
 
-def make_run(train: dict[str, Any] | None = None, **optimizer: Any) -> TrainingRun:
+def make_run(train: dict[str, Any] | None = None, **optimizer: Any) -> Run:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8}
     tree = {
         "output_dir": "output",
@@ -32,10 +32,10 @@ def make_run(train: dict[str, Any] | None = None, **optimizer: Any) -> TrainingR
         "optimizer": {"learning_rate": 0.1, "min_learning_rate": 0.001, **optimizer},
         "data": {"train": "corpus"},
     }
-    return resolve_length(resolve_config(build_config(tree)), 100)
+    return resolve_config(build_config(tree))
 
 
-def attempts(run: TrainingRun, skipped: tuple[int, ...] = ()) -> Iterator[tuple[int, bool]]:
+def attempts(run: Run, skipped: tuple[int, ...] = ()) -> Iterator[tuple[int, bool]]:
     """Yield the samples of each step, and whether its update is made, up to the last update."""
     consumed = updates = number = 0
     while updates < UPDATES:
@@ -44,7 +44,7 @@ def attempts(run: TrainingRun, skipped: tuple[int, ...] = ()) -> Iterator[tuple[
         consumed, updates, number = consumed + samples, updates + made, number + 1
 
 
-def ours(run: TrainingRun, skipped: tuple[int, ...] = ()) -> list[float]:
+def ours(run: Run, skipped: tuple[int, ...] = ()) -> list[float]:
     """Return the rates of the updates."""
     schedule, rates = Schedule(run.optimizer, TrainState()), []
     for samples, made in attempts(run, skipped):

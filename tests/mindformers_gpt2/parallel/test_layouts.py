@@ -20,7 +20,7 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import slice_of
 from common.parallel.topology import Topology
-from common.resolve.derive import resolve_config, resolve_length
+from common.resolve.derive import resolve_config
 from common.systems.mindformers.read import open_mindformers
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
@@ -333,8 +333,10 @@ def test_dropout_keys_of_a_rank_are_those_of_one_process() -> None:
     """But for the heads of another tensor-parallel rank."""
     topology = Topology(data=2, tensor=2, pipeline=2)
     settings = TENSOR | PIPELINE | {"parallel__data_parallel": 2, "model__dropout": 0.1}
-    config = resolve_length(
-        resolve_config(build_config(tree(Path("run"), Path("data"), **settings)), world_size=8), 100
+    config = resolve_config(
+        build_config(tree(Path("run"), Path("data"), **settings)),
+        world_size=8,
+        samples_per_epoch=100,
     )
     for rank in range(8):
         world = World(rank=rank, size=8, topology=topology)

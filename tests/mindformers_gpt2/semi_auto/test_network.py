@@ -20,7 +20,7 @@ from common.config.schema import RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
 from common.parallel.learning_rate import learning_rate  # noqa: E402
 from common.parallel.operator_plan import operator_strategies, splits_vocabulary  # noqa: E402
-from common.resolve.derive import resolve_config, resolve_length  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
 from common.training.start import Start  # noqa: E402
 from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
 from mindformers_gpt2.device import MindSporeDevice, open_device  # noqa: E402
@@ -139,7 +139,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
         "loss_scale": {"mode": "dynamic", "initial": 2.0**123, "factor": 2.0**60},
         "precision": {"parameters": "float32", "compute": "float32"},
     }
-    one = resolve_length(make_config(world_size=1, device="cpu", **changes), 100)
+    one = make_config(world_size=1, device="cpu", **changes)
     device = open_device(one)
     tokens = np.random.default_rng(0).integers(0, 101, (6, 2, 17)).astype(np.int32)
     batches = [

@@ -15,8 +15,8 @@ from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.load import build_config
 from common.errors import ConfigError
+from common.inputs import make_run
 from common.parallel.sharding import slice_of
-from common.resolve.derive import resolve_config
 from common.training.metrics import read_metrics
 from common.weights.names import parameter_shapes
 from common.weights.pieces import open_stored
@@ -214,7 +214,7 @@ def train_here(job: dict[str, Any]) -> None:
     """The native engine, one process."""
     from torch_gpt2.train import train
 
-    train(resolve_config(build_config(job)))
+    train(*make_run(build_config(job)))
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.load import build_config
 from common.errors import CheckpointError
-from common.resolve.derive import resolve_config, resolve_mode
+from common.inputs import make_run
+from common.resolve.derive import resolve_config
 from common.training.export import export
 from common.training.metrics import read_metrics
 from tests.ranks import run_ranks
@@ -128,7 +129,7 @@ def test_an_export_is_the_file_that_one_process_writes(
     copied = find_checkpoint(folder / f"{saved}, copied")
     assert copied is not None
     words = tree(tmp_path, tmp_path, checkpoint__load=str(folder / saved))
-    export(resolve_mode(build_config(words), "export", world_size=1))
+    export(*make_run(build_config(words), "export"))
     assert (tmp_path / "weights" / "model.safetensors").read_bytes() == (
         copied / "model.safetensors"
     ).read_bytes()
@@ -164,4 +165,4 @@ def test_a_part_that_is_missing_is_an_error(
         r" Use another checkpoint"
     )
     with pytest.raises(CheckpointError, match=message):
-        train(config)
+        train(*make_run(config))

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from common.checkpoint.folders import find_checkpoint
-from common.resolve.derive import resolve_config
+from common.inputs import make_run
 from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.config_overrides import blended, changed
@@ -138,7 +138,7 @@ def test_a_blend_is_validated_as_its_parts_are_by_themselves(
     for name, windows in (("random_text_document", 7), ("other", 3)):
         words = [f"data.train={corpus_prefix.with_name(name)}", f"validation.max_samples={windows}"]
         words += ["parallel.data_parallel=null", "train.accumulation_steps=null"]
-        evaluate(resolve_config(load_config(run / "config.yaml", words)))
+        evaluate(*make_run(load_config(run / "config.yaml", words), "eval"))
         found = json.loads((run / "evaluation.json").read_text())
         assert found["tokens"] == row[f"validation_tokens/{name}"] == windows * 16
         loss, perplexity = found["validation_loss"], found["validation_perplexity"]

@@ -12,7 +12,7 @@ import pytest
 
 from common.config.load import build_config
 from common.errors import ConfigError
-from common.resolve.derive import resolve_config
+from common.inputs import make_run
 from common.training.metrics import read_metrics
 from tests.config_overrides import changed
 from tests.ranks import run_ranks
@@ -80,7 +80,7 @@ def tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train_here(job: dict[str, Any]) -> None:
-    train(resolve_config(build_config(job)))
+    train(*make_run(build_config(job)))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
-from common.parallel.resolved_run import ResolvedRun
+from common.parallel.run import Run
 from common.resolve.derive import resolve_config
 from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
 from common.systems.mindformers.read import open_mindformers
@@ -89,7 +89,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
 
 
-def config_of(world_size: int = 1, **parallel: Any) -> ResolvedRun:
+def config_of(world_size: int = 1, **parallel: Any) -> Run:
     tree = {
         "output_dir": "run",
         "backend": "mindspore",
@@ -120,7 +120,7 @@ def test_files_of_a_growing_batch_are_named_by_samples() -> None:
     """Batches of 2, 2, 2, 4, 4, 6, 8: step 5 is the first whose samples pass 13, step 7 that of the
     third epoch, since 20 + 8 passes 26. Without samples, as for unknown data, each step is one.
     """
-    config = as_run(ResolvedRun, config_of(), train={"rampup_batch_size": [2, 2, 16]})
+    config = as_run(Run, config_of(), train={"rampup_batch_size": [2, 2, 16]})
     places = [epoch_and_step(config, 13, TrainState(step=step)) for step in range(1, 8)]
     assert places == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1)]
     assert epoch_and_step(config, 0, TrainState(step=3)) == (3, 1)

@@ -3,8 +3,8 @@
 from common.config.load import build_config, dump_config
 from common.config.resolved import ResolvedModel, as_run
 from common.config.schema import RunConfig
-from common.parallel.resolved_run import ResolvedRun, TrainingRun
-from common.resolve.derive import resolve_config, resolve_length, resolve_vocabulary
+from common.parallel.run import Run
+from common.resolve.derive import resolve_config
 from common.yaml_files import parse_yaml
 
 
@@ -28,25 +28,17 @@ def written() -> RunConfig:
 
 def test_it_carries_what_follows_from_it() -> None:
     run = resolve_config(written(), world_size=4)
-    assert isinstance(run, ResolvedRun) and isinstance(run.model, ResolvedModel)
+    assert isinstance(run, Run) and isinstance(run.model, ResolvedModel)
     assert (run.topology.data, run.topology.tensor, run.topology.world_size) == (2, 2, 4)
     assert (run.batch.global_batch, run.batch.accumulation) == (8, 2)
     assert run.vocab_rows == 256 and run.sizes.vocabulary == 256 and run.sizes.ffn == 128
     assert run.topology is run.topology
 
 
-def test_a_copy_computes_again() -> None:
-    run = resolve_config(written(), world_size=4)
-    assert (run.vocab_rows, run.sizes.tokens, run.topology.data) == (256, 16, 2)
-    copied = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch_size": 4})})
-    assert copied.sizes.tokens == 32
-    assert resolve_vocabulary(run, 200, "t").model.vocab_size == 200
-    assert resolve_vocabulary(run, 200, "t").vocab_rows == 256
-
-
-def test_the_length_makes_it_a_training_run() -> None:
-    run = resolve_length(resolve_config(written(), world_size=4), samples_per_epoch=40)
-    assert isinstance(run, TrainingRun)
+def test_the_length_follows_from_the_data() -> None:
+    assert resolve_config(written(), world_size=4).train.max_steps is None
+    run = resolve_config(written(), world_size=4, samples_per_epoch=40)
+    assert isinstance(run, Run)
     assert (run.train.max_steps, run.optimizer.warmup, run.optimizer.decay) == (10, 5, 10)
 
 

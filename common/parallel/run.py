@@ -5,18 +5,19 @@ Values computed from it (topology, batch, sizes, padded vocabulary) are computed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Self
 
+from pydantic import Field
+
+from common.accelerators import Hardware
 from common.config.resolved import (
     ResolvedLossScale,
     ResolvedModel,
+    ResolvedOptimizer,
     ResolvedParallel,
     ResolvedTrain,
     ResolvedValidation,
-    TimedOptimizer,
-    TimedTrain,
+    as_run,
 )
 from common.config.schema import ParallelConfig, RunConfig
 from common.errors import ConfigError
@@ -27,14 +28,17 @@ from common.parallel.sizes import BYTES, Sizes
 from common.parallel.topology import MAX_STAGES, Topology
 
 
-class ResolvedRun(RunConfig):
-    """A run made by ``common.resolve.derive``. It is written and read as a RunConfig."""
+class Run(RunConfig):
+    """A run made by ``common.inputs.make_run``. It is written and read as a RunConfig."""
 
     model: ResolvedModel
     train: ResolvedTrain
+    optimizer: ResolvedOptimizer
     loss_scale: ResolvedLossScale
     validation: ResolvedValidation
     parallel: ResolvedParallel
+    hardware: Hardware | None = Field(default=None, exclude=True)
+    """The device that it computes on, as far as it is known."""
 
     @cached_property
     def topology(self) -> Topology:
@@ -89,6 +93,11 @@ class ResolvedRun(RunConfig):
         return packing_of(self.data)
 
     @cached_property
+    def whole(self) -> Run:
+        """The layout that the model has before DeepSpeed's ZeRO cuts it."""
+        return as_run(Run, self, parallel={"zero_stage": 0, "shard_size": None})
+
+    @cached_property
     def rounds_weights_once(self) -> bool:
         """Whether a step rounds float32 weights of linear layers once, for all its micro batches.
 
@@ -107,20 +116,6 @@ class ResolvedRun(RunConfig):
             and (parallel.data_parallel == 1 or parallel.pipeline_stage > 1)
             and not (parallel.pipeline_stage > 1 and "zero_bubble" in parallel.pipeline_schedule)
         )
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy the fields without computed values, which may no longer hold."""
-        copied = super().model_copy(update=update, deep=deep)
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
-
-
-class TrainingRun(ResolvedRun):
-    """A run with open data, so that its length and its schedule are known in steps."""
-
-    train: TimedTrain
-    optimizer: TimedOptimizer
 
 
 def topology_of(parallel: ParallelConfig, data: int) -> Topology:

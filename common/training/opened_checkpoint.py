@@ -1,0 +1,222 @@
+"""A checkpoint that is found and whose manifest is read once, whichever backend, layout or other
+system wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.checkpoint.folders import find_checkpoint, read_or_name_older, require_checkpoint
+from common.checkpoint.integers import holds_integers, load_scales, open_integers, scheme_of
+from common.checkpoint.manifest import MANIFEST, read_manifest
+from common.checkpoint.snapshot import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    EngineState,
+)
+from common.checkpoint.state import TrainState
+from common.config.resolved import ResolvedModel
+from common.errors import CheckpointError
+from common.parallel.run import Run
+from common.parallel.sharding import slice_of
+from common.quantization.scheme import ActivationScales
+from common.systems.direct import StoredTensors, foreign_format, open_foreign
+from common.tensor_files.safetensors_file import shapes_of
+from common.training.loss_scale import LossScale
+from common.weights.names import check_tensors, parameter_shapes
+from common.weights.pieces import TensorSlice, open_stored
+from common.weights.quantized import (
+    QuantizedWeight,
+    Scheme,
+)
+
+Array = NDArray[np.float32]
+Pieces = Mapping[str, TensorSlice]
+
+
+class Checkpoint:
+    """A checkpoint of ours, or weights of another system. Tensors are read one at a time.
+
+    A pickled one takes its manifest to other ranks. Every method raises CheckpointError if the
+    checkpoint lacks the requested data.
+    """
+
+    def __init__(self, path: Path, format: str | None = None) -> None:
+        """format: key of ``FORMATS``; None for a folder of ours."""
+        self.path = path
+        self._format = format
+        self._own: dict[str, Any] = {}
+        self._foreign: dict[int, dict[str, Any]] = {}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def is_foreign(self) -> bool:
+        return self._format is not None
+
+    def manifest(self, model: ResolvedModel) -> dict[str, Any]:
+        """Return the manifest, or one like it of foreign weights.
+
+        model: the config's, used where foreign files do not record theirs.
+        """
+        if self._format is None:
+            return self._own_manifest()
+        if model.vocab_size not in self._foreign:
+            with open_foreign(self.path, self._format, model) as found:
+                self._foreign[model.vocab_size] = dict(found.manifest)
+        return self._foreign[model.vocab_size]
+
+    def _own_manifest(self) -> dict[str, Any]:
+        """Return the manifest of ours, and nothing for foreign weights."""
+        if self._format is None and not self._own:
+            self._own = read_manifest(self.path, checksums=False)
+        return self._own
+
+    def verify(self, key: str) -> None:
+        """Compare the files of ours with their checksums. Foreign files have none.
+
+        The error names a complete older checkpoint, and ``key``, the override that takes it.
+        """
+        if self._format is None:
+            self._own = read_or_name_older(self.path, key, self._own)
+
+    def in_spike(self) -> bool:
+        """Return whether the last update of a checkpoint of ours was an outlier."""
+        return bool(self._own_manifest().get("state", {}).get("is_outlier"))
+
+    def holds_weights_alone(self, model: ResolvedModel) -> bool:
+        """Return whether these are foreign weights without the state of a run."""
+        return self.is_foreign and OPTIMIZER_FILE not in self.manifest(model)["files"]
+
+    def holds_integers(self) -> bool:
+        """Return whether its weights have 8 bits."""
+        return not self.is_foreign and holds_integers(self.path)
+
+    @contextmanager
+    def _open(self, model: ResolvedModel, file: str) -> Iterator[StoredTensors]:
+        if self._format is None:
+            with open_stored(self.path, file, self._own_manifest()) as stored:
+                yield stored
+        else:
+            with open_foreign(self.path, self._format, model) as found:
+                yield found.files[file]
+
+    def states(self, config: Run, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
+        """Return the run's and the engine's state, and load ``loss_scale``.
+
+        Raises CheckpointError for another optimizer than the config's.
+        """
+        try:
+            manifest = self.manifest(config.model)
+            saved = manifest["config"]["optimizer"]["name"]
+            state = TrainState.from_dict(manifest["state"])
+            engine = EngineState(**manifest["engine"])
+            loss_scale.load(engine.loss_scale)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.path / MANIFEST}: broken manifest ({error!r}); use another checkpoint"
+            ) from None
+        state.skipped_in_a_row = 0  # a new start gets all of train.max_skipped_steps
+        if saved != config.optimizer.name:
+            raise CheckpointError(
+                f"{self.path}: holds the state of optimizer.name={saved}, the config says"
+                f" {config.optimizer.name}; keep the former, or start over from these weights"
+                " with checkpoint.init_from"
+            )
+        return state, engine
+
+    def load_scales(self, scales: ActivationScales) -> None:
+        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for
+        broken ones.
+        """
+        load_scales(self.path, self._own_manifest(), scales)
+
+    def weights(
+        self, model: ResolvedModel, pieces: Pieces | None = None
+    ) -> Iterator[tuple[str, Array]]:
+        """Yield names and values of all weights, or of ``pieces`` of them.
+
+        Raises CheckpointError unless every tensor is there with the model's shape.
+        """
+        shapes = parameter_shapes(model)
+        with self._open(model, MODEL_FILE) as stored:
+            stored.require(shapes)
+            for name, piece in (pieces or _whole(shapes)).items():
+                yield name, stored.read(name, piece)
+
+    def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Yield the 8-bit weights as they are stored; nothing if all weights are float.
+
+        Raises CheckpointError unless every tensor is there with the model's shape.
+        """
+        if self.is_foreign:
+            return
+        with open_integers(self.path, self._own_manifest()) as reader:
+            if reader is not None:
+                check_tensors(self.path, shapes_of(reader), parameter_shapes(model))
+                yield from reader.quantized()
+
+    def scheme(self) -> Scheme | None:
+        """Return how its weights are, or were trained to become, integers; None if unknown.
+
+        Raises CheckpointError and ConfigError.
+        """
+        return None if self.is_foreign else scheme_of(self.path, self._own_manifest())
+
+    def moments(
+        self, config: Run, optimizer_steps: int, pieces: Pieces | None = None
+    ) -> Iterator[tuple[str, str, Array]]:
+        """Yield parameter names, parts of the optimizer's state and values.
+
+        There are none before the first step, and for a rule with momentum where that is 0. Such a
+        rule may also start or stop to use it: an empty file is then valid, and a full one is not
+        read.
+        """
+        shapes = parameter_shapes(config.model)
+        parts = config.optimizer.state_parts
+        if not parts:
+            return
+        if optimizer_steps and self._own_manifest().get("files", {}).keys() == {MODEL_FILE}:
+            raise CheckpointError(
+                f"{self.path}: an export, without the state of the optimizer; resume the run it"
+                " was made from, or start over from its weights with"
+                f" checkpoint.init_from={self.path}"
+            )
+        with self._open(config.model, OPTIMIZER_FILE) as stored:
+            if not stored and (config.optimizer.rule.takes_momentum or not optimizer_steps):
+                return
+            stored.require(
+                {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts}
+            )
+            for name, piece in (pieces or _whole(shapes)).items():
+                for part in parts:
+                    yield name, part, stored.read(f"{name}.{part}", piece)
+
+
+def open_checkpoint(where: Path, why: str) -> Checkpoint:
+    """Return the checkpoint at ``where``, or other weights there. why: the key that names it.
+
+    Raises NoCheckpointError if there is neither.
+    """
+    found = find_checkpoint(where)
+    format = foreign_format(where) if found is None else None
+    if format is not None:
+        return Checkpoint(where, format)
+    return Checkpoint(found or require_checkpoint(where, why))
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the newest checkpoint of a run folder, if it holds any. Raises CheckpointError."""
+    found = find_checkpoint(folder)
+    return None if found is None else Checkpoint(found)
+
+
+def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+    return {name: slice_of(name, shape) for name, shape in shapes.items()}
