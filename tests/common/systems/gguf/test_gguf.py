@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.errors import CheckpointError
 from common.inference.source import find_source
-from common.systems.direct import is_foreign
+from common.systems.direct import foreign_format
 from common.systems.hugging_face.read import open_hugging_face
 from common.tokenizer.bpe_files import byte_alphabet
 from tools.convert_weight import main
@@ -110,6 +110,6 @@ def test_it_is_written_only(
     assert main(["--to", "hf", "--input", str(folder), "--output", str(tmp_path / "back")]) == 2
     assert "format is written only; give the weights that it was made of" in capsys.readouterr().err
     for path in (folder, folder / "model.gguf"):
-        assert not is_foreign(path)
+        assert foreign_format(path) is None
         with pytest.raises(CheckpointError, match=r"it is a GGUF file .* which is written only"):
             find_source(path)
