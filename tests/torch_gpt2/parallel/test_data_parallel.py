@@ -240,9 +240,12 @@ def test_ranks_that_would_train_different_things_refuse(
 def test_a_decision_of_rank_0_that_fails_fails_everywhere(
     tmp_path: Path, corpus_prefix: Path
 ) -> None:
+    whole = tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json"
+    whole.parent.mkdir(parents=True)
+    whole.touch()
     codes, printed = end_ranks(
-        start_ranks(2, [tree(tmp_path / "run", corpus_prefix, checkpoint__resume="latest")])
+        start_ranks(2, [tree(tmp_path / "run", corpus_prefix, checkpoint__resume="never")])
     )
     assert codes == [2, 2]
     for text in printed:
-        assert "no whole checkpoint here (checkpoint.resume=latest)" in text
+        assert "holds a run and checkpoint.resume=never" in text
