@@ -140,5 +140,9 @@ def rows(arguments: Request) -> Iterator[Row]:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(table(list(rows(parse(Request, None, __doc__)))))
+
+
+if __name__ == "__main__":
+    main()

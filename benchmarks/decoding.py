@@ -235,9 +235,7 @@ def write_vocabulary(folder: Path) -> None:
 
 
 def work(task: Task) -> None:
-    """Answer each turn with the seconds and the processor time of a call, its tokens (B, new
-    tokens), and the most memory so far.
-    """
+    """Answer turns: seconds and processor time of a call, its tokens (B, new), peak memory."""
     prompts = np.random.default_rng(0).integers(0, 50257, (task.rows, PROMPT_TOKENS))
     call = SYSTEMS[task.system](task, prompts)
 

@@ -72,9 +72,7 @@ def take_turns(
 
 
 def compared(seconds: Sequence[float], peer: Sequence[float], digits: int = 2) -> str:
-    """Return median, least and greatest of the pairs' ratios: how many times as fast as the
-    peer.
-    """
+    """Return how many times as fast as the peer: median, least and greatest of the pairs."""
     ratios = [other / own for own, other in zip(seconds, peer, strict=True)]
     middle, least, most = (
         f"{each:.{digits}f}" for each in (statistics.median(ratios), min(ratios), max(ratios))

@@ -110,7 +110,7 @@ def parser_of(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argument
 
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
-BENCHMARKS = ("run", "training", "checkpoint", "conversion", "chinese", "generation", "overhead")
+BENCHMARKS = ("run", "checkpoint")
 
 
 @pytest.mark.parametrize(
