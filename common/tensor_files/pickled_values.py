@@ -29,9 +29,7 @@ class Foreign:
     state: Any
 
 
-_LEAVES = (
-    str | bytes | int | float | complex | np.generic | np.ndarray | FileTensor | Foreign | None
-)
+_PLAIN = (str, bytes, int, float, complex, type(None), np.generic, np.ndarray)
 
 
 class _Record:
@@ -158,7 +156,7 @@ class PlainTree:
         elif isinstance(value, type) and issubclass(value, _Record):
             value = value.name
         leaf = self._leaf_of(name, value)
-        if not isinstance(leaf, _LEAVES):
+        if not isinstance(leaf, (*_PLAIN, FileTensor, Foreign)):
             raise ValueError(
                 f"{name} is a {type(leaf).__name__}, neither a tensor nor a plain value"
             )

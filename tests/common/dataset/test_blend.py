@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from common.dataset import (
-    Blend,
-    GPTDataset,
-    open_samples,
-    parse_blend,
-    part_names,
-    windows_by_part,
-)
+from common.dataset import Blend, GPTDataset, open_samples, parse_blend, part_names, windows_by_part
 from common.dataset.blend import FINEST, quantise
 from common.errors import DataError
 

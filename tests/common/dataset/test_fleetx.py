@@ -150,11 +150,7 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "no ids": ("_ids.npy", None, r"data_ids\.npy: not found.*although data_idx\.npz is there"),
     "no index": ("_idx.npz", None, r"data_idx\.npz: not found.*although data_ids\.npy is there"),
     "ids empty": ("_ids.npy", b"", "is not an array file of FleetX's"),
-    "ids cut short": (
-        "_ids.npy",
-        _npy(TOKENS)[:-1],
-        "is not an array file of FleetX",
-    ),
+    "ids cut short": ("_ids.npy", _npy(TOKENS)[:-1], "is not an array file of FleetX"),
     "ids of floats": (
         "_ids.npy",
         _npy(TOKENS.astype(np.float32)),
@@ -172,11 +168,7 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     ),
     "no zip": ("_idx.npz", b"PK nothing", "is not an array file of FleetX"),
     "no lens": ("_idx.npz", _zip(docs=_npy(DOCS)), "holds docs, expected the array lens"),
-    "lens cut short": (
-        "_idx.npz",
-        _zip(lens=_npy(LENS)[:-2]),
-        "is not an array file of FleetX",
-    ),
+    "lens cut short": ("_idx.npz", _zip(lens=_npy(LENS)[:-2]), "is not an array file of FleetX"),
     "lens empty": ("_idx.npz", _zip(lens=_npy(LENS[:0])), "lens is empty"),
     "lens below 0": (
         "_idx.npz",

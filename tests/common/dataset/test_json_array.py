@@ -35,20 +35,11 @@ def test_equals_json_loads(items, size, ascii_only, indent) -> None:
     [
         ('["a"\n "b"]', "after 1 items: .*I expect ',' or ']'"),
         ('["a",\n]', "after 1 items: parse error: unallowed token"),
-        (
-            '["a", "b\nc"]',
-            "after 1 items: lexical error: invalid character inside string",
-        ),
-        (
-            '["a", "bcd',
-            "after 1 items: parse error: premature EOF; .* if it was cut short",
-        ),
+        ('["a", "b\nc"]', "after 1 items: lexical error: invalid character inside string"),
+        ('["a", "bcd', "after 1 items: parse error: premature EOF; .* if it was cut short"),
         ('["a"]\n["b"]', "after 1 items: parse error: trailing garbage"),
         ('{"a": 1}', "expected a JSON array"),
-        (
-            b'["ab",\n "\xe7\x94\xb2\xff"]',
-            "after 1 items: .* UTF8 string.; give its --encoding",
-        ),
+        (b'["ab",\n "\xe7\x94\xb2\xff"]', "after 1 items: .* UTF8 string.; give its --encoding"),
         ('["a", "' + "b" * 200 + '"]', r"item 2 has more than .* MiB, .*--max-document-mib"),
     ],
 )

@@ -157,12 +157,7 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
             ("text",),
             "line 2, column 1: Exceeds the limit .* 5000 digits; exp",
         ),
-        (
-            "a.jsonl",
-            "[" * 200_000,
-            ("text",),
-            "item 1 is nested too deeply",
-        ),
+        ("a.jsonl", "[" * 200_000, ("text",), "item 1 is nested too deeply"),
         ("a.json", '["a", "b", ' + "9" * 5000 + "]", ("text",), "item 3: the item is a number"),
         ("a.jsonl", '{"text": "a"}\n[1]\n', ("text",), "line 2, column 1: the item is an array"),
         ("a.json", '["a",\n null]', ("text",), "item 2: the item is null"),
