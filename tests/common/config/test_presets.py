@@ -310,7 +310,7 @@ def test_golden_defaults() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_golden(name: str) -> None:
-    """What differs from the defaults; "absent" stands for a key that only these have."""
+    """Lines that differ from the defaults; "absent" stands for a key that a preset has not."""
     values = literals(resolved(name))
     own = {key: value for key, value in values.items() if defaults().get(key) != value}
     golden_is(name, own | {key: "absent" for key in defaults() if key not in values})
