@@ -8,75 +8,68 @@ import sqlite3
 import struct
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 WIDTH = 9
 """Tokens of a MindRecord's row."""
+TEXTS = (
+    "hello there, the first document.",
+    "the second\ndocument: caf\u00e9 \u4e2d\u6587 \U0001f600",
+    "a third one 123",
+    "x",
+    "hell hello he" * 5,
+)
 
 
-SCHEMA = {"input_ids": {"type": "int32", "shape": [-1]}}
+def _blob(row: list[int]) -> bytes:
+    """A count, two bits for each number that say how many bytes it has, and the numbers."""
+    codes = [0 if -128 <= n < 128 else 1 if -(2**15) <= n < 2**15 else 2 for n in row]
+    padded = codes + [0] * (-len(codes) % 4)
+    packed = bytes(
+        a << 6 | b << 4 | c << 2 | d for a, b, c, d in zip(*[iter(padded)] * 4, strict=True)
+    )
+    numbers = [
+        n.to_bytes(2**code, "little", signed=True) for n, code in zip(row, codes, strict=True)
+    ]
+    blob = len(row).to_bytes(4, "big") + packed + b"".join(numbers)
+    return len(blob).to_bytes(8, "little") + blob
 
 
-def write_mindrecord(
-    path: Path, rows: np.ndarray, page_size: int = 256, header_size: int = 1024
-) -> None:
+def with_header(header: dict[str, Any] | str, pages: bytes, size: int = 2048) -> bytes:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode(
+        errors="surrogatepass"
+    )
+    size = max(size, -(-(len(text) + 8) // 1024) * 1024)
+    return (len(text).to_bytes(8, "little") + text).ljust(size, b"\0") + pages
+
+
+def write_mindrecord(path: Path, rows: np.ndarray, page_size: int = 256) -> None:
     """Write as MindSpore's FileWriter does: rows in pages of blobs. The index says where
     they lie.
     """
-    pages, places, page = [b""], [], 0
-    for row in rows.tolist():
-        codes, numbers = [], b""
-        for token in row:
-            code = next(
-                code
-                for code in range(3)
-                if -(2 ** (8 * 2**code - 1)) <= token < 2 ** (8 * 2**code - 1)
-            )
-            codes.append(code)
-            numbers += token.to_bytes(2**code, "little", signed=True)
-        codes += [0] * (-len(codes) % 4)
-        packed = bytes(
-            codes[n] << 6 | codes[n + 1] << 4 | codes[n + 2] << 2 | codes[n + 3]
-            for n in range(0, len(codes), 4)
-        )
-        blob = len(row).to_bytes(4, "big") + packed + numbers
-        blob = len(blob).to_bytes(8, "little") + blob
-        if len(pages[page]) + len(blob) > page_size:
+    pages, places = [b""], []
+    for blob in map(_blob, rows.tolist()):
+        if len(pages[-1]) + len(blob) > page_size:
             pages.append(b"")
-            page += 1
-        places.append((page, len(pages[page]), len(pages[page]) + len(blob)))
-        pages[page] += blob
-    first = 0
-    records = []
-    for number, content in enumerate(pages):
-        count = sum(place[0] == number for place in places)
-        records.append({
-            "page_id": number, "page_size": len(content), "page_type": "BLOB_DATA",
-            "page_type_id": number, "shard_id": 0,
-            "start_row_id": first,
-            "end_row_id": first + count, "row_group_ids": [],
-        })  # fmt: skip
-        first += count
-    header = {
-        "header_size": header_size, "page_size": page_size, "version": "3.0", "index_fields": [],
-        "shard_addresses": [path.name],
-        "shard_id": 0, "page": records,
-        "schema": [{"desc": "test", "schema": SCHEMA, "schema_id": 0,
-        "blob_fields": ["input_ids"]}], "statistics": [],
-        "compression_size": 0,
-    }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":")).encode()
-    start = len(text).to_bytes(8, "little") + text
-    header_size = max(header_size, -(-len(start) // 1024) * 1024)
-    if header_size != header["header_size"]:
-        write_mindrecord(path, rows, page_size, header_size)
-        return
-    path.write_bytes(
-        start.ljust(header_size, b"\0")
-        + b"".join(content.ljust(page_size, b"\0") for content in pages)
-    )
-    with closing(sqlite3.connect(path.with_name(path.name + ".db"))) as database, database:
+        places.append((len(pages) - 1, len(pages[-1]), len(pages[-1]) + len(blob)))
+        pages[-1] += blob
+    records, first = [], 0
+    for n, content in enumerate(pages):
+        end = first + sum(place[0] == n for place in places)
+        records.append({"page_id": n, "page_size": len(content), "page_type": "BLOB_DATA",
+                        "page_type_id": n, "shard_id": 0, "start_row_id": first,
+                        "end_row_id": end, "row_group_ids": []})  # fmt: skip
+        first = end
+    schema = {"desc": "test", "schema": {"input_ids": {"type": "int32", "shape": [-1]}},
+              "schema_id": 0, "blob_fields": ["input_ids"]}  # fmt: skip
+    header = {"header_size": 4096, "page_size": page_size, "version": "3.0", "index_fields": [],
+              "shard_addresses": [path.name], "shard_id": 0, "page": records, "schema": [schema],
+              "statistics": [], "compression_size": 0}  # fmt: skip
+    body = b"".join(content.ljust(page_size, b"\0") for content in pages)
+    path.write_bytes(with_header(header, body, 4096))
+    with closing(sqlite3.connect(f"{path}.db")) as database, database:
         database.execute("CREATE TABLE SHARD_NAME(NAME TEXT NOT NULL)")
         database.execute("INSERT INTO SHARD_NAME VALUES (?)", (path.name,))
         database.execute(
@@ -84,71 +77,20 @@ def write_mindrecord(
             " PAGE_OFFSET_RAW_END INT, ROW_GROUP_ID INT, PAGE_ID_BLOB INT, PAGE_OFFSET_BLOB INT,"
             " PAGE_OFFSET_BLOB_END INT, PRIMARY KEY(ROW_ID))"
         )
-        database.executemany(
-            "INSERT INTO INDEXES VALUES (?,0,0,0,0,?,?,?)",
-            [(n, *place) for n, place in enumerate(places)],
-        )
-
-
-def write_vocabulary(folder: Path) -> tuple[Path, Path]:
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    table = {byte: chr(byte) for byte in shown} | {
-        byte: chr(256 + n) for n, byte in enumerate(hidden)
-    }
-    merges = ["h e", "l l", "he ll", "hell o", "\u0120 t"]
-    tokens = [
-        *(table[byte] for byte in range(256)),
-        *(merge.replace(" ", "") for merge in merges),
-        "<|endoftext|>",
-    ]
-    (folder / "vocab.json").write_text(
-        json.dumps({token: number for number, token in enumerate(tokens)})
-    )
-    (folder / "merges.txt").write_text(
-        "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
-    )
-    return folder / "vocab.json", folder / "merges.txt"
-
-
-TEXTS = [
-    "hello there, the first document.",
-    "the second\ndocument: caf\u00e9 \u4e2d\u6587 \U0001f600",
-    "a third one 123",
-    "x",
-    "hell hello he" * 5,
-]
-
-
-def read_pair(prefix: Path) -> tuple[list[list[int]], list[int]]:
-    """Read sequences and document bounds with only the struct module."""
-    index = prefix.with_suffix(".idx").read_bytes()
-    magic, version, code, count, bounds = struct.unpack_from("<9sQBQQ", index)
-    assert magic == b"MMIDIDX\0\0" and version == 1
-    letter = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[code]
-    sizes = struct.unpack_from(f"<{count}i", index, 34)
-    pointers = struct.unpack_from(f"<{count}q", index, 34 + 4 * count)
-    documents = struct.unpack_from(f"<{bounds}q", index, 34 + 12 * count)
-    tokens = prefix.with_suffix(".bin").read_bytes()
-    return [
-        list(struct.unpack_from(f"<{size}{letter}", tokens, at))
-        for size, at in zip(sizes, pointers, strict=True)
-    ], list(documents)
+        statement = "INSERT INTO INDEXES VALUES (?,0,0,0,0,?,?,?)"
+        database.executemany(statement, [(n, *place) for n, place in enumerate(places)])
 
 
 def read_rows(path: Path) -> list[list[int]]:
     """Decode every row as the format says, a number at a time."""
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    with closing(
-        sqlite3.connect(
-            f"{path.with_name(path.name + '.db').as_uri()}?mode=ro&immutable=1", uri=True
-        )
-    ) as database:
-        places = database.execute(
-            "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY"
-            " ROW_ID"
-        ).fetchmany(1000)
+    query = (
+        "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY ROW_ID"
+    )
+    address = f"{path.with_name(path.name + '.db').as_uri()}?mode=ro&immutable=1"
+    with closing(sqlite3.connect(address, uri=True)) as database:
+        places = database.execute(query).fetchmany(1000)
     rows = []
     for page, first, end in places:
         start = int(header["header_size"]) + page * int(header["page_size"])
@@ -165,22 +107,36 @@ def read_rows(path: Path) -> list[list[int]]:
     return rows
 
 
+def read_pair(prefix: Path) -> tuple[list[list[int]], list[int]]:
+    """Read sequences and document bounds with only the struct module."""
+    index = prefix.with_suffix(".idx").read_bytes()
+    magic, version, code, count, bounds = struct.unpack_from("<9sQBQQ", index)
+    assert magic == b"MMIDIDX\0\0" and version == 1
+    letter = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[code]
+    sizes = struct.unpack_from(f"<{count}i", index, 34)
+    pointers = struct.unpack_from(f"<{count}q", index, 34 + 4 * count)
+    documents = struct.unpack_from(f"<{bounds}q", index, 34 + 12 * count)
+    tokens = prefix.with_suffix(".bin").read_bytes()
+    places = zip(sizes, pointers, strict=True)
+    return [list(struct.unpack_from(f"<{n}{letter}", tokens, at)) for n, at in places], [*documents]
+
+
 def bare(text: str) -> str:
     return "".join(text.replace("<|endoftext|>", "").replace("\ufeff", "").split())
 
 
 def expected_text(data: bytes, name: str) -> str | None:
+    """Return the text of a corpus, None where its name says another form than its content."""
     text = data.decode("utf-8")
+    start = text.lstrip("\ufeff \t\r\n")[:1]
     try:
         if name == "corpus.txt":
-            return None if text.lstrip("\ufeff \t\r\n")[:1] in ("{", "[") else text
-        if text.lstrip("\ufeff \t\r\n")[:1] != ("[" if name == "corpus.json" else "{"):
+            return None if start in ("{", "[") else text
+        if start != ("[" if name == "corpus.json" else "{"):
             return None
-        items = (
-            json.loads(text)
-            if name == "corpus.json"
-            else [json.loads(line) for line in text.split("\n") if line.strip()]
-        )
+        lines = [text] if name == "corpus.json" else [s for s in text.split("\n") if s.strip()]
+        items = [json.loads(line) for line in lines]
+        items = items[0] if name == "corpus.json" else items
         text = "".join(item if isinstance(item, str) else item["text"] for item in items)
         # half a character has no UTF-8, and becomes the sign for that
         return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -15,29 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.fuzz.engine import ROOT
-
-FIXTURES = ROOT / "tests" / "common" / "tensor_files" / "data"
-
-
-FLEETX = """\
-Model: {vocab_size: 11, hidden_size: 8, num_layers: 1, num_attention_heads: 2, \
-ffn_hidden_size: , hidden_dropout_prob: 0.1,
-  attention_probs_dropout_prob: 0.2, max_position_embeddings: 5, initializer_range: 0.02}
-"""
-
-
 Arrays = dict[str, np.ndarray]
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
     if isinstance(tree, torch.Tensor):
-        yield (
-            prefix,
-            tree.view(torch.uint16).numpy()
-            if tree.dtype is torch.bfloat16
-            else tree.detach().numpy(),
-        )
+        bits = tree.view(torch.uint16) if tree.dtype is torch.bfloat16 else tree.detach()
+        yield prefix, bits.numpy()
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from _flat(value, f"{prefix}/{key}")
@@ -69,18 +53,14 @@ def damaged_record(path: Path) -> str | None:
     return None
 
 
-def read_protobuf(data: bytes) -> Iterator[tuple[int, Any]]:
+def _protobuf(data: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
-        if key & 7 == 0:
-            value: Any
-            value, at = _varint(data, at)
-        else:
-            assert key & 7 == 2
-            size, at = _varint(data, at)
-            assert at + size <= len(data)
-            value, at = data[at : at + size], at + size
+        value, at = _varint(data, at)
+        if key & 7:  # of which value was the length
+            assert key & 7 == 2 and at + value <= len(data)
+            at, value = at + value, data[at : at + value]
         yield key >> 3, value
 
 
@@ -93,73 +73,56 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def read_mindspore(path: Path) -> Arrays:
-    """Checkpoint: repeated value = 1 {tag = 1, tensor = 2 {dims = 1, type = 2, content = 3}}."""
-    found: Arrays = {}
-    for _, message in read_protobuf(path.read_bytes()):
-        record = dict(read_protobuf(message))
-        if 2 not in record:
-            continue
-        dims: list[int] = []
-        content, kind = b"", b""
-        for number, value in read_protobuf(record[2]):
-            if number == 1:
-                dims += [value] if isinstance(value, int) else [item for item in _varints(value)]
-            elif number == 2:
-                kind = value
-            else:
-                content = value
-        name = record[1].decode()
-        array = np.frombuffer(
-            content,
-            {"Float32": "<f4", "Float16": "<f2", "Int32": "<i4", "Int64": "<i8"}[kind.decode()],
-        )
-        found[name] = np.concatenate([found[name], array]) if name in found else array
-        found[name] = found[name].reshape(
-            [size for size in dims if size] if found[name].size == np.prod(dims) else -1
-        )
-    return found
-
-
-def _varints(data: bytes) -> Iterator[int]:
+def _varints(data: bytes | int) -> Iterator[int]:
     at = 0
-    while at < len(data):
+    while isinstance(data, bytes) and at < len(data):
         value, at = _varint(data, at)
         yield value
+    if isinstance(data, int):
+        yield data
+
+
+def read_mindspore(path: Path) -> Arrays:
+    """Checkpoint: repeated value = 1 {tag = 1, tensor = 2 {dims = 1, type = 2, content = 3}}."""
+    types = {b"Float32": "<f4", b"Float16": "<f2", b"Int32": "<i4", b"Int64": "<i8"}
+    found: Arrays = {}
+    for _, message in _protobuf(path.read_bytes()):
+        record = dict(_protobuf(message))
+        if 2 not in record:
+            continue
+        fields = list(_protobuf(record[2]))
+        dims = [n for number, value in fields if number == 1 for n in _varints(value) if n]
+        name, words = record[1].decode(), dict(fields)
+        array = np.frombuffer(words.get(3, b""), types[words[2]])
+        array = np.concatenate([found[name].reshape(-1), array]) if name in found else array
+        found[name] = array.reshape(dims if array.size == np.prod(dims) else -1)
+    return found
 
 
 class _Numpy(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module.removeprefix("numpy.").replace("_core", "core"), name) in (
-            ("core.multiarray", "_reconstruct"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(name)
+        place = (module.removeprefix("numpy.").replace("_core", "core"), name)
+        known = (("core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"))
+        if place not in known:
+            raise pickle.UnpicklingError(name)
+        return super().find_class(module, name)
 
 
 def read_paddle(path: Path) -> Arrays:
     with path.open("rb") as file:
         tree = _Numpy(file).load()
-    return {
-        name: value[1] if isinstance(value, tuple) else value
-        for name, value in tree.items()
-        if name != "StructuredToParameterName@@"
-    }
+    tree.pop("StructuredToParameterName@@", None)
+    return {name: v[1] if isinstance(v, tuple) else v for name, v in tree.items()}
 
 
 def count_paddle(path: Path) -> None:
     """Give the fixture's arrays counting numbers in place of random ones."""
-    with path.open("rb") as file:
-        tree = pickle.load(file)
+    tree = pickle.loads(path.read_bytes())
     first = itertools.count(1)
     for name, value in tree.items():
         array = value[1] if isinstance(value, tuple) else value
         if isinstance(array, np.ndarray):
-            counted = np.array([next(first) for _ in range(array.size)], array.dtype).reshape(
-                array.shape
-            )
+            counted = np.array([next(first) for _ in range(array.size)], array.dtype)
+            counted = counted.reshape(array.shape)
             tree[name] = (value[0], counted) if isinstance(value, tuple) else counted
-    with path.open("wb") as file:
-        pickle.dump(tree, file, protocol=4)
+    path.write_bytes(pickle.dumps(tree, protocol=4))

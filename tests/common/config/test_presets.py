@@ -1,5 +1,6 @@
-"""Shipped configs, flattened into golden files. A changed default shows as one line of
-diff. Their numbers are compared with those of the systems they come from.
+"""Shipped configs, as golden files of what differs from the defaults, which have one too. A
+changed default shows as one line of diff. Their numbers are compared with those of the systems they
+come from.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config.load import flatten
+from common.config.load import build_config, flatten
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
@@ -26,6 +27,14 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "configs" / "gpt2"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 GOLDEN = Path(__file__).parent / "golden"
+NEEDED = {
+    "output_dir": "output",
+    "model": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 8, "vocab_size": 9},
+    "data": {"tokenizer": {"folder": "data/vocab"}},
+    "optimizer": {"learning_rate": 1e-3},
+    "train": {"max_steps": 10, "micro_batch_size": 2},
+}
+"""A run that leaves all that it may to the defaults."""
 
 
 @dataclass(frozen=True)
@@ -278,17 +287,37 @@ def test_the_table_names_every_preset() -> None:
     assert sorted(EXPECTED) == PRESETS
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_golden(name: str) -> None:
-    text = "".join(f"{key} = {value!r}\n" for key, value in flatten(resolved(name).model_dump()))
+def golden_is(name: str, values: dict[str, str]) -> None:
+    text = "".join(f"{key} = {value}\n" for key, value in values.items())
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text(), "a default or preset changed; if that is wanted: make golden"
 
 
+def literals(config: RunConfig) -> dict[str, str]:
+    return {key: repr(value) for key, value in flatten(config.model_dump())}
+
+
+@cache
+def defaults() -> dict[str, str]:
+    return literals(resolve_config(build_config(NEEDED), world_size=1))
+
+
+def test_golden_defaults() -> None:
+    golden_is("defaults", defaults())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_golden(name: str) -> None:
+    """Lines that differ from the defaults; "absent" stands for a key that a preset has not."""
+    values = literals(resolved(name))
+    own = {key: value for key, value in values.items() if defaults().get(key) != value}
+    golden_is(name, own | {key: "absent" for key in defaults() if key not in values})
+
+
 def test_every_golden_file_has_its_preset() -> None:
-    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == PRESETS
+    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == sorted(["defaults", *PRESETS])
 
 
 def test_json_schema_is_up_to_date() -> None:

@@ -1,0 +1,326 @@
+"""Configurations: YAML files with their base files, words of the command line, and what a plan
+makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from hypothesis import example, given, strategies as st
+from pydantic import BaseModel
+
+from common.config.load import save_config
+from common.config.schema import RunConfig
+from common.planner.plan import describe_plan, make_plan
+from common.resolve.derive import resolve_mode, written_ranks
+from common.systems.config import open_config
+from tests.fuzz.faults import (
+    ALIAS_BOMB,
+    FAULTS,
+    TWISTED,
+    YAML_VALUES,
+    Fault,
+    Raw,
+    changed_tree,
+    spoiled,
+    to_json,
+    to_yaml,
+    tree_faults,
+)
+from tests.fuzz.judge import Judge
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "gpt2"
+RUN_MODES = ("train", "finetune", "eval", "predict", "serve", "export", "plan")
+# A number that training turns into float32: what float32 cannot hold trains something else.
+FLOAT32 = (
+    "optimizer.learning_rate", "optimizer.epsilon", "optimizer.weight_decay",
+    "model.layer_norm_epsilon", "model.initializer_range", "loss_scale.initial",
+)  # fmt: skip
+MINDFORMERS = [
+    f"{section}.{name}"
+    for section, names in {
+        "parallel_config": "data_parallel model_parallel pipeline_stage micro_batch_num"
+        " use_seq_parallel optimizer_shard expert_parallel vocab_emb_dp gradient_aggregation_group",
+        "recompute_config": "recompute mp_comm_recompute parallel_optimizer_comm_recompute"
+        " recompute_slice_activation",
+        "parallel": "strategy_ckpt_save_file loss_repeated_mean",
+    }.items()
+    for name in names.split()
+]
+SIZES = (
+    "model.num_layers", "model.hidden_size", "model.num_heads", "model.ffn_hidden_size",
+    "model.seq_length", "model.max_positions", "model.vocab_size", "model.vocab_multiple",
+    "parallel.model_parallel", "parallel.pipeline_stage", "parallel.data_parallel",
+    "parallel.virtual_stages", "parallel.shard_size", "train.micro_batch_size",
+    "train.global_batch_size", "train.accumulation_steps", "parallel.zero_stage",
+    "parallel.stage_layers",
+)  # fmt: skip
+PLAUSIBLE = st.sampled_from((
+    1, 2, 3, 4, 7, 8, 16, 64, 100, 1000, 12345, 2**20, 10**9, 0.1, 0.5, 0.9, 1e-3, 1e-8, 1.0,
+    True, False, None, "auto", "none", "full", "bf16", "fp16", "float16", "mindspore", "torch",
+    "npu", "cpu", "dynamic", "static", "interleaved_1f1b", "gpipe", "deepspeed", "adamw", "sgd",
+    "semi_auto_parallel", "cosine", "949,50,1", "x", [1, 1], ["a", "b"], [0.5, "a", 0.5, "b"],
+    "greedy", "mindir",
+))  # fmt: skip
+HOSTILE = st.sampled_from(YAML_VALUES)
+
+
+# ---- trees and keys to choose from ----
+
+
+def _annotations(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        found[prefix + name] = field.annotation
+        for option in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                found |= _annotations(option, f"{prefix}{name}.")
+    return found
+
+
+def _options(annotation: Any) -> list[Any]:
+    """Return values that a field may have, as far as its annotation says."""
+    plain: dict[Any, list[Any]] = {
+        bool: [True, False], int: [1, 2, 3, 4, 8, 64, 1000],
+        float: [0.0, 0.1, 0.5, 1.0, 1e-3, 3.0], str: ["x", "a/b"],
+    }  # fmt: skip
+    if annotation in plain:
+        return plain[annotation]
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(parts)
+    return [option for part in parts for option in _options(part)]
+
+
+def _scalars(value: Any) -> Any:
+    """PyYAML reads 6e-4 as text, the project's configs mean a number."""
+    if isinstance(value, dict):
+        return {key: _scalars(item) for key, item in value.items()}
+    try:
+        return float(value) if isinstance(value, str) and "e" in value else value
+    except ValueError:
+        return value
+
+
+def _trees() -> list[dict[str, Any]]:
+    trees = []
+    for path in sorted(CONFIGS.glob("run_*.yaml")):
+        tree = _scalars(yaml.safe_load(path.read_bytes()))
+        bases = tree.get("base", [])
+        if bases:
+            bases = [bases] if isinstance(bases, str) else bases
+            tree["base"] = [str(CONFIGS / name) for name in bases]
+        trees.append(tree)
+    return trees
+
+
+KEYS = {key: _options(annotation) for key, annotation in _annotations().items()}
+LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other in KEYS)]
+PLAIN = {
+    "output_dir": "run", "optimizer": {"learning_rate": 1e-3},
+    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8,
+              "vocab_size": 101},
+    "train": {"max_steps": 10, "micro_batch_size": 2},
+}  # fmt: skip
+TREES = st.one_of(st.just(PLAIN), st.sampled_from(_trees()))
+NAMES = (
+    "command line", "parallel sizes", "/etc/passwd: ", str(CONFIGS.parent),
+    *(f"{key}: " for key in KEYS),
+    *(key.partition(".")[2] for key in MINDFORMERS), *(key for key in KEYS if "." in key),
+)  # fmt: skip
+
+
+def _pairs(keys: list[str]) -> st.SearchStrategy[tuple[str, Any]]:
+    """A key with a value that its type knows, one of another key, or a hostile one."""
+    key = st.sampled_from(keys)
+    known = key.flatmap(lambda key: st.tuples(st.just(key), st.sampled_from(KEYS[key] or [1])))
+    return st.one_of(known, known, st.tuples(key, PLAUSIBLE), st.tuples(key, HOSTILE))
+
+
+def _word(pair: tuple[str, Any]) -> str:
+    key, value = pair
+    return f"{key}={value if isinstance(value, str) else to_json(value)}"
+
+
+BROKEN = ("{}", "={}", "--{}=1", "{}x=1", "{}.x=1", "{}..x=1", "=", "", "a\0b=1", "\u0663=1",
+          " {}=1", "{}=\0")  # fmt: skip
+WORDS = st.one_of(
+    _pairs(LEAVES).map(_word),
+    _pairs(LEAVES).map(_word),
+    _pairs(list(KEYS)).map(_word),
+    st.builds(str.format, st.sampled_from(BROKEN), st.sampled_from(LEAVES)),
+)
+MODES = st.tuples(
+    st.sampled_from(RUN_MODES), st.sampled_from((None, None, None, 1, 2, 8, 64)), st.booleans()
+)
+"""Run mode, number of ranks, and whether a plan shows every rank."""
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return the tree with a value at a dotted key."""
+    name, _, rest = key.partition(".")
+    below = tree.get(name)
+    if rest:
+        value = put(below if isinstance(below, dict) else {}, rest, value)
+    return tree | {name: value}
+
+
+# ---- what is done with an input, and what must hold ----
+
+
+def accept_or_refuse(
+    judge: Judge,
+    text: str,
+    mode: tuple[str, int | None, bool] = ("plan", None, False),
+    words: list[str] | tuple[str, ...] = (),
+    tree: dict[str, Any] | None = None,
+    fault: Fault | None = None,
+    faulty: str = "config.yaml",
+    files: dict[str, str] | None = None,
+) -> None:
+    """tree: what the config must be equal to. fault: of the file ``faulty``."""
+    with judge.folder() as folder:
+        for name, content in {"config.yaml": text, **(files or {})}.items():
+            (folder / name).write_text(content, encoding="utf-8", errors="surrogatepass")
+        (folder / "loop.yaml").symlink_to("loop.yaml")
+        (folder / "link.yaml").symlink_to("config.yaml")
+        with judge(str(folder), *NAMES):
+            if fault is None:
+                config = use(folder / "config.yaml", words, *mode)
+            else:
+                with spoiled(folder / faulty, fault):
+                    config = use(folder / "config.yaml", words, *mode)
+            save_config(config, folder / "again.yaml")
+            assert open_config(folder / "again.yaml").config == config
+            require_float32(config)
+            require_words(words, config)
+            if tree is not None:
+                require_numbers(tree, config)
+
+
+def use(path: Path, words: Any, run_mode: str, ranks: int | None, all_ranks: bool) -> RunConfig:
+    config = open_config(path, words).config  # without the checkpoint that a preset names
+    resolved = resolve_mode(config, run_mode, world_size=ranks or written_ranks(config))
+    if run_mode == "plan":
+        describe_plan(make_plan(resolved), resolved, all_ranks=all_ranks)
+    return config
+
+
+def at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def require_float32(config: RunConfig) -> None:
+    for key in FLOAT32:
+        value = at(config, key)
+        with np.errstate(over="ignore", under="ignore"):
+            held = float(np.float32(value))
+        assert not value or (held and math.isfinite(held)), f"{key}={value!r} is not a float32"
+
+
+def require_numbers(tree: Any, config: Any) -> None:
+    """The numbers of a tree, as they were written, are those of the config."""
+    for key, value in tree.items():
+        found = getattr(config, key, None)
+        if isinstance(value, dict) and isinstance(found, BaseModel):
+            require_numbers(value, found)
+        elif type(value) in (int, float, bool) and hasattr(config, key):
+            assert isinstance(found, (list, str, BaseModel)) or found == value, f"{key}={value!r}"
+
+
+def require_words(words: Any, config: RunConfig) -> None:
+    """Numbers given as ASCII digits are those of the config; the last word for a key counts."""
+    given = dict(word.split("=", 1) for word in words)
+    for key, text in given.items():
+        above = any(k.startswith(f"{key}.") or key.startswith(f"{k}.") for k in given if k != key)
+        if text.isascii() and text.isdigit() and not above and type(at(config, key)) is int:
+            assert at(config, key) == int(text), f"{key}={text} was read as {at(config, key)}"
+
+
+@given(tree=TREES, faults=st.lists(tree_faults(YAML_VALUES), min_size=1, max_size=3), mode=MODES)
+@example(tree=PLAIN, faults=[Fault("value", 3, 0, Raw("!!timestamp x"))], mode=("train", 1, False))
+@example(tree=PLAIN, faults=[Fault("value", 3, 0, Raw('"\\ud800"'))], mode=("train", 1, False))
+@example(tree=PLAIN, faults=[Fault("key renamed", 3, 0)], mode=("train", 1, False))
+@example(tree=PLAIN, faults=[Fault("key twice", 13, 1)], mode=("train", 1, False))
+def test_a_tree_with_faults(judge, tree, faults, mode) -> None:
+    """Where the last fault is a key twice or of another type, no tree can be changed further."""
+    for fault in faults:
+        tree = changed_tree(tree, fault)
+        if not isinstance(tree, dict) or not tree or fault.kind in TWISTED:
+            break
+    accept_or_refuse(judge, to_yaml(tree), mode)
+
+
+@given(tree=TREES, pairs=st.lists(_pairs(list(KEYS)), min_size=1, max_size=4), mode=MODES)
+def test_keys_of_the_schema(judge, tree, pairs, mode) -> None:
+    for key, value in pairs:
+        tree = put(tree, key, value)
+    accept_or_refuse(judge, to_yaml(tree), mode, tree=tree)
+
+
+@given(tree=TREES, words=st.lists(WORDS, min_size=1, max_size=4), mode=MODES)
+@example(tree=PLAIN, words=["optimizer.learning_rate=1e-320"], mode=("train", 1, False))
+@example(tree=PLAIN, words=["model.num_layers=\u0663"], mode=("train", 1, False))
+@example(tree=PLAIN, words=["seed=" + "9" * 5000], mode=("train", 1, False))
+def test_words_of_the_command_line(judge, tree, words, mode) -> None:
+    accept_or_refuse(judge, to_yaml(tree), mode, words)
+
+
+@given(
+    tree=TREES,
+    pairs=st.lists(
+        st.tuples(st.sampled_from(MINDFORMERS), PLAUSIBLE | HOSTILE), min_size=1, max_size=3
+    ),
+    whole=st.none() | st.tuples(st.sampled_from(("train", "parallel", "parallel_config")), HOSTILE),
+    mode=MODES,
+)
+def test_keys_by_the_names_of_mindformers(judge, tree, pairs, whole, mode) -> None:
+    for key, value in [*pairs, *([whole] if whole else [])]:
+        tree = put(tree, key, value)
+    accept_or_refuse(judge, to_yaml(tree), mode)
+
+
+SIZE = st.sampled_from((1, 2, 3, 7, 12, 64, 1000, 999_999_937, 10**6, 2**31, 2**40 - 1, 2**40))
+
+
+@given(tree=TREES, sizes=st.dictionaries(st.sampled_from(SIZES), SIZE, min_size=1, max_size=5),
+       mode=MODES)  # fmt: skip
+def test_sizes_of_any_magnitude(judge, tree, sizes, mode) -> None:
+    sizes = {key: [1, n] if key.endswith("stage_layers") else n for key, n in sizes.items()}
+    words = [f"{key}={json.dumps(value)}" for key, value in sizes.items()]
+    accept_or_refuse(judge, to_yaml(tree), mode, words)
+
+
+@given(tree=TREES, fault=FAULTS, faulty=st.sampled_from(("config.yaml", "base.yaml")), mode=MODES)
+def test_a_file_with_a_fault(judge, tree, fault, faulty, mode) -> None:
+    if faulty == "base.yaml":
+        tree = tree | {"base": [*tree.get("base", []), faulty]}
+    files = {"base.yaml": "seed: 1\n"}
+    accept_or_refuse(judge, to_yaml(tree), mode, fault=fault, faulty=faulty, files=files)
+
+
+CHAIN = {f"{n}.yaml": f"base: {n + 1}.yaml\n" for n in range(200)} | {"200.yaml": "seed: 3\n"}
+TWICE = {f"{n}.yaml": f"base: [{n + 1}.yaml, {n + 1}.yaml]\n" for n in range(30)}
+
+
+@given(base=st.sampled_from(("config.yaml", "other.yaml", "loop.yaml", "link.yaml", "0.yaml",
+       "170.yaml", "198.yaml")) | HOSTILE, twice=st.booleans(), bomb=st.booleans())  # fmt: skip
+def test_base_files_and_aliases(judge, base, twice, bomb) -> None:
+    """Files that name each other, themselves, or the next one once or twice; nine aliases of nine
+    aliases, eight levels deep.
+    """
+    files = {"other.yaml": "base: [config.yaml]\n"}
+    if isinstance(base, str) and base in CHAIN:
+        files |= CHAIN | (TWICE if twice else {})
+    text = to_yaml({**PLAIN, "base": base})
+    if bomb:
+        text = ALIAS_BOMB + text.replace("base:", "data: {train: *a8}\nbase:")
+    accept_or_refuse(judge, text, files=files)
