@@ -26,7 +26,6 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.log import LOG
 from common.resolve.derive import resolve_config
-from common.training.checkpoint_reader import CheckpointReader
 from common.training.loss_scale import LossScale
 from common.training.start import where_to_start
 from common.weights.names import parameter_shapes
@@ -130,10 +129,10 @@ def start(run: Path, resume: str = "auto") -> Stand | None:
     found = where_to_start(config, data).resume
     if found is None:
         return None
-    scale, reader = LossScale(config.loss_scale), CheckpointReader(found)
-    state, engine = reader.states(config, scale)
-    arrays = {name: values.tobytes() for name, values in reader.weights(config.model)}
-    for name, part, values in reader.moments(config, engine.optimizer_steps):
+    scale = LossScale(config.loss_scale)
+    state, engine = found.states(config, scale)
+    arrays = {name: values.tobytes() for name, values in found.weights(config.model)}
+    for name, part, values in found.moments(config, engine.optimizer_steps):
         arrays[f"{name}.{part}"] = values.tobytes()
     return Stand(state.to_dict(), vars(engine), scale.state(), arrays=arrays)
 
