@@ -72,10 +72,11 @@ def _random(number: int, length: int) -> bytes:
 
 
 def _edge(data: bytes, at: int, number: int) -> bytes:
-    """Replace an aligned word of 4 or 8 bytes by a number at the edge of a type."""
+    """Replace a word of 4 or 8 bytes, mostly an aligned one, by a number at the edge of a type."""
     size = 4 + 4 * (number % 2)
+    at = at if number % 4 == 0 else at // size * size
     value = EDGES[number % len(EDGES)] % 2 ** (8 * size)
-    return _over(data, at // size * size, value.to_bytes(size, "little"))
+    return _over(data, at, value.to_bytes(size, "little"))
 
 
 BYTES: dict[str, Callable[[bytes, int, int], bytes]] = {
@@ -241,7 +242,9 @@ def changed_tree(tree: Any, fault: Fault) -> Any:
         times = (2, 3, 100)[fault.number % 3]
         parent[key] = parent[key] * times if isinstance(parent[key], list) else [parent[key]] * 2
     elif fault.kind == "value moved":
-        parent[key] = copy_tree(places[fault.number % len(places)][1])
+        alike = [place for place in places if place[2] == key]
+        _, other, _ = alike[fault.number % len(alike)]
+        parent[key] = copy_tree(other[key])
     elif not isinstance(parent, dict):
         parent.insert(key, fault.value)
     elif fault.kind == "key renamed":
@@ -304,7 +307,7 @@ def tree_faults(values: tuple[Any, ...] = VALUES) -> st.SearchStrategy[Fault]:
 
 
 TREE_FAULTS = st.one_of(tree_faults(), tree_faults(), FAULTS)
-"""Of files that hold a tree."""
+"""Faults of files that hold a tree."""
 
 
 def changed_json(content: bytes, fault: Fault) -> bytes:

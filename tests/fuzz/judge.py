@@ -1,4 +1,4 @@
-"""What may become of a hostile input: one clear refusal, or a result that the test compares."""
+"""A hostile input is refused by one clear error, or gives a result that the test compares."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def test_a_forged_manifest(judge, whole, place, resume) -> None:
         for section in sections:
             parent = parent[section]
         parent[key] = place[1]
-        try:  # what Raw writes may be no JSON that can be sealed
+        try:  # text of Raw is not always JSON that can be sealed
             path.write_bytes(_sealed(json.loads(to_json(tree))))
         except (ValueError, RecursionError):
             return

@@ -251,7 +251,7 @@ def require_words(words: Any, config: RunConfig) -> None:
 @example(tree=PLAIN, faults=[Fault("key renamed", 3, 0)], mode=("train", 1, False))
 @example(tree=PLAIN, faults=[Fault("key twice", 13, 1)], mode=("train", 1, False))
 def test_a_tree_with_faults(judge, tree, faults, mode) -> None:
-    """Where the last fault is a key twice or of another type, no tree can be changed further."""
+    """A tree with a key twice, or with one of another type, cannot be changed further."""
     for fault in faults:
         tree = changed_tree(tree, fault)
         if not isinstance(tree, dict) or not tree or fault.kind in TWISTED:
@@ -264,6 +264,13 @@ def test_keys_of_the_schema(judge, tree, pairs, mode) -> None:
     for key, value in pairs:
         tree = put(tree, key, value)
     accept_or_refuse(judge, to_yaml(tree), mode, tree=tree)
+
+
+@given(tree=TREES, key=st.sampled_from(list(KEYS)), value=PLAUSIBLE)
+def test_an_unknown_key(judge, tree, key, value) -> None:
+    judge.needed = {"refused"}
+    accept_or_refuse(judge, to_yaml(put(tree, f"{key}x", value)))
+    assert not judge.outcomes["accepted"], "it was taken"
 
 
 @given(tree=TREES, words=st.lists(WORDS, min_size=1, max_size=4), mode=MODES)
@@ -282,6 +289,7 @@ def test_words_of_the_command_line(judge, tree, words, mode) -> None:
     whole=st.none() | st.tuples(st.sampled_from(("train", "parallel", "parallel_config")), HOSTILE),
     mode=MODES,
 )
+@example(PLAIN, [("parallel_config.pipeline_stage", "x")], None, ("train", 1, False))
 def test_keys_by_the_names_of_mindformers(judge, tree, pairs, whole, mode) -> None:
     for key, value in [*pairs, *([whole] if whole else [])]:
         tree = put(tree, key, value)

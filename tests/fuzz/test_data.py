@@ -125,7 +125,8 @@ def use(data: Any) -> Any:
 
 @given(name=st.sampled_from(("pair", "pair", "wide")), suffix=st.sampled_from((".idx", ".bin")),
        fault=FAULTS, of_another=st.sampled_from((None, None, ".idx", ".bin")))  # fmt: skip
-@example(name="pair", suffix=".idx", fault=Fault("cut short", 40, 1), of_another=None)
+@example(name="pair", suffix=".idx", fault=Fault("cut short", 20, 3), of_another=None)
+@example(name="pair", suffix=".idx", fault=Fault("cut short", 40, 3), of_another=None)
 @example(name="pair", suffix=".bin", fault=Fault("cut short", 100, 1), of_another=None)
 @example(name="pair", suffix=".idx", fault=Fault("edge number", 17, 3), of_another=None)
 @example(name="pair", suffix=".idx", fault=Fault("flipped bits", 36, 2), of_another=None)

@@ -285,6 +285,7 @@ def _header(content: bytes, fault: Fault) -> bytes:
 
 @given(name=NAMES, file=NUMBERS, fault=FAULTS, header=tree_faults(), how=HOW)
 @example(name="hf", file=0, fault=Fault("cut short", 4000, 1), header=Fault("value"), how=PLAINLY)
+@example("hf", 0, Fault("zeros", 0, 1), Fault("value moved", 91, 3), PLAINLY)  # overlap
 @example("mindformers", 0, Fault("cut short", 4000, 1), Fault("value"), PLAINLY)
 @example("hf bin", 0, Fault("cut short", 4000, 1), Fault("value"), PLAINLY)
 @example("megatron", 0, Fault("bytes behind the end", 0, 1), Fault("value"), PLAINLY)

@@ -305,7 +305,7 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
 def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
     """Return keys of ours that have no effect with this layout, and why."""
     whys: dict[str, str] = {}
-    if ours.get("parallel.pipeline_stage", 1) > 1 and whole:
+    if ours.get("parallel.pipeline_stage", 1) != 1 and whole:
         whys["parallel.vocab_emb_dp"] = "with a pipeline the ranks split the table"
     if ours.get("parallel.parallel_mode") not in (2, "auto_parallel"):
         whys["parallel.search_mode"] = "parallel_mode 2 looks for splits"
