@@ -104,9 +104,10 @@ def use(path: Path) -> RankTable:
     assert sorted(ranks) == list(range(table.world_size))
     devices = [(server.server_id, device.device_id) for server, device in table.places()]
     addresses = [device.device_ip for _, device in table.places() if device.device_ip]
-    assert len(set(devices)) == len(ranks) and len(set(addresses)) == len(addresses)
+    assert len(set(addresses)) == len(addresses)
     table_warnings(table)
-    if table.version != "2.0":
+    if table.version != "2.0":  # where a server is a network instance, which may span machines
+        assert len(set(devices)) == len(devices)
         again = write(path.with_name("again.json"), json.dumps(table_to_json(table)))
         assert [place.rank for place in places_of_table(read_table(again))] == ranks
     return table
