@@ -345,7 +345,7 @@ def test_files_and_folders(judge, whole, steps, resume) -> None:
 
     def change(run: Path) -> Any:
         folder, held = run / "checkpoints", nullcontext()
-        for verb, name, word in steps:
+        for verb, name, word in sorted(steps, key=lambda step: step[0] in ("remove", "replace")):
             path = folder / name if verb in ("move", "copy", "link", "exchange") else run / name
             if verb in ("remove", "replace") and path.parent.is_dir():
                 remove(path)
@@ -365,5 +365,7 @@ def test_files_and_folders(judge, whole, steps, resume) -> None:
                 (shutil.copytree if verb == "copy" else Path.rename)(path, folder / word)
         return held
 
+    # a left-over of this name is the newest, which was being replaced
     meant = any(step[1] == PATHS[2] or step == ("exchange", "", None) for step in steps)
+    meant |= any(step[0] == "copy" and "replaced" in step[2] for step in steps)
     resume_or_refuse(judge, whole, resume, change, older_is_meant=meant)

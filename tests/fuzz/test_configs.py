@@ -28,6 +28,7 @@ from tests.fuzz.faults import (
     Fault,
     Raw,
     changed_tree,
+    faults,
     spoiled,
     to_json,
     to_yaml,
@@ -270,6 +271,13 @@ def test_keys_of_the_schema(judge, tree, pairs, mode) -> None:
 def test_an_unknown_key(judge, tree, key, value) -> None:
     judge.needed = {"refused"}
     accept_or_refuse(judge, to_yaml(put(tree, f"{key}x", value)))
+    assert not judge.outcomes["accepted"], "it was taken"
+
+
+@given(fault=faults("key twice"))
+def test_a_key_twice(judge, fault) -> None:
+    judge.needed = {"refused"}
+    accept_or_refuse(judge, to_yaml(changed_tree(PLAIN, fault)))
     assert not judge.outcomes["accepted"], "it was taken"
 
 
