@@ -59,7 +59,7 @@ def test_predictions_stand_beside_the_speeds_of_an_h100() -> None:
     runs = [measured(PREDICTED[name] / 2)] * 2
     found = study([cell(name, runs, axes={"program": "torch"})], machine=H100)
     [(_, own, *_)] = rows_of(found)
-    assert own.endswith("0.50 of the 474,000 predicted")
+    assert own.endswith("0.50 of the 515,000 predicted")
     [(_, own, *_)] = rows_of(found.model_copy(update={"machine": study([]).machine}))
     assert "predicted" not in own
 
