@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.run_config import read_config  # noqa: E402
 from common.systems.fleetx.scripts import infer  # noqa: E402
 from common.tokenizer import load_tokenizer  # noqa: E402
 from common.weights.names import count_parameters  # noqa: E402
@@ -222,7 +223,8 @@ def test_fleetxs_inference_runs_an_export(
     for name in ("weights", "onnx"):
         model_dir = ["-o", f"Inference.model_dir={folders[name]}"]
         capsys.readouterr()
-        assert infer(main, [*command, *model_dir], "tools/inference.py") == 0
+        argv = [*command, *model_dir]
+        assert infer(main, read_config, argv, "tools/inference.py") == 0
         out = capsys.readouterr().out
         printed.append(out[out.index("Prompt:") :])
     assert printed[0] == printed[1] and "Generation: hello" in printed[0]
@@ -289,8 +291,6 @@ _WITHOUT_FRAMEWORK = """
 import json, sys
 for name in ("torch", "mindspore", "transformers", "onnx"):
     sys.modules[name] = None
-from common.systems.fleetx.scripts import infer  # noqa: E402
-from common.tokenizer import load_tokenizer  # noqa: E402
 from gpt2_toolkit import load_model
 assert "onnxruntime" not in sys.modules
 model = load_model(sys.argv[1])
@@ -360,7 +360,7 @@ def _without(folder: Path, *names: str) -> dict[str, Any]:
         (_grow, {}, "bytes, export.json says"),
         (_flip_a_bit, {"verify": True}, "its bytes have changed since it was exported"),
         (_change(format_version=9), {}, "format version 9, this program reads 1"),
-        (_change(format="torchscript"), {}, "format 'torchscript' is not known here"),
+        (_change(format="torchscript"), {}, "format 'torchscript' is not run here"),
         (_change(files={"../a": {"bytes": 1, "sha256": "0" * 64}}), {}, "its own folder"),
         (_change(files={}), {}, "export.json: files:"),
         (_other_tokenizer, {}, "the model has 262 tokens and the tokenizer 263"),

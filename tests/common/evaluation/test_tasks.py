@@ -178,8 +178,7 @@ def test_passages_without_context_or_room_are_refused(
         ('{"text": 1}', "line 1, column 1: the value of 'text' is a number, expected a string"),
         (
             '[{"text": "a"}, {"body": "b"}]',
-            "line 1, column 17: the key 'text' is missing, the keys present are 'body'; evaluation"
-            " reads",
+            "item 2: the key 'text' is missing, the keys present are 'body'; evaluation reads",
         ),
         ("", "is empty"),
     ],
