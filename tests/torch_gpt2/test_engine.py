@@ -3,6 +3,7 @@ clipping.
 """
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -416,8 +417,10 @@ def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
 
 @pytest.fixture
 def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU as a device that the host does not wait for: all but pinned memory."""
+    """The CPU as a device that the host does not wait for: all but pinned memory and a clock."""
+    event = SimpleNamespace(elapsed_time=lambda other: 1.0)
     monkeypatch.setattr(TorchDevice, "runs_ahead", True)
+    monkeypatch.setattr(TorchDevice, "moment", lambda device: event)
 
 
 def steps_of(engine: Engine, batches: list[np.ndarray]) -> list[StepResult]:
