@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     _Handler = Callable[[int, FrameType | None], Any]
+    _Hook = Callable[[sys.UnraisableHookArgs], Any]
 
 EXIT_CODE = 130
 _MESSAGE = b"stopped by Ctrl-C\n"
 _IMPORTS = "<frozen importlib._bootstrap>"
 """File name of the frames of an import."""
-_RETRY_SECONDS = 0.01
+_RETRY_SECONDS = 0.001
 _raised: list[int] = []
 
 
@@ -41,9 +42,13 @@ def end_at_interrupts() -> None:
 def raise_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``; in an import, once it
     has ended.
+
+    Python prints and drops an exception in a destructor or in the callback of a weak reference. An
+    import runs such a callback for every module, so Ctrl-C could be lost there. It is raised again.
     """
     if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, outside_imports(_raise))
+        sys.unraisablehook = _raise_dropped_interrupts(sys.unraisablehook)
 
 
 @contextmanager
@@ -144,8 +149,21 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_CODE)
 
 
+def _raise_dropped_interrupts(others: _Hook) -> _Hook:
+    """Return the hook for dropped exceptions. others: for all but KeyboardInterrupt."""
+
+    def hook(dropped: sys.UnraisableHookArgs, /) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            with suppress(RuntimeError):  # no new threads while Python ends
+                _thread.start_new_thread(_again_soon, (signal.SIGINT,))
+        else:
+            others(dropped)
+
+    return hook
+
+
 def _again_soon(number: int) -> None:
-    """Send a signal to the main thread once it may have left the import."""
+    """Send a signal to the main thread once it may have left the callback or the import."""
     time.sleep(_RETRY_SECONDS)
     if number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # a thread waits for it: stop.py
         _thread.interrupt_main(signal.Signals(number))

@@ -212,13 +212,13 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: str = "") -> None:
         mode = tree.pop("run_mode", "train")
         note = Path(tree["output_dir"]) / f"watched_{process.rank}.json"
         try:
-            made = make_run(build_config(tree), mode, process)
             run = {"train": "train", "eval": "evaluate"}[mode]
             with (
                 import_module(f"tests.{watched}").watch(note)
                 if watched
                 else contextlib.nullcontext()
             ):
+                made = make_run(build_config(tree), mode, process)
                 getattr(import_module(f"{package}.{run}"), run)(*made, process)
         except GPT2Error as error:
             print(f"error: {error}")

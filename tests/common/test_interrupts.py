@@ -13,6 +13,7 @@ import pytest
 
 from common.interrupts import ending_at_interrupts, exit_at_sigterm, outside_imports
 from common.tokenizer.bpe_files import END_OF_TEXT
+from tests.run_scripts import run_words
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ctrl-C at the very moment when a module is looked for.
@@ -20,12 +21,22 @@ INTERRUPTED_AT = """
 import os, runpy, signal, sys
 
 class Interrupt:
+    def __init__(self, where):
+        self.where = where
+
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
             sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
+            if self.where == "import":
+                os.kill(os.getpid(), signal.SIGINT)
+            else:  # as in the callbacks of Python's own import: what is raised there is dropped
+                Dropped()
 
-sys.meta_path.insert(0, Interrupt())
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt({where!r}))
 sys.argv = {words!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -89,8 +100,10 @@ if __name__ == "__main__":
 TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py") if path.name != "__init__.py")
 
 
-def interrupted_at(module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    program = INTERRUPTED_AT.format(module=module, words=list(words))
+def interrupted_at(
+    module: str, *words: str, where: str = "import"
+) -> subprocess.CompletedProcess[str]:
+    program = INTERRUPTED_AT.format(module=module, words=list(words), where=where)
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -105,6 +118,44 @@ def test_the_front_door(module: str) -> None:
         module, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "plan"
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize("module", ["common.processes.heartbeat", "common.planner.room"])
+def test_an_interrupt_in_a_destructor_is_not_lost(
+    module: str, tmp_path: Path, corpus_prefix: Path
+) -> None:
+    """Python drops what a destructor raises, and the run would go on to its end."""
+    settings = run_words(tmp_path / "run", corpus_prefix, train__max_steps=100000)
+    words = [
+        "run_gpt2.py",
+        "--config",
+        "configs/gpt2/run_gpt2_tiny.yaml",
+        "--run_mode",
+        "train",
+        *settings,
+    ]
+    done = interrupted_at(module, *words, where="destructor")
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
+
+
+def test_other_errors_in_a_destructor_are_still_shown() -> None:
+    program = """
+import sys
+from common.interrupts import *
+from common.program import command
+class Failing:
+    def __del__(self):
+        raise ValueError("shown")
+def main():
+    Failing()
+    return 0
+end_at_interrupts()
+sys.exit(command()(lambda _: main())())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "ValueError: shown" in done.stderr
 
 
 @pytest.mark.parametrize("tool", TOOLS)

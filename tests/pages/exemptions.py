@@ -22,6 +22,8 @@ ELSEWHERE = {
     "kubectl": "needs a cluster of Kubernetes",
     "ssh": "needs another host",
     "python tools/lm_eval.py": "hands its flags to another package, lm-evaluation-harness",
+    "swanlab/bin/pip": "changes the environment, or needs a network",
+    "swanlab/bin/swanlab": "is another package, in an environment of its own",
     "tensorboard": "is another package, and runs until it is stopped",
     "bash scripts/test.sh": "is the suite that this test belongs to",
     "python benchmarks/gpu_lowering.py": "takes minutes; tests/benchmarks/test_gpu.py runs it",

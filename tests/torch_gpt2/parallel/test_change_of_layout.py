@@ -129,7 +129,9 @@ def test_an_export_is_the_file_that_one_process_writes(
     copied = find_checkpoint(folder / f"{saved}, copied")
     assert copied is not None
     words = tree(tmp_path, tmp_path, checkpoint__load=str(folder / saved))
-    export(*make_run(build_config(words), "export"))
+    run, inputs = make_run(build_config(words), "export")
+    assert inputs.checkpoint is not None
+    export(run, inputs.checkpoint)
     assert (tmp_path / "weights" / "model.safetensors").read_bytes() == (
         copied / "model.safetensors"
     ).read_bytes()
