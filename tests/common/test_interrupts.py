@@ -114,9 +114,8 @@ def interrupted_at(
     ["argparse", "common.processes.heartbeat", "common.modelarts.arguments", "pydantic", "yaml"],
 )
 def test_the_front_door(module: str) -> None:
-    done = interrupted_at(
-        module, "run_gpt2.py", "--config", "configs/gpt2/run_gpt2_tiny.yaml", "--run_mode", "plan"
-    )
+    words = "run_gpt2.py --config configs/gpt2/run_gpt2_13b.yaml --run_mode plan --devices 32"
+    done = interrupted_at(module, *words.split(), "--accelerator", "Ascend 910A")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
 
 
