@@ -5,7 +5,8 @@
         show the parts and their options; start nothing
 
 Takes half an hour on two cores; the machine should do nothing else. Needs nothing but the project
-with its extra `peers`; preprocessing needs --data, as tools/fetch_quickstart_data.py makes it.
+with its extras `peers` and `study`; preprocessing needs --data, which
+tools/fetch_quickstart_data.py makes.
 The part `decoding` runs only where it is named: all ways to decode on one thread of a CPU.
 
 --device cuda trains 124M to 1558M in bfloat16, eager and compiled, and compares the speeds with the

@@ -18,7 +18,7 @@ def held_lock(
     on_wait: called once, where another process holds it. Raises TimeoutError after ``seconds``, and
     OSError if the file cannot be written.
     """
-    lock = FileLock(path)
+    lock = FileLock(path, mode=0o666)
     try:
         lock.acquire(timeout=0)
     except Timeout:

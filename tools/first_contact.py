@@ -55,8 +55,8 @@ LIMIT = 200.0
 """Seconds that a check may take."""
 PYTHON = "3.12"
 CARRIED = (
-    *("pydantic", "annotated-types", "typing-inspection", "google-crc32c", "isal", "tensorboardX"),
-    *("uvicorn", "click", "h11", "torchao", "ijson", "filelock"),
+    *("pydantic", "annotated-types", "typing-inspection", "isal", "tensorboardX"),
+    *("uvicorn", "click", "h11", "starlette", "torchao", "ijson", "filelock"),
 )
 """Packages that GPU images lack, of requirements.txt and for the server and float8. Those that they
 need in an exact version, such as pydantic-core, are fetched too.

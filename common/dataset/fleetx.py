@@ -200,6 +200,8 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
                 f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one"
                 " dimension"
             )
+        if name is None and found.offset + found.nbytes != path.stat().st_size:
+            raise ValueError("it has more bytes than its head says")
         return np.asarray(found)  # slices of a memmap are several times slower
 
 

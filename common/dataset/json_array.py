@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,26 @@ from common.dataset.limits import DOCUMENT_BYTES
 from common.errors import DataError
 
 _READ_BYTES = 1 << 16
-_MAX_DEPTH = 5000
+_MAX_DEPTH = 12000
+"""Brackets of 64 KiB that stay open; those in strings count too."""
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""Escapes of JSON; the group is half of a pair."""
+_BEGUN = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\(?:u[0-9a-fA-F]{0,3}"
+    rb"|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?)\Z"
+)
+"""An escape, or a pair, whose end is not read yet."""
+
+
+def _with_whole_pairs(text: bytes) -> bytes:
+    """Return JSON with U+FFFD for half of a surrogate pair, of which yajl would make other text."""
+    if b"\\ud" not in text and b"\\uD" not in text:
+        return text
+    return _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], text)
 
 
 class _Limited:
@@ -36,7 +56,16 @@ class _Limited:
                 f"{self._path}: item {self.items + 1} has more than {self._limit / 2**20:g} MiB,"
                 " but must fit in memory whole; divide it, or allow more: --max-document-mib N"
             )
-        found, self._next = self._next or self._file.read(size), b""
+        found = b""
+        while not found:
+            more = self._file.read(size)
+            both, self._next = self._next + more, b""
+            tail = both[-64:] if both[-64:-63] != b"\\" else both
+            if more and (begun := _BEGUN.search(tail)):
+                both, self._next = both[: -len(begun[1])], both[-len(begun[1]) :]
+            found = _with_whole_pairs(both)
+            if not more:
+                break
         # memory of ijson grows with the square of the depth
         opened = sum(found.count(mark) for mark in (b"[", b"{"))
         if opened - found.count(b"]") - found.count(b"}") > _MAX_DEPTH:

@@ -155,10 +155,8 @@ class TokenWriter(ABC):
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        try:
+        with self._stack:  # an error leaves the files of before
             self._publish()
-        finally:
-            self._stack.close()
 
     def _close(self, *old: str) -> None:
         """Publish the file of tokens. The ``old`` files go first: a crash between the renames then

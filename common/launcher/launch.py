@@ -18,7 +18,6 @@ from common.accelerators import require_accelerator
 from common.cluster.places import Placement, find_places, places_of_table
 from common.cluster.pods import server_of_pod
 from common.cluster.rank_environment import (
-    ROOT,
     given_port,
     make_rendezvous,
     parse_master,
@@ -40,12 +39,13 @@ from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
 from common.parallel.run import Run
+from common.paths import TOOLS
 from common.planner.cluster import describe_cluster
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK
 from common.resolve.derive import resolve_mode
 from common.run_folder import require_free_folder
 
-TOOL = ROOT / "tools" / "launch.py"
+TOOL = TOOLS / "launch.py"
 """Script that starts a launch again, on another host or in the background."""
 
 Check = Callable[[str, Run], None]

@@ -21,6 +21,7 @@ from common.errors import ConfigError
 from common.launcher.process_spec import ProcessSpec
 
 _WRITTEN = re.compile(
+    r"(?!\w*(TOKEN|SECRET|PASS|_KEY))"
     r"(RANK|LOCAL_|WORLD_SIZE|NODE_|GROUP_|MASTER_|TORCH|PYTORCH_|CUDA_|CUBLAS_|NCCL_|GLOO_|OMP_"
     r"|MKL_|KMP_|OPENBLAS_|MS_|HCCL_|HCCN_|ASCEND_|NPU_|TE_|TASK_QUEUE_|CPU_AFFINITY_|GLOG_|GPT2_"
     r"|HOROVOD_|SLURM_(?!JWT)|OMPI_|PET_|MA_|VC_|DEVICE_|LD_|PYTHON|VIRTUAL_ENV|CONDA_)\w*"

@@ -168,9 +168,10 @@ class _Supervisor:
             stack.callback(self._terminal.close)
             if self._channel is not None:
                 stack.callback(self._channel.close)
-                self._number = self._channel.gather(self._number, self._limit)
+                own = self._number
+                self._number = self._channel.gather(own, self._limit)
                 if self._job.when_met is not None:
-                    self._job.when_met(self._number)
+                    self._job.when_met(max(own, self._number))  # host 0 may have begun anew
             stack.enter_context(self._signals())
             with self._ranks:
                 self._start()

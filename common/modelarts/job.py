@@ -157,7 +157,7 @@ def start_ranks(
             bring_output(url, folder, ranks)
 
     def make_job(number: int) -> Job:
-        if url is not None and number and 0 in ranks:
+        if url is not None and number and 0 in ranks and len(places.hosts) > 1:
             send_checkpoint(url, folder)
         rendezvous = make_rendezvous(
             places,

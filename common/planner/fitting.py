@@ -117,6 +117,7 @@ class Fitting:
         """Return the run with the largest micro batch that fits, or else the smallest one."""
         if self.config.train.micro_batch_size != "auto":
             return self.resolve(**train)
+        run = self.resolve(**train)
         for run in self.choices(**train):
             if self.fits(run):
                 break

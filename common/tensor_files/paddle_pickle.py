@@ -11,7 +11,6 @@ import io
 import mmap
 import pickle
 import pickletools
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -73,6 +72,21 @@ def _tensor(name: Any, value: Any) -> FileTensor:
     )
 
 
+class _Function:
+    """A known function, whose attributes no pickle can set."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("it changes a function")
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, path: Path, content: Bytes) -> None:
         super().__init__(io.BytesIO(_without_arrays(path)), encoding="latin1")
@@ -82,7 +96,7 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module}.{name}".replace("__builtin__.", "builtins.")
         known = KNOWN.get(full)
         # a pickle could set the attributes of a function or a class
-        return partial(known) if known is not None else foreign_class(self._path, full)
+        return _Function(known) if known is not None else foreign_class(self._path, full)
 
     def persistent_load(self, identity: Any) -> Bytes:
         first, size = identity
@@ -101,6 +115,8 @@ def _without_arrays(path: Path) -> bytes:
         # reading stops at the end of the file, however much is asked for
         for opcode, argument, position in pickletools.genops(cast(IO[bytes], mapped)):
             end, size = mapped.tell(), len(argument) if isinstance(argument, bytes) else 0
+            if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > mapped.size():
+                raise ValueError("it remembers more objects than it has bytes")
             if opcode.name == "FRAME":
                 frame_end = end + int(argument or 0)
             elif (position or 0) < frame_end < end or (opcode.name == "STOP" and end < frame_end):

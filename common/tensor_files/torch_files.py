@@ -73,9 +73,9 @@ def _torch(path: Path) -> Any:
 def read_torch(path: Path, content: Bytes) -> TensorFile:
     """Return tensors and values by their path in the saved object, joined by dots.
 
-    The CRC-32 of all records in a zip are compared when the first tensor is read, which then raises
-    CheckpointError. Raises CheckpointError if the file names code, ConfigError without torch, and
-    almost any error if the file is broken.
+    The CRC-32 of the tensors in a zip are compared when the first one is read, which then raises
+    CheckpointError; those of the other records are compared here. Raises CheckpointError if the
+    file names code, ConfigError without torch, and almost any error if the file is broken.
     """
     torch = _torch(path)
     stand_ins, is_zip = dict(_STAND_INS), content[:4].tobytes() == ZIP_MAGIC
@@ -95,6 +95,8 @@ def read_torch(path: Path, content: Bytes) -> TensorFile:
     else:
         raise ValueError(f"it holds objects of more than {_MAX_CLASSES} classes")
     check = _checksum_test(path, content) if is_zip else None
+    if is_zip:
+        _compare_checksums(path, content, lambda name: "/data/" not in name)
     tree = PlainTree(saved, lambda name, value: _leaf_of(torch, name, value, check))
     return TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
 
@@ -139,15 +141,18 @@ def _leaf_of(torch: Any, name: str, value: Any, check: Callable[[], None] | None
 
 
 def _checksum_test(path: Path, content: Bytes) -> Callable[[], None]:
-    """Return a function that compares the CRC-32 of all records of a zip once; torch compares none.
+    """Return a function that compares the CRC-32 of the tensors of a zip once; torch compares none.
 
     It raises CheckpointError. After ``torch.serialization.set_crc32_options(False)`` all are 0.
     """
 
-    @cache
-    def check() -> None:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
+    return cache(lambda: _compare_checksums(path, content, lambda name: "/data/" in name))
+
+
+def _compare_checksums(path: Path, content: Bytes, is_one: Callable[[str], bool]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if is_one(record.filename):
                 lengths = content[record.header_offset + 26 : record.header_offset + 30]
                 first = record.header_offset + 30 + int(lengths.view("<u2").sum())
                 data = content[first : first + record.file_size]
@@ -156,8 +161,6 @@ def _checksum_test(path: Path, content: Bytes) -> Callable[[], None]:
                         f"{path}: {record.filename} has changed since it was written (CRC-32); copy"
                         " the file again or use another one"
                     )
-
-    return check
 
 
 def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -> None:

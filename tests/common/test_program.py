@@ -67,7 +67,7 @@ def test_a_wheel_puts_no_tools_beside_other_packages(tmp_path: Path) -> None:
     """Built and unpacked without a network; its gpt2 still finds every program."""
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):
-        if name.endswith((".py", ".toml", ".txt", ".yaml", ".html", ".typed", "README.md")):
+        if name.endswith((".py", ".toml", ".txt", ".yaml", ".html", ".j2", ".typed", "README.md")):
             (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / "src" / name)
     words = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q", "."]
@@ -79,6 +79,10 @@ def test_a_wheel_puts_no_tools_beside_other_packages(tmp_path: Path) -> None:
     tops = {path.name for path in (tmp_path / "site").iterdir() if "dist-info" not in path.name}
     ours = {"common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "run_gpt2.py"}
     assert tops == ours
+    assert list((tmp_path / "site").rglob("study/templates/*.j2"))
+    there = "from common.launcher.launch import TOOL; assert TOOL.is_file(), TOOL"
+    done = run("-c", there, folder=tmp_path, PYTHONPATH=f"{tmp_path}/site")
+    assert done.returncode == 0, done.stderr
     for name in TOOLS:
         program = "from common.program import gpt2; gpt2()"
         done = run("-c", program, name, "--help", folder=tmp_path, PYTHONPATH=f"{tmp_path}/site")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.command_line import parse_arguments
 from common.errors import CheckpointError, ConfigError
-from common.paths import ROOT
+from common.paths import TOOLS
 
 if TYPE_CHECKING:  # --help loads no library
     from common.systems.config import ConfigFile
@@ -156,5 +156,5 @@ def launch_command(argv: Sequence[str]) -> list[str]:
     options = {"master": given.master, "nnodes": given.nnodes, "node_rank": given.rank}
     words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
     words += ["--log_dir", given.log_dir, "--devices", given.devices, "none", training.config]
-    tool = str(ROOT / "tools" / "launch.py")
+    tool = str(TOOLS / "launch.py")
     return [sys.executable, tool, "distribute", *words, "train", *training.overrides]

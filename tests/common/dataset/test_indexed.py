@@ -17,7 +17,7 @@ from common.dataset import IndexedDataset, IndexedWriter, token_dtype
 from common.dataset.fleetx import FleetXDataset
 from common.dataset.indexed import HEADER, MAGIC
 from common.dataset.preprocess import PreprocessOptions, PreprocessResult, preprocess
-from common.errors import DataError
+from common.errors import DataError, StorageError
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +304,27 @@ def test_a_failed_rewrite_keeps_the_old_pair(write_pair) -> None:
     assert IndexedDataset(prefix).sizes.tolist() == [3, 7]
     write_pair([1])
     assert IndexedDataset(prefix).sizes.tolist() == [1]
+
+
+def test_a_rewrite_that_cannot_be_published_keeps_the_old_pair(write_pair, monkeypatch) -> None:
+    prefix = write_pair([3, 7])
+    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+
+    unlink = Path.unlink
+
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        if path.suffix == ".idx":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with (
+        pytest.raises(StorageError, match=r"an older file of this name is untouched"),
+        IndexedWriter(prefix, "uint16") as writer,
+    ):
+        writer.append(np.arange(4), np.array([4]))
+    after = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+    assert after == before
 
 
 def test_the_format_starts_with_magic_and_version(write_pair) -> None:

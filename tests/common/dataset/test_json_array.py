@@ -30,6 +30,20 @@ def test_equals_json_loads(items, size, ascii_only, indent) -> None:
         assert list(array_items(file, PATH)) == list(enumerate(items, 1))
 
 
+PARTS = [r"\ud83d\ude00", r"\ud83d", r"\uDC00", r"\\", r"\\\\ud83d", r"\u0041", r"\n", "a", "漢"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=30), size=st.integers(1, 40))
+def test_half_of_a_pair_is_the_replacement_character(parts, size) -> None:
+    text = f'"{"".join(parts)}"'
+    whole = "".join("\ufffd" if "\ud800" <= c < "\ue000" else c for c in json.loads(text))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "_READ_BYTES", size)
+        found = array_items(io.BytesIO(f"[{text}, {text}]".encode()), PATH)
+        assert [item for _, item in found] == [whole, whole]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -642,6 +642,7 @@ def test_only_the_owner_reads_the_environment(tmp_path: Path) -> None:
 def test_logs_are_appended_to_and_only_known_variables_shown(tmp_path: Path) -> None:
     secrets = {
         "HF_TOKEN": "abc1", "SLURM_JWT": "abc2", "db_password": "abc3", "AWS_SECRET": "abc4",
+        "MASTER_PASSWORD": "abc6", "MA_IAM_TOKEN": "abc7", "CONDA_API_KEY": "abc8",
         "http_proxy": "http://me:abc5@proxy:80/", "OMP_NUM_THREADS": "two\nlines",
     }  # fmt: skip
     command = (sys.executable, "-c", "print('ran')")

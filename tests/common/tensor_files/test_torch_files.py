@@ -291,6 +291,16 @@ def test_a_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
         assert stored["a"].read().tolist() == [0, 1, 2]
 
 
+def test_a_changed_bit_beside_the_tensors_is_found_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"of_step_20": torch.ones(5)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"of_step_20") + 8] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"x.pt: x/data.pkl has changed"), open_tensors(path):
+        pass
+
+
 def test_a_machine_without_torch_is_told_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

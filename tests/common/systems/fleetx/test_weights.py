@@ -377,3 +377,17 @@ def test_a_byte_that_is_missing_or_too_many_is_found(tmp_path: Path) -> None:
             path.write_bytes(changed)
             with pytest.raises(CheckpointError), open_tensors(path):
                 pass
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cnumpy.core.multiarray\n_reconstruct\n}b.",  # state for a function
+        b"}r\x80\x96\x98\x00.",  # place 10,000,000 of what it remembers
+    ],
+)
+def test_a_pickle_that_no_program_writes_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.pdparams"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.pdparams: "), open_tensors(path):
+        pass
