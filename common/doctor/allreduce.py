@@ -52,7 +52,7 @@ def try_all_reduce(job: Job, trial: AllReduceTrial) -> list[Check]:
     try:
         with redirect_stdout(sys.stderr):
             outcome = run_attempt(job)
-        if not outcome.failure and outcome.code - 128 in (signal.SIGINT, signal.SIGTERM):
+        if outcome.code - 128 in (signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(outcome.code - 128)  # the doctor itself was stopped
     except (ConfigError, RunError) as reason:
         return [error("hosts", str(reason), "")]
