@@ -136,8 +136,7 @@ def _chosen(
     LOG.info(
         f"train.{' and '.join(keys)}=auto: micro batch {train.micro_batch_size}, recompute"
         f" {train.recompute}{blocks + ' of a stage' if blocks else ''}, by the plan for"
-        f" {'unknown memory' if limit is None else gibibytes(limit)}, with {RESERVED:.0%} of the"
-        f" memory left free; accumulation {train.accumulation_steps}, global batch"
+        f" {_described(limit, config)}; accumulation {train.accumulation_steps}, global batch"
         f" {train.global_batch_size}"
     )
     chosen = ("micro_batch_size", "accumulation_steps", "recompute", "recompute_layers")
@@ -145,6 +144,13 @@ def _chosen(
         "train": {key: getattr(train, key) for key in chosen},
         "validation": {"micro_batch_size": found.validation.micro_batch_size},
     }
+
+
+def _described(limit: float | None, config: RunConfig) -> str:
+    if limit is None:
+        return "unknown memory"
+    free = "" if config.context.max_device_memory else f", with {RESERVED:.0%} of it left free"
+    return gibibytes(limit) + free
 
 
 def check_inputs(run_mode: str, config: Run) -> Checkpoint | None:

@@ -21,8 +21,10 @@ from common.packages import require_package
 
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 _END_OF_STREAM = ARROW_STREAM_MAGIC + bytes(4)
-_ROWS_AT_ONCE = 256
-"""Maximum rows taken together: a few values of a dictionary can stand for any number of rows."""
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 256, 4 << 20
+"""Maximum rows and bytes taken together: a few values of a dictionary can stand for any number of
+rows.
+"""
 _BUFFER_BYTES = 1 << 20
 
 Texts = list[tuple[str, ...]]
@@ -112,8 +114,9 @@ def _parts(group: _Group, rows: range, keys: tuple[str, ...]) -> Iterator[tuple[
     row = 0
     for batch in group.batches() if rows else ():
         columns = batch.select(list(keys))
-        for at in range(max(row, rows.start), min(row + batch.num_rows, rows.stop), _ROWS_AT_ONCE):
-            yield at, columns.slice(at - row, min(_ROWS_AT_ONCE, rows.stop - at))
+        step = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(columns) // (columns.nbytes or 1)))
+        for at in range(max(row, rows.start), min(row + batch.num_rows, rows.stop), step):
+            yield at, columns.slice(at - row, min(step, rows.stop - at))
         row += batch.num_rows
         if row >= rows.stop:
             return

@@ -89,8 +89,8 @@ def host_name(address: str) -> str:
 class HostChannel:
     """This host's end. events: gets Messages.
 
-    restarts: a host that comes although it is here, since its launcher was started again, is told
-    to come later, for the next attempt. Otherwise it is refused.
+    restarts: a host that comes although the run has begun, since its launcher was started again, is
+    told to come later, for the next attempt. Otherwise it is refused.
     """
 
     def __init__(self, hosts: Hosts, events: queue.SimpleQueue[Any], *, restarts: bool) -> None:
@@ -120,9 +120,12 @@ class HostChannel:
         while self._attempt is None:
             if self._refusal:
                 raise ConfigError(self._refusal)
-            missing = self._missing()
-            if is_first and not missing:
-                self._attempt = attempt
+            with self._lock:
+                missing = self._missing()
+                begins = is_first and not missing
+                if begins:
+                    self._attempt = attempt
+            if begins:
                 self.tell("begin", attempt=attempt)
                 break
             names, waited = ", ".join(map(str, missing)), time.monotonic() - began
@@ -183,8 +186,7 @@ class HostChannel:
     def _missing(self) -> list[Host]:
         """Return the hosts that are not here: for host 0 any other, for the others host 0."""
         others = range(1, len(self._hosts.all)) if self._server else [0]
-        with self._lock:
-            return [self._hosts.all[host] for host in others if host not in self._links]
+        return [self._hosts.all[host] for host in others if host not in self._links]
 
     def _say(self, text: str) -> None:
         if self._attempt is None:
@@ -236,7 +238,7 @@ class HostChannel:
                 self._say(f"{hosts[host]} has come")
                 self._serve(host, link)
                 return
-            if not self._restarts:
+            if not self._restarts and self._attempt is not None:
                 why = f"has {hosts[host]} already: the run was started twice there"
         if why:
             self._say(f"{name} was refused: this one {why}")
@@ -298,9 +300,11 @@ class HostChannel:
         except OSError as error:
             why = f"cannot be reached any more ({error.strerror or error})"
         link.finish()
-        if self._attempt is None:  # it may come again
-            with self._lock:
+        with self._lock:
+            may_return = self._attempt is None
+            if may_return:
                 self._links.pop(host, None)
+        if may_return:
             link.close()
             self._say(f"{name} has left again")
         elif not may_close and not self._closed.is_set():

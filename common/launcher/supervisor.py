@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -161,6 +161,8 @@ class _Supervisor:
         self._lost_first = False
         """Host 0 cannot be heard any more."""
         self._steps = (-1, -1)
+        self._late: list[int] = []
+        """Signals after the last look for events."""
 
     def run(self) -> Outcome:
         began, again = time.monotonic(), False
@@ -194,6 +196,8 @@ class _Supervisor:
                 )
             code = self._code()
             report = self._tell_end(code, seconds)
+            if late := self._late_signal():
+                code, again = 128 + late, False
             return replace(self._outcome(code, seconds), again=again, report=report)
 
     def _start(self) -> None:
@@ -245,13 +249,7 @@ class _Supervisor:
             elif isinstance(event, _Signal):
                 self._take_signal(event)
             else:
-                try:
-                    self._take_message(event)
-                except (KeyError, TypeError, ValueError):
-                    self._say_error(
-                        f"host {event.host} sent a message {event.kind!r} that this version cannot"
-                        " read"
-                    )
+                self._read_message(event)
 
     def _take_exit(self, index: int, code: int) -> None:
         self._ranks.codes[index] = code
@@ -303,6 +301,14 @@ class _Supervisor:
         )
         if self._channel is not None:
             self._channel.tell("stop", signal=event.number)
+
+    def _read_message(self, event: Message) -> None:
+        try:
+            self._take_message(event)
+        except (KeyError, TypeError, ValueError):
+            self._say_error(
+                f"host {event.host} sent a message {event.kind!r} that this version cannot read"
+            )
 
     def _take_message(self, event: Message) -> None:
         assert self._hosts is not None
@@ -408,10 +414,10 @@ class _Supervisor:
         return next((failure for failure in self._failures if failure.certain), self._failures[0])
 
     def _code(self) -> int:
-        if self._failures:
-            return self._failure().code
         if self._end is not None:
             return int(self._end["code"])
+        if self._failures:
+            return self._failure().code
         was_stopped = any(self._ranks.codes.values()) or any(
             life.get("stopped") for life in self._elsewhere.values()
         )
@@ -447,7 +453,10 @@ class _Supervisor:
         return again
 
     def _hear_decision(self, again: bool) -> bool:
-        """Return host 0's decision, for which others wait; ``again`` without one."""
+        """Return host 0's decision, for which others wait; ``again`` without one.
+
+        The ranks have been killed, so their exit codes count no more.
+        """
         if self._may_restart is None or self._hosts is None or self._hosts.own == 0:
             return again
         deadline = time.monotonic() + _DECISION_SECONDS
@@ -455,8 +464,21 @@ class _Supervisor:
         while self._end is None and time.monotonic() < deadline:
             if self._lost_first:
                 break
-            self._take_events()
+            for event in self._next_events():
+                if isinstance(event, _Signal):
+                    self._late.append(event.number)
+                elif isinstance(event, Message):
+                    self._read_message(event)
         return again if self._end is None else bool(self._end["again"])
+
+    def _late_signal(self) -> int:
+        """Return the number of the first signal that came after the ranks had failed, or 0."""
+        with suppress(queue.Empty):
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, _Signal):
+                    self._late.append(event.number)
+        return self._late[0] if self._late and self._failures and self._stop is None else 0
 
     def _tell_end(self, code: int, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""

@@ -1,6 +1,8 @@
 """Attempts of a run: which failures are followed by another, with which pause and which line."""
 
 import json
+import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,8 +162,23 @@ def test_hosts_meet_before_a_rank_starts_and_count_as_host_0_does(
         for own in present:
             log = (tmp_path / f"mf_parallel{own}" / "mindformer.log").read_text()
             assert log.splitlines()[1:] == ["4"]
-            assert (tmp_path / f"met {own}").read_text() == "4"
+            # its own count where that is larger: host 0 has begun anew, and it has not
+            assert (tmp_path / f"met {own}").read_text() == str(own + 4)
     else:
         assert "host 127.0.0.2 (rank 1) has not come within" in found[0]
         assert "could not be reached" in found[2]
         assert (tmp_path / "mf_parallel0" / "mindformer.log").read_text() == ""
+
+
+def test_a_signal_after_the_failure_ends_the_run(tmp_path: Path) -> None:
+    """It comes while the launcher decides whether to start again."""
+
+    def decide(outcome: Outcome) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    command = (sys.executable, "-c", "raise SystemExit(7)")
+    child = ProcessSpec(rank=0, command=command, environment={})
+    job = Job(children=(child,), log_folder=tmp_path, stall_limit=100.0)
+    outcome = run_attempt(job, may_restart=decide)
+    assert (outcome.code, outcome.again) == (143, False)
