@@ -127,7 +127,7 @@ class HostChannel:
                     self._attempt = attempt
             if begins:
                 self.tell("begin", attempt=attempt)
-                break
+                return attempt
             names, waited = ", ".join(map(str, missing)), time.monotonic() - began
             look = "look whether the run was started there, and"
             if waited > REMIND_SECONDS and missing and not reminded:
