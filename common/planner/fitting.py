@@ -61,7 +61,8 @@ def resolve_on(config: RunConfig, device: Accelerator | None, *, world_size: int
     else:
         hardware = Hardware(kind=config.device)
         on_cpu = config.device in ("auto", "cpu")
-        limit = rank_memory(config, Hardware(kind="cpu") if on_cpu else hardware)
+        # the ranks of a launch here share this machine
+        limit = rank_memory(config, Hardware(kind="cpu") if on_cpu else hardware, ranks=world_size)
     return Fitting(config, world_size, hardware, limit).fastest()
 
 

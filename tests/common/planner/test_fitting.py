@@ -102,3 +102,17 @@ def test_mindspore_recomputes_in_graphs_only(overrides: tuple[str, ...], mode: s
 def test_nothing_is_recomputed_where_the_memory_is_unknown() -> None:
     config = preset("run_gpt2_1558m", "device=npu")
     assert chosen(resolve_on(config, None, world_size=1)) == (1, "none", None)
+
+
+def test_ranks_on_this_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.planner.fitting.machine_memory", lambda: 40 * 2**30)
+    words = ("device=cpu", "precision=float32", "train.micro_batch_size=auto")
+    found = {
+        size: chosen(resolve_on(preset("run_gpt2_124m", *words, *more), None, world_size=2))
+        for size, more in {
+            "shared": (),
+            "half": ("device=npu", f"context.max_device_memory={40 * 0.94 / 2}GB"),
+            "whole": ("device=npu", f"context.max_device_memory={40 * 0.94}GB"),
+        }.items()
+    }
+    assert found["shared"] == found["half"] != found["whole"]
