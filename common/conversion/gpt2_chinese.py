@@ -320,4 +320,6 @@ def one_at_a_time(folder: Path, limit: float = LONGEST_WAIT) -> Iterator[None]:
                 f"{folder}: another process has worked there for {limit:g} s; end it, or give"
                 " another folder"
             ) from None
+        except OSError as error:  # such as a read-only mount with prepared data
+            LOG.debug(f"{folder}: no lock ({error.strerror or error})")
         yield

@@ -160,6 +160,9 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
         one_at_a_time(tmp_path / "ids", limit=0).__enter__()
     with one_at_a_time(tmp_path / "ids", limit=0):
         pass
+    (tmp_path / "prepared" / ".lock").mkdir(parents=True)  # stands for a folder without locks
+    with one_at_a_time(tmp_path / "prepared", limit=0):
+        pass
 
 
 def test_train_single_has_no_frame_and_data_are_made_once(
