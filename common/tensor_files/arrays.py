@@ -207,9 +207,14 @@ def same_bytes(one: FileTensor, other: FileTensor) -> bool:
 
 
 def prefetch_arrays(makers: Iterable[Callable[[], Made]]) -> Iterator[Made]:
-    """Yield the arrays of the makers. The next one is made while the caller uses this one."""
-    with ThreadPoolExecutor(1) as pool:
-        coming: Future[Made] | None = None
+    """Yield the arrays of the makers. The next one is made while the caller uses this one.
+
+    Ending early waits for nothing: the garbage collector may do so in a thread that Python starts,
+    whose lock a wait for another thread would need.
+    """
+    pool = ThreadPoolExecutor(1)
+    coming: Future[Made] | None = None
+    try:
         for make in makers:
             if coming is None:
                 coming = pool.submit(make)
@@ -219,6 +224,8 @@ def prefetch_arrays(makers: Iterable[Callable[[], Made]]) -> Iterator[Made]:
             del array  # before the one after the next is begun: two are in memory
         if coming is not None:
             yield coming.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def widen_bfloat16(words: NDArray[np.uint16]) -> NDArray[np.float32]:

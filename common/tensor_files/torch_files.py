@@ -188,6 +188,7 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
         return type(value)(map(placed, value)) if type(value) in (list, tuple) else value
 
     whole = placed(tree)
+    assert next(coming, None) is None, "the arrays are those of the leaves"
     with ChecksummedFile(path) as file:
         try:
             torch.save(whole, file)

@@ -1,5 +1,6 @@
 """bfloat16 words against torch, and rectangles of stored tensors against numpy's slices."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,16 @@ def test_arrays_made_ahead_are_whole_when_they_come() -> None:
         )
     with pytest.raises(OSError, match="unreadable"):
         next(found)
+
+
+def test_an_unfinished_reading_ahead_ends_without_a_wait() -> None:
+    """Python's garbage collector may end it in a thread that must not wait for another."""
+    release = threading.Event()
+    timer = threading.Timer(20.0, release.set)
+    timer.start()
+    found = prefetch_arrays([lambda: np.ones(1), lambda: np.ones(int(release.wait()))])
+    assert next(found).tolist() == [1.0]
+    found.close()  # type: ignore[attr-defined]
+    assert not release.is_set()
+    release.set()
+    timer.cancel()

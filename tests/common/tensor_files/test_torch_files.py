@@ -5,6 +5,7 @@ import pickle
 import random
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 from common.errors import CheckpointError, ConfigError
 from common.tensor_files import pickled_values
@@ -364,3 +366,16 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
     leaf = TensorLeaf(name="a", dtype="float32", shape=(2**22,))
     with pytest.raises(OSError, match="No space left on device"):
         write_torch(Path("/dev/full"), {"a": leaf}, [np.ones(2**22, np.float32)])
+
+
+def test_the_arrays_to_write_are_read_to_their_end(tmp_path: Path) -> None:
+    """One that waits behind its last array would be ended by the garbage collector."""
+    ended = []
+
+    def arrays() -> Iterator[NDArray[Any]]:
+        yield np.ones(3, np.float32)
+        ended.append(True)
+
+    leaf = TensorLeaf(name="a", dtype="float32", shape=(3,))
+    write_torch(tmp_path / "x.pt", {"a": leaf}, arrays())
+    assert ended
