@@ -112,10 +112,8 @@ USERS = {
         "benchmarks/measure.py": "systems that take turns",
         "common/launcher/host_list.py": "ssh to each host",
         "common/launcher/launch.py": "DETACH=1",
-        "common/launcher/local_ranks.py": "ranks",
-        "common/processes/process_tree.py": "the guard of a launch",
+        "common/processes/process_tree.py": "ranks, cells of a study, and their guard",
         "common/processes/programs.py": "a program with a time limit",
-        "common/study/children.py": "cells of a study",
     },
     "fcntl": {
         "common/files.py": "lock of a file in the making",

@@ -14,7 +14,7 @@ from common.cluster.rank_environment import (
 )
 from common.launcher.cores import cores_of_ranks
 from common.launcher.host_channel import Host, Hosts
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 
 
 def make_children(

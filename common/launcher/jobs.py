@@ -15,7 +15,7 @@ from common.cluster.rank_table_files import write_table
 from common.config.schema import RunConfig
 from common.launcher.children import make_children, make_hosts
 from common.launcher.host_channel import Hosts
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import LaunchRequest, absolute
 from common.launcher.supervisor import Job
 from common.launcher.terminal import tell

@@ -34,7 +34,7 @@ from common.launcher.children import make_children
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
 from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell

@@ -60,7 +60,7 @@ def start_heartbeat() -> None:
 def beat(step: int, doing: str) -> None:
     """Report the progress of the rank.
 
-    A word of DOING_ORDER in launcher/local_ranks.py shows the launcher which rank is behind.
+    A word of DOING_ORDER in launcher/rank_process.py shows the launcher which rank is behind.
     """
     _send(f"{step} {doing}")
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.launcher import host_channel as control
 from common.launcher.supervisor import Job, run_attempt
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 job = json.loads(sys.argv[1])
 control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
 control.PATIENCE_SECONDS = job["patience"]

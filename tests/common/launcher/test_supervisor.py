@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, signal_name
-from common.launcher.process_spec import ProcessSpec
-from common.launcher.rank_logs import open_log, read_new
+from common.launcher.rank_logs import RankLog
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.supervisor import Job, run_attempt
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +44,7 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 from common.launcher.supervisor import Job, run_attempt
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 job = json.loads(sys.argv[1])
 children = tuple(
     ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children")
@@ -509,12 +509,12 @@ def test_the_end_of_very_much_output_is_copied(
 
 
 def test_half_a_character_waits_for_its_other_half(tmp_path: Path) -> None:
-    log = open_log(tmp_path, children("pass")[0])
+    log = RankLog(tmp_path / "mindformer.log")
     whole = "训练".encode()
     found, offset = "", 0
     for cut in (1, 4, len(whole)):
         log.path.write_bytes(whole[:cut])
-        text, offset = read_new(log, offset)
+        text, offset = log.read(offset)
         found += text
     log.file.close()
     assert found == "训练"

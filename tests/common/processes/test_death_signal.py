@@ -58,7 +58,7 @@ import sys
 from pathlib import Path
 from common.cluster.rank_environment import SCHEDULER
 from common.launcher.supervisor import Job, run_attempt
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 rank = ProcessSpec(
     rank=0,
     command=(sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]),

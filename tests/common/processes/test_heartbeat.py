@@ -5,16 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from common.launcher.local_ranks import stalled_ranks
+from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
 from common.processes.heartbeat import beat
-from common.processes.monitor import Monitor, RankState
-from common.processes.process_tree import process_state
+from common.processes.process_tree import Descendants
 
 ROOT = Path(__file__).resolve().parents[3]
 START = "import os, subprocess, sys; from common.processes.heartbeat import beat, start_heartbeat; "
@@ -147,47 +147,35 @@ def test_beat_in_this_process_is_a_no_op() -> None:
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_launcher_reads_lines_however_they_come() -> None:
-    reading, writing = os.pipe()
-    monitor = Monitor(
-        rank=2, name="rank 2", log=Path("x.log"), pid=os.getpid(), pipe=reading, now=100.0
-    )
-    assert (monitor.state(101.0).step, monitor.state(101.0).idle, monitor.state(101.0).silent) == (
-        -1,
-        1.0,
-        None,
-    )
-    os.write(writing, b"alive\n7 reading da")
-    monitor.read(103.0)
-    assert (monitor.state(104.0).step, monitor.state(104.0).idle, monitor.state(104.0).silent) == (
-        -1,
-        4.0,
-        1.0,
-    )
-    os.write(writing, b"ta\nrubbish\n\xff\xfe\n")
-    monitor.read(105.0)
-    state = monitor.state(106.0)
-    assert (state.step, state.doing, state.idle, state.silent, state.process_state) == (
-        7,
-        "reading data",
-        1.0,
-        1.0,
-        psutil.STATUS_RUNNING,
-    )
-    os.write(writing, b"alive\n")
-    monitor.read(108.0)
-    assert (monitor.state(108.0).idle, monitor.state(108.0).silent) == (3.0, 0.0)
-    monitor.close()
-    os.close(writing)
+def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:
+    """The rank sends what is written into a named pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    command = ("bash", "-c", f"exec cat {tmp_path}/pipe >&$GPT2_HEARTBEAT_FD")
+    process = RankProcess(ProcessSpec(rank=2, command=command, environment={}), tmp_path, None)
+    began = time.monotonic()
 
+    def read(text: bytes, after: float) -> RankState:
+        """Return the state a second after the launcher has read a text."""
+        os.write(writing, text)
+        time.sleep(0.3)
+        process.read_heartbeat(began + after)
+        return process.state(began + after + 1)
 
-def test_states_of_processes() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"])
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    assert process_state(process.pid) == psutil.STATUS_STOPPED
-    process.kill()
-    process.wait()
-    assert process_state(process.pid) == ""
+    with Descendants(10.0) as descendants:
+        process.start(descendants, {})
+        first = process.state(time.monotonic() + 10)
+        writing = os.open(tmp_path / "pipe", os.O_WRONLY)
+        alive = read(b"alive\n7 reading da", 20)
+        told = read(b"ta\nrubbish\n\xff\xfe\n", 30)
+        later = read(b"alive\n", 40)
+        os.close(writing)
+    assert (first.step, first.silent) == (-1, None) and first.idle == pytest.approx(10, abs=1)
+    assert (alive.step, alive.silent) == (-1, 1.0) and alive.idle == pytest.approx(21, abs=1)
+    assert (told.step, told.doing, told.idle, told.silent) == (7, "reading data", 1.0, 1.0)
+    assert (later.idle, later.silent) == (11.0, 1.0)
+    assert later.process_state in (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING)
+    assert process.state(time.monotonic()).process_state == ""
+    process.close()
 
 
 def rank(number: int, step: int, doing: str = "computing") -> RankState:
