@@ -97,7 +97,6 @@ USERS = {
         "common/cluster/pods.py": "name of this host",
         "common/doctor/machine.py": "names and ports that it checks",
         "common/launcher/host_channel.py": "the launcher's connections between hosts",
-        "common/launcher/host_numbering.py": "hosts that ask for their number",
         "common/parallel/arrival.py": "whether rank 0 answers",
         "common/processes/addresses.py": "addresses of this host, free ports",
         "common/processes/channel.py": "messages over a connection",

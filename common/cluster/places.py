@@ -188,7 +188,7 @@ def find_places(
         raise ConfigError(
             f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}"
         )
-    hosts = _host_names(nodes, master)
+    hosts = host_names(nodes, master)
     devices = numbers if rank_size is None else range(len(numbers))
     return Placement(
         all=tuple(
@@ -291,7 +291,7 @@ def _in_networks(
     else:
         nodes, own = _node_of_ranks(numbers, rank_size, None, None)
         size = len(numbers)
-    hosts = _host_names(nodes, master)
+    hosts = host_names(nodes, master)
     return Placement(
         all=tuple(
             RankPlacement(
@@ -344,7 +344,8 @@ def _node_of_ranks(
     return found
 
 
-def _host_names(nodes: int, master: str | None) -> list[str]:
+def host_names(nodes: int, master: str | None) -> list[str]:
+    """Return the hosts of a run without a table, that of rank 0 first. Raises ConfigError."""
     if nodes > 1 and master is None:
         raise ConfigError(
             f"{nodes} hosts need a common address: give --master IP:PORT, the address of the host"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import queue
 from dataclasses import replace
+from typing import Any
 
 from common.cluster.environment import task_of_step
+from common.cluster.places import host_names
 from common.cluster.pods import place_of_pod
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
-from common.launcher.host_numbering import Numbering
+from common.launcher.host_channel import Host, HostChannel, Hosts
 from common.launcher.request import LaunchRequest
 from common.launcher.supervisor import connect_limit
 from common.launcher.terminal import tell
@@ -53,14 +57,9 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             " of rank 0"
         )
     if meet:
-        numbering = Numbering(
-            master=host,
-            port=(port or given_port(os.environ) or DEFAULT_PORT) + 1,
-            nodes=nodes,
-            devices=tuple(request.numbers),
-            limit=connect_limit(os.environ),
-        )
-        return replace(request, node_rank=numbering.find_node())
+        port = (port or given_port(os.environ) or DEFAULT_PORT) + 1
+        number = find_node(host, port, nodes, tuple(request.numbers), connect_limit(os.environ))
+        return replace(request, node_rank=number)
     number = 0 if request.mode == "plan" or is_here(host) else 1
     if request.mode != "plan" and nodes > 2 and number:
         tell(
@@ -68,6 +67,38 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             error=True,
         )
     return replace(request, node_rank=number)
+
+
+def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limit: float) -> int:
+    """Return the number of this host, 0 for the master, once all ``nodes`` have come to its port.
+
+    devices: those of this host; several nodes on one machine need different ones. limit: seconds.
+    Raises ConfigError if the master refuses this host, and RunError if not all come in time.
+    """
+    names, size = host_names(nodes, master), len(devices)
+    ranks = [tuple(range(node * size, (node + 1) * size)) for node in range(nodes)]
+    hosts = Hosts(
+        all=tuple(Host(address=name, ranks=held) for name, held in zip(names, ranks, strict=True)),
+        own=0 if is_here(master) else -1,
+        port=port,
+        devices=devices,
+    )
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    try:
+        channel = HostChannel(hosts, events, restarts=True)
+    except ConfigError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            raise
+        # another node of this machine has the port
+        channel = HostChannel(replace(hosts, own=-1), events, restarts=True)
+    try:
+        tell(f"{nodes} hosts are numbered as they come to {hosts.all[0]}, port {port}")
+        channel.gather(0, limit)
+        tell(f"this is node {channel.own} of {nodes}")
+    finally:
+        channel.close()
+    return channel.own
 
 
 def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
