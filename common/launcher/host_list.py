@@ -16,8 +16,8 @@ from common.cluster.places import RankPlacement
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.processes.addresses import is_ip, may_be_host
-from common.processes.death_signal import tied_to_this_process
 from common.processes.heartbeat import start_heartbeat
+from common.processes.programs import tied_to_this_process
 from common.whole_numbers import shortened
 
 _STOP_CHECK_SECONDS = 0.2

@@ -30,9 +30,8 @@ from common.cluster.rank_table_formats import NotReadyError
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.attempts import RESTARTABLE, run_attempts
-from common.launcher.children import make_children
 from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
-from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
+from common.launcher.jobs import job_of_ranks, log_folder, make_children, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
@@ -89,16 +88,17 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         return 0
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
-    maker = JobMaker(request=request, table=table, port=port)
     if not starts:
         _say(f"# {ranks_here(places, request, config)}\n")
-        return _run(maker.make(config, places, starts=False), request)
+        return _run(job_of_ranks(request, config, places, table, port, starts=False), request)
     if places.own[0].rank == 0:
         _check_first(config, request, check)
     if is_asked("DETACH"):
-        return _run(maker.make(config, places), request)
+        return _run(job_of_ranks(request, config, places, table, port), request)
     tell(ranks_here(places, request, config))
-    return _supervise(lambda number: maker.make(config, places), request, config)
+    return _supervise(
+        lambda number: job_of_ranks(request, config, places, table, port), request, config
+    )
 
 
 def standalone(request: LaunchRequest, load: Load, check: Check) -> int:

@@ -428,13 +428,10 @@ class _Supervisor:
         self._fail(_Failure(text=text, code=1, ranks=ranks, stalled=True))
 
     def _show(self) -> None:
-        if not (self._job.follow or self._terminal.has_live_line):
-            return
-        output, shown = self._shown.log.new_output(), self._shown
         if not self._job.follow:
-            self._terminal.live(output)
             return
-        self._terminal.copy(output)
+        shown = self._shown
+        self._terminal.copy(shown.log.new_output())
         if shown.runs and shown.last_step >= 0:
             of_all = f" of {self._job.steps}" if self._job.steps else ""
             doing = shown.state(time.monotonic()).doing
@@ -529,8 +526,6 @@ class _Supervisor:
 
     def _tell_end(self, code: int, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
-        if not self._job.follow:  # until then the line shows progress; then the result replaces it
-            self._terminal.keep_live()
         over_ssh = self._job.over_ssh
         all_of = "hosts" if over_ssh else "ranks"
         if not self._failures:

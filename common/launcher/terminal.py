@@ -6,15 +6,11 @@ from __future__ import annotations
 
 import os
 import queue
-import re
-import shutil
 import sys
 import threading
-import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
 _CLEAR = "\r\x1b[K"
 _MOST_WAITING = 1 << 22
 """Characters that may wait for a reader before copied text is left out."""
@@ -29,12 +25,12 @@ class Terminal:
                 if stream is not None:  # closed before Python started
                     stream.flush()
         self._live = ""
-        """Text of the live line, not cut to the width; empty for none."""
+        """Text of the live line; empty for none."""
         self._in_a_line = False
         """Whether the last copied text has no line end yet."""
         self._given = self._taken = 0
         """Number of characters put, and of those taken by the writing thread."""
-        self.has_live_line = (
+        self._has_live_line = (
             sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         )
         self._texts: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
@@ -52,21 +48,13 @@ class Terminal:
             self._in_a_line = not text.endswith("\n")
 
     def live(self, text: str) -> None:
-        """Show the last line of ``text`` in place of the previous one; only on a terminal."""
-        lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]
-        line = _CONTROL.sub("", lines[-1]).strip() if lines else ""
-        if self.has_live_line and line and line != self._live and not self._in_a_line:
-            self._put(sys.stdout, f"{_CLEAR}{_cut(line, shutil.get_terminal_size().columns - 1)}")
-            self._live = line
-
-    def keep_live(self) -> None:
-        """Turn the live line into an ordinary, full one, which shows the result of the run."""
-        if self._live:
-            self.say(self._live)
+        """Show a short line in place of the one before; only on a terminal."""
+        if self._has_live_line and text != self._live and not self._in_a_line:
+            self._put(sys.stdout, f"{_CLEAR}{text}")
+            self._live = text
 
     def close(self, limit: float = 2.0) -> None:
         """Wait at most ``limit`` seconds until all text is written."""
-        self.keep_live()
         with suppress(queue.Full):
             self._texts.put(None, timeout=limit)
             self._thread.join(limit)
@@ -113,16 +101,6 @@ def _write_now(stream: TextIO, text: str) -> None:
     rest = memoryview(text.encode(errors="replace"))
     while rest:
         rest = rest[raw.write(rest) or len(rest) :]
-
-
-def _cut(text: str, width: int) -> str:
-    """Return the start of ``text`` within ``width`` columns; Chinese characters take two."""
-    taken = 0
-    for index, character in enumerate(text):
-        taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        if taken > width:
-            return text[:index]
-    return text
 
 
 def open_standard_streams() -> None:

@@ -452,27 +452,6 @@ def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
     assert run.process.wait(timeout=30) == 0
 
 
-def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(
-    start: Callable[..., Started],
-) -> None:
-    master, slave = pty.openpty()
-    run = start(
-        BEAT + "print('\\x1b[31mfirst\\nstep 7 \\u8bad'); time.sleep(600)",
-        BEAT + "print('other'); time.sleep(600)",
-        stdout=slave,
-    )
-    os.close(slave)
-    seen = b""
-    while "step 7 训".encode() not in seen:
-        seen += os.read(master, 4096)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(timeout=30) == 143
-    os.close(master)
-    assert b"\r\x1b[Kstep 7" in seen
-    assert b"first" not in seen
-    assert b"other" not in seen
-
-
 def test_on_a_terminal_progress_is_shown_below_what_is_copied(
     start: Callable[..., Started],
 ) -> None:
@@ -548,25 +527,6 @@ def test_full_streams_change_no_exit_code(start: Callable[..., Started]) -> None
             ).process.wait(timeout=30)
             == 3
         )
-
-
-def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(
-    start: Callable[..., Started],
-) -> None:
-    """It says where the run was saved."""
-    line = "saved in " + "/very/long" * 20
-    master, slave = pty.openpty()
-    run = start(f"print('{line}')", stdout=slave)
-    os.close(slave)
-    seen = b""
-    with suppress(OSError):  # the other end is closed
-        while chunk := os.read(master, 4096):
-            seen += chunk
-    assert run.process.wait(timeout=30) == 0
-    os.close(master)
-    assert re.search(rb"\x1b\[Ksaved in (/very/long){20}\r\nall ranks ended well[^\x1b]*$", seen), (
-        seen
-    )
 
 
 def test_closed_standard_streams_do_not_stop_a_run(

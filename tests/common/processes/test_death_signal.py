@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from common.cluster.rank_environment import SCHEDULER
 from tests.run_scripts import clean_environment, pids_with, wait_until
 
@@ -33,16 +31,11 @@ def killed(process: subprocess.Popen[bytes], victims: Callable[[], list[int]]) -
     wait_until(lambda: not victims(), "the end of its children", seconds=5)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
+def test_programs_of_others_die_with_the_tool(tmp_path: Path) -> None:
+    program = (
         "import sys; from common.processes.programs import run_program; run_program(['sleep',"
-        " sys.argv[1]], 60)",
-        "import sys; from common.cluster import hccn; hccn._ask('sleep', sys.argv[1])",
-    ],
-    ids=["the doctor", "hccl_tools"],
-)
-def test_programs_of_others_die_with_the_tool(program: str, tmp_path: Path) -> None:
+        " sys.argv[1]], 60)"
+    )
     (tmp_path / "sleep").write_text(
         f"#!{sys.executable}\nimport time; time.sleep(60)  # every word of a tool's is taken\n"
     )
