@@ -180,7 +180,7 @@ def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTab
 
 def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigError:
     """Return the error for a run that horovodrun has to start, with the command for it."""
-    names = request.node_ips or [
+    names = request.addresses or [
         "localhost" if host == LOOPBACK else host.replace("node ", "HOST") for host in places.hosts
     ]
     sizes = [len(places.of_host(host)) for host in places.hosts]

@@ -27,7 +27,7 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     meet: wait for the other hosts; a run that is only shown is node 1 unless it is the master.
     Raises ConfigError, and RunError if the others do not arrive.
     """
-    if request.node_ips:
+    if request.addresses:
         return _place_by_address(request)
     given = (request.table, request.rank_size, request.master, request.nnodes, request.node_rank)
     is_open = all(item is None for item in given)
@@ -129,7 +129,7 @@ def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
 
 def _place_by_address(request: LaunchRequest) -> LaunchRequest:
     """Return the request with the values that follow from ``--node_ips``. Raises ConfigError."""
-    addresses = request.node_ips
+    addresses = request.addresses
     if request.nnodes not in (None, len(addresses)) or request.node_rank is not None:
         raise ConfigError(
             f"--node_ips names {len(addresses)} hosts and says which is which; leave --nnodes and"

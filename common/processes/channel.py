@@ -75,17 +75,6 @@ class Channel:
             return self.receive(HELLO_SECONDS)
         return {}
 
-    @property
-    def is_closed(self) -> bool:
-        """Tell whether the other end has left."""
-        try:
-            self._socket.settimeout(0)
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
     def finish(self) -> None:
         """Announce that nothing more will be sent.
 

@@ -157,16 +157,19 @@ def test_the_wait_for_a_table_tells_how_long_it_has_been(
 
 
 def test_a_mounted_table_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from common.launcher.request import parse_distribute
+    from common.launcher.request import DistributeOptions, parse_distribute
 
     words: Any = [str(tmp_path / "hccl.json"), str(write_config(tmp_path)), "[0,1]", "train"]
     with pytest.raises(ConfigError, match="is not a file"):
-        parse_distribute(words, ["train"], argv=())
+        parse_distribute(DistributeOptions(words=words), ["train"], ())
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
-    assert parse_distribute(words, ["train"], argv=()).table == tmp_path / "hccl.json"
+    assert (
+        parse_distribute(DistributeOptions(words=words), ["train"], ()).table
+        == tmp_path / "hccl.json"
+    )
     words[0] = str(tmp_path / "absent" / "hccl.json")
     with pytest.raises(ConfigError, match="is not a file"):
-        parse_distribute(words, ["train"], argv=())
+        parse_distribute(DistributeOptions(words=words), ["train"], ())
 
 
 def write_config(folder: Path) -> Path:

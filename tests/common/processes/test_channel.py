@@ -45,9 +45,7 @@ def test_the_end_of_the_other_side_and_its_silence(ends: Ends) -> None:
     channel, other = ends
     with pytest.raises(TimeoutError):
         channel.receive(0.05)
-    assert not channel.is_closed
     other.close()
-    assert channel.is_closed
     assert channel.hello() == {}
 
 
