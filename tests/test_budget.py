@@ -115,8 +115,7 @@ USERS = {
         "common/processes/programs.py": "a program with a time limit",
     },
     "fcntl": {
-        "common/files.py": "lock of a file in the making",
-        "common/run_folder.py": "lock of a run folder",
+        "common/locks.py": "locks between processes",
         "common/tensor_files/checksummed.py": "O_DIRECT, switched while writing",
     },
     "struct": {

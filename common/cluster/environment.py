@@ -43,6 +43,11 @@ class Process:
     remarks: tuple[str, ...] = ()
     """Assumptions to write into the log."""
 
+    @property
+    def most_here(self) -> int:
+        """Most processes that may share this host: the same number on every rank."""
+        return self.world_size if self.launcher == "msrun" else self.local_world_size
+
 
 ALONE = Process()
 """The only process of a run."""

@@ -215,6 +215,19 @@ def test_every_launcher(environ: dict[str, str], expected: Process) -> None:
     assert find_process(environ) == expected
 
 
+def test_ranks_of_msrun_on_several_hosts_share_their_memory_alike() -> None:
+    """Each knows its number on its host, but not how many there are: a plan by it would differ."""
+    ranks = [
+        find_process(
+            {**MSRUN, "MS_SCHED_HOST": "10.0.0.1", "MS_NODE_ID": rank, "DEVICE_ID": device}
+        )
+        for rank, device in (("0", "0"), ("1", "1"), ("2", "0"), ("3", "1"))
+    ]
+    assert [process.local_world_size for process in ranks] == [1, 2, 1, 2]
+    assert [process.most_here for process in ranks] == [4] * 4
+    assert find_process(TORCHRUN).most_here == 4
+
+
 def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
     """Pods are listed 1, 0; rank 9 is the second device of pod 1, on 10.19.1.79, and rank 0 lies on
     pod 0's 10.19.1.142.
