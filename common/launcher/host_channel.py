@@ -250,8 +250,7 @@ class HostChannel:
     def _admit(self, link: Channel, address: str) -> None:
         hello, hosts = link.hello(), self._hosts.all
         host, devices = hello.get("host"), hello.get("devices")
-        known = type(host) is int and host in (-1, *range(1, len(hosts)))
-        if not known or type(devices) is not list:
+        if type(host) is not int or not -1 <= host < len(hosts) or type(devices) is not list:
             link.close()
             return
         asks = host < 0
@@ -260,12 +259,13 @@ class HostChannel:
             if asks and not why:
                 free = (number for number in range(1, len(hosts)) if number not in self._links)
                 host = next(free, 0)
-                self._devices[host] = (address, devices)
             is_new = not why and host > 0 and host not in self._links and self._attempt is None
             if is_new:
                 with suppress(OSError):
                     link.send({"kind": "welcome", "host": host})  # before other threads send to it
                 self._links[host] = link
+                if asks:
+                    self._devices[host] = (address, devices)
         if is_new:
             said = f"is {address} (devices {spans(devices)})" if asks else "has come"
             self._say(f"{hosts[host]} {said}")
