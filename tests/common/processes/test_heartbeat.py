@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.cluster.rank_environment import SCHEDULER
 from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
 from common.processes.heartbeat import beat
 from common.processes.process_tree import Descendants
+from tests.run_scripts import pids_with, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 START = "import os, subprocess, sys; from common.processes.heartbeat import beat, start_heartbeat; "
@@ -81,16 +83,41 @@ os.waitpid(pid, 0)
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher() -> None:
-    """Read back by PR_GET_PDEATHSIG = 2 of <linux/prctl.h>."""
-    reading, writing = os.pipe()
-    ask = (
-        "start_heartbeat(); import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2,"
-        " ctypes.byref(number)); print(number.value)"
+ASK = (  # by PR_GET_PDEATHSIG of <linux/prctl.h>
+    "import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number));"
+    " print(number.value)"
+)
+
+
+def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher(tmp_path: Path) -> None:
+    """And MindSpore's scheduler, here a stand-in, which must not outlive a killed launcher."""
+    package = tmp_path / "mindspore"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "communication.py").write_text(f"def init():\n    {ASK}\n")
+    scheduler = f"; sys.path.insert(0, {str(tmp_path)!r}); {SCHEDULER[2]}"
+    for program in (f"start_heartbeat(); {ASK}", f"pass{scheduler}"):
+        reading, writing = os.pipe()
+        done = run(program, launcher=os.getpid(), pipe=writing)
+        assert done.stdout.split() == [str(int(signal.SIGKILL))], done.stderr
+        os.close(reading)
+        os.close(writing)
+
+
+def test_programs_of_others_die_with_the_tool(tmp_path: Path) -> None:
+    mark = f"60.{os.getpid()}"
+    program = (
+        f"from common.processes.programs import run_program; run_program(['sleep', {mark!r}], 60)"
     )
-    assert run(ask, launcher=os.getpid(), pipe=writing).stdout.split() == [str(int(signal.SIGKILL))]
-    os.close(reading)
-    os.close(writing)
+    tool = subprocess.Popen([sys.executable, "-c", program, "tool"], cwd=ROOT)
+
+    def children() -> list[int]:
+        return [pid for pid in pids_with(mark) if pid != tool.pid]
+
+    wait_until(children, "its children")
+    tool.kill()
+    tool.wait()
+    wait_until(lambda: not children(), "the end of its children", seconds=5)
 
 
 def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
