@@ -30,7 +30,7 @@ from common.cluster.rank_table_formats import NotReadyError
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.attempts import RESTARTABLE, run_attempts
-from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
+from common.launcher.host_list import divide, host_command, parse_hosts
 from common.launcher.jobs import job_of_ranks, log_folder, make_children, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.rank_process import ProcessSpec
@@ -229,7 +229,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
         *([] if request.rank_size is None else [str(request.rank_size)]),
         *request.overrides,
     ]
-    commands = []
+    children = []
     for node, part in enumerate(parts):
         numbers, chosen = part.numbers, []
         if isinstance(numbers, range):
@@ -243,13 +243,14 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
             *chosen,
             *after,
         ]
-        commands.append(host_command(part.host, words, os.environ))
-        _say(f"# host {node}: {part.host}\n{commands[-1].text}\n")
+        text = host_command(words, os.environ)
+        children.append(_over_ssh(node, part.host, text))
+        _say(f"# host {node}: {part.host}\n{text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
         return 0
     config = load(request.overrides)  # each host checks the layout
     job = Job(
-        children=tuple(_over_ssh(node, command) for node, command in enumerate(commands)),
+        children=tuple(children),
         log_folder=log_folder(request, config),
         stall_limit=inf,
         follow=not request.quiet,
@@ -258,11 +259,10 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
     return _run(job, request)
 
 
-def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
-    words = (sys.executable, str(TOOL), "over_ssh", command.host, command.text)
-    title = f"host {command.host}"
+def _over_ssh(node: int, host: str, text: str) -> ProcessSpec:
+    words = (sys.executable, str(TOOL), "over_ssh", host, text)
     return ProcessSpec(
-        rank=node, command=words, environment={}, folder=f"host_{command.host}", title=title
+        rank=node, command=words, environment={}, folder=f"host_{host}", title=f"host {host}"
     )
 
 

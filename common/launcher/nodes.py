@@ -39,13 +39,7 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             f"hosts by the pod's environment: {pod.nodes}, this is number {pod.node_rank}, rank 0"
             f" is on {pod.address}"
         )
-        address = f"[{pod.address}]" if ":" in pod.address else pod.address
-        return replace(
-            request,
-            nnodes=pod.nodes,
-            node_rank=pod.node_rank,
-            master=f"{address}:{pod.port}",
-        )
+        return _with_nodes(request, pod.nodes, pod.node_rank, pod.address, pod.port)
     host, port = parse_master(request.master)
     known = request.node_rank is not None or request.rank_size is not None or request.table
     nodes = request.nnodes or 1
@@ -119,12 +113,7 @@ def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
         f"hosts by the step of Slurm: {task.world_size}, this is number {task.rank}, rank 0 is on"
         f" {task.master}"
     )
-    return replace(
-        request,
-        nnodes=task.world_size,
-        node_rank=task.rank,
-        master=f"{task.master}:{task.port}",
-    )
+    return _with_nodes(request, task.world_size, task.rank, str(task.master), task.port)
 
 
 def _place_by_address(request: LaunchRequest) -> LaunchRequest:
@@ -142,11 +131,14 @@ def _place_by_address(request: LaunchRequest) -> LaunchRequest:
             f"--node_ips {','.join(addresses)}: {found} of them is an address of this machine,"
             " expected one; correct the list, or give --master IP:PORT --nnodes N --node_rank K"
         )
-    first = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    node = own[0] if len(own) == 1 else 0
     port = given_port(os.environ) or DEFAULT_PORT
-    return replace(
-        request,
-        nnodes=len(addresses),
-        node_rank=own[0] if len(own) == 1 else 0,
-        master=request.master or f"{first}:{port}",
-    )
+    found = _with_nodes(request, len(addresses), node, addresses[0], port)
+    return replace(found, master=request.master or found.master)
+
+
+def _with_nodes(
+    request: LaunchRequest, nodes: int, node: int, master: str, port: int | None
+) -> LaunchRequest:
+    address = f"[{master}]" if ":" in master else master
+    return replace(request, nnodes=nodes, node_rank=node, master=f"{address}:{port}")
