@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import re
@@ -16,6 +15,7 @@ from typing import IO
 
 from common.errors import ConfigError, StorageError, UserError
 from common.file_kinds import HEAD_BYTES, foreign_kind, is_lfs_pointer
+from common.locks import take_lock
 from common.paths import looked_in
 
 
@@ -135,10 +135,8 @@ def remove_leftovers(path: Path) -> None:
                 continue
             descriptor = os.open(leftover, os.O_RDWR if stat.S_ISREG(mode) else os.O_RDONLY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(leftover)
-            except BlockingIOError:
-                pass
+                if take_lock(descriptor):
+                    _remove(leftover)
             except OSError:  # no locks here: a name with this process's number cannot be another's
                 if leftover == _temporary(path):
                     _remove(leftover)
@@ -162,7 +160,7 @@ def _create_locked(path: Path, *, is_folder: bool = False) -> int:
             path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666
         )
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            take_lock(descriptor, wait=True)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
@@ -283,10 +281,8 @@ def _held(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StorageError("another process is writing there") from None
+            if not take_lock(descriptor):
+                raise StorageError("another process is writing there")
         yield
     finally:
         os.close(descriptor)

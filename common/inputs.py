@@ -126,7 +126,7 @@ def _chosen(
 ) -> dict[str, dict[str, Any]]:
     """Return the keys that the plan chooses for the memory of this rank."""
     world_size = run.topology.world_size
-    limit = rank_memory(config, hardware, ranks=min(process.local_world_size, world_size))
+    limit = rank_memory(config, hardware, ranks=min(process.most_here, world_size))
     found = Fitting(config, world_size, hardware, limit).fastest()
     train = found.train
     blocks = "" if train.recompute_layers is None else f" in {train.recompute_layers} blocks"

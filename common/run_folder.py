@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import uuid
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, StorageError, UserError
+from common.locks import take_lock
 from common.log import LOG
 
 LOCK = ".lock"
@@ -54,12 +54,8 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         ) from None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"output_dir={folder}: another run is writing here; wait for it or choose another"
-                " folder"
-            ) from None
+            if not take_lock(lock):
+                raise _taken(folder)
         except OSError as error:
             LOG.warning(f"{folder}: cannot be held against a second run here ({error.strerror})")
         lock.truncate(0)
@@ -153,11 +149,12 @@ def require_free_folder(folder: Path) -> None:
     rank 0 decides there.
     """
     with suppress(OSError), (folder / LOCK).open("rb") as lock:
-        try:
-            # shared: two processes that check do not see each other
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"output_dir={folder}: another run is writing here; wait for it or choose another"
-                " folder"
-            ) from None
+        # shared: two processes that check do not see each other
+        if not take_lock(lock, shared=True):
+            raise _taken(folder)
+
+
+def _taken(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"output_dir={folder}: another run is writing here; wait for it or choose another folder"
+    )

@@ -18,9 +18,9 @@ MAY_IMPORT_TORCH = "common/tensor_files/torch_files.py"  # when a file of torch.
 BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 
 LAYERS = (
-    ("errors", "file_kinds", "paths", "interrupts", "log", "dialects"),
+    ("errors", "file_kinds", "paths", "interrupts", "locks", "log", "dialects"),
     ("accelerators", "files", "flags", "packages", "whole_numbers", "run_folder"),
-    ("structured_files", "hub", "locks"),
+    ("structured_files", "hub"),
     ("yaml_files", "processes"),
     ("config", "tensor_files", "failures"),
     ("cluster", "command_line", "tokenizer", "weights"),

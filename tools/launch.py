@@ -30,21 +30,26 @@ if __name__ == "__main__":
 
     start(__file__)
 
-from argparse import SUPPRESS
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import run_gpt2
-from common import whole_numbers
 from common.command_line import RUN_MODES
 from common.compare.certificate import certify
 from common.errors import ConfigError
-from common.flags import flag, parse
+from common.flags import parse
 from common.inputs import check_before_ranks
 from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import Load, distribute, standalone
-from common.launcher.request import LaunchRequest, is_asked, parse_distribute, parse_standalone
+from common.launcher.request import (
+    DistributeOptions,
+    LaunchRequest,
+    Options,
+    is_asked,
+    parse_distribute,
+    parse_standalone,
+)
 from common.launcher.terminal import open_standard_streams
 from common.program import command
 from common.run_config import read_config
@@ -62,64 +67,6 @@ bad arguments; else its own, 128+n: signal n.
 """
 
 
-@dataclass(kw_only=True)
-class Options:
-    log_dir: Path | None = flag(
-        "DIR: folder for the logs, mf_parallel{rank}/ (default: output_dir of the config)"
-    )
-    quiet: bool = flag("do not show what the first rank writes: progress, losses, results")
-    max_restarts: int | None = flag(
-        "N: times to start all ranks again after a failure, from the newest complete checkpoint"
-        " (default: runtime.max_restarts of the config, 0)",
-        *("--max_restarts", "--max-restarts"),
-        type=whole_numbers.argument(),
-    )
-    certify: int | None = flag(
-        "N: train the first N steps twice, compare them bit for bit, and write certificate.json"
-        " into output_dir",
-        type=whole_numbers.argument(1),
-    )
-    follow: bool = flag(SUPPRESS)
-    """It happens anyway; scripts may still give it."""
-    program: Path | None = flag(SUPPRESS)
-    """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
-    no_pinning: bool = flag("let every rank use all cores")
-    words: tuple[str, ...] = flag(SUPPRESS, positional=True, nargs="*")
-
-
-@dataclass(kw_only=True)
-class DistributeOptions(Options):
-    master: str | None = flag(
-        "IP:PORT: address of the host of rank 0 and a port, where the ranks meet"
-    )
-    devices: str | None = flag("N,N: numbers of the devices of this machine, in place of the range")
-    nnodes: int | None = flag(
-        "N: number of hosts, without a rank table",
-        *("--nnodes", "--num_nodes", "--num-nodes"),
-        type=whole_numbers.argument(1),
-    )
-    node_rank: int | None = flag(
-        "K: number of this host, from 0, without a rank table (default: the host of --master is 0,"
-        " the others are numbered as they come)",
-        type=whole_numbers.argument(),
-    )
-    node_ips: str | None = flag(
-        "IP,IP: addresses of all hosts, that of rank 0 first, in place of --master, --nnodes and"
-        " --node_rank; each host finds its own among them",
-        *("--node_ips", "--node-ips"),
-    )
-    use_rdma: bool = flag(
-        "let NCCL talk to other hosts only over InfiniBand or RoCE; HCCL always does",
-        *("--use_rdma", "--use-rdma"),
-    )
-    hosts: str | None = flag("A,B: show the command of every host, that of rank 0 first")
-    ssh: bool = flag("run the commands of --hosts over ssh, and wait")
-    all_ranks: bool = flag("plan shows every rank's variables and command")
-    accelerator: str | None = flag(
-        'NAME: plan estimates the time of a step on it, such as "Ascend 910A"'
-    )
-
-
 @command()
 def main(words: list[str]) -> int:
     open_standard_streams()
@@ -132,16 +79,13 @@ def main(words: list[str]) -> int:
 
 
 def launch(kind: str, words: list[str]) -> int:
-    request_type, about = (
-        (Options, _ABOUT_STANDALONE) if kind == "standalone" else (DistributeOptions, __doc__)
-    )
-    arguments = vars(parse(request_type, words, about, prog=f"run_{kind}.sh"))
-    positional = arguments.pop("words")
-    arguments.pop("follow")
     argv = (kind, *words)
-    request = (parse_standalone if kind == "standalone" else parse_distribute)(
-        positional, RUN_MODES, argv=argv, **arguments
-    )
+    if kind == "standalone":
+        options = parse(Options, words, _ABOUT_STANDALONE, prog="run_standalone.sh")
+        request = parse_standalone(options, RUN_MODES, argv)
+    else:
+        several = parse(DistributeOptions, words, __doc__, prog="run_distribute.sh")
+        request = parse_distribute(several, RUN_MODES, argv)
     read = cache(read_config)  # only once, and not where nothing is asked of it
     if request.mode == "plan" and kind == "standalone":  # needs no process of its own
         words = ["--config", str(request.config), "--run_mode", "plan", *request.overrides]

@@ -18,6 +18,8 @@ from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 _PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
+_RESERVED_STEPS = 0xFFFFFFF0
+"""From here on Slurm numbers batch scripts, interactive shells, and what is outside of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,11 @@ class Process:
     remarks: tuple[str, ...] = ()
     """Assumptions to write into the log."""
 
+    @property
+    def most_here(self) -> int:
+        """Most processes that may share this host: the same number on every rank."""
+        return self.world_size if self.launcher == "msrun" else self.local_world_size
+
 
 ALONE = Process()
 """The only process of a run."""
@@ -49,15 +56,23 @@ ALONE = Process()
 def find_process(environ: Mapping[str, str]) -> Process:
     """Find the rank of this process in each launcher's variables in turn.
 
-    The order is ours and torchrun's, horovodrun's, msrun's, Ascend's, those of MPI, Slurm's.
-    Without any, this is the only process. Raises ConfigError for a value that is not a number, for
-    an incomplete pair, and where two launchers contradict each other.
+    The order is ours and torchrun's, horovodrun's, msrun's, Ascend's, Open MPI's, Slurm's. Without
+    any, this is the only process. Raises ConfigError for a value that is not a number, for an
+    incomplete pair, and where two launchers contradict each other.
     """
-    for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, task_of_step):
-        process = source(environ)
+    variables = _Variables(environ)
+    for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, _srun):
+        process = source(variables)
         if process is not None:
             return _checked(process)
-    _check_mpi(environ)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        # each would run as the only one, and all would write into one folder
+        if environ.get(name) and variables.size(name) > 1:
+            raise ConfigError(
+                f"environment: {name}={environ[name]}, but not which of these processes this one"
+                " is on its host; start them with Open MPI's mpirun, srun or torchrun, or unset"
+                f" {name} for one process"
+            )
     return ALONE
 
 
@@ -66,13 +81,12 @@ def announced_world_size(environ: Mapping[str, str]) -> int | None:
 
     Raises ConfigError where two launchers disagree.
     """
+    variables = _Variables(environ)
     sizes = {
-        name: _size(environ, name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)
+        name: variables.size(name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)
     }
-    if environ.get("RANK_TABLE_FILE"):
-        sizes[f"the ranks in RANK_TABLE_FILE={environ['RANK_TABLE_FILE']}"] = _table(
-            environ
-        ).world_size
+    if path := environ.get("RANK_TABLE_FILE"):
+        sizes[f"the ranks in RANK_TABLE_FILE={path}"] = variables.table().world_size
     if len(set(sizes.values())) > 1:
         raise ConfigError(
             f"environment: {' and '.join(f'{name}: {size}' for name, size in sizes.items())}"
@@ -104,6 +118,11 @@ def torch_variables(process: Process) -> dict[str, str]:
     }
 
 
+def task_of_step(environ: Mapping[str, str]) -> Process | None:
+    """Return the rank in a step that srun started, None outside of steps. Raises ConfigError."""
+    return _srun(_Variables(environ))
+
+
 def is_scheduler(environ: Mapping[str, str]) -> bool:
     """Tell whether this is msrun's scheduler, by which the ranks find each other.
 
@@ -120,17 +139,110 @@ def in_modelarts(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name) for name in _PLATFORM)
 
 
+class _Variables:
+    """Values of variables; an empty one counts as not set. Raises ConfigError for a wrong one."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+
+    def text(self, name: str) -> str | None:
+        return self.environ.get(name) or None
+
+    def number(
+        self, name: str, otherwise: int | None = None, *, least: int = 0, what: str = "a number"
+    ) -> int:
+        text = self.environ.get(name, "")
+        if not text and otherwise is not None:
+            return otherwise
+        number = whole_number(text, most_digits=10)
+        if number is None or number < least:
+            found = f"{name}={shortened(text)}" if text else f"{name} is not set"
+            raise ConfigError(f"environment: {found}: expected {what}, {least} or more")
+        return number
+
+    def size(self, name: str) -> int:
+        size = self.number(name, least=1, what="the number of processes")
+        if size > MOST_RANKS:
+            raise ConfigError(
+                f"environment: {name}={size}: expected the number of processes, {MOST_RANKS} at"
+                " most"
+            )
+        return size
+
+    def rank_and_size(self, rank_name: str, size_name: str) -> tuple[int, int] | None:
+        given = [name for name in (rank_name, size_name) if self.text(name)]
+        if not given:
+            return None
+        if size_name in given:
+            self.size(size_name)
+        if len(given) == 1:
+            missing = size_name if given == [rank_name] else rank_name
+            raise ConfigError(
+                f"environment: {given[0]}={self.environ[given[0]]}, but {missing} is not set; set"
+                f" both, or unset {given[0]}"
+            )
+        return self.rank(rank_name, self.size(size_name)), self.size(size_name)
+
+    def rank(self, name: str, world: int, otherwise: int | None = None) -> int:
+        rank = self.number(name, otherwise)
+        if rank >= world:
+            raise ConfigError(
+                f"environment: {name}={rank}, but there are {world} processes: expected 0 to"
+                f" {world - 1}"
+            )
+        return rank
+
+    @property
+    def master(self) -> str | None:
+        return self.text("MASTER_ADDR")
+
+    def port(self, name: str = "MASTER_PORT") -> int | None:
+        port = self.number(name) if self.text(name) else None
+        if port is not None and not 0 < port < 65536:
+            raise ConfigError(f"environment: {name}={port}: expected 1 to 65535")
+        return port
+
+    def device(self, *names: str) -> int | None:
+        return next((self.number(name) for name in names if self.text(name)), None)
+
+    def first_worker(self) -> str | None:
+        return self.environ.get("VC_WORKER_HOSTS", "").partition(",")[0].strip() or None
+
+    def tasks_here(self) -> int:
+        """Return the number of tasks that srun has started on this node; 0 if it does not tell."""
+        node = self.number("SLURM_NODEID", 0)
+        # such as 4(x2),3
+        for word in self.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+            part = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", word)
+            if part is None:
+                return 0
+            node -= int(part[2] or 1)
+            if node < 0:
+                return int(part[1])
+        return 0
+
+    def table(self) -> RankTable:
+        """Read RANK_TABLE_FILE.
+
+        A platform fills it while the processes start; the wait for it is as long as HCCL's.
+        """
+        path = Path(self.environ["RANK_TABLE_FILE"])
+        if in_modelarts(self.environ) or in_pod(self.environ):
+            return wait_for_table(path, self.number("HCCL_CONNECT_TIMEOUT", 1800))
+        return read_table(path)
+
+
 # ---- one function per launcher, which returns a Process, or None without its variables ----
 
 
-def _torchrun(environ: Mapping[str, str]) -> Process | None:
-    rank = _rank_and_size(environ, "RANK", "WORLD_SIZE")
-    if rank is None:
+def _torchrun(variables: _Variables) -> Process | None:
+    environ = variables.environ
+    pair = variables.rank_and_size("RANK", "WORLD_SIZE")
+    if pair is None:
         return None
-    theirs = _rank_and_size(environ, "HOROVOD_RANK", "HOROVOD_SIZE")
-    if theirs not in (None, rank):
+    if variables.rank_and_size("HOROVOD_RANK", "HOROVOD_SIZE") not in (None, pair):
         raise ConfigError(
-            f"environment: RANK={rank[0]} of WORLD_SIZE={rank[1]}, but"
+            f"environment: RANK={pair[0]} of WORLD_SIZE={pair[1]}, but"
             f" HOROVOD_RANK={environ['HOROVOD_RANK']} of HOROVOD_SIZE={environ['HOROVOD_SIZE']};"
             " unset RANK and WORLD_SIZE where horovodrun starts the processes, else HOROVOD_RANK"
             " and HOROVOD_SIZE"
@@ -143,28 +255,28 @@ def _torchrun(environ: Mapping[str, str]) -> Process | None:
     ours = "GPT2_LAUNCHER_PID" in environ or (same_in_both and "TORCHELASTIC_RUN_ID" not in environ)
     # DeepSpeed's launcher sets the second
     sizes = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environ.get(name)]
-    here = _size(environ, sizes[0]) if sizes else 1
+    here = variables.size(sizes[0]) if sizes else 1
     return Process(
-        rank=rank[0],
-        world_size=rank[1],
-        local_rank=_number(environ, "LOCAL_RANK", 0),
+        rank=pair[0],
+        world_size=pair[1],
+        local_rank=variables.number("LOCAL_RANK", 0),
         local_world_size=here,
         # another launcher's DEVICE_ID may be the container's, equal for all its ranks
-        device_id=_optional(environ, "DEVICE_ID") if ours else None,
-        master=_master(environ),
-        port=_port(environ),
+        device_id=variables.device("DEVICE_ID") if ours else None,
+        master=variables.master,
+        port=variables.port(),
         launcher="launch" if ours else "torchrun",
-        remarks=() if ours else _check_step(environ, here, rank[1]),
+        remarks=() if ours else _check_step(variables, here, pair[1]),
     )
 
 
-def _check_step(environ: Mapping[str, str], here: int, world: int) -> tuple[str, ...]:
+def _check_step(variables: _Variables, here: int, world: int) -> tuple[str, ...]:
     """Return a remark if each of several tasks on a node has started all processes of the node.
 
     Runs of one node each may be meant. Raises ConfigError for a run of several nodes.
     """
-    tasks = _tasks_here(environ)
-    if "TORCHELASTIC_RUN_ID" not in environ or tasks * here <= max(world, here):
+    tasks = variables.tasks_here()
+    if "TORCHELASTIC_RUN_ID" not in variables.environ or tasks * here <= max(world, here):
         return ()
     text = (
         f"srun has started {tasks} tasks on this node, and each of them a torchrun with {here}"
@@ -175,63 +287,107 @@ def _check_step(environ: Mapping[str, str], here: int, world: int) -> tuple[str,
     return (f"{text}, unless these are separate runs on devices of their own",)
 
 
-def _horovod(environ: Mapping[str, str]) -> Process | None:
+def _horovod(variables: _Variables) -> Process | None:
     """Find the rank in Horovod's variables.
 
     Source: create_slot_env_vars and create_run_envs of horovod/runner/gloo_run.py, 0.28. Over MPI,
     horovodrun sets none of them, and MPI's own are read. Rank 0 is on the first host of -H. All
     ranks know the address of horovodrun's host.
     """
-    pair = _rank_and_size(environ, "HOROVOD_RANK", "HOROVOD_SIZE")
+    pair = variables.rank_and_size("HOROVOD_RANK", "HOROVOD_SIZE")
     if pair is None:
         return None
-    here = _size(environ, "HOROVOD_LOCAL_SIZE")
-    address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or None
-    master = _master(environ) or (LOOPBACK if here == pair[1] else address)
-    if master is None:
-        raise ConfigError(
-            f"environment: horovodrun started {pair[1]} processes, {here} of them here, and neither"
-            " HOROVOD_GLOO_RENDEZVOUS_ADDR nor MASTER_ADDR is set; set MASTER_ADDR to the address"
-            " of the host of rank 0"
-        )
-    meeting = _number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
-    return Process(
-        rank=pair[0],
-        world_size=pair[1],
-        local_rank=_number(environ, "HOROVOD_LOCAL_RANK"),
-        local_world_size=here,
-        master=master,
-        # simultaneous runs have different ports of horovodrun
-        port=_port(environ) or (_own_port(meeting) if meeting else DEFAULT_PORT),
+    # simultaneous runs have different ports of horovodrun
+    meeting = variables.number("HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
+    return _of_mpi(
+        variables,
+        pair,
+        local_rank=variables.number("HOROVOD_LOCAL_RANK"),
+        here=variables.size("HOROVOD_LOCAL_SIZE"),
         launcher="horovodrun",
+        master=variables.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+        port=_own_port(meeting) if meeting else DEFAULT_PORT,
+        remedy=(
+            "neither HOROVOD_GLOO_RENDEZVOUS_ADDR nor MASTER_ADDR is set; set MASTER_ADDR to the"
+            " address of the host of rank 0"
+        ),
     )
 
 
-def _msrun(environ: Mapping[str, str]) -> Process | None:
+def _mpirun(variables: _Variables) -> Process | None:
+    """Find the rank in the variables of Open MPI."""
+    pair = variables.rank_and_size("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    if pair is None or not variables.text("OMPI_COMM_WORLD_LOCAL_RANK"):
+        return None
+    return _of_mpi(
+        variables,
+        pair,
+        local_rank=variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        here=variables.size("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        launcher="mpirun",
+        master=None,
+        port=DEFAULT_PORT,
+        remedy=(
+            "MASTER_ADDR is not set; name the host of rank 0: mpirun -x MASTER_ADDR=HOST_OF_RANK_0"
+            " ..."
+        ),
+    )
+
+
+def _of_mpi(
+    variables: _Variables,
+    pair: tuple[int, int],
+    *,
+    local_rank: int,
+    here: int,
+    launcher: str,
+    master: str | None,
+    port: int,
+    remedy: str,
+) -> Process:
+    """Return a process whose launcher does not set MASTER_ADDR. master: what it tells instead."""
+    found = variables.master or (LOOPBACK if here == pair[1] else master)
+    if found is None:
+        raise ConfigError(
+            f"environment: {launcher} started {pair[1]} processes, {here} of them here, and"
+            f" {remedy}"
+        )
+    return Process(
+        rank=pair[0],
+        world_size=pair[1],
+        local_rank=local_rank,
+        local_world_size=here,
+        master=found,
+        port=variables.port() or port,
+        launcher=launcher,
+    )
+
+
+def _msrun(variables: _Variables) -> Process | None:
     """Find the rank in msrun's variables. DEVICE_ID is the number on the host.
 
     Source: mindspore/parallel/cluster/process_entity/_api.py of MindSpore 2.10.
     """
-    if environ.get("MS_ROLE") not in ("MS_WORKER", "MS_SCHED"):
+    if variables.text("MS_ROLE") not in ("MS_WORKER", "MS_SCHED"):
         return None
-    world = _size(environ, "MS_WORKER_NUM")
-    host = _master(environ) or environ.get("MS_SCHED_HOST") or None
-    port = _port(environ) or _port(environ, "MS_SCHED_PORT")
-    if is_scheduler(environ):
+    world = variables.size("MS_WORKER_NUM")
+    host = variables.master or variables.text("MS_SCHED_HOST")
+    port = variables.port() or variables.port("MS_SCHED_PORT")
+    if is_scheduler(variables.environ):
         return Process(world_size=world, master=host, port=port, launcher="msrun")
-    if not environ.get("MS_NODE_ID"):
+    if not variables.text("MS_NODE_ID"):
         raise ConfigError(
             "environment: MS_ROLE=MS_WORKER, but MS_NODE_ID is not set; give msrun --node_rank on"
             " every host"
         )
-    rank = _number(environ, "MS_NODE_ID")
-    local = _number(environ, "DEVICE_ID", rank)
+    rank = variables.number("MS_NODE_ID")
+    local = variables.number("DEVICE_ID", rank)
     together = host is not None and is_loopback(host)
     return Process(
         rank=rank,
         world_size=world,
         local_rank=local,
-        local_world_size=world if together else max(local + 1, 1),
+        local_world_size=world if together else local + 1,
         device_id=local,
         master=host,
         port=port,
@@ -239,63 +395,23 @@ def _msrun(environ: Mapping[str, str]) -> Process | None:
     )
 
 
-def _ascend(environ: Mapping[str, str]) -> Process | None:
+def _ascend(variables: _Variables) -> Process | None:
     """Find the rank in RANK_ID with RANK_SIZE, or with the rank table instead of it."""
-    has_table = bool(environ.get("RANK_TABLE_FILE"))
-    if not has_table and _is_ascend_container(environ):
+    if variables.text("RANK_TABLE_FILE"):
+        return _in_table(variables)
+    device = variables.device("DEVICE_ID", "ASCEND_DEVICE_ID")
+    hosts = variables.number("MA_NUM_HOSTS", 1, least=1)
+    # a container on one host, whose rank 0 belongs to no run
+    if not variables.text("RANK_SIZE") and variables.text("RANK_ID") == "0" and hosts == 1:
         remark = (
             "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of one"
             " process"
         )
-        return Process(device_id=_assigned_device(environ), remarks=(remark,))
-    if not has_table:
-        pair = _rank_and_size(environ, "RANK_ID", "RANK_SIZE")
-        return None if pair is None else _without_table(environ, *pair)
-    table = _table(environ)
-    world = _size(environ, "RANK_SIZE") if environ.get("RANK_SIZE") else table.world_size
-    if world != table.world_size:
-        raise ConfigError(
-            f"environment: RANK_SIZE={world}, but RANK_TABLE_FILE={environ['RANK_TABLE_FILE']}"
-            f" holds {table.world_size}; make them agree"
-        )
-    if not environ.get("RANK_ID") and world > 1:
-        raise ConfigError(
-            f"environment: RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} holds {world} ranks, but"
-            " RANK_ID is not set, so the rank of this process is unknown; start with"
-            " scripts/run_distribute.sh, or unset RANK_TABLE_FILE"
-        )
-    rank = _number(environ, "RANK_ID", 0)
-    _check_rank(rank, world, "RANK_ID")
-    server, device = table.place(rank)
-    assigned = _assigned_device(environ)
-    return Process(
-        rank=rank,
-        world_size=world,
-        local_rank=[item.rank_id for item in server.devices].index(rank),
-        local_world_size=len(server.devices),
-        device_id=device.device_id if assigned is None else assigned,
-        master=_master(environ)
-        or _first_worker(environ)
-        or (table.place(0)[0].address if len(table.servers) > 1 else LOOPBACK),
-        port=_port(environ) or DEFAULT_PORT,
-        launcher="rank table",
-    )
-
-
-def _is_ascend_container(environ: Mapping[str, str]) -> bool:
-    """Tell whether the variables are those of a container on one host, whose rank 0 belongs to no
-    run.
-    """
-    return (
-        not environ.get("RANK_SIZE")
-        and environ.get("RANK_ID") == "0"
-        and _number(environ, "MA_NUM_HOSTS", 1, least=1) == 1
-    )
-
-
-def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process:
-    """Return the rank without a table: equally many on each of MA_NUM_HOSTS hosts (default 1)."""
-    hosts = _number(environ, "MA_NUM_HOSTS", 1, least=1)
+        return Process(device_id=device, remarks=(remark,))
+    pair = variables.rank_and_size("RANK_ID", "RANK_SIZE")
+    if pair is None:
+        return None
+    rank, world = pair
     if world % hosts:
         raise ConfigError(
             f"environment: RANK_SIZE={world} ranks cannot be divided equally over"
@@ -307,91 +423,75 @@ def _without_table(environ: Mapping[str, str], rank: int, world: int) -> Process
         world_size=world,
         local_rank=rank % here,
         local_world_size=here,
-        device_id=_assigned_device(environ),
-        master=_master(environ) or _first_worker(environ) or (LOOPBACK if hosts == 1 else None),
-        port=_port(environ) or DEFAULT_PORT,
+        device_id=device,
+        master=variables.master or variables.first_worker() or (LOOPBACK if hosts == 1 else None),
+        port=variables.port() or DEFAULT_PORT,
         launcher="rank table",
     )
 
 
-def _mpirun(environ: Mapping[str, str]) -> Process | None:
-    """Find the rank in the variables of Open MPI."""
-    name = "OMPI_COMM_WORLD_{}"
-    pair = _rank_and_size(environ, name.format("RANK"), name.format("SIZE"))
-    if pair is None or not environ.get(name.format("LOCAL_RANK")):
-        return None
-    rank, world = pair
-    here = _size(environ, name.format("LOCAL_SIZE"))
-    master = _master(environ) or (LOOPBACK if here == world else None)
-    if master is None:
+def _in_table(variables: _Variables) -> Process:
+    table, path = variables.table(), variables.text("RANK_TABLE_FILE")
+    world = table.world_size
+    if variables.text("RANK_SIZE") and variables.size("RANK_SIZE") != world:
         raise ConfigError(
-            f"environment: mpirun started {world} processes, {here} of them here, and MASTER_ADDR"
-            " is not set; name the host of rank 0: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ..."
+            f"environment: RANK_SIZE={variables.size('RANK_SIZE')}, but RANK_TABLE_FILE={path}"
+            f" holds {world}; make them agree"
         )
+    if not variables.text("RANK_ID") and world > 1:
+        raise ConfigError(
+            f"environment: RANK_TABLE_FILE={path} holds {world} ranks, but RANK_ID is not set, so"
+            " the rank of this process is unknown; start with scripts/run_distribute.sh, or unset"
+            " RANK_TABLE_FILE"
+        )
+    rank = variables.rank("RANK_ID", world, 0)
+    server, device = table.place(rank)
+    assigned = variables.device("DEVICE_ID", "ASCEND_DEVICE_ID")
+    first = table.place(0)[0].address if len(table.servers) > 1 else LOOPBACK
     return Process(
         rank=rank,
         world_size=world,
-        local_rank=_number(environ, name.format("LOCAL_RANK")),
-        local_world_size=here,
-        master=master,
-        port=_port(environ) or DEFAULT_PORT,
-        launcher="mpirun",
+        local_rank=server.devices.index(device),
+        local_world_size=len(server.devices),
+        device_id=device.device_id if assigned is None else assigned,
+        master=variables.master or variables.first_worker() or first,
+        port=variables.port() or DEFAULT_PORT,
+        launcher="rank table",
     )
 
 
-def _check_mpi(environ: Mapping[str, str]) -> None:
-    """Reject several processes that would each run as a single one and write into one folder.
-
-    Raises ConfigError.
-    """
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if environ.get(name) and _size(environ, name) > 1:
-            raise ConfigError(
-                f"environment: {name}={environ[name]}, but not which of these processes this one"
-                " is on its host; start them with Open MPI's mpirun, srun or torchrun, or unset"
-                f" {name} for one process"
-            )
-
-
-# Slurm's numbers of the batch script, an interactive shell, and anything outside of steps
-_RESERVED_STEPS = 0xFFFFFFF0
-
-
-def task_of_step(environ: Mapping[str, str]) -> Process | None:
+def _srun(variables: _Variables) -> Process | None:
     """Find the rank in Slurm's variables, only inside a step that srun started.
 
     A batch script also has SLURM_PROCID=0, but no step. The list of nodes is sorted, and so does
     not begin with the node of rank 0 under a host file. Source: srun(1), sbatch(1). Raises
     ConfigError then.
     """
-    if (
-        not environ.get("SLURM_STEP_NODELIST")
-        or _number(environ, "SLURM_STEP_ID", _RESERVED_STEPS) >= _RESERVED_STEPS
-    ):
+    nodes = variables.text("SLURM_STEP_NODELIST")
+    step = variables.number("SLURM_STEP_ID", _RESERVED_STEPS)
+    if nodes is None or step >= _RESERVED_STEPS:
         return None
-    size = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    pair = _rank_and_size(environ, "SLURM_PROCID", size)
+    size = "SLURM_STEP_NUM_TASKS" if variables.text("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    pair = variables.rank_and_size("SLURM_PROCID", size)
     if pair is None:
         return None
-    node, local = _number(environ, "SLURM_NODEID", 0), _number(environ, "SLURM_LOCALID", 0)
-    several = pair[1] > 1 and environ.get("SLURM_STEP_NUM_NODES") != "1"
-    by_file = environ.get("SLURM_DISTRIBUTION") == "arbitrary" or pair[0] == 0 < node
-    if several and by_file and not _master(environ):
+    node, local = variables.number("SLURM_NODEID", 0), variables.number("SLURM_LOCALID", 0)
+    several = pair[1] > 1 and variables.text("SLURM_STEP_NUM_NODES") != "1"
+    by_file = variables.text("SLURM_DISTRIBUTION") == "arbitrary" or pair[0] == 0 < node
+    if several and by_file and not variables.master:
         raise ConfigError(
             "environment: srun has placed the tasks by a host file (SLURM_DISTRIBUTION,"
-            f" SLURM_NODEID), and SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']} is sorted,"
-            " so it does not tell where rank 0 is; set MASTER_ADDR to the node of rank 0, the"
-            " first line of the host file"
+            f" SLURM_NODEID), and SLURM_STEP_NODELIST={nodes} is sorted, so it does not tell where"
+            " rank 0 is; set MASTER_ADDR to the node of rank 0, the first line of the host file"
         )
-    job = _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
     return Process(
         rank=pair[0],
         world_size=pair[1],
         local_rank=local,
-        local_world_size=_tasks_here(environ) or local + 1,
-        master=_master(environ) or first_node(environ["SLURM_STEP_NODELIST"]),
+        local_world_size=variables.tasks_here() or local + 1,
+        master=variables.master or first_node(nodes),
         # steps of one job that run at the same time have different numbers
-        port=_port(environ) or _own_port(job),
+        port=variables.port() or _own_port(variables.number("SLURM_JOB_ID", 0) + step),
         launcher="srun",
     )
 
@@ -410,55 +510,9 @@ def first_node(nodes: str) -> str:
     return name
 
 
-def _tasks_here(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that srun has started on this node; 0 if it does not tell."""
-    counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = _number(environ, "SLURM_NODEID", 0)
-    return counts[node] if node < len(counts) else 0
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Expand ``4(x2),3`` to [4, 4, 3].
-
-    Empty for any other form, and for more nodes than a job can have.
-    """
-    found: list[int] = []
-    for word in text.split(","):
-        part = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", word)
-        if part is None or len(found) + int(part[2] or 1) > MOST_RANKS:
-            return []
-        found += [int(part[1])] * int(part[2] or 1)
-    return found
-
-
-# ---- values ----
-
-
-def _rank_and_size(
-    environ: Mapping[str, str], rank_name: str, size_name: str
-) -> tuple[int, int] | None:
-    given = [name for name in (rank_name, size_name) if environ.get(name)]
-    if not given:
-        return None
-    if len(given) == 1:
-        missing = size_name if given == [rank_name] else rank_name
-        if given == [size_name]:
-            _size(environ, size_name)
-        raise ConfigError(
-            f"environment: {given[0]}={environ[given[0]]}, but {missing} is not set; set both, or"
-            f" unset {given[0]}"
-        )
-    rank, world = _number(environ, rank_name), _size(environ, size_name)
-    _check_rank(rank, world, rank_name)
-    return rank, world
-
-
-def _check_rank(rank: int, world: int, name: str) -> None:
-    if rank >= world:
-        raise ConfigError(
-            f"environment: {name}={rank}, but there are {world} processes: expected 0 to"
-            f" {world - 1}"
-        )
+def _own_port(number: int) -> int:
+    """Return a port for a run of this number, above those that the system assigns."""
+    return 61440 + number % 4095
 
 
 def _checked(process: Process) -> Process:
@@ -474,72 +528,3 @@ def _checked(process: Process) -> Process:
             f" but {process.world_size} in total; unset variables left by an earlier launch"
         )
     return process
-
-
-def _number(
-    environ: Mapping[str, str],
-    name: str,
-    otherwise: int | None = None,
-    *,
-    least: int = 0,
-    what: str = "a number",
-) -> int:
-    text = environ.get(name, "")
-    if not text and otherwise is not None:
-        return otherwise
-    number = whole_number(text, most_digits=10)
-    if number is None or number < least:
-        found = f"{name}={shortened(text)}" if text else f"{name} is not set"
-        raise ConfigError(f"environment: {found}: expected {what}, {least} or more")
-    return number
-
-
-def _optional(environ: Mapping[str, str], name: str) -> int | None:
-    return _number(environ, name) if environ.get(name) else None
-
-
-def _size(environ: Mapping[str, str], name: str) -> int:
-    size = _number(environ, name, least=1, what="the number of processes")
-    if size > MOST_RANKS:
-        raise ConfigError(
-            f"environment: {name}={size}: expected the number of processes, {MOST_RANKS} at most"
-        )
-    return size
-
-
-def _assigned_device(environ: Mapping[str, str]) -> int | None:
-    device = _optional(environ, "DEVICE_ID")
-    return _optional(environ, "ASCEND_DEVICE_ID") if device is None else device
-
-
-def _master(environ: Mapping[str, str]) -> str | None:
-    return environ.get("MASTER_ADDR") or None
-
-
-def _port(environ: Mapping[str, str], name: str = "MASTER_PORT") -> int | None:
-    port = _optional(environ, name)
-    if port is not None and not 0 < port < 65536:
-        raise ConfigError(f"environment: {name}={port}: expected 1 to 65535")
-    return port
-
-
-def _own_port(number: int) -> int:
-    """Return a port for a run of this number, above those that the system assigns."""
-    return 61440 + number % 4095
-
-
-def _first_worker(environ: Mapping[str, str]) -> str | None:
-    return environ.get("VC_WORKER_HOSTS", "").partition(",")[0].strip() or None
-
-
-def _table(environ: Mapping[str, str]) -> RankTable:
-    """Read RANK_TABLE_FILE.
-
-    A platform fills it while the processes start; the wait for it is as long as HCCL's.
-    """
-    path = Path(environ["RANK_TABLE_FILE"])
-    return (
-        wait_for_table(path, _number(environ, "HCCL_CONNECT_TIMEOUT", 1800))
-        if in_modelarts(environ) or in_pod(environ)
-        else read_table(path)
-    )

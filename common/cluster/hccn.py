@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.cluster.rank_table import parse_address
 from common.errors import DataError
-from common.processes.death_signal import tied_to_this_process
+from common.processes.programs import run_program
 from common.structured_files import read_text
 from common.whole_numbers import whole_number
 
@@ -69,28 +68,16 @@ def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[i
 def _ask(tool: str, device: int) -> str:
     command = [tool, "-i", str(device), "-ip", "-g"]
     shown = f"`hccn_tool {' '.join(command[1:])}`"
-    try:
-        done = subprocess.run(  # noqa: S603 - no shell; the number is an int
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TOOL_SECONDS,
-            check=False,
-            preexec_fn=tied_to_this_process(),
-        )
-    except subprocess.TimeoutExpired:
-        raise DataError(f"{shown} gave no answer in {_TOOL_SECONDS:g} s") from None
-    except OSError as error:
-        raise DataError(f"{shown} could not be started: {error.strerror or error}") from None
-    output = done.stdout.decode(errors="replace")
+    code, output, errors = run_program(command, _TOOL_SECONDS)
+    if code is None:
+        raise DataError(f"{shown}: {errors}")
     for line in output.splitlines():
         key, colon, value = line.partition(":")
-        if done.returncode == 0 and colon and key.strip().lower() in ("ipaddr", "ipv6addr"):
+        if code == 0 and colon and key.strip().lower() in ("ipaddr", "ipv6addr"):
             return str(parse_address(value.strip(), shown))
-    said = " ".join((done.stderr.decode(errors="replace") + " " + output).split())[:200]
+    said = " ".join(f"{errors} {output}".split())[:200]
     raise DataError(
-        f"{shown} ended with code {done.returncode} and no line"
-        f" `ipaddr:ADDRESS`{f': {said}' if said else ''}"
+        f"{shown} ended with code {code} and no line `ipaddr:ADDRESS`{f': {said}' if said else ''}"
     )
 
 

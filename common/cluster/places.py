@@ -188,15 +188,19 @@ def find_places(
         raise ConfigError(
             f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}"
         )
-    hosts = _host_names(nodes, master)
     devices = numbers if rank_size is None else range(len(numbers))
+    return _evenly([*devices] * nodes, len(devices), own, master)
+
+
+def _evenly(devices: Sequence[int], size: int, own: int, master: str | None) -> Placement:
+    """Place ranks with these devices on hosts of ``size`` ranks each. own: index of this host."""
+    hosts = host_names(len(devices) // size, master)
     return Placement(
         all=tuple(
             RankPlacement(
-                rank=node * len(devices) + local, device_id=device, local_rank=local, host=host
+                rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size]
             )
-            for node, host in enumerate(hosts)
-            for local, device in enumerate(devices)
+            for rank, device in enumerate(devices)
         ),
         own_host=hosts[own],
         master=hosts[0],
@@ -287,21 +291,8 @@ def _in_networks(
                 f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds, devices"
                 f" {spans(devices, least=3)}; put RANK_SIZE behind the mode and give ranks"
             )
-        nodes, own, size = 1, 0, len(devices)
-    else:
-        nodes, own = _node_of_ranks(numbers, rank_size, None, None)
-        size = len(numbers)
-    hosts = _host_names(nodes, master)
-    return Placement(
-        all=tuple(
-            RankPlacement(
-                rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size]
-            )
-            for rank, device in enumerate(devices)
-        ),
-        own_host=hosts[own],
-        master=hosts[0],
-    )
+        return _evenly(devices, len(devices), 0, master)
+    return _evenly(devices, len(numbers), _node_of_ranks(numbers, rank_size, None, None)[1], master)
 
 
 def _check_size(numbers: Sequence[int], rank_size: int | None, held: int) -> None:
@@ -344,7 +335,8 @@ def _node_of_ranks(
     return found
 
 
-def _host_names(nodes: int, master: str | None) -> list[str]:
+def host_names(nodes: int, master: str | None) -> list[str]:
+    """Return the hosts of a run without a table, that of rank 0 first. Raises ConfigError."""
     if nodes > 1 and master is None:
         raise ConfigError(
             f"{nodes} hosts need a common address: give --master IP:PORT, the address of the host"

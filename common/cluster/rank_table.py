@@ -10,6 +10,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.processes.addresses import is_ip, is_loopback
+from common.whole_numbers import spans
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -152,24 +153,12 @@ def validate(table: RankTable, place: str) -> None:
         f"{place}: server",
         "merge its entries into one",
     )
-    ranks = Counter(device.rank_id for _, device in _pairs(table.servers))
-    for rank, times in sorted(ranks.items()):
-        if times > 1:
-            holders = [
-                f"device {d.device_id} of {s.server_id}"
-                for s, d in _pairs(table.servers)
-                if d.rank_id == rank
-            ]
-            raise DataError(
-                f"{place}: rank {rank} is given {times} times ({', '.join(holders)}); give each"
-                " device a rank of its own"
-            )
-    for expected, rank in enumerate(sorted(ranks)):
-        if rank != expected:
-            raise DataError(
-                f"{place}: rank {expected} is missing below rank {rank}; {len(ranks)} devices have"
-                f" ranks 0 to {len(ranks) - 1}"
-            )
+    ranks = sorted(device.rank_id for _, device in _pairs(table.servers))
+    if ranks != list(range(len(ranks))):
+        raise DataError(
+            f"{place}: {len(ranks)} devices have the ranks {spans(ranks)}; expected 0 to"
+            f" {len(ranks) - 1}, each once; make the table again"
+        )
     # a server is then a network instance, which may span machines; local_id is checked while
     # reading
     if table.version != "2.0":
@@ -256,14 +245,9 @@ def _check_super_pods(table: RankTable, place: str) -> None:
     )
     servers = {server.server_id: server for server in table.servers}
     for server_id in sorted(servers.keys() ^ set(members)):
-        here, there = (
-            ("server_list", "super_pod_list")
-            if server_id in servers
-            else ("super_pod_list", "server_list")
-        )
         raise DataError(
-            f"{place}: server {server_id} is in {here} but not in {there}; version 1.2 needs it in"
-            " both"
+            f"{place}: server {server_id} is in server_list or in super_pod_list only; version 1.2"
+            " needs it in both"
         )
     for pod in table.super_pods:
         numbers = []

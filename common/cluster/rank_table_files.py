@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from common.cluster.rank_table import (
 from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
 from common.files import atomic_write, reading
-from common.processes.addresses import is_loopback
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
 
 _POLL_SECONDS = 1.0
@@ -118,44 +116,30 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
     """
     tables = [(path, read_table(path)) for path in paths]
     owners: dict[str, Path] = {}
-    addresses: dict[str, Path] = {}
     for path, table in tables:
         for server, device in table.places():
-            if len(tables) > 1 and is_loopback(server.address):
-                raise DataError(
-                    f"{path}: server {server.address} is a loopback address, which other"
-                    " servers cannot reach; make the table again with tools/hccl_tools.py"
-                    " --server_ip"
-                )
-            other = owners.setdefault(server.server_id, path)
-            if other is not path:
-                merged = [
-                    str(name)
-                    for name, one in tables
-                    if len(one.servers) > 1 and name in (path, other)
-                ]
-                hint = (
-                    f"{' and '.join(merged)} holds several servers: an earlier output of a merge?"
-                    " leave it out"
-                    if merged
-                    else ""
-                )
-                raise DataError(
-                    f"server {server.server_id} is in {other} and in {path};"
-                    f" {hint or 'name each server once'}"
-                )
-            if device.device_ip and addresses.setdefault(device.device_ip, path) is not path:
-                raise DataError(
-                    f"device_ip {device.device_ip} is in {addresses[device.device_ip]} and in"
-                    f" {path}; every device of a cluster needs an address of its own"
-                )
+            for name in (f"server {server.server_id}", f"device_ip {device.device_ip}"):
+                other = owners.setdefault(name, path)
+                if other is not path and name != "device_ip None":
+                    raise DataError(
+                        f"{name} is in {other} and in {path}; name each server once, with"
+                        " addresses of its own, and leave the output of an earlier merge out"
+                    )
     versions = {path: _written_version(table, f"{path}: ") for path, table in tables}
     if len(set(versions.values())) > 1:
         shown = ", ".join(f"{path} has {version}" for path, version in versions.items())
         raise DataError(
             f"the tables are of different versions ({shown}); make them again in one version"
         )
-    _refuse_different_counts(tables)
+    if len({len(server.devices) for _, table in tables for server in table.servers}) > 1:
+        counts = ", ".join(
+            f"{path} gives server {server.server_id} {len(server.devices)}"
+            for path, table in tables
+            for server in table.servers
+        )
+        raise DataError(
+            f"servers hold different numbers of devices: {counts}; make those tables again"
+        )
     base, servers = 0, []
     pods: dict[str, SuperPod] = {}
     extra: dict[str, Any] = {}
@@ -193,30 +177,6 @@ def _written_version(table: RankTable, where: str = "") -> str:
             " 1.2; use the file as it is, or start with msrun"
         )
     return "1.0" if table.version == "0" else table.version
-
-
-def _refuse_different_counts(tables: Sequence[tuple[Path, RankTable]]) -> None:
-    counts = [
-        (len(server.devices), server.server_id, path)
-        for path, table in tables
-        for server in table.servers
-    ]
-    usual = Counter(count for count, _, _ in counts).most_common(1)[0][0]
-    odd = [
-        f"{path} gives server {server_id} {count}"
-        for count, server_id, path in counts
-        if count != usual
-    ]
-    if odd:
-        first = next(
-            f"{path} gives server {server_id}"
-            for count, server_id, path in counts
-            if count == usual
-        )
-        raise DataError(
-            f"servers hold different numbers of devices: {first} {usual}, but {'; '.join(odd)};"
-            " make those tables again"
-        )
 
 
 def _entry(

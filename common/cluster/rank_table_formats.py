@@ -69,7 +69,7 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
                 TableDevice(
                     rank_id=_number(device, "rank_id", at),
                     device_id=_number(device, "device_id", at),
-                    device_ip=_text(device, "device_ip", at) if "device_ip" in device else None,
+                    device_ip=_text_if_there(device, "device_ip", at),
                     super_device_id=None if super_device_id is None else str(super_device_id),
                     extra=_others(device, "rank_id", "device_id", "device_ip", "super_device_id"),
                 )
@@ -78,9 +78,7 @@ def _parse_1(data: dict[str, Any], version: str, place: str) -> RankTable:
             Server(
                 server_id=_text(server, "server_id", where),
                 devices=tuple(devices),
-                host_nic_ip=_text(server, "host_nic_ip", where)
-                if "host_nic_ip" in server
-                else None,
+                host_nic_ip=_text_if_there(server, "host_nic_ip", where),
                 extra=_others(server, "server_id", "device", "host_nic_ip"),
             )
         )
@@ -145,7 +143,7 @@ def _parse_0(data: dict[str, Any], place: str) -> RankTable:
                 TableDevice(
                     rank_id=_number(source, "rank_id", source_at) if own else rank,
                     device_id=_number(device, "device_id", at),
-                    device_ip=_text(device, "device_ip", at) if "device_ip" in device else None,
+                    device_ip=_text_if_there(device, "device_ip", at),
                     extra=_others(device, "rank_id", "device_id", "device_ip"),
                 )
             )
@@ -242,6 +240,10 @@ def _text(data: Mapping[str, Any], key: str, place: str) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise DataError(f"{place}: {key}: found {_shown(value)}; expected non-empty printable text")
     return value.strip()
+
+
+def _text_if_there(data: Mapping[str, Any], key: str, place: str) -> str | None:
+    return _text(data, key, place) if key in data else None
 
 
 def _number(data: Mapping[str, Any], key: str, place: str) -> int:

@@ -31,7 +31,7 @@ from common.doctor.allreduce import FACTS, AllReduceTrial, try_all_reduce
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
 from common.flags import flag
-from common.launcher.children import make_children, make_hosts
+from common.launcher.jobs import make_children, make_hosts
 from common.launcher.supervisor import Job
 from common.paths import TOOLS
 from common.processes.addresses import DEFAULT_PORT, is_own

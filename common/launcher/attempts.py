@@ -32,7 +32,7 @@ def run_attempts(make_job: Callable[[int], Job], *, most: int, folder: Path) -> 
     while True:
         job = make_job(number)
         may_restart = partial(_may_restart, before=before, most=most) if most else None
-        kept = [set_aside(job.log_folder, child) for child in job.children] if before else []
+        kept = [set_aside(job.log_folder / child.log) for child in job.children] if before else []
         if any(kept):
             tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")

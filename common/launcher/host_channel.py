@@ -4,6 +4,8 @@ Host 0 listens at the port after that of the ranks. A caller sends ``hello`` wit
 digest of the list of hosts, and gets ``welcome``, ``refused`` or ``later``. Once all hosts have
 come, host 0 tells them to ``begin``. Then both sides send ``life`` every two seconds, and
 ``failed``, ``stop`` and ``end`` when these happen. A host that is silent for half a minute is lost.
+
+Hosts whose commands give no numbers meet once before: each gets the first free number.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from typing import Any
 
 from common.errors import ConfigError, RunError
 from common.launcher.terminal import tell
-from common.processes.addresses import listen
+from common.processes.addresses import is_own, listen
 from common.processes.channel import HELLO_SECONDS, Channel, ChannelEndedError, connect
-from common.whole_numbers import rank_names
+from common.whole_numbers import rank_names, spans
 
 LIFE_SECONDS = 2.0
 LOST_SECONDS = 30.0
@@ -31,12 +33,8 @@ REMIND_SECONDS = 10.0
 """Seconds after which a missing host is reported."""
 PATIENCE_SECONDS = 60.0
 """Seconds that the others wait longer than host 0 for all to come."""
-CLOSE_SECONDS = 3.0
-PEER = "a launcher"
-ASKS_FOR_NUMBER = "number"
-"""First word of a host that asks for its number; see ``host_numbering.py``."""
+_CLOSE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
-_RETRY_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +51,13 @@ class Host:
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
     """Hosts of a run. all: first host 0, which listens on its address and ``port``. own: index of
-    this host.
+    this host; -1 if host 0 gives it. devices: of this host, if host 0 numbers the others.
     """
 
     all: tuple[Host, ...]
     own: int
     port: int
+    devices: tuple[int, ...] = ()
 
     def digest(self) -> str:
         """Digest that is equal on all hosts of one run."""
@@ -96,18 +95,19 @@ class HostChannel:
     def __init__(self, hosts: Hosts, events: queue.SimpleQueue[Any], *, restarts: bool) -> None:
         """Listen on host 0. Raises ConfigError if its port is not available."""
         self._hosts, self._events, self._restarts = hosts, events, restarts
+        self.own = hosts.own
+        """Index of this host."""
         self._links: dict[int, Channel] = {}
+        self._devices = {0: (hosts.all[0].address, list(hosts.devices))}
+        """Address and devices of the hosts that have come without a number."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._life: dict[str, Any] = {}
         self._attempt: int | None = None
         """Number of the attempt that has begun."""
-        self._refusal = ""
-        self._why = "it has not answered yet"
-        self._heard = time.monotonic()
-        """Time of the last word of host 0."""
-        self._server = listen_for_launchers(hosts) if hosts.own == 0 else None
-        for target in (self._send_life, self._accept if self._server else self._connect):
-            threading.Thread(target=target, name=f"hosts {target.__name__}", daemon=True).start()
+        self._server = _listen(hosts) if hosts.own == 0 else None
+        self._in_thread(self._send_life)
+        if self._server is not None:
+            self._in_thread(self._accept, self._server)
 
     def gather(self, attempt: int, limit: float) -> int:
         """Wait at most ``limit`` seconds until all hosts have come.
@@ -115,41 +115,80 @@ class HostChannel:
         Returns the number of the attempt as host 0 counts. Raises RunError if a host does not come,
         and ConfigError if host 0 refuses this one.
         """
-        port, is_first = self._hosts.port, self._server is not None
-        began, limit, reminded = time.monotonic(), limit + PATIENCE_SECONDS * (not is_first), False
+        port, reminded = self._hosts.port, False
+        limit += 0.0 if self._server else PATIENCE_SECONDS
+        began = heard = time.monotonic()
         while self._attempt is None:
-            if self._refusal:
-                raise ConfigError(self._refusal)
-            with self._lock:
-                missing = self._missing()
-                begins = is_first and not missing
-                if begins:
-                    self._attempt = attempt
-            if begins:
-                self.tell("begin", attempt=attempt)
-                return attempt
-            names, waited = ", ".join(map(str, missing)), time.monotonic() - began
-            look = "look whether the run was started there, and"
-            if waited > REMIND_SECONDS and missing and not reminded:
+            missing, why, has_word = self._begin(attempt) if self._server else self._join()
+            names, now = ", ".join(map(str, missing)), time.monotonic()
+            heard = now if has_word else heard
+            if missing and now - began > REMIND_SECONDS and not reminded:
                 reminded = True
-                why = (
-                    f"its launcher has not come to port {port}"
-                    if is_first
-                    else f"its port {port} cannot be reached ({self._why})"
-                )
-                tell(f"waiting for {names}: {why}; this port must be open too", error=True)
-            if is_first and waited > limit:
+                what = f"its launcher has not come to port {port}"
+                what = f"its port {port} cannot be reached ({why})" if why else what
+                tell(f"waiting for {names}: {what}; this port must be open too", error=True)
+            if now - heard > limit:
+                what = f"has not come within {limit:g} s to port {port}"
+                if why:
+                    what = f"could not be reached at port {port} within {limit:g} s ({why})"
                 raise RunError(
-                    f"{names} has not come within {limit:g} s to port {port}; {look} whether this"
-                    " port is open"
+                    f"{names} {what}; look whether the run was started there, and at firewalls"
+                    " between the hosts"
                 )
-            if time.monotonic() - self._heard > limit and not is_first:
-                raise RunError(
-                    f"{self._hosts.all[0]} could not be reached at port {port} within {limit:g} s"
-                    f" ({self._why}); {look} at firewalls between the hosts"
-                )
-            self._closed.wait(_LOOK_SECONDS)
+            if self._attempt is None:
+                self._closed.wait(_LOOK_SECONDS)
         return self._attempt
+
+    def _begin(self, attempt: int) -> tuple[list[Host], str, bool]:
+        """Begin on host 0 if all have come. Returns the hosts that have not."""
+        with self._lock:
+            missing = [
+                host for number, host in enumerate(self._hosts.all) if number not in self._links
+            ][1:]
+            self._attempt = None if missing else attempt
+        if not missing:
+            self.tell("begin", attempt=attempt)
+        return missing, "", not missing
+
+    def _join(self) -> tuple[list[Host], str, bool]:
+        """Call host 0, unless it has taken this host in.
+
+        Returns host 0 if it has not, the reason, and whether there was a word of it. Raises
+        ConfigError if it refuses this host.
+        """
+        if 0 in self._links:
+            return [], "", True
+        first, own = self._hosts.all[0], self._hosts.own
+        hello = {
+            "kind": "hello",
+            "host": own,
+            "hosts": self._hosts.digest(),
+            "address": self._hosts.all[own].address,
+            "devices": self._hosts.devices,
+        }
+        link, why = None, "something else answers there"
+        answer: Mapping[str, Any] = {}
+        try:
+            link = connect(first.address, self._hosts.port, HELLO_SECONDS)
+            link.send(hello)
+            answer = link.receive(HELLO_SECONDS)
+        except ChannelEndedError:
+            pass
+        except OSError as error:
+            why = str(error.strerror or error)
+        if answer.get("kind") == "welcome" and link is not None:
+            self.own = int(answer.get("host", own))
+            with self._lock:
+                self._links[0] = link
+            self._in_thread(self._serve, 0, link)
+            return [], "", True
+        if link is not None:
+            link.close()
+        if answer.get("kind") == "refused":
+            raise ConfigError(f"{first} at port {self._hosts.port} {answer.get('text')}")
+        if answer.get("kind") == "later":
+            return [first], "it is not ready for this host yet", True
+        return [first], why, False
 
     def tell(self, kind: str, **values: Any) -> None:
         """Send to host 0, or from host 0 to all others."""
@@ -174,7 +213,7 @@ class HostChannel:
                 # closing by itself would leave accept waiting and the port taken
                 self._server.shutdown(socket.SHUT_RDWR)
             self._server.close()
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS
         with self._lock:
             links = list(self._links.values())
         for link in links:
@@ -182,11 +221,6 @@ class HostChannel:
         for link in links:
             link.ended.wait(max(0.0, deadline - time.monotonic()))
             link.close()
-
-    def _missing(self) -> list[Host]:
-        """Return the hosts that are not here: for host 0 any other, for the others host 0."""
-        others = range(1, len(self._hosts.all)) if self._server else [0]
-        return [self._hosts.all[host] for host in others if host not in self._links]
 
     def _say(self, text: str) -> None:
         if self._attempt is None:
@@ -196,85 +230,78 @@ class HostChannel:
 
     # ---- threads ----
 
+    def _in_thread(self, target: Any, *arguments: Any) -> None:
+        name = f"hosts {target.__name__}"
+        threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
+
     def _send_life(self) -> None:
         while not self._closed.wait(LIFE_SECONDS):
             self.tell("life", **self._life)
 
-    def _accept(self) -> None:
-        assert self._server is not None
+    def _accept(self, server: socket.socket) -> None:
         while not self._closed.is_set():
             try:
-                link = Channel(self._server.accept()[0], PEER)
+                connection, (address, *_) = server.accept()
             except OSError:
-                if self._closed.wait(1.0):  # closed, or out of file descriptors for a while
-                    return
+                self._closed.wait(1.0)  # out of file descriptors for a while
                 continue
-            threading.Thread(target=self._admit, args=(link,), name="caller", daemon=True).start()
+            self._in_thread(self._admit, Channel(connection), str(address).removeprefix("::ffff:"))
 
-    def _admit(self, link: Channel) -> None:
-        hello = link.hello()
-        host, hosts = hello.get("host"), self._hosts.all
-        name, why = host_name(str(hello.get("address"))[:100]), ""
-        if hello.get("kind") == ASKS_FOR_NUMBER:
-            name, why = "a host that came late", f"has all its {len(hosts)} hosts already"
-        elif hello.get("kind") != "hello" or type(host) is not int:
+    def _admit(self, link: Channel, address: str) -> None:
+        hello, hosts = link.hello(), self._hosts.all
+        host, devices = hello.get("host"), hello.get("devices")
+        if type(host) is not int or not -1 <= host < len(hosts) or type(devices) is not list:
             link.close()
             return
-        elif hello.get("hosts") != self._hosts.digest():
-            why = (
-                "runs with another list of hosts and ranks: give both the same rank table or"
-                " host list, or two runs two ports"
-            )
-        elif not 0 < host < len(hosts):
-            why = f"has no host {host} in its list"
-        else:
-            with self._lock:
-                is_new = host not in self._links and self._attempt is None
-                if is_new:
-                    with suppress(OSError):
-                        link.send({"kind": "welcome"})  # before other threads send to it
-                    self._links[host] = link
+        asks = host < 0
+        with self._lock:
+            why = self._refusal(hello, address)
+            if asks and not why:
+                free = (number for number in range(1, len(hosts)) if number not in self._links)
+                host = next(free, 0)
+            is_new = not why and host > 0 and host not in self._links and self._attempt is None
             if is_new:
-                self._say(f"{hosts[host]} has come")
-                self._serve(host, link)
-                return
-            if not self._restarts and self._attempt is not None:
-                why = f"has {hosts[host]} already: the run was started twice there"
-        if why:
-            self._say(f"{name} was refused: this one {why}")
-        answer = {"kind": "refused", "text": why} if why else {"kind": "later"}
-        say_and_close(link, answer, HELLO_SECONDS)
-
-    def _connect(self) -> None:
-        """Call host 0 until it takes this host into an attempt, or refuses it."""
-        while not self._closed.is_set() and not self._refusal and self._attempt is None:
-            self._call(self._hosts.all[0].address, self._hosts.port)
-            self._closed.wait(_RETRY_SECONDS)
-
-    def _call(self, address: str, port: int) -> None:
-        link: Channel | None = None
-        answer: Mapping[str, Any] = {}
-        own = self._hosts.own
-        try:
-            link = connect(address, port, PEER, HELLO_SECONDS)
-            hello = {"kind": "hello", "host": own, "hosts": self._hosts.digest()}
-            link.send({**hello, "address": self._hosts.all[own].address})
-            answer = link.receive(HELLO_SECONDS)
-        except ChannelEndedError:
-            self._why = "something else answers there"
-        except OSError as error:
-            self._why = str(error.strerror or error)
-        if answer.get("kind") == "welcome" and link is not None:
-            with self._lock:
-                self._links[0] = link
-            self._serve(0, link)
+                with suppress(OSError):
+                    link.send({"kind": "welcome", "host": host})  # before other threads send to it
+                self._links[host] = link
+                if asks:
+                    self._devices[host] = (address, devices)
+        if is_new:
+            said = f"is {address} (devices {spans(devices)})" if asks else "has come"
+            self._say(f"{hosts[host]} {said}")
+            self._serve(host, link)
             return
-        if link is not None:
-            link.close()
-        if answer.get("kind") == "later":
-            self._heard, self._why = time.monotonic(), "it is not ready for this host yet"
-        elif answer.get("kind") == "refused":
-            self._refusal = f"{self._hosts.all[0]} at port {port} {answer.get('text')}"
+        if why:
+            name = address if asks else str(hello.get("address"))[:100]
+            self._say(f"{host_name(name)} was refused: this one {why}")
+        link.dismiss({"kind": "refused", "text": why} if why else {"kind": "later"})
+
+    def _refusal(self, hello: Mapping[str, Any], address: str) -> str:
+        """Return why this run has no place for a caller; empty if it has, now or later."""
+        asks, hosts, numbers = hello["host"] < 0, self._hosts.all, bool(self._hosts.devices)
+        if hello.get("hosts") != self._hosts.digest():
+            return (
+                "runs with another list of hosts and ranks: give both the same rank table or host"
+                " list, or the same --nnodes and as many devices, or two runs two ports"
+            )
+        if asks and not numbers:
+            return f"has all its {len(hosts)} hosts already"
+        if numbers and not asks and self._attempt is None:
+            return "numbers its hosts as they come: give --node_rank on all hosts or on none"
+        here = [
+            device
+            for number, (other, held) in self._devices.items()
+            if other == address or (number == 0 and is_own(address))
+            for device in held
+        ]
+        if asks and not {*here}.isdisjoint(hello["devices"]):
+            return (
+                "has this host already: the run was started twice there; end one of the two, or"
+                " give several nodes on one machine devices of their own"
+            )
+        if self._attempt is not None and not self._restarts:
+            return f"has {hosts[hello['host']]} already: the run was started twice there"
+        return ""
 
     def _serve(self, host: int, link: Channel) -> None:
         """Pass on a host's messages until it closes or is lost."""
@@ -283,7 +310,6 @@ class HostChannel:
         try:
             while True:
                 message = link.receive(LOST_SECONDS)
-                self._heard = time.monotonic()
                 kind = str(message.pop("kind", ""))
                 may_close = may_close or kind in ("failed", "end") or bool(message.get("done"))
                 if kind == "begin" and type(message.get("attempt")) is int:
@@ -304,6 +330,7 @@ class HostChannel:
             may_return = self._attempt is None
             if may_return:
                 self._links.pop(host, None)
+                self._devices.pop(host, None)
         if may_return:
             link.close()
             self._say(f"{name} has left again")
@@ -312,18 +339,7 @@ class HostChannel:
             self._events.put(Message(host=host, kind="lost", values=values))
 
 
-def say_and_close(link: Channel, answer: Mapping[str, Any], limit: float) -> None:
-    """Send a last message, and close the connection once the other end has read it."""
-    with suppress(OSError):
-        link.send(answer)
-    link.finish()
-    with suppress(OSError):
-        while True:
-            link.receive(limit)
-    link.close()
-
-
-def listen_for_launchers(hosts: Hosts) -> socket.socket:
+def _listen(hosts: Hosts) -> socket.socket:
     """Listen for the launchers of the other hosts. Raises ConfigError if the port is not
     available.
     """
@@ -335,4 +351,4 @@ def listen_for_launchers(hosts: Hosts) -> socket.socket:
             f"host {address}, port {port}: cannot listen there for the launchers of the other"
             f" hosts: {error.strerror or error}; it must be a free port of this machine: end what"
             " uses it, or set MASTER_PORT to another (this one is the port after it)"
-        ) from None
+        ) from error

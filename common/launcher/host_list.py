@@ -16,8 +16,8 @@ from common.cluster.places import RankPlacement
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.processes.addresses import is_ip, may_be_host
-from common.processes.death_signal import tied_to_this_process
 from common.processes.heartbeat import start_heartbeat
+from common.processes.programs import tied_to_this_process
 from common.whole_numbers import shortened
 
 _STOP_CHECK_SECONDS = 0.2
@@ -38,14 +38,6 @@ _PASSED_ON = (
 _PREFIXES = ("NCCL_", "HCCL_", "TORCH_NCCL_")
 _OF_ONE_HOST = ("HCCL_IF_IP", "NCCL_HOSTID")
 """Variables with such a prefix that differ from host to host."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostCommand:
-    """Command of one host. host: as ssh takes it. text: for a shell there."""
-
-    host: str
-    text: str
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -166,9 +158,9 @@ def _in_table_order(
     return found
 
 
-def host_command(host: str, words: Sequence[str], environ: Mapping[str, str]) -> HostCommand:
-    """Return the command for a host, with this host's folder, repository, interpreter and network
-    settings.
+def host_command(words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the command for a shell there, with the folder, repository, interpreter and network
+    settings of this host.
     """
     variables = {"PYTHON": sys.executable} | {
         name: value for name, value in sorted(environ.items()) if value and _is_passed_on(name)
@@ -177,7 +169,7 @@ def host_command(host: str, words: Sequence[str], environ: Mapping[str, str]) ->
     start = shlex.join(
         ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", script, *words]
     )
-    return HostCommand(host=host, text=f"cd {shlex.quote(str(Path.cwd()))} && {start}")
+    return f"cd {shlex.quote(str(Path.cwd()))} && {start}"
 
 
 def _is_passed_on(name: str) -> bool:

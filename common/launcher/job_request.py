@@ -26,6 +26,7 @@ _QUALIFIED = re.compile(
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _IMAGE = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_./:@]*")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
+_CHIP = re.compile("ascend-[a-z0-9]+")
 _VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
 
 
@@ -91,22 +92,29 @@ class JobRequest:
         _require_label("--name", self.name, 63 - len(last), f"with {last} behind it ")
         _require_label("--namespace", self.namespace)
         _require_label("--queue", self.queue)
-        _require(_IMAGE, "--image", self.image, "registry/name:tag")
-        for option, quantity in (
-            ("--cpu", self.cpu),
-            ("--memory", self.memory),
-            ("--shared_memory", self.shared_memory),
+        quantity = "a quantity such as 64, 500m or 128Gi"
+        for option, pattern, value, expected in (
+            ("--image", _IMAGE, self.image, "registry/name:tag"),
+            ("--cpu", _QUANTITY, self.cpu, quantity),
+            ("--memory", _QUANTITY, self.memory, quantity),
+            ("--shared_memory", _QUANTITY, self.shared_memory, quantity),
+            ("--resource", _QUALIFIED, self.device, f"a resource such as {ASCEND}"),
+            ("--chip", _CHIP, self.chip, "ascend-910 or ascend-910b"),
+            *(
+                ("--node_label", _QUALIFIED, key, "KEY=VALUE with the key of a label")
+                for key in self.node_labels
+            ),
+            *(
+                (f"--node_label {key}", _LABEL_VALUE, value, "the value of a label")
+                for key, value in self.node_labels.items()
+            ),
+            *(
+                ("--env", _VARIABLE, name, "NAME=VALUE with the name of a variable")
+                for name in self.variables
+            ),
         ):
-            if quantity is not None:
-                _require(_QUANTITY, option, quantity, "a quantity such as 64, 500m or 128Gi")
-        if self.device is not None:
-            _require(_QUALIFIED, "--resource", self.device, f"a resource such as {ASCEND}")
-        _require(re.compile("ascend-[a-z0-9]+"), "--chip", self.chip, "ascend-910 or ascend-910b")
-        for key, value in self.node_labels.items():
-            _require(_QUALIFIED, "--node_label", key, "KEY=VALUE with the key of a label")
-            _require(_LABEL_VALUE, f"--node_label {key}", value, "the value of a label")
-        for name in self.variables:
-            _require(_VARIABLE, "--env", name, "NAME=VALUE with the name of a variable")
+            if value is not None:
+                _require(pattern, option, value, expected)
         for text in (self.config_in_pod, *self.words, *self.variables.values()):
             _require_utf8(text)
         _require_path("--workdir", self.workdir)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.cluster import hccn
 from common.cluster.places import Placement
 from common.cluster.pods import server_of_pod
-from common.cluster.rank_environment import make_rendezvous, rank_command
+from common.cluster.rank_environment import (
+    SCHEDULER,
+    Rendezvous,
+    make_rendezvous,
+    rank_command,
+    rank_variables,
+    scheduler_variables,
+)
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import write_table
 from common.config.schema import RunConfig
-from common.launcher.children import make_children, make_hosts
-from common.launcher.host_channel import Hosts
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.cores import cores_of_ranks
+from common.launcher.host_channel import Host, Hosts
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import LaunchRequest, absolute
 from common.launcher.supervisor import Job
 from common.launcher.terminal import tell
@@ -26,79 +34,122 @@ from common.resolve.auto_device import sees_accelerator
 from common.resolve.engine_checks import check_here
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobMaker:
-    """Maker of the jobs of one launch. port: where the ranks meet; None for a default."""
+def make_children(
+    places: Placement,
+    rendezvous: Rendezvous,
+    command: tuple[str, ...],
+    *,
+    environ: Mapping[str, str],
+    pinned: bool = True,
+) -> tuple[ProcessSpec, ...]:
+    """Return one process per rank of this host, all with the same command.
 
-    request: LaunchRequest
-    table: RankTable | None
-    port: int | None
+    The host of rank 0 also has MindSpore's scheduler if needed. pinned: each rank has its own
+    cores, if there are enough.
+    """
+    own = places.own
+    fair = max(1, len(os.sched_getaffinity(0)) // len(own))
+    children = []
+    for place, share in zip(own, cores_of_ranks(len(own)), strict=True):
+        cores = share if pinned else ()
+        threads = len(cores) or fair
+        variables = rank_variables(place, places, rendezvous, cores=threads, environ=environ)
+        children.append(
+            ProcessSpec(rank=place.rank, command=command, environment=variables, cores=cores)
+        )
+    if rendezvous.scheduler and own[0].rank == 0:
+        variables = scheduler_variables(places, rendezvous)
+        children.append(
+            ProcessSpec(rank=-1, command=SCHEDULER, environment=variables, name="scheduler")
+        )
+    return tuple(children)
 
-    def make(self, config: Run, places: Placement, *, starts: bool = True) -> Job:
-        """Return the job of this host, with a rendezvous of its own; warn of settings that are
-        probably unintended.
 
-        starts: False for a job that is only shown.
-        """
-        request, table = self.request, self.table
-        needs_ascend = (
-            starts
-            and table is not None
-            and (config.backend, config.device) == ("mindspore", "auto")
+def make_hosts(
+    places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()
+) -> Hosts | None:
+    """Return all hosts, for the channel between their launchers; None for one host.
+
+    addresses: those by which they reach each other, if the placement does not have them.
+    """
+    names = places.hosts
+    if len(names) == 1:
+        return None
+    hosts = [
+        Host(address=address, ranks=tuple(place.rank for place in places.of_host(name)))
+        for name, address in zip(names, addresses or (places.master, *names[1:]), strict=True)
+    ]
+    return Hosts(all=tuple(hosts), own=names.index(places.own_host), port=rendezvous.port + 1)
+
+
+def job_of_ranks(
+    request: LaunchRequest,
+    config: Run,
+    places: Placement,
+    table: RankTable | None,
+    port: int | None,
+    *,
+    starts: bool = True,
+) -> Job:
+    """Return the job of this host, with a rendezvous of its own; warn of settings that are probably
+    unintended.
+
+    port: where the ranks meet; None for a default. starts: False for a job that is only shown.
+    """
+    for text in _warnings(places, config, table, starts=starts):
+        tell(f"warning: {text}", error=True)
+    # a run that is only shown may be for other machines
+    kind = check_here(config) if starts else config.device
+    table_path = request.table
+    if table is not None and table.version == "0":
+        folder = log_folder(request, config)
+        table_path = folder / "rank_table.json"  # MindSpore does not read version 0
+        if starts:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_table(table, table_path)
+    rendezvous = make_rendezvous(
+        places,
+        port=port,
+        table=table_path,
+        backend=config.backend,
+        environ=os.environ,
+        on_cpu=kind == "cpu",
+        rdma=request.use_rdma,
+    )
+    command = rank_command(request.config, request.mode, request.overrides, program=request.program)
+    children = make_children(
+        places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
+    )
+    if config.logging.style == "fleetx":  # names of Paddle's launcher
+        children = tuple(
+            child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
+            for child in children
         )
-        if needs_ascend and not hccn.npu_numbers():
-            text = "this machine shows no Ascend (/dev/davinciN), for which the rank table is"
-            tell(f"warning: device=auto chose cpu: {text}", error=True)
-        # a run that is only shown may be for other machines
-        kind = check_here(config) if starts else config.device
-        table_path = request.table
-        if table is not None and table.version == "0":
-            folder = log_folder(request, config)
-            table_path = folder / "rank_table.json"  # MindSpore does not read version 0
-            if starts:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_table(table, table_path)
-        self._warn(places, config)
-        rendezvous = make_rendezvous(
-            places,
-            port=self.port,
-            table=table_path,
-            backend=config.backend,
-            environ=os.environ,
-            on_cpu=kind == "cpu",
-            rdma=request.use_rdma,
-        )
-        command = rank_command(
-            request.config, request.mode, request.overrides, program=request.program
-        )
-        children = make_children(
-            places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
-        )
-        if config.logging.style == "fleetx":  # names of Paddle's launcher
-            children = tuple(
-                child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
-                for child in children
+    return make_job(request, config, children, make_hosts(places, rendezvous))
+
+
+def _warnings(
+    places: Placement, config: Run, table: RankTable | None, *, starts: bool
+) -> list[str]:
+    found = layout_warnings(places, config.topology)
+    if table is not None:
+        on_ascend = (config.backend, config.device) == ("mindspore", "auto")
+        if starts and on_ascend and not hccn.npu_numbers():
+            found.append(
+                "device=auto chose cpu: this machine shows no Ascend (/dev/davinciN), for which the"
+                " rank table is"
             )
-        return make_job(request, config, children, make_hosts(places, rendezvous))
-
-    def _warn(self, places: Placement, config: Run) -> None:
-        table = self.table
-        found = layout_warnings(places, config.topology)
-        if table is not None and not (
-            table.version == "2.0" or is_own(places.own_host) or server_of_pod(table, os.environ)
-        ):
+        is_here = is_own(places.own_host) or server_of_pod(table, os.environ)
+        if table.version != "2.0" and not is_here:
             found.append(
                 f"{places.own_host} is not an address of this machine: is this the range of another"
                 " one, or the table of another cluster?"
             )
-        if "RANK_TABLE_FILE" in os.environ and table is None:
-            given = os.environ["RANK_TABLE_FILE"]
-            found.append(
-                f"RANK_TABLE_FILE={given} of your environment is not used: the first argument is"
-                " none"
-            )
-        for text in found:
-            tell(f"warning: {text}", error=True)
+    elif given := os.environ.get("RANK_TABLE_FILE"):
+        found.append(
+            f"RANK_TABLE_FILE={given} of your environment is not used: the first argument is none"
+        )
+    return found
 
 
 def make_job(

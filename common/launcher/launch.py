@@ -30,11 +30,10 @@ from common.cluster.rank_table_formats import NotReadyError
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.attempts import RESTARTABLE, run_attempts
-from common.launcher.children import make_children
-from common.launcher.host_list import HostCommand, divide, host_command, parse_hosts
-from common.launcher.jobs import JobMaker, log_folder, make_job, ranks_here
+from common.launcher.host_list import divide, host_command, parse_hosts
+from common.launcher.jobs import job_of_ranks, log_folder, make_children, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
@@ -89,16 +88,17 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         return 0
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
-    maker = JobMaker(request=request, table=table, port=port)
     if not starts:
         _say(f"# {ranks_here(places, request, config)}\n")
-        return _run(maker.make(config, places, starts=False), request)
+        return _run(job_of_ranks(request, config, places, table, port, starts=False), request)
     if places.own[0].rank == 0:
         _check_first(config, request, check)
     if is_asked("DETACH"):
-        return _run(maker.make(config, places), request)
+        return _run(job_of_ranks(request, config, places, table, port), request)
     tell(ranks_here(places, request, config))
-    return _supervise(lambda number: maker.make(config, places), request, config)
+    return _supervise(
+        lambda number: job_of_ranks(request, config, places, table, port), request, config
+    )
 
 
 def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
@@ -180,7 +180,7 @@ def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTab
 
 def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigError:
     """Return the error for a run that horovodrun has to start, with the command for it."""
-    names = request.node_ips or [
+    names = request.addresses or [
         "localhost" if host == LOOPBACK else host.replace("node ", "HOST") for host in places.hosts
     ]
     sizes = [len(places.of_host(host)) for host in places.hosts]
@@ -229,7 +229,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
         *([] if request.rank_size is None else [str(request.rank_size)]),
         *request.overrides,
     ]
-    commands = []
+    children = []
     for node, part in enumerate(parts):
         numbers, chosen = part.numbers, []
         if isinstance(numbers, range):
@@ -243,13 +243,14 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
             *chosen,
             *after,
         ]
-        commands.append(host_command(part.host, words, os.environ))
-        _say(f"# host {node}: {part.host}\n{commands[-1].text}\n")
+        text = host_command(words, os.environ)
+        children.append(_over_ssh(node, part.host, text))
+        _say(f"# host {node}: {part.host}\n{text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
         return 0
     config = load(request.overrides)  # each host checks the layout
     job = Job(
-        children=tuple(_over_ssh(node, command) for node, command in enumerate(commands)),
+        children=tuple(children),
         log_folder=log_folder(request, config),
         stall_limit=inf,
         follow=not request.quiet,
@@ -258,11 +259,10 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
     return _run(job, request)
 
 
-def _over_ssh(node: int, command: HostCommand) -> ProcessSpec:
-    words = (sys.executable, str(TOOL), "over_ssh", command.host, command.text)
-    title = f"host {command.host}"
+def _over_ssh(node: int, host: str, text: str) -> ProcessSpec:
+    words = (sys.executable, str(TOOL), "over_ssh", host, text)
     return ProcessSpec(
-        rank=node, command=words, environment={}, folder=f"host_{command.host}", title=title
+        rank=node, command=words, environment={}, folder=f"host_{host}", title=f"host {host}"
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import queue
 from dataclasses import replace
+from typing import Any
 
 from common.cluster.environment import task_of_step
+from common.cluster.places import host_names
 from common.cluster.pods import place_of_pod
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
-from common.launcher.host_numbering import Numbering
+from common.launcher.host_channel import Host, HostChannel, Hosts
 from common.launcher.request import LaunchRequest
 from common.launcher.supervisor import connect_limit
 from common.launcher.terminal import tell
@@ -23,7 +27,7 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     meet: wait for the other hosts; a run that is only shown is node 1 unless it is the master.
     Raises ConfigError, and RunError if the others do not arrive.
     """
-    if request.node_ips:
+    if request.addresses:
         return _place_by_address(request)
     given = (request.table, request.rank_size, request.master, request.nnodes, request.node_rank)
     is_open = all(item is None for item in given)
@@ -35,13 +39,7 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             f"hosts by the pod's environment: {pod.nodes}, this is number {pod.node_rank}, rank 0"
             f" is on {pod.address}"
         )
-        address = f"[{pod.address}]" if ":" in pod.address else pod.address
-        return replace(
-            request,
-            nnodes=pod.nodes,
-            node_rank=pod.node_rank,
-            master=f"{address}:{pod.port}",
-        )
+        return _with_nodes(request, pod.nodes, pod.node_rank, pod.address, pod.port)
     host, port = parse_master(request.master)
     known = request.node_rank is not None or request.rank_size is not None or request.table
     nodes = request.nnodes or 1
@@ -53,14 +51,9 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             " of rank 0"
         )
     if meet:
-        numbering = Numbering(
-            master=host,
-            port=(port or given_port(os.environ) or DEFAULT_PORT) + 1,
-            nodes=nodes,
-            devices=tuple(request.numbers),
-            limit=connect_limit(os.environ),
-        )
-        return replace(request, node_rank=numbering.find_node())
+        port = (port or given_port(os.environ) or DEFAULT_PORT) + 1
+        number = find_node(host, port, nodes, tuple(request.numbers), connect_limit(os.environ))
+        return replace(request, node_rank=number)
     number = 0 if request.mode == "plan" or is_here(host) else 1
     if request.mode != "plan" and nodes > 2 and number:
         tell(
@@ -68,6 +61,38 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
             error=True,
         )
     return replace(request, node_rank=number)
+
+
+def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limit: float) -> int:
+    """Return the number of this host, 0 for the master, once all ``nodes`` have come to its port.
+
+    devices: those of this host; several nodes on one machine need different ones. limit: seconds.
+    Raises ConfigError if the master refuses this host, and RunError if not all come in time.
+    """
+    names, size = host_names(nodes, master), len(devices)
+    ranks = [tuple(range(node * size, (node + 1) * size)) for node in range(nodes)]
+    hosts = Hosts(
+        all=tuple(Host(address=name, ranks=held) for name, held in zip(names, ranks, strict=True)),
+        own=0 if is_here(master) else -1,
+        port=port,
+        devices=devices,
+    )
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    try:
+        channel = HostChannel(hosts, events, restarts=True)
+    except ConfigError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            raise
+        # another node of this machine has the port
+        channel = HostChannel(replace(hosts, own=-1), events, restarts=True)
+    try:
+        tell(f"{nodes} hosts are numbered as they come to {hosts.all[0]}, port {port}")
+        channel.gather(0, limit)
+        tell(f"this is node {channel.own} of {nodes}")
+    finally:
+        channel.close()
+    return channel.own
 
 
 def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
@@ -88,17 +113,12 @@ def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
         f"hosts by the step of Slurm: {task.world_size}, this is number {task.rank}, rank 0 is on"
         f" {task.master}"
     )
-    return replace(
-        request,
-        nnodes=task.world_size,
-        node_rank=task.rank,
-        master=f"{task.master}:{task.port}",
-    )
+    return _with_nodes(request, task.world_size, task.rank, str(task.master), task.port)
 
 
 def _place_by_address(request: LaunchRequest) -> LaunchRequest:
     """Return the request with the values that follow from ``--node_ips``. Raises ConfigError."""
-    addresses = request.node_ips
+    addresses = request.addresses
     if request.nnodes not in (None, len(addresses)) or request.node_rank is not None:
         raise ConfigError(
             f"--node_ips names {len(addresses)} hosts and says which is which; leave --nnodes and"
@@ -111,11 +131,14 @@ def _place_by_address(request: LaunchRequest) -> LaunchRequest:
             f"--node_ips {','.join(addresses)}: {found} of them is an address of this machine,"
             " expected one; correct the list, or give --master IP:PORT --nnodes N --node_rank K"
         )
-    first = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    node = own[0] if len(own) == 1 else 0
     port = given_port(os.environ) or DEFAULT_PORT
-    return replace(
-        request,
-        nnodes=len(addresses),
-        node_rank=own[0] if len(own) == 1 else 0,
-        master=request.master or f"{first}:{port}",
-    )
+    found = _with_nodes(request, len(addresses), node, addresses[0], port)
+    return replace(found, master=request.master or found.master)
+
+
+def _with_nodes(
+    request: LaunchRequest, nodes: int, node: int, master: str, port: int | None
+) -> LaunchRequest:
+    address = f"[{master}]" if ":" in master else master
+    return replace(request, nnodes=nodes, node_rank=node, master=f"{address}:{port}")

@@ -11,14 +11,12 @@ import re
 import shlex
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from common.errors import ConfigError
-from common.launcher.process_spec import ProcessSpec
 
 _WRITTEN = re.compile(
     r"(?!\w*(TOKEN|SECRET|PASS|_KEY))"
@@ -33,40 +31,94 @@ _MOST_COPIED = 1 << 20
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 
 
-@dataclass(frozen=True, kw_only=True)
 class RankLog:
-    """Log file, open for appending. start: its length before this run."""
+    """Log of one process, open for appending."""
 
-    path: Path
-    file: IO[bytes]
-    start: int
+    def __init__(self, path: Path, link: Path | None = None) -> None:
+        """Create the folder and open the file. link: another name of it.
+
+        Raises ConfigError if the folder cannot be written.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _open_private(path.with_name("env.log")).close()
+            self.file = _append(path)
+        except OSError as error:
+            raise ConfigError(
+                f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose"
+                " another one by --log_dir"
+            ) from None
+        self.start = self._shown = self.file.tell()
+        """Length before this run, and the part of it that ``new_output`` has returned."""
+        if link is not None:
+            with suppress(OSError):  # another program's file stays; a disk without links gets none
+                if link.is_symlink():
+                    link.unlink()
+                link.symlink_to(path.relative_to(link.parent))
+
+    def begin(self, title: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Begin this run's part of both files. A full disk does not prevent the start."""
+        header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {title}\n"
+        shown = sorted(name for name in environment if _WRITTEN.fullmatch(name))
+        lines = [f"# {shlex.join(command)}", *(f"{name}={environment[name]}" for name in shown)]
+        with suppress(OSError):
+            self.file.write(header.encode())
+            text = header + "".join(line.replace("\n", "\\n") + "\n" for line in lines)
+            with _open_private(self.path.with_name("env.log")) as file:
+                file.write(text.encode(errors="replace"))
+        self.start = self._shown = self.file.tell()
+
+    def new_output(self) -> str:
+        """Return the text since the last call. A very long one is cut to its end."""
+        skipped, note = self._size() - self._shown - _MOST_COPIED, ""
+        if skipped > 0:
+            skipped += _MOST_COPIED - _TAIL_BYTES
+            note = f"\n[{skipped} bytes are left out here; the whole is in {self.path}]\n"
+            self._shown += skipped
+        text, self._shown = self.read(self._shown, _MOST_COPIED)
+        return note + (text.partition("\n")[2] or text) if note else text
+
+    def last_lines(self) -> list[str]:
+        """Return the last lines of this run, cut to a size for a terminal and a message."""
+        text = self.read(max(self.start, self._size() - _TAIL_BYTES))[0]
+        # a progress bar is cut to its last state
+        lines = [
+            line.rpartition("\r")[2] or line for line in text.replace("\r\n", "\n").split("\n")
+        ]
+        found = [line.strip("\r")[:_LINE_LENGTH] for line in lines if line.strip()]
+        return found[-_TAIL_LINES:] or ["(nothing)"]
+
+    def both_ends(self, most: int = 1 << 18) -> str:
+        """Return the text of this run; of a long one ``most`` bytes at its start and its end."""
+        start, offset = self.read(self.start, most)
+        return start + self.read(max(offset, self._size() - most), most)[0]
+
+    def read(self, offset: int, limit: int = 1 << 20) -> tuple[str, int]:
+        """Return the text from ``offset`` on and the offset after it.
+
+        Nothing is returned if the file cannot be read. An incomplete character waits for the next
+        call.
+        """
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(limit)
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            text = decoder.decode(data)
+            return text, offset + len(data) - len(decoder.getstate()[0])
+        return "", offset
+
+    def _size(self) -> int:
+        with suppress(OSError):
+            return self.path.stat().st_size
+        return 0
 
 
-def open_log(folder: Path, child: ProcessSpec) -> RankLog:
-    """Create the child's folder and open its log. Raises ConfigError if the folder cannot be
-    written.
-    """
-    path = folder / child.log_folder / "mindformer.log"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _open_private(path.with_name("env.log")).close()
-        file = _append(path)
-    except OSError as error:
-        raise ConfigError(
-            f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose"
-            " another one by --log_dir"
-        ) from None
-    if child.log_link:
-        _link(folder / child.log_link, path)
-    return RankLog(path=path, file=file, start=file.tell())
-
-
-def set_aside(folder: Path, child: ProcessSpec) -> Path | None:
+def set_aside(path: Path) -> Path | None:
     """Rename the log of an earlier attempt to the first free ``mindformer.log.N``.
 
     Returns its new name, or None if there is no log or the disk does not allow it.
     """
-    path = folder / child.log_folder / "mindformer.log"
     number = 1
     while (target := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
@@ -74,34 +126,6 @@ def set_aside(folder: Path, child: ProcessSpec) -> Path | None:
         path.rename(target)
         return target
     return None
-
-
-def write_headers(log: RankLog, child: ProcessSpec, environment: Mapping[str, str]) -> RankLog:
-    """Begin this run's part of both files, and return the log as it is then.
-
-    A full disk does not prevent the start.
-    """
-    header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {child}\n"
-    shown = sorted(name for name in environment if _WRITTEN.fullmatch(name))
-    lines = [f"{name}={environment[name]}" for name in shown]
-    with suppress(OSError):
-        log.file.write(header.encode())
-        text = header + "".join(
-            line.replace("\n", "\\n") + "\n" for line in [f"# {shlex.join(child.command)}", *lines]
-        )
-        with _open_private(log.path.with_name("env.log")) as file:
-            file.write(text.encode(errors="replace"))
-    return replace(log, start=log.file.tell())
-
-
-def _link(name: Path, path: Path) -> None:
-    """Link ``name`` to a log. An existing file of this name stays; a disk without links gets
-    none.
-    """
-    with suppress(OSError):
-        if name.is_symlink():
-            name.unlink()
-        name.symlink_to(path.relative_to(name.parent))
 
 
 def _append(path: Path, mode: int = 0o666) -> IO[bytes]:
@@ -123,54 +147,3 @@ def _open_private(path: Path) -> IO[bytes]:
         with suppress(OSError):  # another user's file may still be writable
             os.fchmod(file.fileno(), 0o600)
     return file
-
-
-def last_lines(log: RankLog) -> list[str]:
-    """Return the last lines of this run, cut to a size for a terminal and a message."""
-    text = read_new(log, max(log.start, _size(log) - _TAIL_BYTES))[0]
-    # a progress bar is cut to its last state
-    lines = [line.rpartition("\r")[2] or line for line in text.replace("\r\n", "\n").split("\n")]
-    return [line.strip("\r")[:_LINE_LENGTH] for line in lines if line.strip()][-_TAIL_LINES:]
-
-
-def both_ends(log: RankLog, most: int = 1 << 18) -> str:
-    """Return the text of this run; of a long one ``most`` bytes at its start and at its end."""
-    start, offset = read_new(log, log.start, most)
-    return start + read_new(log, max(offset, _size(log) - most), most)[0]
-
-
-def read_new(log: RankLog, offset: int, limit: int = 1 << 20) -> tuple[str, int]:
-    """Return the text from ``offset`` on and the offset after it.
-
-    Nothing is returned if the file cannot be read. An incomplete character waits for the next call.
-    """
-    with suppress(OSError), log.path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(limit)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data)
-        return text, offset + len(data) - len(decoder.getstate()[0])
-    return "", offset
-
-
-def read_to_end(log: RankLog, offset: int) -> tuple[str, int]:
-    """Read like read_new up to the end of the file.
-
-    Of a long text only the last part is returned, with the number of bytes left out.
-    """
-    behind = _size(log) - offset
-    if behind <= _MOST_COPIED:
-        return read_new(log, offset, _MOST_COPIED)
-    skipped = behind - _TAIL_BYTES
-    text, end = read_new(log, offset + skipped, _MOST_COPIED)
-    return (
-        f"\n[{skipped} bytes are left out here; the whole is in"
-        f" {log.path}]\n{text.partition(chr(10))[2] or text}",
-        end,
-    )
-
-
-def _size(log: RankLog) -> int:
-    with suppress(OSError):
-        return log.path.stat().st_size
-    return 0

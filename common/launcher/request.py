@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.cluster.places import parse_devices, parse_range
 from common.cluster.pods import in_pod
 from common.errors import ConfigError
+from common.flags import flag
 from common.processes.addresses import may_be_host
-from common.whole_numbers import shortened, whole_number
+from common.whole_numbers import argument, shortened, whole_number
 
 NO_TABLE = ("none", "-")
 USAGE = (
@@ -29,12 +30,73 @@ USAGE_STANDALONE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
-    """Positional arguments, and the named options as --help explains them.
+class Options:
+    """Options of run_standalone.sh."""
 
-    table: its path; None for none. numbers: devices, or with rank_size a range of global ranks.
-    argv: all arguments, to start the same launch again. program: what the ranks run in place of
-    run_gpt2.py, with its arguments.
+    log_dir: Path | None = flag(
+        "DIR: folder for the logs, mf_parallel{rank}/ (default: output_dir of the config)"
+    )
+    quiet: bool = flag("do not show what the first rank writes: progress, losses, results")
+    max_restarts: int | None = flag(
+        "N: times to start all ranks again after a failure, from the newest complete checkpoint"
+        " (default: runtime.max_restarts of the config, 0)",
+        *("--max_restarts", "--max-restarts"),
+        type=argument(),
+    )
+    certify: int | None = flag(
+        "N: train the first N steps twice, compare them bit for bit, and write certificate.json"
+        " into output_dir",
+        type=argument(1),
+    )
+    follow: bool = flag(SUPPRESS)
+    """It happens anyway; scripts may still give it."""
+    program: Path | None = flag(SUPPRESS)
+    """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
+    no_pinning: bool = flag("let every rank use all cores")
+    words: tuple[str, ...] = flag(SUPPRESS, positional=True, nargs="*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributeOptions(Options):
+    """Options of run_distribute.sh."""
+
+    master: str | None = flag(
+        "IP:PORT: address of the host of rank 0 and a port, where the ranks meet"
+    )
+    devices: str | None = flag("N,N: numbers of the devices of this machine, in place of the range")
+    nnodes: int | None = flag(
+        "N: number of hosts, without a rank table",
+        *("--nnodes", "--num_nodes", "--num-nodes"),
+        type=argument(1),
+    )
+    node_rank: int | None = flag(
+        "K: number of this host, from 0, without a rank table (default: the host of --master is 0,"
+        " the others are numbered as they come)",
+        type=argument(),
+    )
+    node_ips: str | None = flag(
+        "IP,IP: addresses of all hosts, that of rank 0 first, in place of --master, --nnodes and"
+        " --node_rank; each host finds its own among them",
+        *("--node_ips", "--node-ips"),
+    )
+    use_rdma: bool = flag(
+        "let NCCL talk to other hosts only over InfiniBand or RoCE; HCCL always does",
+        *("--use_rdma", "--use-rdma"),
+    )
+    hosts: str | None = flag("A,B: show the command of every host, that of rank 0 first")
+    ssh: bool = flag("run the commands of --hosts over ssh, and wait")
+    all_ranks: bool = flag("plan shows every rank's variables and command")
+    accelerator: str | None = flag(
+        'NAME: plan estimates the time of a step on it, such as "Ascend 910A"'
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest(DistributeOptions):
+    """Options and positional arguments.
+
+    argv: all arguments, to start the same launch again. table: its path; None for none. numbers:
+    devices, or with rank_size a range of global ranks.
     """
 
     argv: tuple[str, ...]
@@ -44,38 +106,39 @@ class LaunchRequest:
     mode: str
     rank_size: int | None = None
     overrides: tuple[str, ...]
-    log_dir: Path | None = None
-    quiet: bool = False
-    max_restarts: int | None = None
-    certify: int | None = None
-    no_pinning: bool = False
-    master: str | None = None
-    nnodes: int | None = None
-    node_rank: int | None = None
-    node_ips: tuple[str, ...] = ()
-    use_rdma: bool = False
-    hosts: str | None = None
-    ssh: bool = False
-    all_ranks: bool = False
-    accelerator: str | None = None
-    program: Path | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Hosts of ``--node_ips``, that of rank 0 first. Raises ConfigError."""
+        if self.node_ips is None:
+            return ()
+        found = tuple(word.strip() for word in self.node_ips.split(","))
+        if not all(map(may_be_host, found)):
+            raise ConfigError(
+                f"--node_ips {shortened(self.node_ips)!r}: expected addresses with commas between,"
+                " without ports, such as 10.0.0.1,10.0.0.2"
+            )
+        for address in found:
+            if found.count(address) > 1:
+                raise ConfigError(f"--node_ips: {shortened(address)} is there twice; name it once")
+        return found
 
 
 def parse_distribute(
-    words: Sequence[str],
-    modes: Sequence[str],
-    *,
-    devices: str | None = None,
-    node_ips: str | None = None,
-    **options: Any,
+    options: DistributeOptions, modes: Sequence[str], argv: tuple[str, ...]
 ) -> LaunchRequest:
     """Return the request for the ranks of this host.
 
-    devices: a list that replaces the range among the arguments. Raises ConfigError, in the order of
-    checks that users of run_distribute.sh know.
+    Raises ConfigError, in the order of checks that users of run_distribute.sh know.
     """
-    if devices is not None:
-        words = _with_devices(words, devices)
+    words, devices = options.words, options.devices
+    if devices is not None:  # a list in place of the range
+        if len(words) > 2 and words[2].strip()[:1] in ("[", "("):
+            raise ConfigError(
+                f"--devices {shortened(devices)} and DEVICE_RANGE {shortened(words[2])} both name"
+                " devices; leave one of them out"
+            )
+        words = (*words[:2], devices, *words[2:])
     if len(words) < 4:
         raise ConfigError(f"{len(words)} arguments, expected 4 or 5\n{USAGE}")
     table = None if words[0] in NO_TABLE else _table(words[0])
@@ -88,47 +151,25 @@ def parse_distribute(
             f"--devices {shortened(devices)} with RANK_SIZE={rank_size}: RANK_SIZE makes the range"
             " one of ranks; leave RANK_SIZE out and give --nnodes N, or give a range of ranks"
         )
-    more = tuple(words[4 if rank_size is None else 5 :])
-    return LaunchRequest(
+    request = LaunchRequest(
+        **vars(options),
+        argv=argv,
         table=table,
         config=config,
         numbers=numbers,
         mode=mode,
         rank_size=rank_size,
-        overrides=more,
-        node_ips=() if node_ips is None else _parse_addresses(node_ips),
-        **options,
+        overrides=tuple(words[4 if rank_size is None else 5 :]),
     )
+    _ = request.addresses  # checked
+    return request
 
 
-def _with_devices(words: Sequence[str], devices: str) -> list[str]:
-    """Return the arguments with the list in place of the range. Raises ConfigError if both are
-    given.
-    """
-    if len(words) > 2 and words[2].strip()[:1] in ("[", "("):
-        raise ConfigError(
-            f"--devices {shortened(devices)} and DEVICE_RANGE {shortened(words[2])} both name"
-            " devices; leave one of them out"
-        )
-    return [*words[:2], devices, *words[2:]]
-
-
-def _parse_addresses(text: str) -> tuple[str, ...]:
-    """Return the hosts of ``--node_ips``, that of rank 0 first. Raises ConfigError."""
-    found = tuple(word.strip() for word in text.split(","))
-    if not all(map(may_be_host, found)):
-        raise ConfigError(
-            f"--node_ips {shortened(text)!r}: expected addresses with commas between, without"
-            " ports, such as 10.0.0.1,10.0.0.2"
-        )
-    for address in found:
-        if found.count(address) > 1:
-            raise ConfigError(f"--node_ips: {shortened(address)} is there twice; name it once")
-    return found
-
-
-def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any) -> LaunchRequest:
+def parse_standalone(
+    options: Options, modes: Sequence[str], argv: tuple[str, ...]
+) -> LaunchRequest:
     """Return the request for one device. Raises ConfigError."""
+    words = options.words
     if len(words) < 3:
         raise ConfigError(
             f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}"
@@ -138,13 +179,13 @@ def parse_standalone(words: Sequence[str], modes: Sequence[str], **options: Any)
     if device is None:
         problem = "is too large" if re.fullmatch("[0-9]+", words[1]) else "is not a number"
         raise ConfigError(f"device_id={shortened(words[1])} {problem}")
-    overrides = (f"context.device_id={device}", *words[3:])
     return LaunchRequest(
+        **vars(options),
+        argv=argv,
         config=config,
         numbers=range(device, device + 1),
         mode=_mode(words[2], modes),
-        overrides=overrides,
-        **options,
+        overrides=(f"context.device_id={device}", *words[3:]),
     )
 
 

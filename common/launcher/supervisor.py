@@ -8,37 +8,46 @@ from __future__ import annotations
 
 import os
 import queue
+import re
+import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.errors import ConfigError, signal_name
+from common.errors import ConfigError, DataError, signal_name
+from common.failures.explain import Found, find_errors, language_of, merged
 from common.launcher.host_channel import HostChannel, Hosts, Message
-from common.launcher.local_ranks import Exit, LocalRanks, stalled_ranks
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
 from common.launcher.terminal import Terminal
-from common.processes.monitor import RankState
-from common.processes.process_tree import in_words
+from common.processes.heartbeat import DUMP_SIGNAL
+from common.processes.process_tree import Descendants, in_words, watch
 from common.run_folder import RESTART_COUNT
-from common.whole_numbers import shortened, whole_number
+from common.whole_numbers import rank_names, shortened, whole_number
 
 _TICK_SECONDS = 0.5
 _SETTLE_SECONDS = 1.0
 """Seconds to wait, after a failure that may be a consequence, for its cause."""
 _SETTLE_SECONDS_OF_HOSTS = 5.0
 _TAILS = 2
+_MAX_SEARCHED = 64
+"""Logs that are searched for known errors."""
 _SAME_SIGNAL_SECONDS = 0.3
 """Seconds within which a repeated signal counts once: ``timeout`` signals the process and its
 group.
 """
 _DECISION_SECONDS = 30.0
 """Seconds to wait for host 0's decision: longer than it takes to kill its ranks."""
+_KILL_SECONDS = 8.0
+_LEAVE_SECONDS = 2.0
+"""Seconds that helpers, and processes started by ranks, may outlive the ranks."""
+_DUMP_SECONDS = 1.0
 _CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
@@ -113,12 +122,6 @@ def run_attempt(job: Job, *, number: int = 0, may_restart: MayRestart | None = N
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Signal:
-    number: int
-    time: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Failure:
     """Failure of ranks. certain: not the consequence of another failure.
 
@@ -136,36 +139,36 @@ class _Failure:
 class _Supervisor:
     def __init__(self, job: Job, number: int, may_restart: MayRestart | None) -> None:
         self._job, self._number, self._may_restart = job, number, may_restart
-        self._hosts = job.hosts
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._hosts, self._channel = job.hosts, None
+        self._events: queue.SimpleQueue[Callable[[], None] | Message] = queue.SimpleQueue()
         own = None if job.hosts is None else job.hosts.all[job.hosts.own]
         self._here = "" if own is None else f" at {own}"
-        self._ranks = LocalRanks(
-            job.children, job.log_folder, None if own is None else own.address, self._events
-        )
+        address = None if own is None else own.address
+        self._processes = [RankProcess(spec, job.log_folder, address) for spec in job.children]
+        self._ranks = [process for process in self._processes if not process.spec.name]
+        self._shown = min(self._ranks, key=lambda process: process.spec.rank)
         limit = connect_limit({**os.environ, **job.children[0].environment})
         self._limit = job.return_limit if may_restart and number else limit
-        self._channel = (
-            HostChannel(job.hosts, self._events, restarts=may_restart is not None)
-            if job.hosts is not None
-            else None
-        )
+        if job.hosts is not None:
+            self._channel = HostChannel(job.hosts, self._events, restarts=may_restart is not None)
+        self._descendants = Descendants(_KILL_SECONDS)
         self._terminal = Terminal()
+        self._began = time.monotonic()
         self._failures: list[_Failure] = []
         self._failed_at = 0.0
-        self._stop: _Signal | None = None
+        self._stop: tuple[int, float] | None = None
+        """Signal that stops the run, and its time."""
         self._elsewhere: dict[int, Mapping[str, Any]] = {}
         """Last life of other hosts."""
         self._end: Mapping[str, Any] | None = None
         """Word of host 0 at the end: exit code, and whether another attempt follows."""
         self._lost_first = False
         """Host 0 cannot be heard any more."""
-        self._steps = (-1, -1)
-        self._late: list[int] = []
-        """Signals after the last look for events."""
+        self._is_ending = False
+        self._late_signal = 0
+        """First signal after the ranks were ended."""
 
     def run(self) -> Outcome:
-        began, again = time.monotonic(), False
         with ExitStack() as stack:
             stack.callback(self._terminal.close)
             if self._channel is not None:
@@ -175,40 +178,66 @@ class _Supervisor:
                 if self._job.when_met is not None:
                     self._job.when_met(max(own, self._number))  # host 0 may have begun anew
             stack.enter_context(self._signals())
-            with self._ranks:
+            with self._descendants:
                 self._start()
                 while not self._is_over():
                     self._take_events()
                     self._look()
                 if not self._failures:
-                    self._ranks.wait_for_leavers()
+                    self._wait_for_leavers()
                 elif self._failure().stalled:
-                    self._ranks.show_stacks(self._failure().ranks)
-                seconds = time.monotonic() - began
+                    self._show_stacks(self._failure().ranks)
+                seconds = time.monotonic() - self._began
+                self._is_ending = True
                 again = self._decide(seconds)
             again = self._hear_decision(again)
             self._show()
-            if self._ranks.undead:
-                pids = ", ".join(map(str, self._ranks.undead))
+            for process in self._processes:
+                process.close()
+            if undead := self._descendants.undead:
                 self._say_error(
-                    f"processes {pids} do not end after SIGKILL: they wait for a disk or a driver;"
-                    " see dmesg"
+                    f"processes {', '.join(map(str, undead))} do not end after SIGKILL: they wait"
+                    " for a disk or a driver; see dmesg"
                 )
             code = self._code()
             report = self._tell_end(code, seconds)
-            if late := self._late_signal():
-                code, again = 128 + late, False
-            return replace(self._outcome(code, seconds), again=again, report=report)
+            self._take_events(wait=False)
+            if self._late_signal and self._failures and self._stop is None:
+                code, again = 128 + self._late_signal, False
+            return self._outcome(code, seconds, again=again, report=report)
 
     def _start(self) -> None:
+        """Start all processes, up to the first that cannot be started."""
         variables = {} if self._may_restart is None else {RESTART_COUNT: str(self._number)}
-        why = self._ranks.start(**variables)
-        if why:
-            self._fail(_Failure(text=why, code=1))
+        for process in self._processes:
+            try:
+                pid = process.start(self._descendants, variables)
+            except OSError as error:
+                text = f"{process.name} could not be started: {error.strerror or error}"
+                self._fail(_Failure(text=f"{text}: {process.spec.command[0]}", code=1))
+                break
+            watch(pid, partial(self._note_exit, process))
         self._terminal.say(
-            f"started {self._ranks.names()}; logs: {self._ranks.logs()}; to stop and save: Ctrl-C,"
-            f" or kill {os.getpid()}"
+            f"started {self._names()}; logs: {self._logs()}; to stop and save: Ctrl-C, or kill"
+            f" {os.getpid()}"
         )
+
+    def _names(self, ranks: Collection[int] | None = None) -> str:
+        """Return the numbers or titles of all ranks here, or of some."""
+        found = [
+            process.spec for process in self._ranks if ranks is None or process.spec.rank in ranks
+        ]
+        if any(spec.title for spec in found):
+            return ", ".join(map(str, found))
+        return rank_names([spec.rank for spec in found])
+
+    def _logs(self) -> Path:
+        """Return the place of the logs as one name or shell pattern."""
+        names = [process.spec.log_folder for process in self._ranks]
+        if len(names) > 1:
+            names = list(dict.fromkeys(re.sub(r"\d+$", "*", name) for name in names))
+        pattern = names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
+        return self._job.log_folder / pattern / self._shown.log.path.name
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -219,7 +248,7 @@ class _Supervisor:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, self._note)
+                    before[number] = signal.signal(number, self._note_signal)
             # if it is ignored, exit codes are lost
             before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
@@ -228,79 +257,74 @@ class _Supervisor:
             for signal_number, handler in before.items():
                 signal.signal(signal_number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._events.put(_Signal(number=number, time=time.monotonic()))
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(partial(self._take_signal, number, time.monotonic()))
+
+    def _note_exit(self, process: RankProcess, code: int) -> None:
+        self._events.put(partial(self._take_exit, process, code))
 
     # ---- events ----
 
-    def _next_events(self) -> Iterator[Any]:
-        """Yield the events that are there, after a wait of at most a tick for the first."""
-        try:
-            yield self._events.get(timeout=_TICK_SECONDS)
+    def _take_events(self, *, wait: bool = True) -> None:
+        """Take the events that are there, after a wait of at most a tick for the first."""
+        with suppress(queue.Empty):
+            event = self._events.get(wait, _TICK_SECONDS)
             while True:
-                yield self._events.get_nowait()
-        except queue.Empty:
-            pass
+                if isinstance(event, Message):
+                    self._read_message(event)
+                else:
+                    event()
+                event = self._events.get_nowait()
 
-    def _take_events(self) -> None:
-        for event in self._next_events():
-            if isinstance(event, Exit):
-                self._take_exit(event.index, event.code)
-            elif isinstance(event, _Signal):
-                self._take_signal(event)
-            else:
-                self._read_message(event)
-
-    def _take_exit(self, index: int, code: int) -> None:
-        self._ranks.codes[index] = code
-        name = self._ranks.name(index)
+    def _take_exit(self, process: RankProcess, code: int) -> None:
+        if self._is_ending:  # killed
+            return
+        process.code = code
         # a signal to the rank itself, after which all ranks stop together
         if self._stop is None and code in _CLEAN_EXITS and code != 0:
-            self._stop = _Signal(number=code - 128, time=time.monotonic())
+            self._stop = (code - 128, time.monotonic())
             self._terminal.say(
-                f"{name} was stopped by {signal_name(code - 128)}; waiting for the others"
+                f"{process.name} was stopped by {signal_name(code - 128)}; waiting for the others"
             )
         if code in _CLEAN_EXITS:
             return
         if self._stop is not None and code == -signal.SIGTERM:
+            number = self._stop[0]
             text = (
-                f"stopped by {signal_name(self._stop.number)}; {name} ended before it could"
-                " save, so the others had to end too"
+                f"stopped by {signal_name(number)}; {process.name} ended before it could save, so"
+                " the others had to end too"
             )
-            self._fail(_Failure(text=text, code=128 + self._stop.number, certain=False))
+            self._fail(_Failure(text=text, code=128 + number, certain=False))
             return
-        text = f"{name} {in_words(code)}; its log: {self._ranks.log(index)}"
-        stopped = [state.rank for state in self._ranks.states() if state.is_stopped]
+        text = f"{process.name} {in_words(code)}; its log: {process.log.path}"
+        stopped = [state.rank for state in self._states() if state.is_stopped]
         if stopped:
-            text += f"; perhaps because of {self._ranks.names(stopped)}, stopped (state T)"
+            text += f"; perhaps because of {self._names(stopped)}, stopped (state T)"
         # a closed connection to a dead peer also leads to exit code 1 or an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
-        spec = self._ranks.specs[index]
-        self._fail(
-            _Failure(
-                text=text,
-                code=code if code > 0 else 128 - code,
-                certain=certain,
-                ranks=() if spec.name else (spec.rank,),
-            )
-        )
+        ranks = () if process.spec.name else (process.spec.rank,)
+        code = code if code > 0 else 128 - code
+        self._fail(_Failure(text=text, code=code, certain=certain, ranks=ranks))
 
-    def _take_signal(self, event: _Signal) -> None:
-        if self._stop is None:
-            self._stop_ranks(event)
-        elif event.time - self._stop.time > _SAME_SIGNAL_SECONDS:
-            text = f"killed by a second signal, {signal_name(event.number)}{self._here}"
-            self._fail(_Failure(text=text, code=128 + event.number))
+    def _take_signal(self, number: int, moment: float) -> None:
+        if self._is_ending:
+            self._late_signal = self._late_signal or number
+        elif self._stop is None:
+            self._stop_ranks(number, moment)
+        elif moment - self._stop[1] > _SAME_SIGNAL_SECONDS:
+            text = f"killed by a second signal, {signal_name(number)}{self._here}"
+            self._fail(_Failure(text=text, code=128 + number))
 
-    def _stop_ranks(self, event: _Signal) -> None:
-        self._stop = event
-        self._ranks.terminate()
+    def _stop_ranks(self, number: int, moment: float) -> None:
+        self._stop = (number, moment)
+        for process in self._running():
+            process.send_signal(signal.SIGTERM)
         self._terminal.say(
-            f"{signal_name(event.number)}: the ranks save at the next step boundary and end; a"
-            " second signal kills them"
+            f"{signal_name(number)}: the ranks save at the next step boundary and end; a second"
+            " signal kills them"
         )
         if self._channel is not None:
-            self._channel.tell("stop", signal=event.number)
+            self._channel.tell("stop", signal=number)
 
     def _read_message(self, event: Message) -> None:
         try:
@@ -322,7 +346,7 @@ class _Supervisor:
             states = [RankState(**state) for state in values.get("states", ())]
             self._elsewhere[event.host] = {**values, "states": states}
         elif event.kind == "stop" and self._stop is None:
-            self._stop_ranks(_Signal(number=int(values["signal"]), time=time.monotonic()))
+            self._stop_ranks(int(values["signal"]), time.monotonic())
         elif event.kind == "failed":
             self._fail(_Failure(**{**values, "ranks": tuple(values["ranks"])}))
         elif event.kind == "end":
@@ -342,28 +366,47 @@ class _Supervisor:
 
     # ---- checks between events ----
 
+    def _running(self) -> list[RankProcess]:
+        return [process for process in self._ranks if process.runs]
+
+    def _states(self) -> list[RankState]:
+        """Return the states of running ranks."""
+        now = time.monotonic()
+        return [process.state(now) for process in self._running()]
+
+    @property
+    def _done(self) -> bool:
+        """Tell whether every rank here has ended; helpers may still run."""
+        return all(process.code is not None for process in self._ranks)
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Tell whether a process here has ended otherwise than well."""
+        return any(process.code for process in self._processes)
+
     def _look(self) -> None:
-        self._ranks.read_heartbeats()
-        self._steps = self._ranks.steps
+        for process in self._processes:
+            process.read_heartbeat(time.monotonic())
         self._show()
         if self._failures:
             return
-        states, done = self._ranks.states(), self._ranks.done
+        states = self._states()
         if self._channel is not None and self._hosts is not None and self._hosts.own > 0:
-            stopped = any(self._ranks.codes.values())
             self._channel.set_life(
-                states=[asdict(state) for state in states], done=done, stopped=stopped
+                states=[asdict(state) for state in states],
+                done=self._done,
+                stopped=self._is_stopped,
             )
         if self._stop is None:
             self._look_for_stalls(states)
-        elif time.monotonic() - self._stop.time > self._job.stall_limit:
+        elif time.monotonic() - self._stop[1] > self._job.stall_limit:
             left = tuple(state.rank for state in states)
             text = (
-                f"stopped by {signal_name(self._stop.number)};"
-                f" {self._ranks.names(left) if left else 'other hosts'} did not end within"
+                f"stopped by {signal_name(self._stop[0])};"
+                f" {self._names(left) if left else 'other hosts'} did not end within"
                 f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             )
-            self._fail(_Failure(text=text, code=128 + self._stop.number, ranks=left, stalled=True))
+            self._fail(_Failure(text=text, code=128 + self._stop[0], ranks=left, stalled=True))
 
     def _look_for_stalls(self, states: list[RankState]) -> None:
         """Look for stalled ranks; host 0 does it for all hosts.
@@ -385,11 +428,14 @@ class _Supervisor:
         self._fail(_Failure(text=text, code=1, ranks=ranks, stalled=True))
 
     def _show(self) -> None:
-        if self._job.follow:
-            self._terminal.copy(self._ranks.new_output())
-            self._terminal.live(self._ranks.progress(self._job.steps))
-        elif self._terminal.has_live_line:
-            self._terminal.live(self._ranks.new_output())
+        if not self._job.follow:
+            return
+        shown = self._shown
+        self._terminal.copy(shown.log.new_output())
+        if shown.runs and shown.last_step >= 0:
+            of_all = f" of {self._job.steps}" if self._job.steps else ""
+            doing = shown.state(time.monotonic()).doing
+            self._terminal.live(f"step {shown.last_step}{of_all}, {doing}")
 
     def _say_error(self, text: str) -> None:
         self._terminal.say(text, error=True)
@@ -401,13 +447,32 @@ class _Supervisor:
             settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
             return (
                 any(failure.certain for failure in self._failures)
-                or (self._job.over_ssh and self._ranks.done)
+                or (self._job.over_ssh and self._done)
                 or time.monotonic() - self._failed_at > settle
             )
-        if self._hosts is None or not self._ranks.done or self._hosts.own > 0:
-            return self._ranks.done and (self._hosts is None or self._end is not None)
+        if self._hosts is None or not self._done or self._hosts.own > 0:
+            return self._done and (self._hosts is None or self._end is not None)
         finished = sum(bool(life.get("done")) for life in self._elsewhere.values())
         return finished == len(self._hosts.all) - 1
+
+    def _wait_for_leavers(self) -> None:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._descendants.living() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _show_stacks(self, ranks: Collection[int]) -> None:
+        """Make hanging ranks write their stacks. Ranks without a heartbeat and stopped ranks
+        cannot.
+        """
+        able = [
+            process
+            for process, state in zip(self._running(), self._states(), strict=True)
+            if state.rank in ranks and state.silent is not None and not state.is_stopped
+        ]
+        for process in able:
+            process.send_signal(DUMP_SIGNAL)
+        if able:
+            time.sleep(_DUMP_SECONDS)
 
     def _failure(self) -> _Failure:
         """Return the first failure that is not the consequence of another, if there is one."""
@@ -418,20 +483,22 @@ class _Supervisor:
             return int(self._end["code"])
         if self._failures:
             return self._failure().code
-        was_stopped = any(self._ranks.codes.values()) or any(
+        was_stopped = self._is_stopped or any(
             life.get("stopped") for life in self._elsewhere.values()
         )
-        return 128 + self._stop.number if self._stop is not None and was_stopped else 0
+        return 128 + self._stop[0] if self._stop is not None and was_stopped else 0
 
-    def _outcome(self, code: int, seconds: float) -> Outcome:
+    def _outcome(self, code: int, seconds: float, **values: Any) -> Outcome:
+        firsts = [process.first_step for process in self._ranks if process.first_step >= 0]
         return Outcome(
             code=code,
             failure=self._failure().text.partition("\n")[0] if self._failures else "",
-            first_step=self._steps[0],
-            last_step=self._steps[1],
+            first_step=min(firsts, default=-1),
+            last_step=max(process.last_step for process in self._ranks),
             seconds=seconds,
             lost_host=bool(self._failures) and self._failure().lost_host,
             number=self._number,
+            **values,
         )
 
     def _decide(self, seconds: float) -> bool:
@@ -439,68 +506,64 @@ class _Supervisor:
 
         Others without host 0 try again after a failure.
         """
-        can_restart = self._may_restart is not None and bool(self._failures) and self._stop is None
-        if self._hosts is not None and self._hosts.own > 0:
-            return can_restart
-        code = self._code()
-        again = (
-            can_restart
-            and self._may_restart is not None
-            and self._may_restart(self._outcome(code, seconds))
-        )
-        if self._channel is not None:
-            self._channel.tell("end", code=code, again=again)
+        again = self._may_restart is not None and bool(self._failures) and self._stop is None
+        if self._hosts is None or self._hosts.own == 0:
+            code = self._code()
+            if self._may_restart is not None and again:
+                again = self._may_restart(self._outcome(code, seconds))
+            if self._channel is not None:
+                self._channel.tell("end", code=code, again=again)
         return again
 
     def _hear_decision(self, again: bool) -> bool:
-        """Return host 0's decision, for which others wait; ``again`` without one.
-
-        The ranks have been killed, so their exit codes count no more.
-        """
+        """Return host 0's decision, for which others wait; ``again`` without one."""
         if self._may_restart is None or self._hosts is None or self._hosts.own == 0:
             return again
         deadline = time.monotonic() + _DECISION_SECONDS
-        assert self._channel is not None
-        while self._end is None and time.monotonic() < deadline:
-            if self._lost_first:
-                break
-            for event in self._next_events():
-                if isinstance(event, _Signal):
-                    self._late.append(event.number)
-                elif isinstance(event, Message):
-                    self._read_message(event)
+        while self._end is None and not self._lost_first and time.monotonic() < deadline:
+            self._take_events()
         return again if self._end is None else bool(self._end["again"])
-
-    def _late_signal(self) -> int:
-        """Return the number of the first signal that came after the ranks had failed, or 0."""
-        with suppress(queue.Empty):
-            while True:
-                event = self._events.get_nowait()
-                if isinstance(event, _Signal):
-                    self._late.append(event.number)
-        return self._late[0] if self._late and self._failures and self._stop is None else 0
 
     def _tell_end(self, code: int, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
-        if not self._job.follow:  # until then the line shows progress; then the result replaces it
-            self._terminal.keep_live()
-        all_of = "hosts" if self._job.over_ssh else "ranks"
+        over_ssh = self._job.over_ssh
+        all_of = "hosts" if over_ssh else "ranks"
         if not self._failures:
             how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
             self._terminal.say(f"{how}, after {seconds:.0f} s")
             return ""
         failure = self._failure()
-        stopped = self._stop is not None and code == 128 + self._stop.number
+        stopped = self._stop is not None and code == 128 + self._stop[0]
         lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
-        if self._job.over_ssh:
+        if over_ssh:
             lines += [f"also: {other.text}" for other in self._failures if other is not failure]
             ranks = tuple(rank for other in self._failures for rank in other.ranks)
-        lines += self._ranks.tails(ranks, None if self._job.over_ssh else _TAILS)
-        lines += self._ranks.known_errors()
-        where = "" if self._job.over_ssh else " here"
+        telling = [process.log for process in self._processes if process.spec.rank in ranks]
+        for log in telling if over_ssh else telling[:_TAILS]:
+            lines.append(f"last lines of {log.path}:")
+            lines += [f"    {line}" for line in log.last_lines()]
+        lines += self._known_errors()
+        where = "" if over_ssh else " here"
         ended = f"all {all_of}{where} were ended; exit code {code}"
         self._say_error("\n".join([*lines, ended]))
         return "\n".join(lines)
+
+    def _known_errors(self) -> list[str]:
+        """Return a line about the known error in the logs of this run that explains most, or none.
+
+        Causes come before ranks that waited, so the logs of all ranks here are searched.
+        """
+        found: list[Found] = []
+        with suppress(DataError):  # a broken catalogue must not hide why the run failed
+            logs = [process.log for process in self._processes[:_MAX_SEARCHED]]
+            found = merged(find_errors(log.both_ends(), log.path) for log in logs)
+        if not found:
+            return []
+        meaning = found[0].error.meaning[language_of(os.environ)]
+        return [
+            f"known error {found[0].code}: {meaning}; python tools/doctor.py --explain"
+            f" {shlex.quote(str(found[0].path))}"
+        ]
 
 
 def connect_limit(environ: Mapping[str, str]) -> float:

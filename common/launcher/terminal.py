@@ -6,15 +6,11 @@ from __future__ import annotations
 
 import os
 import queue
-import re
-import shutil
 import sys
 import threading
-import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
 _CLEAR = "\r\x1b[K"
 _MOST_WAITING = 1 << 22
 """Characters that may wait for a reader before copied text is left out."""
@@ -29,69 +25,69 @@ class Terminal:
                 if stream is not None:  # closed before Python started
                     stream.flush()
         self._live = ""
-        self._whole = ""
-        """Last text given to ``live``, not cut to the width."""
+        """Text of the live line; empty for none."""
         self._in_a_line = False
         """Whether the last copied text has no line end yet."""
-        self._given = 0
-        self._taken = 0
+        self._given = self._taken = 0
         """Number of characters put, and of those taken by the writing thread."""
-        self.has_live_line = (
+        self._has_live_line = (
             sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         )
-        self._lines: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
+        self._texts: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
         self._thread = threading.Thread(target=self._write, name="terminal", daemon=True)
         self._thread.start()
 
     def say(self, text: str, *, error: bool = False) -> None:
         """Print a line of the launcher itself, to standard output or standard error."""
-        self._put(sys.stderr if error else sys.stdout, f"{_CLEAR if self._live else ''}{text}\n")
-        self._live = self._whole = ""
+        self._put(sys.stderr if error else sys.stdout, f"{text}\n")
 
     def copy(self, text: str) -> None:
         """Copy text to standard output unchanged; dropped while much is waiting for the reader."""
         if text and self._given - self._taken < _MOST_WAITING:
-            self._put(sys.stdout, f"{_CLEAR if self._live else ''}{text}")
-            self._live = self._whole = ""
+            self._put(sys.stdout, text)
             self._in_a_line = not text.endswith("\n")
 
     def live(self, text: str) -> None:
-        """Show the last line of ``text`` in place of the previous one; only on a terminal."""
-        lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]
-        whole = _CONTROL.sub("", lines[-1]).strip() if lines else ""
-        line = cut(whole, shutil.get_terminal_size().columns - 1)
-        if self.has_live_line and line and whole != self._whole and not self._in_a_line:
-            self._live, self._whole = line, whole
-            self._put(sys.stdout, f"{_CLEAR}{line}")
-
-    def keep_live(self) -> None:
-        """Turn the live line into an ordinary, full one, which shows the result of the run."""
-        if self._live:
-            self._put(sys.stdout, f"{_CLEAR}{self._whole}\n")
-        self._live = self._whole = ""
+        """Show a short line in place of the one before; only on a terminal."""
+        if self._has_live_line and text != self._live and not self._in_a_line:
+            self._put(sys.stdout, f"{_CLEAR}{text}")
+            self._live = text
 
     def close(self, limit: float = 2.0) -> None:
         """Wait at most ``limit`` seconds until all text is written."""
-        self.keep_live()
         with suppress(queue.Full):
-            self._lines.put(None, timeout=limit)
+            self._texts.put(None, timeout=limit)
             self._thread.join(limit)
 
     def _put(self, stream: TextIO | None, text: str) -> None:
+        text = f"{_CLEAR}{text}" if self._live and not text.startswith(_CLEAR) else text
+        self._live = ""
         with suppress(queue.Full):
             if stream is not None:
-                self._lines.put_nowait((stream, text))
+                self._texts.put_nowait((stream, text))
                 self._given += len(text)
 
     def _write(self) -> None:
-        while (item := self._lines.get()) is not None:
+        while (item := self._texts.get()) is not None:
             stream, text = item
             with suppress(OSError, ValueError):  # closed, or the terminal is gone
-                write_now(stream, text)
+                _write_now(stream, text)
             self._taken += len(text)
 
 
-def write_now(stream: TextIO, text: str) -> None:
+def tell(text: str, *, error: bool = False) -> None:
+    """Print a line to standard output or standard error, before there is a Terminal.
+
+    A full or closed stream does not prevent the run.
+    """
+    stream = sys.stderr if error else sys.stdout
+    with suppress(OSError, ValueError):
+        if stream is not None:
+            stream.flush()
+            _write_now(stream, f"{text}\n")
+
+
+def _write_now(stream: TextIO, text: str) -> None:
     """Write below Python's own buffer. Raises OSError.
 
     A thread stuck in that buffer would hold its lock until the interpreter aborts. Unwritten text
@@ -105,28 +101,6 @@ def write_now(stream: TextIO, text: str) -> None:
     rest = memoryview(text.encode(errors="replace"))
     while rest:
         rest = rest[raw.write(rest) or len(rest) :]
-
-
-def tell(text: str, *, error: bool = False) -> None:
-    """Print a line to standard output or standard error, before there is a Terminal.
-
-    A full or closed stream does not prevent the run.
-    """
-    stream = sys.stderr if error else sys.stdout
-    with suppress(OSError, ValueError):
-        if stream is not None:
-            stream.flush()
-            write_now(stream, f"{text}\n")
-
-
-def cut(text: str, width: int) -> str:
-    """Return the start of ``text`` within ``width`` columns; Chinese characters take two."""
-    taken = 0
-    for index, character in enumerate(text):
-        taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        if taken > width:
-            return text[:index]
-    return text
 
 
 def open_standard_streams() -> None:
@@ -144,8 +118,5 @@ def open_standard_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            setattr(
-                sys,
-                name,
-                os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False),
-            )
+            file = os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)
+            setattr(sys, name, file)

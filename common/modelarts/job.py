@@ -142,7 +142,7 @@ def start_ranks(
     the platform's variables contradict each other.
     """
     from common.launcher.attempts import RESTARTABLE, run_attempts
-    from common.launcher.children import make_children, make_hosts
+    from common.launcher.jobs import make_children, make_hosts
     from common.launcher.supervisor import Job
 
     table_file, places = find_places(environ)

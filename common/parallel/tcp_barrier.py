@@ -14,7 +14,6 @@ from common.processes.channel import Channel, connect as connect_channel
 
 _JOIN_SECONDS = 60.0
 _LATER = 30.0
-_PEER = "a rank"
 
 
 class TcpBarrier:
@@ -81,7 +80,7 @@ class BarrierServer:
             self._listener.settimeout(2 * _JOIN_SECONDS)
             while len(peers) < size - 1:
                 try:
-                    peer = Channel(self._listener.accept()[0], _PEER)
+                    peer = Channel(self._listener.accept()[0])
                 except TimeoutError:
                     missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
                     raise RunError(
@@ -103,7 +102,7 @@ class BarrierServer:
 def connect(rank: int, address: str, port: int, token: str) -> TcpBarrier:
     """Connect to rank 0. Raises RunError if its host cannot be reached."""
     try:
-        peer = connect_channel(address, port, _PEER, _JOIN_SECONDS)
+        peer = connect_channel(address, port, _JOIN_SECONDS)
         peer.send({"rank": rank, "token": token})
     except OSError as error:
         raise RunError(

@@ -1,8 +1,8 @@
 """Channel of JSON objects between two processes, one per line, over TCP.
 
-Launchers, doctors and ranks use it. A caller first sends a hello that identifies it; otherwise the
-other side closes the connection. Anyone who reaches the port of a launcher or a doctor can call, so
-the port belongs in the network of the cluster.
+Launchers and ranks use it. A caller first sends a hello that identifies it; otherwise the other
+side closes the connection. Anyone who reaches the port of a launcher can call, so the port belongs
+in the network of the cluster.
 """
 
 from __future__ import annotations
@@ -28,14 +28,10 @@ class ChannelEndedError(ConnectionError):
 
 
 class Channel:
-    """One connection. Any thread may send; one thread receives.
+    """One connection. Any thread may send; one thread receives."""
 
-    peer: the expected other end, such as ``a doctor``, for messages.
-    """
-
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._peer = peer
         self._rest = b""
         self._sending = threading.Lock()
         self.ended = threading.Event()
@@ -60,10 +56,15 @@ class Channel:
         """
         try:
             self._socket.settimeout(limit)
-            message = self._parsed(self._line())
+            message = parse_json(self._line(), finite=False)  # a damaged sum may be NaN
+        except MalformedError:
+            message = None
         except OSError:
             self.ended.set()
             raise
+        if not isinstance(message, dict):
+            self.ended.set()
+            raise ChannelEndedError("its line is not an object")
         return message
 
     def hello(self) -> dict[str, Any]:
@@ -74,17 +75,6 @@ class Channel:
             return self.receive(HELLO_SECONDS)
         return {}
 
-    @property
-    def is_closed(self) -> bool:
-        """Tell whether the other end has left."""
-        try:
-            self._socket.settimeout(0)
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
     def finish(self) -> None:
         """Announce that nothing more will be sent.
 
@@ -92,6 +82,15 @@ class Channel:
         """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+    def dismiss(self, answer: Mapping[str, Any]) -> None:
+        """Send a last object, and close the connection once the other end has read it."""
+        with suppress(OSError):
+            self.send(answer)
+            self.finish()
+            while True:
+                self.receive(HELLO_SECONDS)
+        self.close()
 
     def close(self) -> None:
         with suppress(OSError):
@@ -109,16 +108,7 @@ class Channel:
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def _parsed(self, line: bytes) -> dict[str, Any]:
-        try:
-            message = parse_json(line, finite=False)  # a damaged sum may be NaN
-        except MalformedError:
-            message = None
-        if not isinstance(message, dict):
-            raise ChannelEndedError(f"no message of {self._peer}")
-        return message
 
-
-def connect(address: str, port: int, peer: str, limit: float) -> Channel:
+def connect(address: str, port: int, limit: float) -> Channel:
     """Connect to a port. Raises OSError if nothing answers within ``limit`` seconds."""
-    return Channel(socket.create_connection((address, port), timeout=limit), peer)
+    return Channel(socket.create_connection((address, port), timeout=limit))

@@ -6,6 +6,7 @@ the run makes progress. A process that was not launched has no heartbeat.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -15,7 +16,6 @@ import threading
 import time
 from contextlib import suppress
 
-from common.processes.death_signal import die_with_parent
 from common.whole_numbers import whole_number
 
 ALIVE = "alive"
@@ -25,6 +25,8 @@ DUMP_SIGNAL = signal.SIGUSR1
 where it hangs.
 """
 _pipe: int | None = None
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_library = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def start_heartbeat() -> None:
@@ -60,7 +62,7 @@ def start_heartbeat() -> None:
 def beat(step: int, doing: str) -> None:
     """Report the progress of the rank.
 
-    A word of DOING_ORDER in launcher/local_ranks.py shows the launcher which rank is behind.
+    A word of DOING_ORDER in launcher/rank_process.py shows the launcher which rank is behind.
     """
     _send(f"{step} {doing}")
 
@@ -90,3 +92,14 @@ def _forget() -> None:
         with suppress(OSError):
             os.close(_pipe)
         _pipe = None
+
+
+def die_with_parent(parent: int) -> bool:
+    """Ask for SIGKILL at the death of ``parent``, which started this process.
+
+    Returns False if it has already died. The kernel uses the end of the thread that started this
+    process as the parent's end. An exec keeps the setting, a fork does not.
+    """
+    if _library is not None:
+        _library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    return os.getppid() == parent

@@ -1,6 +1,4 @@
-"""Descendants of this process: found, watched and ended, even after their parent has died
-(Linux).
-"""
+"""Descendants of this process (Linux): started, watched and ended, even without a parent."""
 
 from __future__ import annotations
 
@@ -11,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, Self
 
 import psutil
 
@@ -28,13 +27,87 @@ _HINTS = {
 }
 
 
-def process_state(pid: int) -> str:
-    """Return the state of a process as psutil names it, such as "stopped"; empty if it has
-    ended.
+class Descendants:
+    """Processes that this one starts, and whatever they start. As a context manager, it leaves
+    none.
+
+    Within it, orphaned descendants become children of this process, so that they are found. When
+    this process dies for any reason, ``orphan_guard.py`` ends the started ones.
     """
-    with suppress(psutil.Error):
-        return str(psutil.Process(pid).status())
-    return ""
+
+    def __init__(self, limit: float) -> None:
+        """limit: seconds that they may take to end after SIGKILL."""
+        self._limit = limit
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.undead: list[int] = []
+        """Processes that did not end after SIGKILL, known after the context."""
+
+    def __enter__(self) -> Self:
+        guard = str(Path(__file__).with_name("orphan_guard.py"))
+        self._guard = subprocess.Popen(  # noqa: S603 - no shell
+            [sys.executable, "-I", "-S", guard],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._before = {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
+        self._adopts = _adopt_orphans(1)
+        return self
+
+    def start(
+        self, command: Sequence[str], *, cores: Sequence[int] = (), **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a program in a session of its own, with empty input. Raises OSError.
+
+        cores: those to pin it to; empty for none. options: as of ``Popen``.
+        """
+        with _pinned(cores):
+            process = subprocess.Popen(  # noqa: S603 - no shell
+                command,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                **options,
+            )
+        self._started.append(process)
+        assert self._guard.stdin is not None
+        with suppress(OSError):  # the guard was killed
+            self._guard.stdin.write(f"{process.pid}\n".encode())
+        return process
+
+    def living(self) -> list[int]:
+        """Return the descendants that have not ended, except those below children from before."""
+        table = _processes()
+        children: dict[int, list[int]] = {}
+        for pid, (parent, _) in table.items():
+            children.setdefault(parent, []).append(pid)
+        found = [pid for pid in children.get(os.getpid(), []) if pid not in self._before]
+        for pid in found:  # grows while it is read
+            found += children.get(pid, [])
+        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return [pid for pid in found if table[pid][1] not in ended]
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            _kill(os.killpg, process.pid)
+        deadline = time.monotonic() + self._limit
+        while (left := self.living()) and time.monotonic() < deadline:
+            for pid in left:
+                _kill(os.kill, pid)
+            time.sleep(0.02)
+        self.undead = left
+        for process in self._started:
+            process.poll()
+        for pid, (parent, state) in _processes().items():
+            is_new = parent == os.getpid() and pid not in self._before
+            if is_new and state == psutil.STATUS_ZOMBIE:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        _adopt_orphans(self._adopts)
+        self._guard.kill()  # before the pipe is closed
+        self._guard.communicate()
 
 
 def watch(pid: int, ended: Callable[[int], None]) -> None:
@@ -64,90 +137,34 @@ def in_words(code: int) -> str:
     return f"was killed by signal {-code} ({signal_name(-code)}{f'; {hint}' if hint else ''})"
 
 
-@contextmanager
-def orphan_guard() -> Iterator[Callable[[int], None]]:
-    """Yield a function that registers process groups to be killed when this process dies for any
-    reason.
-
-    See orphan_guard.py.
-    """
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.py"))]
-    with subprocess.Popen(  # noqa: S603 - no shell
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        bufsize=0,
-    ) as process:
-        pipe = process.stdin
-        assert pipe is not None
-
-        def tell(group: int) -> None:
-            with suppress(OSError):  # the guard was killed
-                pipe.write(f"{group}\n".encode())
-
-        try:
-            yield tell
-        finally:
-            process.kill()  # before the pipe is closed
+def _kill(send: Callable[[int, int], None], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        send(number, signal.SIGKILL)
 
 
-@contextmanager
-def adopted_orphans() -> Iterator[Collection[int]]:
-    """Make orphaned descendants children of this process, so that ``living`` finds them.
-
-    Yields the children that existed before.
-    """
-    before = {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
-    if sys.platform != "linux":
-        yield before
-        return
-    library = ctypes.CDLL(None)
+def _adopt_orphans(wanted: int) -> int:
+    """Let orphaned descendants become children of this process (1) or not (0); return what was."""
     old = ctypes.c_int(0)
-    library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(old), 0, 0, 0)
-    library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(old), 0, 0, 0)
+        library.prctl(_PR_SET_CHILD_SUBREAPER, wanted, 0, 0, 0)
+    return old.value
+
+
+@contextmanager
+def _pinned(cores: Sequence[int]) -> Iterator[None]:
+    """Let processes started within this context inherit these cores before they start threads."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # a core is no longer available: unpinned is better than not started
+        os.sched_setaffinity(0, cores)
     try:
-        yield before
+        yield
     finally:
-        library.prctl(_PR_SET_CHILD_SUBREAPER, old.value, 0, 0, 0)
-
-
-def living(before: Collection[int]) -> list[int]:
-    """Return the descendants that have not ended, except those below the children ``before``."""
-    table = _processes()
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in table.items():
-        children.setdefault(parent, []).append(pid)
-    found = [pid for pid in children.get(os.getpid(), []) if pid not in before]
-    for pid in found:  # grows while it is read
-        found += children.get(pid, [])
-    return [pid for pid in found if table[pid][1] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)]
-
-
-def end_all(groups: Collection[int], before: Collection[int], limit: float) -> list[int]:
-    """Send SIGKILL to the groups and to every process of ``living``, until none is left.
-
-    Returns those that are still there after ``limit`` seconds.
-    """
-    for group in groups:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-    deadline = time.monotonic() + limit
-    while (left := living(before)) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    return left
-
-
-def reap(before: Collection[int]) -> None:
-    """Collect the exit codes of adopted processes that have ended."""
-    for pid, (parent, state) in _processes().items():
-        if parent == os.getpid() and pid not in before and state == psutil.STATUS_ZOMBIE:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        os.sched_setaffinity(0, before)
 
 
 def _processes() -> dict[int, tuple[int, str]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from common.processes.death_signal import tied_to_this_process
+from common.processes.heartbeat import die_with_parent
 
 
 def run_program(command: Sequence[str], limit: float) -> tuple[int | None, str, str]:
@@ -37,6 +37,20 @@ def run_program(command: Sequence[str], limit: float) -> tuple[int | None, str, 
         return None, "", f"no answer within {limit:g} s"
     finally:
         _kill_session(child)
+
+
+def tied_to_this_process() -> Callable[[], None]:
+    """Return a ``preexec_fn`` for a program that is to die with this process.
+
+    Start the program from the main thread.
+    """
+    parent = os.getpid()
+
+    def prepare() -> None:
+        if not die_with_parent(parent):
+            os._exit(1)
+
+    return prepare
 
 
 def last_line(text: str) -> str:

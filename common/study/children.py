@@ -12,10 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
 
-from common.processes.death_signal import tied_to_this_process
-from common.processes.process_tree import adopted_orphans, end_all, in_words, reap
+from common.processes.process_tree import Descendants, in_words
 from common.study.results import State
 from common.study.starting import Launch
 
@@ -48,11 +46,15 @@ def run_launches(started: Sequence[Launch], log: Path, limit: float) -> Outcome:
     Their output goes to ``log``. When this process dies, by whatever, they die too.
     """
     began, kills = time.monotonic(), _kills_for_memory()
-    with adopted_orphans() as before, log.open("wb") as output:
+    with log.open("wb") as output, Descendants(_END_SECONDS) as descendants:
         children: list[subprocess.Popen[bytes]] = []
         try:
             for launch in started:
-                children.append(_start(launch, output))
+                environment = {**os.environ, **launch.environment}
+                child = descendants.start(
+                    launch.command, cores=launch.cores, env=environment, stdout=output
+                )
+                children.append(child)
             late = _wait(children, began + limit)
             if late:
                 _stop(children)
@@ -62,37 +64,12 @@ def run_launches(started: Sequence[Launch], log: Path, limit: float) -> Outcome:
         except BaseException:  # Ctrl-C, or SIGTERM
             _stop(children)
             raise
-        finally:
-            end_all([child.pid for child in children], before, _END_SECONDS)
-            for child in children:
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(timeout=1.0)
-            reap(before)
     codes = [child.returncode if child.returncode is not None else 1 for child in children]
     return Outcome(
         code=next((code for code in codes if code), 0),
         seconds=time.monotonic() - began,
         timed_out=late,
         killed_for_memory=_kills_for_memory() > kills,
-    )
-
-
-def _start(launch: Launch, output: BinaryIO) -> subprocess.Popen[bytes]:
-    tied = tied_to_this_process()
-
-    def prepare() -> None:
-        tied()
-        if launch.cores:
-            os.sched_setaffinity(0, launch.cores)
-
-    return subprocess.Popen(  # noqa: S603 - no shell
-        launch.command,
-        env={**os.environ, **launch.environment},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C on the terminal comes only from here
-        preexec_fn=prepare,
     )
 
 

@@ -112,7 +112,7 @@ def test_nodes_that_slurm_counts() -> None:
         == 2
     )
     assert (
-        find_process(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}).local_world_size == 1
+        find_process(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}).local_world_size == 2
     )
 
 

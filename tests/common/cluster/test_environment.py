@@ -26,160 +26,96 @@ def process(
     )
 
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29501",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+def env(text: str, **more: str) -> dict[str, str]:
+    """Return the variables of a text such as ``RANK=0 WORLD_SIZE=2``."""
+    return dict(word.split("=", 1) for word in text.split()) | more
+
+
+RANKS = env("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29501")
+TORCHRUN = {**RANKS, **env("LOCAL_WORLD_SIZE=4 TORCHELASTIC_RUN_ID=none")}
+ONE = env("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=29501")
 # as msrun of MindSpore 2.10 sets them: mindspore/parallel/cluster/process_entity/_api.py
-MSRUN = {
-    "MS_ROLE": "MS_WORKER",
-    "MS_NODE_ID": "3",
-    "MS_WORKER_NUM": "4",
-    "MS_SCHED_HOST": "127.0.0.1",
-    "MS_SCHED_PORT": "8118",
-    "MS_TOPO_TIMEOUT": "600",
-    "RANK_ID": "3",
-    "RANK_SIZE": "4",
-    "DEVICE_ID": "3",
-}
+MSRUN = env(
+    "MS_ROLE=MS_WORKER MS_NODE_ID=3 MS_WORKER_NUM=4 MS_SCHED_HOST=127.0.0.1 MS_SCHED_PORT=8118"
+    " MS_TOPO_TIMEOUT=600 RANK_ID=3 RANK_SIZE=4 DEVICE_ID=3"
+)
 # mpirun(1) of Open MPI 4, "Environment Variables"
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "PMIX_RANK": "1",
-}
+OPEN_MPI = env(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1"
+    " OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 PMIX_RANK=1"
+)
+MPI_ALONE = env("OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1")
 # horovodrun --gloo: create_slot_env_vars and create_run_envs of horovod/runner/gloo_run.py, 0.28
-HOROVOD = {
-    "HOROVOD_HOSTNAME": "b",
-    "HOROVOD_RANK": "5",
-    "HOROVOD_SIZE": "8",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "4",
-    "HOROVOD_CROSS_RANK": "1",
-    "HOROVOD_CROSS_SIZE": "2",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "198.51.100.1",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT": "41000",
-    "HOROVOD_CONTROLLER": "gloo",
-    "HOROVOD_CPU_OPERATIONS": "gloo",
-    "HOROVOD_GLOO_IFACE": "eth0",
-    "NCCL_SOCKET_IFNAME": "eth0",
-}
+HOROVOD = env(
+    "HOROVOD_HOSTNAME=b HOROVOD_RANK=5 HOROVOD_SIZE=8 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=4"
+    " HOROVOD_CROSS_RANK=1 HOROVOD_CROSS_SIZE=2 HOROVOD_GLOO_RENDEZVOUS_ADDR=198.51.100.1"
+    " HOROVOD_GLOO_RENDEZVOUS_PORT=41000 HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo"
+    " HOROVOD_GLOO_IFACE=eth0 NCCL_SOCKET_IFNAME=eth0"
+)
+HOROVOD_PORT = 61440 + 41000 % 4095
 # a batch script's, after `env | grep SLURM` of a public job of 4 nodes x 1 task: no SLURM_STEP_*
-BATCH_SCRIPT = {
-    "SLURM_JOB_ID": "200505",
-    "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
-    "SLURM_NODELIST": "gnode[10,20,25,37]",
-    "SLURM_NTASKS": "4",
-    "SLURM_NPROCS": "4",
-    "SLURM_TASKS_PER_NODE": "1(x4)",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-}
+BATCH_SCRIPT = env(
+    "SLURM_JOB_ID=200505 SLURM_JOB_NODELIST=gnode[10,20,25,37] SLURM_NODELIST=gnode[10,20,25,37]"
+    " SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_TASKS_PER_NODE=1(x4) SLURM_PROCID=0 SLURM_LOCALID=0"
+    " SLURM_NODEID=0"
+)
 # srun(1), "OUTPUT ENVIRONMENT VARIABLES": 3 nodes with 2, 2 and 1 tasks
-SRUN = {
-    **BATCH_SCRIPT,
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NODELIST": "gnode[20,25,37]",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_NTASKS": "5",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-}
-HOST_FILE = {
-    **SRUN,
-    "SLURM_STEP_NODELIST": "compute-permanent-node-[583,752,801,869]",
-    "SLURM_STEP_NUM_NODES": "4",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-    "SLURM_DISTRIBUTION": "arbitrary",
-    "SLURM_PROCID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_LOCALID": "0",
-}
+SRUN = BATCH_SCRIPT | env(
+    "SLURM_STEP_ID=2 SLURM_STEP_NODELIST=gnode[20,25,37] SLURM_STEP_NUM_TASKS=5"
+    " SLURM_STEP_TASKS_PER_NODE=2(x2),1 SLURM_NTASKS=5 SLURM_PROCID=3 SLURM_LOCALID=1"
+    " SLURM_NODEID=1"
+)
+SRUN_PORT = 61440 + 200507 % 4095
+HOST_FILE = SRUN | env(
+    "SLURM_STEP_NODELIST=compute-permanent-node-[583,752,801,869] SLURM_STEP_NUM_NODES=4"
+    " SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=1(x4) SLURM_DISTRIBUTION=arbitrary"
+    " SLURM_PROCID=0 SLURM_NODEID=2 SLURM_LOCALID=0"
+)
 # each of the eight tasks of a node starts torchrun with eight, as in TRI-ML/prismatic-vlms #39
 EIGHT_TASKS = {
     **SRUN,
-    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
     **TORCHRUN,
-    "LOCAL_RANK": "5",
-    "LOCAL_WORLD_SIZE": "8",
+    **env("SLURM_STEP_TASKS_PER_NODE=8(x2) LOCAL_RANK=5 LOCAL_WORLD_SIZE=8"),
 }
-ASCEND = {"RANK_ID": "9", "RANK_SIZE": "16"}
+ASCEND = env("RANK_ID=9 RANK_SIZE=16")
+CONTAINER = env("RANK_ID=0 RANK_SIZE=1 DEVICE_ID=5")
 TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
+BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
         ({}, ALONE),
+        (TORCHRUN, BY_TORCHRUN),
+        # deepspeed/launcher/launch.py of DeepSpeed 0.19
+        ({**RANKS, **env("LOCAL_SIZE=4 CROSS_RANK=1 CROSS_SIZE=2")}, BY_TORCHRUN),
+        # the container's, not the rank's
+        ({**TORCHRUN, "DEVICE_ID": "6"}, BY_TORCHRUN),
         (
-            TORCHRUN,
-            process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun"),
-        ),
-        (
-            {  # deepspeed/launcher/launch.py of DeepSpeed 0.19
-                **{name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-                **{name: TORCHRUN[name] for name in ("MASTER_ADDR", "MASTER_PORT")},
-                "LOCAL_SIZE": "4",
-                "CROSS_RANK": "1",
-                "CROSS_SIZE": "2",
-            },
-            process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun"),
-        ),
-        (
-            {**TORCHRUN, "DEVICE_ID": "6"},  # the container's, not the rank's
-            process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun"),
-        ),
-        (
-            {
-                **TORCHRUN,
-                "DEVICE_ID": "6",
-                "RANK_ID": "5",
-                "RANK_SIZE": "8",
-                "GPT2_LAUNCHER_PID": "77",
-            },
+            {**TORCHRUN, **env("DEVICE_ID=6 RANK_ID=5 RANK_SIZE=8 GPT2_LAUNCHER_PID=77")},
             process(5, 8, 1, 4, "10.0.0.1", 29501, "launch", device_id=6),
         ),
         (
-            MSRUN,
-            process(3, 4, 3, 4, "127.0.0.1", 8118, "msrun", device_id=3),
+            {**ONE, **CONTAINER, "TORCHELASTIC_RUN_ID": "none"},
+            process(0, 1, 0, 1, "a", 29501, "torchrun"),
         ),
+        # ours, printed by a dry run and started by hand
+        ({**ONE, **CONTAINER}, process(0, 1, 0, 1, "a", 29501, "launch", device_id=5)),
+        (MSRUN, process(3, 4, 3, 4, "127.0.0.1", 8118, "msrun", device_id=3)),
         (
             {**MSRUN, "MS_SCHED_HOST": "10.0.0.1", "DEVICE_ID": "1"},
             process(3, 4, 1, 2, "10.0.0.1", 8118, "msrun", device_id=1),
         ),
+        (OPEN_MPI, process(1, 2, 1, 2, "127.0.0.1", 29500, "mpirun")),
         (
-            OPEN_MPI,
-            process(1, 2, 1, 2, "127.0.0.1", 29500, "mpirun"),
-        ),
-        (
-            {
-                **OPEN_MPI,
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-                "MASTER_ADDR": "a",
-                "MASTER_PORT": "1234",
-            },
+            {**OPEN_MPI, **MPI_ALONE, "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
             process(1, 2, 0, 1, "a", 1234, "mpirun"),
         ),
+        (HOROVOD, process(5, 8, 1, 4, "198.51.100.1", HOROVOD_PORT, "horovodrun")),
         (
-            HOROVOD,
-            process(5, 8, 1, 4, "198.51.100.1", 61440 + 41000 % 4095, "horovodrun"),
-        ),
-        (
-            {**HOROVOD, "HOROVOD_SIZE": "6", "HOROVOD_LOCAL_RANK": "5", "HOROVOD_LOCAL_SIZE": "6"},
-            process(5, 6, 5, 6, "127.0.0.1", 61440 + 41000 % 4095, "horovodrun"),
+            {**HOROVOD, **env("HOROVOD_SIZE=6 HOROVOD_LOCAL_RANK=5 HOROVOD_LOCAL_SIZE=6")},
+            process(5, 6, 5, 6, "127.0.0.1", HOROVOD_PORT, "horovodrun"),
         ),
         (
             {**HOROVOD, "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
@@ -187,32 +123,46 @@ TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
         ),
         (BATCH_SCRIPT, ALONE),
         # the batch step's own number
-        ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NODELIST": "gnode10"}, ALONE),
+        ({**BATCH_SCRIPT, **env("SLURM_STEP_ID=4294967291 SLURM_STEP_NODELIST=gnode10")}, ALONE),
+        (SRUN, process(3, 5, 1, 2, "gnode20", SRUN_PORT, "srun")),
+        # srun --mpi=pmi2
         (
-            SRUN,
-            process(3, 5, 1, 2, "gnode20", 61440 + 200507 % 4095, "srun"),
+            {**SRUN, **env("PMI_RANK=3 PMI_SIZE=5")},
+            process(3, 5, 1, 2, "gnode20", SRUN_PORT, "srun"),
         ),
+        ({**SRUN, **OPEN_MPI}, process(1, 2, 1, 2, "127.0.0.1", 29500, "mpirun")),
         (
-            {**SRUN, "PMI_RANK": "3", "PMI_SIZE": "5"},  # srun --mpi=pmi2
-            process(3, 5, 1, 2, "gnode20", 61440 + 200507 % 4095, "srun"),
-        ),
-        (
-            {**SRUN, **OPEN_MPI},
-            process(1, 2, 1, 2, "127.0.0.1", 29500, "mpirun"),
-        ),
-        (
-            {
-                **ASCEND,
-                "MA_NUM_HOSTS": "2",
-                "VC_WORKER_HOSTS": "job-0.job,job-1.job",
-                "ASCEND_DEVICE_ID": "1",
-            },
+            env("MA_NUM_HOSTS=2 VC_WORKER_HOSTS=job-0.job,job-1.job ASCEND_DEVICE_ID=1", **ASCEND),
             process(9, 16, 1, 8, "job-0.job", 29500, "rank table", device_id=1),
         ),
+        (env("PMI_RANK=0 PMI_SIZE=1"), ALONE),
     ],
 )
 def test_every_launcher(environ: dict[str, str], expected: Process) -> None:
     assert find_process(environ) == expected
+
+
+def test_rank_0_of_a_container_that_names_no_size() -> None:
+    found = find_process({"RANK_ID": "0", "DEVICE_ID": "3"})
+    assert (found.rank, found.world_size, found.device_id) == (0, 1, 3)
+    assert found.remarks == (
+        "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of"
+        " one process",
+    )
+    assert announced_world_size({"RANK_ID": "0", "DEVICE_ID": "3"}) is None
+
+
+def test_ranks_of_msrun_on_several_hosts_share_their_memory_alike() -> None:
+    """Each knows its number on its host, but not how many there are: a plan by it would differ."""
+    ranks = [
+        find_process(
+            {**MSRUN, "MS_SCHED_HOST": "10.0.0.1", "MS_NODE_ID": rank, "DEVICE_ID": device}
+        )
+        for rank, device in (("0", "0"), ("1", "1"), ("2", "0"), ("3", "1"))
+    ]
+    assert [process.local_world_size for process in ranks] == [1, 2, 1, 2]
+    assert [process.most_here for process in ranks] == [4] * 4
+    assert find_process(TORCHRUN).most_here == 4
 
 
 def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
@@ -229,32 +179,25 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "0"}, "RANK=0, but WORLD_SIZE is not set; set both, or unset RANK"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set; set both"),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many: expected the number of processes"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: expected a number, 0 or more"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but there are 2 processes: expected 0 to 1"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "0"},
-            "WORLD_SIZE=0: expected the number of processes, 1 or more",
-        ),
+        (env("RANK=0"), "RANK=0, but WORLD_SIZE is not set; set both, or unset RANK"),
+        (env("WORLD_SIZE=2"), "WORLD_SIZE=2, but RANK is not set; set both"),
+        (env("WORLD_SIZE=many"), "WORLD_SIZE=many: expected the number of processes"),
+        (env("RANK=-1 WORLD_SIZE=2"), "RANK=-1: expected a number, 0 or more"),
+        (env("RANK=2 WORLD_SIZE=2"), "RANK=2, but there are 2 processes: expected 0 to 1"),
+        (env("RANK=0 WORLD_SIZE=0"), "WORLD_SIZE=0: expected the number of processes, 1 or more"),
         (
             {**TORCHRUN, "LOCAL_RANK": "4"},
             "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE): expected 0 to 3",
         ),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host, but 8 in total"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected 1 to 65535"),
-        ({"RANK_ID": "1"}, "RANK_ID=1, but RANK_SIZE is not set"),
-        ({"RANK_SIZE": "8"}, "RANK_SIZE=8, but RANK_ID is not set"),
+        (env("RANK_ID=1"), "RANK_ID=1, but RANK_SIZE is not set; set both"),
+        (env("RANK_ID=0 MA_NUM_HOSTS=2"), "RANK_ID=0, but RANK_SIZE is not set; set both"),
+        (env("RANK_SIZE=8"), "RANK_SIZE=8, but RANK_ID is not set"),
         ({**MSRUN, "MS_NODE_ID": ""}, "MS_NODE_ID is not set; give msrun --node_rank"),
-        (
-            {**MSRUN, "MS_WORKER_NUM": ""},
-            "MS_WORKER_NUM is not set: expected the number of processes",
-        ),
-        (
-            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            "mpirun -x MASTER_ADDR=HOST_OF_RANK_0",
-        ),
+        ({**MSRUN, "MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set: expected the number of"),
+        ({**OPEN_MPI, **MPI_ALONE}, "mpirun -x MASTER_ADDR=HOST_OF_RANK_0"),
+        (env("PMI_RANK=1 PMI_SIZE=2"), "PMI_SIZE=2, but not which of these processes this one is"),
         ({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR": ""}, "set MASTER_ADDR to the address"),
         ({**HOROVOD, "HOROVOD_SIZE": ""}, "HOROVOD_RANK=5, but HOROVOD_SIZE is not set"),
         ({**HOROVOD, "HOROVOD_RANK": ""}, "HOROVOD_SIZE=8, but HOROVOD_RANK is not set"),

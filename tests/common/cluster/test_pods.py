@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ from common.cluster.places import find_places
 from common.cluster.pods import PodPlace, place_of_pod, server_of_pod
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError, DataError
+from common.launcher.request import DistributeOptions, parse_distribute
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 NEW = {
@@ -44,25 +44,28 @@ def write_table(path: Path, *servers: tuple[str, str | None, list[int]]) -> Path
     return path
 
 
-@pytest.mark.parametrize("environ", [NEW, {**POD, **OLD}])
-def test_hosts_of_a_pytorch_job(environ: dict[str, str]) -> None:
-    expected = PodPlace(nodes=3, node_rank=2, address="gpt2-master-0", port=23456)
-    assert place_of_pod(environ) == expected
-    assert place_of_pod({**environ, "MASTER_PORT": ""}) == PodPlace(
-        nodes=3, node_rank=2, address="gpt2-master-0", port=29500
-    )
+TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **POD}
+"""Variables of Kubeflow's trainer: torchrun is to set the others."""
 
 
-def test_the_first_operators_told_the_master_localhost() -> None:
-    first = place_of_pod({**POD, **OLD, "MASTER_ADDR": "localhost", "RANK": "0"})
-    assert first is not None and first.address == socket.gethostname()
-
-
-def test_hosts_of_a_train_job_of_kubeflows_trainer() -> None:
-    """It sets only PET_..., and torchrun is to set the others."""
-    environ = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **POD}
-    assert place_of_pod({**environ, "PET_MASTER_PORT": "29400"}) == PodPlace(
-        nodes=2, node_rank=0, address="a", port=29400
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (NEW, (3, 2, "gpt2-master-0", 23456)),
+        ({**POD, **OLD}, (3, 2, "gpt2-master-0", 23456)),
+        ({**NEW, "MASTER_PORT": ""}, (3, 2, "gpt2-master-0", 29500)),
+        # the first operators told the master localhost
+        (
+            {**POD, **OLD, "MASTER_ADDR": "localhost", "RANK": "0"},
+            (3, 0, socket.gethostname(), 23456),
+        ),
+        ({**TRAINER, "PET_MASTER_PORT": "29400"}, (2, 0, "a", 29400)),
+    ],
+)
+def test_hosts_of_a_job(environ: dict[str, str], expected: tuple[int, int, str, int]) -> None:
+    nodes, node_rank, address, port = expected
+    assert place_of_pod(environ) == PodPlace(
+        nodes=nodes, node_rank=node_rank, address=address, port=port
     )
 
 
@@ -157,19 +160,16 @@ def test_the_wait_for_a_table_tells_how_long_it_has_been(
 
 
 def test_a_mounted_table_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from common.launcher.request import parse_distribute
+    config = tmp_path / "a.yaml"
+    config.write_text("seed: 1\n")
 
-    words: Any = [str(tmp_path / "hccl.json"), str(write_config(tmp_path)), "[0,1]", "train"]
+    def parsed(table: Path) -> Path | None:
+        options = DistributeOptions(words=(str(table), str(config), "[0,1]", "train"))
+        return parse_distribute(options, ["train"], ()).table
+
     with pytest.raises(ConfigError, match="is not a file"):
-        parse_distribute(words, ["train"], argv=())
+        parsed(tmp_path / "hccl.json")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
-    assert parse_distribute(words, ["train"], argv=()).table == tmp_path / "hccl.json"
-    words[0] = str(tmp_path / "absent" / "hccl.json")
+    assert parsed(tmp_path / "hccl.json") == tmp_path / "hccl.json"
     with pytest.raises(ConfigError, match="is not a file"):
-        parse_distribute(words, ["train"], argv=())
-
-
-def write_config(folder: Path) -> Path:
-    path = folder / "a.yaml"
-    path.write_text("seed: 1\n")
-    return path
+        parsed(tmp_path / "absent" / "hccl.json")

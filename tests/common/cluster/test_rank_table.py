@@ -2,22 +2,16 @@
 
 import json
 import re
-from copy import deepcopy
 from dataclasses import replace
-from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 import common.cluster.rank_table_files as files
 from common.cluster.environment import find_process
 from common.cluster.places import find_places
 from common.cluster.rank_table import (
-    RankTable,
-    Server,
-    SuperPod,
     TableDevice,
     table_warnings,
     validate,
@@ -233,155 +227,43 @@ def test_a_key_of_a_later_version_stays(tmp_path: Path) -> None:
     assert to_json(read_table(put(tmp_path, data))) == data
 
 
-# ---- any table
-
-
-_VALUES = st.one_of(st.text(max_size=3), st.integers(), st.just([1]))
-_EXTRA = st.dictionaries(st.from_regex(r"x_[a-z]{1,3}", fullmatch=True), _VALUES, max_size=2)
-
-
-@st.composite
-def tables(draw: st.DrawFn) -> RankTable:
-    """Servers of any size, ranks in any order, addresses of both families, unknown keys on every
-    level.
-    """
-    version = draw(st.sampled_from(["1.0", "1.2"]))
-    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    ranks = draw(st.permutations(range(sum(sizes))))
-    octets = draw(
-        st.lists(st.integers(1, 2**24 - 1), min_size=len(ranks), max_size=len(ranks), unique=True)
-    )
-    servers = []
-    for number, size in enumerate(sizes):
-        ids = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size, unique=True))
-        devices = []
-        for device_id in ids:
-            rank = ranks[sum(sizes[:number]) + len(devices)]
-            address = (
-                IPv4Address((10 << 24) + octets[rank])
-                if draw(st.booleans())
-                else IPv6Address((0xFD << 120) + octets[rank])
-            )
-            super_id = str(rank) if version == "1.2" else None
-            extra = draw(_EXTRA)
-            devices.append(
-                TableDevice(
-                    rank_id=rank,
-                    device_id=device_id,
-                    device_ip=str(address),
-                    super_device_id=super_id,
-                    extra=extra,
-                )
-            )
-        nic = draw(st.sampled_from([None, "reserve"]))
-        servers.append(
-            Server(
-                server_id=f"10.0.0.{number}",
-                devices=tuple(devices),
-                host_nic_ip=nic,
-                extra=draw(_EXTRA),
-            )
-        )
-    members = {one.server_id: draw(_EXTRA) for one in servers}
-    pods = (
-        (SuperPod(super_pod_id="0", servers=members, extra=draw(_EXTRA)),)
-        if version == "1.2"
-        else ()
-    )
-    return RankTable(
-        version=version, servers=files.in_rank_order(servers), super_pods=pods, extra=draw(_EXTRA)
-    )
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(table=tables(), shuffle=st.randoms(use_true_random=False))
-def test_written_sections_are_read_again_in_any_order(
-    tmp_path: Path, table: RankTable, shuffle: Any
-) -> None:
-    path = tmp_path / "table.json"
-    write_table(table, path)
-    assert read_table(path) == table
-    data = json.loads(path.read_text())
-    by_rank = {
-        int(d["rank_id"]): (one["server_id"], d["device_ip"])
-        for one in data["server_list"]
-        for d in one["device"]
-    }
-    shuffle.shuffle(data["server_list"])
+def test_the_order_in_the_file_does_not_matter(tmp_path: Path) -> None:
+    """Ranks are spread over both servers; unknown keys and both families of addresses stay."""
+    data = table_12()
+    devices = [device for one in data["server_list"] for device in one["device"]]
+    for device, rank in zip(devices, "2031", strict=True):
+        device |= {"rank_id": rank, "x_plane": ["b", int(rank)]}
+    devices[0]["device_ip"] = "fd00::1"
+    table = read_table(put(tmp_path, data))
+    found = [(one.server_id, device.device_ip) for one, device in table.places()]
+    by_rank = {int(d["rank_id"]): d["device_ip"] for d in devices}
+    assert [address for _, address in found] == [by_rank[rank] for rank in range(4)]
+    write_table(table, tmp_path / "again.json")
+    assert read_table(tmp_path / "again.json") == table
     for one in data["server_list"]:
-        shuffle.shuffle(one["device"])
-    shuffled = read_table(put(tmp_path, data))
-    assert shuffled == table
-    assert [(one.server_id, device.device_ip) for one, device in shuffled.places()] == [
-        by_rank[rank] for rank in range(len(by_rank))
-    ]
-    assert table.world_size == len(by_rank)
-
-
-_SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-1, 3),
-    st.floats(allow_nan=False),
-    st.text(max_size=3),
-    st.sampled_from("01"),
-)
-_JSON = st.recursive(
-    _SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
-    ),
-)
-
-
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_a_damaged_table_is_read_or_refused_in_one_line(
-    tmp_path: Path, data: st.DataObject
-) -> None:
-    """One value of a table replaced by any JSON: never another exception, and never an invalid
-    table.
-    """
-    table = deepcopy(
-        data.draw(
-            st.sampled_from(
-                [table_1(), table_12(), table_0(instance(1, 2, pod_name="a-0"), instance(2, 2))]
-            )
-        )
-    )
-    holder: Any = table
-    while True:
-        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-        key = data.draw(st.sampled_from(keys))
-        if not isinstance(holder[key], dict | list) or data.draw(st.booleans()):
-            break
-        holder = holder[key]
-    holder[key] = data.draw(_JSON)
-    path = put(tmp_path, table)
-    try:
-        read = read_table(path)
-    except DataError as error:
-        assert str(error).startswith(str(path)) and "\n" not in str(error)
-    else:
-        assert sorted(device.rank_id for _, device in read.places()) == list(range(read.world_size))
+        one["device"].reverse()
+    data["server_list"].reverse()
+    assert read_table(put(tmp_path, data)) == table
 
 
 # ---- what is wrong
 
 
-def changed(*path: Any, to: Any, of: dict[str, Any] | None = None) -> dict[str, Any]:
-    data = of or table_1()
-    holder: Any = data
-    for key in path[:-1]:
+def changed(change: str, of: Any = None) -> Any:
+    """Return a table (of two servers) with a change such as ``server_list.0.device=[]``.
+
+    Without a value the key is removed. ``device`` stands for the first device of all.
+    """
+    data: Any = table_1() if of is None else of
+    name, mark, value = change.replace("device.", "server_list.0.device.0.", 1).partition("=")
+    *path, last = [int(key) if key.isdigit() else key for key in name.split(".")]
+    holder = data
+    for key in path:
         holder = holder[key]
-    if to is None:
-        del holder[path[-1]]
+    if mark:
+        holder[last] = json.loads(value)
     else:
-        holder[path[-1]] = to
+        del holder[last]
     return data
 
 
@@ -395,207 +277,109 @@ def test_lines_of_comment_are_left_out(tmp_path: Path) -> None:
     assert "# kept" in json.dumps(to_json(plain))
 
 
-_PODS = [
-    {"super_pod_id": str(number), "server_list": [{"server_id": "10.0.0.1"}]} for number in range(2)
+def wrong_table(change: str, samples: Path) -> Any:
+    """Return the text or the table that a row of WRONG means."""
+    version, _, rest = change.partition(" ")
+    if version == "1.2":
+        return changed(rest, table_12())
+    if version == "2.0":
+        return changed(rest, json.loads((samples / V2).read_text()))
+    return changed(rest, table_0(instance(1))) if version == "0" else changed(change)
+
+
+V2 = "v2.0_rank_list_950_2x2_ipv4.json"
+POD = '{"super_pod_id": "%s", "server_list": [{"server_id": "10.0.0.1"}]}'
+WRONG = [
+    ("status", "status is missing; expected 'completed'"),
+    ('status="failed"', 'status is "failed"; expected'),
+    ('version="3.0"', 'version "3.0" with the keys version, server_count'),
+    ('version="3.0"', "is not a known rank table"),
+    ('server_count="3"', "server_count is 3, but there are 2 servers in server_list"),
+    ("server_count", "server_count is missing; found the keys version, server_list, status"),
+    ("server_list=[]", "server_count is 2, but there are 0"),
+    ("server_list.1.device=[]", "server 10.0.0.2 has no devices"),
+    ('device.rank_id="1"', "4 devices have the ranks 1, 1-3; expected 0 to 3, each once"),
+    ('device.rank_id="4"', "4 devices have the ranks 1-4; expected 0 to 3"),
+    ('device.rank_id="-1"', 'device[0]: rank_id: found "-1"; expected a whole number'),
+    ("device.rank_id=true", "rank_id: found true; expected a whole number"),
+    (f'device.rank_id="{"9" * 30}"', "; expected a whole number"),
+    ("device.rank_id", "server_list[0]: device[0]: rank_id is missing; found the keys device_id"),
+    ('device.device_id="1"', "server 10.0.0.1: device_id 1 is there 2 times"),
+    ('device.device_ip="192.168.2.1"', "device_ip 192.168.2.1 is also that of rank 0"),
+    ('device.device_ip="192.168.1"', "device_ip: '192.168.1' is not an IP address"),
+    ('device.device_ip="0.0.0.0"', "device_ip: 0.0.0.0 is not the address of one machine"),
+    ('device.device_ip="224.0.0.1"', "device_ip: 224.0.0.1 is not the address of one machine"),
+    ('device.device_ip="127.0.0.1"', "device_ip 127.0.0.1 is a loopback address"),
+    ("device.device_ip", "has no device_ip, which several servers need; `hccn_tool"),
+    ('server_list.0.server_id="10.0.0.2"', "server 10.0.0.2 is there 2 times"),
+    ('server_list.0.server_id=""', 'server_list[0]: server_id: found ""; expected non-empty'),
+    ('server_list.0.server_id="a\\nb"', r'server_id: found "a\nb"; expected non-empty printable'),
+    ('server_list.0.server_id="127.0.1.1"', "server 127.0.1.1 is a loopback address"),
+    ('server_list.0.server_id="localhost"', "server localhost is a loopback address"),
+    (f"1.2 super_pod_list=[{POD % 0}, {POD % 0}]", "super_pod_id 0 is there 2 times"),
+    (f"1.2 super_pod_list=[{POD % 0}, {POD % 1}]", "super_pod_list: server 10.0.0.1 is there 2"),
+    (f"1.2 super_pod_list=[{POD % 0}]", "10.0.0.2 is in server_list or in super_pod_list only"),
+    ("1.2 super_pod_list", "super_pod_list is missing"),
+    ('1.2 device.super_device_id="1001"', "super pod 0: super_device_id 1001 is there 2 times"),
+    ("1.2 device.super_device_id", "rank 0 has no super_device_id, which version 1.2 needs"),
+    ('0 group_count="2"', "group_count is 2, but there are 1 groups"),
+    (
+        '0 group_list.0.device_count="2"',
+        "group_list[0]: device_count is 2, but there are 1",
+    ),
+    ("2.0 rank_count=5", "rank_count is 5, but there are 4 ranks"),
+    ("2.0 rank_list.1.local_id=0", "rank_list[1]: local_id 0 occurs twice in the network instance"),
+    ("2.0 rank_list.1.level_list=[]", "rank_list[1].level_list: is empty"),
 ]
-_FIRST = ("server_list", 0, "device", 0)
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_a_wrong_table_is_refused(tmp_path: Path, samples: Path, change: str, message: str) -> None:
+    path = put(tmp_path, wrong_table(change, samples))
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        read_table(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{", r"table\.json, line 1, column 2: not valid JSON"),
-        ("[]", r"table\.json: found \[\]; expected a JSON object"),
+        ("{", "table.json, line 1, column 2: not valid JSON"),
+        ("[]", "table.json: found []; expected a JSON object"),
+        ('{"a": 1, "a": 2}', "the key 'a' is given twice in one object; make the table again"),
+        ("[" * 100000, "nested deeper than 64 levels; make the table again"),
+        ('{"status": ' + "9" * 5000 + "}", "a number of 5000 digits; make the table again"),
+        ({"status": "completed", "a\nb": 1}, r"version null with the keys status, 'a\nb' is not"),
         (
-            '{"a": 1, "a": 2}',
-            r"table\.json: the key 'a' is given twice in one object; make the table again",
-        ),
-        ("[" * 100000, r"table\.json: nested deeper than 64 levels; make the table again"),
-        (
-            '{"status": ' + "9" * 5000 + "}",
-            r"table\.json: a number of 5000 digits; make the table again",
-        ),
-        (
-            table_0(
-                {**instance(1, 2), "pod_name": "pod-" + "9" * 5000},
-                {**instance(1, 1), "pod_name": "pod-1"},
-            ),
+            table_0(instance(1, 2, pod_name="pod-" + "9" * 5000), instance(1, 1, pod_name="pod-1")),
             "device_id 0 is there 2 times",
         ),
         (
-            {"status": "completed", "version": "3.0"},
-            r'version "3\.0" with the keys status, version is not a known rank table.*msrun',
-        ),
-        (changed("status", to=None), "status is missing; expected 'completed'"),
-        (changed("status", to="failed"), 'status is "failed"; expected'),
-        (
-            changed("server_count", to="3"),
-            "server_count is 3, but there are 2 servers in server_list",
-        ),
-        (
-            changed("server_count", to=None),
-            "server_count is missing; found the keys version, server_list, status",
-        ),
-        (changed("server_list", to=[]), "server_count is 2, but there are 0"),
-        (changed("server_list", 1, "device", to=[]), r"server 10\.0\.0\.2 has no devices"),
-        (
-            changed(*_FIRST, "rank_id", to="1"),
-            r"rank 1 is given 2 times \(device 0 of 10\.0\.0\.1, device 1 of 10\.0\.0\.1\)",
-        ),
-        (
-            changed(*_FIRST, "rank_id", to="4"),
-            "rank 0 is missing below rank 1; 4 devices have ranks 0 to 3",
-        ),
-        (
-            changed(*_FIRST, "rank_id", to="-1"),
-            r'server_list\[0\]: device\[0\]: rank_id: found "-1"; expected a whole number',
-        ),
-        (changed(*_FIRST, "rank_id", to=True), "rank_id: found true; expected a whole number"),
-        (changed(*_FIRST, "rank_id", to="9" * 30), "rank_id: found .*; expected a whole number"),
-        (
-            changed(*_FIRST, "rank_id", to=None),
-            r"server_list\[0\]: device\[0\]: rank_id is missing; found the keys device_id,"
-            r" device_ip",
-        ),
-        (
-            changed(*_FIRST, "device_id", to="1"),
-            r"server 10\.0\.0\.1: device_id 1 is there 2 times",
-        ),
-        (
-            changed(*_FIRST, "device_ip", to="192.168.2.1"),
-            r"rank 2 \(device 0 .*: device_ip 192\.168\.2\.1 is also that of rank 0",
-        ),
-        (
-            changed(*_FIRST, "device_ip", to="192.168.1"),
-            r"rank 0 .*device_ip: '192\.168\.1' is not an IP address",
-        ),
-        (
-            changed(*_FIRST, "device_ip", to="0.0.0.0"),
-            r"device_ip: 0\.0\.0\.0 is not the address of one machine",
-        ),
-        (
-            changed(*_FIRST, "device_ip", to="127.0.0.1"),
-            r"device_ip 127\.0\.0\.1 is a loopback address",
-        ),
-        (
-            changed(*_FIRST, "device_ip", to=None),
-            "rank 0 .* has no device_ip, which several servers need; `hccn_tool",
-        ),
-        (
-            changed("server_list", 0, "server_id", to="10.0.0.2"),
-            r"server 10\.0\.0\.2 is there 2 times",
-        ),
-        (
-            changed("server_list", 0, "server_id", to=""),
-            r'server_list\[0\]: server_id: found ""; expected non-empty printable text',
-        ),
-        (
-            changed("server_list", 0, "server_id", to="a\nb"),
-            r'server_id: found "a\\nb"; expected non-empty printable text',
-        ),
-        (
-            {"status": "completed", "a\nb": 1},
-            r"version null with the keys status, 'a\\nb' is not a known",
-        ),
-        (
-            changed("server_list", 0, "server_id", to="127.0.1.1"),
-            r"server 127\.0\.1\.1 is a loopback address.*--server_ip",
-        ),
-        (
-            changed("server_list", 0, "server_id", to="localhost"),
-            "server localhost is a loopback address",
-        ),
-        (
-            changed(*_FIRST, "device_ip", to="224.0.0.1"),
-            r"device_ip: 224\.0\.0\.1 is not the address of one machine",
-        ),
-        (
-            changed("super_pod_list", to=_PODS[:1] * 2, of=table_12()),
-            "super_pod_id 0 is there 2 times",
-        ),
-        (
-            changed("super_pod_list", to=_PODS, of=table_12()),
-            r"super_pod_list: server 10\.0\.0\.1 is there 2 times",
-        ),
-        (changed("super_pod_list", to=None, of=table_12()), "super_pod_list is missing"),
-        (
-            changed(
-                "super_pod_list", 0, "server_list", to=[{"server_id": "10.0.0.1"}], of=table_12()
-            ),
-            r"10\.0\.0\.2 is in server_list but not in super",
-        ),
-        (
-            changed(*_FIRST, "super_device_id", to="1001", of=table_12()),
-            "super pod 0: super_device_id 1001 is there 2 times",
-        ),
-        (
-            changed(*_FIRST, "super_device_id", to=None, of=table_12()),
-            "rank 0 has no super_device_id, which version 1.2 needs",
-        ),
-        (
-            changed("group_count", to="2", of=table_0(instance(1))),
-            "group_count is 2, but there are 1 groups",
-        ),
-        (
             table_0(instance(1, rank_id="0"), instance(2)),
-            r"instance_list\[1\]: rank_id is missing, which other instances have",
+            "instance_list[1]: rank_id is missing, which other instances have",
         ),
         (
             table_0(instance(1, rank_id="0"), instance(2, rank_id="2")),
-            "rank 1 is missing below rank 2",
-        ),
-        (
-            table_0(instance(1, 2), instance(1, 1)),
-            r"server 10\.0\.0\.1: device_id 0 is there 2 times",
+            "2 devices have the ranks 0, 2; expected 0 to 1",
         ),
     ],
 )
-def test_a_wrong_table_is_refused(tmp_path: Path, data: Any, message: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, data: Any, message: str) -> None:
     path = put(tmp_path, data)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
         read_table(path)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
-def test_counts_of_version_0_and_2_are_checked(samples: Path, tmp_path: Path) -> None:
-    data = json.loads((samples / "v0_modelarts_cce_1x1.json").read_text())
-    with pytest.raises(
-        DataError, match=r"group_list\[0\]: device_count is 2, but there are 1 devices"
-    ):
-        read_table(put(tmp_path, changed("group_list", 0, "device_count", to="2", of=data)))
-    data = json.loads((samples / "v2.0_rank_list_950_2x2_ipv4.json").read_text())
-    with pytest.raises(DataError, match="rank_count is 5, but there are 4 ranks"):
-        read_table(put(tmp_path, changed("rank_count", to=5, of=data)))
-    with pytest.raises(
-        DataError,
-        match=r"rank_list\[1\]: local_id 0 occurs twice in the network instance az0-rack0-pod0",
-    ):
-        read_table(
-            put(
-                tmp_path,
-                {
-                    **data,
-                    "rank_list": [{**item, "local_id": 0} for item in data["rank_list"]],
-                    "rank_count": 4,
-                },
-            )
-        )
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"absent\.json: no such file; make a rank table with tools/hccl_tools",
-    ):
+    """A byte order mark is skipped."""
+    with pytest.raises(DataError, match=r"absent\.json: no such file; make a rank table with"):
         read_table(tmp_path / "absent.json")
     with pytest.raises(DataError, match="cannot be read: Is a directory"):
         read_table(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="byte 0 is not UTF-8"):
         read_table(tmp_path / "binary")
-
-
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(table_1()).encode())
     assert read_table(tmp_path / "table.json").world_size == 4
 
@@ -691,4 +475,4 @@ def test_waiting_has_a_limit(tmp_path: Path) -> None:
 def test_a_wrong_table_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(DataError, match="server_count is 3"):
-        wait_for_table(put(tmp_path, changed("server_count", to="3")), 3600)
+        wait_for_table(put(tmp_path, changed('server_count="3"')), 3600)

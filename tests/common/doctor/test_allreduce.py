@@ -12,7 +12,7 @@ import pytest
 from common.cluster.places import Placement, RankPlacement
 from common.doctor.allreduce import MARK, STAGES, AllReduceTrial, judge, try_all_reduce
 from common.doctor.report import Check, State
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.supervisor import Job, Outcome
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,7 +13,7 @@ import pytest
 from common.errors import RunError
 from common.launcher.attempts import pause, run_attempts, why_not
 from common.launcher.host_channel import Host, Hosts
-from common.launcher.process_spec import ProcessSpec
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.supervisor import Job, Outcome, run_attempt
 from tests.common.launcher.test_host_channel import free_port
 

@@ -2,16 +2,15 @@
 goes.
 """
 
-import json
 import queue
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +18,20 @@ import pytest
 
 from common.errors import ConfigError
 from common.launcher.host_channel import Host, HostChannel, Hosts, Message
+from tests.common.launcher.started import (
+    BEAT,
+    IGNORE,
+    NEVER,
+    SAVE_AND_LEAVE,
+    SLEEP,
+    Started,
+    children,
+    ended_after,
+    until_ready,
+)
 
-ROOT = Path(__file__).resolve().parents[3]
-BEAT = (
-    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from"
-    " common.processes.heartbeat import beat, start_heartbeat;start_heartbeat();"
-)
-SLEEP = BEAT + "print('ready'); time.sleep(600)"
-SAVE_AND_LEAVE = (
-    BEAT + "signal.signal(15, lambda *_: sys.exit(143)); print('ready'); time.sleep(600)"
-)
-SUPERVISOR = """
-import json, sys
-from pathlib import Path
-from common.errors import ConfigError
-from common.launcher import host_channel as control
-from common.launcher.supervisor import Job, run_attempt
-from common.launcher.process_spec import ProcessSpec
-job = json.loads(sys.argv[1])
-control.LIFE_SECONDS, control.LOST_SECONDS, control.REMIND_SECONDS = 0.5, job["lost"], job["remind"]
-control.PATIENCE_SECONDS = job["patience"]
-hosts = control.Hosts(
-    all=tuple(control.Host(address=a, ranks=tuple(r)) for a, r in job["hosts"]),
-    own=job["own"],
-    port=job["port"],
-)
-children = tuple(
-    ProcessSpec(
-        rank=rank,
-        command=(sys.executable, "-c", program),
-        environment={"HCCL_CONNECT_TIMEOUT": job["connect"]},
-    )
-    for rank, program in zip(hosts.all[hosts.own].ranks, job["programs"])
-)
-work = Job(
-    children=children,
-    log_folder=Path(job["log_folder"]),
-    stall_limit=job["stall_limit"],
-    hosts=hosts,
-)
-try:
-    sys.exit(run_attempt(work).code)
-except ConfigError as error:
-    print("error:", error)
-    sys.exit(2)
-"""
 TWO = (("127.0.0.1", (0, 1)), ("127.0.0.2", (2, 3)))
-Launch = Callable[..., subprocess.Popen[str]]
+Launch = Callable[..., Started]
 
 
 def free_port() -> int:
@@ -80,66 +46,34 @@ def port() -> int:
 
 @pytest.fixture
 def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
-    started = []
+    """Start a host of a list. connect: seconds that it waits for the others."""
+    with ended_after() as started:
 
-    def begin(
-        own: int,
-        *programs: str,
-        hosts: Any = TWO,
-        lost: float = 30.0,
-        connect: int = 30,
-        stall_limit: float = 1e6,
-        remind: float = 10.0,
-        patience: float = 60.0,
-    ) -> Any:
-        job = {
-            "own": own,
-            "programs": programs,
-            "hosts": hosts,
-            "lost": lost,
-            "connect": str(connect),
-            "stall_limit": stall_limit,
-            "patience": patience,
-        }
-        words = json.dumps({**job, "remind": remind, "port": port, "log_folder": str(tmp_path)})
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", SUPERVISOR, words],
-                cwd=ROOT,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+        def begin(
+            own: int,
+            *programs: str,
+            hosts: Any = TWO,
+            connect: int = 30,
+            stall_limit: float = NEVER,
+            **times: float,
+        ) -> Started:
+            ranks = children(*programs, ranks=hosts[own][1], HCCL_CONNECT_TIMEOUT=str(connect))
+            ranks = tuple(
+                replace(rank, environment={**rank.environment, "DEVICE_ID": ""}) for rank in ranks
             )
-        )
-        return started[-1]
+            times = {f"{name.upper()}_SECONDS": seconds for name, seconds in times.items()}
+            started.append(
+                Started(
+                    tmp_path,
+                    ranks,
+                    hosts={"all": hosts, "own": own, "port": port},
+                    times={"LIFE_SECONDS": 0.5, **times},
+                    job={"stall_limit": stall_limit},
+                )
+            )
+            return started[-1]
 
-    yield begin
-    for one in started:
-        one.kill()
-        one.communicate()
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=40)
-    return process.returncode, output
-
-
-def until_ready(folder: Path, *ranks: int) -> None:
-    logs = [folder / f"mf_parallel{rank}" / "mindformer.log" for rank in ranks]
-    deadline = time.monotonic() + 30
-    while not all(log.exists() and "ready" in log.read_text() for log in logs):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def until_said(process: subprocess.Popen[str], words: str) -> str:
-    assert process.stdout is not None
-    text = ""
-    while words not in text:
-        line = process.stdout.readline()
-        assert line, text
-        text += line
-    return text
+        yield begin
 
 
 def ranks_left(folder: Path) -> list[str]:
@@ -153,10 +87,10 @@ def ranks_left(folder: Path) -> list[str]:
 def test_hosts_end_well_together(launch: Launch, tmp_path: Path) -> None:
     """The second comes late, and no rank of the first starts before."""
     first = launch(0, "pass", "pass", remind=0.2)
-    until_said(first, "waiting for host 127.0.0.2 (ranks 2-3): its launcher has not come")
+    first.until_said("waiting for host 127.0.0.2 (ranks 2-3): its launcher has not come")
     assert not (tmp_path / "mf_parallel0" / "mindformer.log").read_text()
     second = launch(1, "pass", "pass")
-    assert [end(one)[0] for one in (first, second)] == [0, 0]
+    assert [one.end()[0] for one in (first, second)] == [0, 0]
 
 
 def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
@@ -170,9 +104,9 @@ def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
         f"import os, time\nwhile not os.path.exists({str(now)!r}): time.sleep(.01)\nprint('why');"
         " raise SystemExit(7)",
     )
-    until_said(first, "started ranks")
+    first.until_said("started ranks")
     now.touch()
-    code, output = end(first)
+    code, output = first.end()
     assert code == 7
     assert "rank 3 (host 127.0.0.2) ended with exit code 7" in output
     assert ranks_left(tmp_path) == []
@@ -181,7 +115,7 @@ def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
 def test_a_failure_on_host_0_ends_the_other(launch: Launch, tmp_path: Path) -> None:
     second = launch(1, SLEEP, SLEEP)
     first = launch(0, SLEEP, "raise SystemExit(9)")
-    (code, _), (other_code, output) = end(first), end(second)
+    (code, _), (other_code, output) = first.end(), second.end()
     assert (code, other_code) == (9, 9)
     assert "rank 1 (host 127.0.0.1) ended with exit code 9" in output
     assert ranks_left(tmp_path) == []
@@ -190,22 +124,21 @@ def test_a_failure_on_host_0_ends_the_other(launch: Launch, tmp_path: Path) -> N
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_stop_on_one_host_stops_both(launch: Launch, tmp_path: Path, signalled: int) -> None:
     both = [launch(0, SAVE_AND_LEAVE, SAVE_AND_LEAVE), launch(1, SAVE_AND_LEAVE, SAVE_AND_LEAVE)]
-    until_ready(tmp_path, 0, 1, 2, 3)
-    both[signalled].send_signal(signal.SIGINT)
-    ends = [end(one) for one in both]
+    until_ready(tmp_path, range(4))
+    both[signalled].process.send_signal(signal.SIGINT)
+    ends = [one.end() for one in both]
     assert [code for code, _ in ends] == [130, 130]
     assert all("stopped by Ctrl-C, after" in output for _, output in ends)
 
 
 def test_a_second_signal_on_one_host_kills_both(launch: Launch, tmp_path: Path) -> None:
-    ignore = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
-    both = [launch(0, ignore, ignore), launch(1, ignore, ignore)]
-    until_ready(tmp_path, 0, 1, 2, 3)
-    both[1].send_signal(signal.SIGTERM)
-    until_said(both[0], "SIGTERM: the ranks save")
+    both = [launch(0, IGNORE, IGNORE), launch(1, IGNORE, IGNORE)]
+    until_ready(tmp_path, range(4))
+    both[1].process.send_signal(signal.SIGTERM)
+    both[0].until_said("SIGTERM: the ranks save")
     time.sleep(0.4)  # signals closer than that are taken for one
-    both[1].send_signal(signal.SIGTERM)
-    ends = [end(one) for one in both]
+    both[1].process.send_signal(signal.SIGTERM)
+    ends = [one.end() for one in both]
     assert [code for code, _ in ends] == [143, 143]
     assert "killed by a second signal, SIGTERM at host 127.0.0.2 (ranks 2-3)" in ends[0][1]
     assert ranks_left(tmp_path) == []
@@ -216,9 +149,9 @@ def test_a_launcher_that_is_killed_is_a_lost_host(
     launch: Launch, tmp_path: Path, killed: int
 ) -> None:
     both = [launch(0, SLEEP, SLEEP), launch(1, SLEEP, SLEEP)]
-    until_ready(tmp_path, 0, 1, 2, 3)
-    both[killed].kill()
-    code, output = end(both[1 - killed])
+    until_ready(tmp_path, range(4))
+    both[killed].process.kill()
+    code, output = both[1 - killed].end()
     assert code == 1
     assert (
         f"host 127.0.0.{killed + 1} (ranks {'2-3' if killed else '0-1'}) closed its connection"
@@ -228,9 +161,9 @@ def test_a_launcher_that_is_killed_is_a_lost_host(
 
 def test_a_silent_host_is_a_lost_host(launch: Launch, tmp_path: Path) -> None:
     first, second = launch(0, SLEEP, SLEEP, lost=2.0), launch(1, SLEEP, SLEEP)
-    until_ready(tmp_path, 0, 1, 2, 3)
-    second.send_signal(signal.SIGSTOP)
-    code, output = end(first)
+    until_ready(tmp_path, range(4))
+    second.process.send_signal(signal.SIGSTOP)
+    code, output = first.end()
     assert code == 1
     assert "host 127.0.0.2 (ranks 2-3) has not been heard from for 2 s" in output
 
@@ -239,7 +172,7 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
     wait = BEAT + "beat(3, 'computing'); time.sleep(600)"
     stop = BEAT + "beat(3, 'computing'); os.kill(os.getpid(), signal.SIGSTOP)"
     both = [launch(0, wait, wait, stall_limit=5.0), launch(1, stop, wait, stall_limit=5.0)]
-    for code, output in map(end, both):
+    for code, output in (one.end() for one in both):
         assert code == 1
         assert re.search(
             r"rank 2 \(host 127.0.0.2\) has made no progress .*its process is stopped \(state T\)",
@@ -251,14 +184,12 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
 def test_another_list_of_hosts_is_refused(launch: Launch) -> None:
     first = launch(0, "pass", "pass")
     second = launch(1, SLEEP, hosts=(TWO[0], ("127.0.0.2", (2,))))
-    code, output = end(second)
+    code, output = second.end()
     assert code == 2
     assert re.search(r"host 127.0.0.1 .*runs with another list of hosts", output)
-    assert "host 127.0.0.2 was refused: this one runs with another list of hosts" in until_said(
-        first, "refused"
-    )
+    first.until_said("host 127.0.0.2 was refused: this one runs with another list of hosts")
     right = launch(1, "pass", "pass")
-    assert [end(one)[0] for one in (first, right)] == [0, 0]
+    assert [one.end()[0] for one in (first, right)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +213,7 @@ def test_another_list_of_hosts_is_refused(launch: Launch) -> None:
 def test_a_host_that_does_not_come_is_spoken_of_early(
     launch: Launch, own: int, reminder: str, reason: str
 ) -> None:
-    code, output = end(launch(own, "pass", "pass", connect=1, remind=0.2, patience=0.0))
+    code, output = launch(own, "pass", "pass", connect=1, remind=0.2, patience=0.0).end()
     assert code == 1
     assert re.search(reminder, output) and re.search(reason, output)
 

@@ -2,14 +2,12 @@
 is left of them.
 """
 
-import json
 import math
 import os
 import pty
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,36 +19,26 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, signal_name
-from common.launcher.process_spec import ProcessSpec
-from common.launcher.rank_logs import open_log, read_new
+from common.launcher.rank_logs import RankLog
+from common.launcher.rank_process import ProcessSpec
 from common.launcher.supervisor import Job, run_attempt
-
-ROOT = Path(__file__).resolve().parents[3]
-NEVER = 1e6
-BEAT = (
-    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from"
-    " common.processes.heartbeat import beat, start_heartbeat;start_heartbeat();"
+from tests.common.launcher.started import (
+    BEAT,
+    IGNORE,
+    NEVER,
+    SAVE_AND_LEAVE,
+    SLEEP,
+    Started,
+    children,
+    ended_after,
+    log,
+    until,
 )
-SLEEP = BEAT + "time.sleep(600)"
+
 TELL = (  # its number, in the file that is its first argument
     "import os, pathlib, sys; path = pathlib.Path(sys.argv[1]); part = path.with_suffix('.part');"
     "part.write_text(str(os.getpid())); part.rename(path);"
 )
-SAVE_AND_LEAVE = (
-    BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(143))); print('ready');"
-    " time.sleep(600)"
-)
-SUPERVISOR = """
-import json, sys
-from pathlib import Path
-from common.launcher.supervisor import Job, run_attempt
-from common.launcher.process_spec import ProcessSpec
-job = json.loads(sys.argv[1])
-children = tuple(
-    ProcessSpec(**{**child, "command": tuple(child["command"])}) for child in job.pop("children")
-)
-sys.exit(run_attempt(Job(children=children, log_folder=Path(job.pop("log_folder")), **job)).code)
-"""
 
 
 def supervise(
@@ -61,21 +49,6 @@ def supervise(
     return run_attempt(job).code
 
 
-def children(*programs: str, arguments: tuple[str, ...] = ()) -> tuple[ProcessSpec, ...]:
-    commands = [(sys.executable, "-c", program, *arguments) for program in programs]
-    return tuple(
-        ProcessSpec(rank=rank, command=command, environment={"DEVICE_ID": str(rank + 4)})
-        for rank, command in enumerate(commands)
-    )
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
-
-
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -83,60 +56,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def log(folder: Path, rank: int) -> str:
-    path = folder / f"mf_parallel{rank}" / "mindformer.log"
-    return path.read_text() if path.exists() else ""
-
-
-class Started:
-    """``run_attempt`` in a process of its own."""
-
-    def __init__(
-        self, folder: Path, *programs: str, stall_limit: float = NEVER, **options: object
-    ) -> None:
-        ranks = [
-            {"rank": child.rank, "command": child.command, "environment": dict(child.environment)}
-            for child in children(*programs)
-        ]
-        job = {"children": ranks, "log_folder": str(folder), "stall_limit": stall_limit}
-        job |= {name: options.pop(name) for name in ("follow", "steps") if name in options}
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, json.dumps(job)],
-            cwd=ROOT,
-            text=True,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},
-        )
-
-    def until_ready(self, ranks: int) -> list[int]:
-        """Wait until each of the first ``ranks`` has written ``ready``; the numbers of this
-        process's children.
-        """
-        until(lambda: all("ready" in log(self.folder, rank) for rank in range(ranks)))
-        return [
-            int(word)
-            for word in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-            .read_text()
-            .split()
-        ]
-
-    def end(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=30)
-        return self.process.returncode, output
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    started: list[Started] = []
+    with ended_after() as started:
 
-    def begin(*programs: str, **options: object) -> Started:
-        started.append(Started(tmp_path, *programs, **options))
-        return started[-1]
+        def begin(*programs: str, **options: Any) -> Started:
+            names = ("follow", "steps", "stall_limit")
+            job = {name: options.pop(name) for name in names if name in options}
+            started.append(Started(tmp_path, children(*programs), job=job, **options))
+            return started[-1]
 
-    yield begin
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
+        yield begin
 
 
 def test_all_ranks_end_well(
@@ -145,14 +75,9 @@ def test_all_ranks_end_well(
     """Variables of an earlier run, which would mislead them, are not handed on."""
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     show = "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')))"
-    programs = [show] * 2
     ranks = tuple(
-        ProcessSpec(
-            rank=child.rank,
-            command=child.command,
-            environment={**child.environment, "RANK_ID": str(child.rank)},
-        )
-        for child in children(*programs)
+        replace(child, environment={**child.environment, "RANK_ID": str(child.rank)})
+        for child in children(show, show)
     )
     assert supervise(tmp_path / "logs", ranks) == 0
     assert [log(tmp_path / "logs", rank).splitlines()[1:] for rank in (0, 1)] == [
@@ -169,13 +94,8 @@ def test_all_ranks_end_well(
 def test_follow_copies_the_log_of_rank_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = Job(
-        children=children("print('one line')", "print('not this')"),
-        log_folder=tmp_path,
-        stall_limit=NEVER,
-        follow=True,
-    )
-    assert run_attempt(job).code == 0
+    ranks = children("print('one line')", "print('not this')")
+    assert supervise(tmp_path, ranks, follow=True) == 0
     out = capsys.readouterr().out
     assert "one line\n" in out
     assert "not this" not in out
@@ -225,12 +145,8 @@ def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
         " open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'Z':"
         " time.sleep(.01)\nos.kill(os.getpid(), 9)"
     )
-    job = Job(
-        children=children(first, second, arguments=(str(tmp_path / "pid"),)),
-        log_folder=tmp_path,
-        stall_limit=NEVER,
-    )
-    assert run_attempt(job).code == 137
+    ranks = children(first, second, arguments=(str(tmp_path / "pid"),))
+    assert supervise(tmp_path, ranks) == 137
     error = capsys.readouterr().err
     assert "rank 1 (device 5) was killed by signal 9 (SIGKILL" in error
     assert "rank 0" not in error
@@ -253,18 +169,6 @@ def test_the_known_error_that_explains_most_is_named_at_the_end(
     assert line.endswith(f"; python tools/doctor.py --explain {old}")
 
 
-def test_a_failure_at_the_start_of_one_of_four(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        supervise(tmp_path, children(SLEEP, SLEEP, SLEEP, "raise RuntimeError('no such card')"))
-        == 1
-    )
-    error = capsys.readouterr().err
-    assert "rank 3 (device 7) ended with exit code 1" in error
-    assert "RuntimeError: no such card" in error
-
-
 def test_a_command_that_cannot_be_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,12 +182,7 @@ def test_a_command_that_cannot_be_started(
 
 def test_ranks_that_end_early_and_well_are_not_a_failure(tmp_path: Path) -> None:
     late = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)"
-    job = Job(
-        children=children(TELL, late, arguments=(str(tmp_path / "done"),)),
-        log_folder=tmp_path,
-        stall_limit=NEVER,
-    )
-    assert run_attempt(job).code == 0
+    assert supervise(tmp_path, children(TELL, late, arguments=(str(tmp_path / "done"),))) == 0
 
 
 def test_the_stopped_one_of_stalled_ranks_is_blamed(
@@ -363,37 +262,34 @@ def test_a_second_signal_kills(start: Callable[..., Started]) -> None:
     assert not any(map(is_alive, pids))
 
 
-def test_a_rank_that_does_not_end_after_a_signal_is_killed(start: Callable[..., Started]) -> None:
-    ignore = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
-    run = start(SAVE_AND_LEAVE, ignore, stall_limit=4.0)
-    run.until_ready(2)
-    run.process.send_signal(signal.SIGTERM)
-    code, output = run.end()
-    assert code == 143
-    assert "stopped by SIGTERM; rank 1 did not end within 4 s" in output
+WAIT = BEAT + "signal.signal(15, lambda *_: 0); print('ready')\nwhile True: time.sleep(600)"
 
 
-def test_a_rank_that_fails_while_others_are_stopped_is_a_failure(
-    start: Callable[..., Started],
+@pytest.mark.parametrize(
+    ("programs", "code", "said"),
+    [
+        ((SAVE_AND_LEAVE, IGNORE), 143, "stopped by SIGTERM; rank 1 did not end within 4 s"),
+        (
+            (SAVE_AND_LEAVE, SAVE_AND_LEAVE.replace("143", "9")),
+            9,
+            "rank 1 (device 5) ended with exit code 9",
+        ),
+        (
+            (WAIT, BEAT + "print('ready'); time.sleep(600)"),
+            143,
+            "\nstopped by SIGTERM; rank 1 (device 5) ended before it could save",
+        ),
+    ],
+    ids=["does not end", "fails", "cannot save"],
+)
+def test_a_rank_that_a_stop_does_not_end_well(
+    start: Callable[..., Started], programs: tuple[str, ...], code: int, said: str
 ) -> None:
-    run = start(SAVE_AND_LEAVE, SAVE_AND_LEAVE.replace("143", "9"))
+    run = start(*programs, stall_limit=4.0)
     run.until_ready(2)
     run.process.send_signal(signal.SIGTERM)
-    code, output = run.end()
-    assert code == 9
-    assert "rank 1 (device 5) ended with exit code 9" in output
-
-
-def test_a_rank_that_a_signal_ends_before_it_can_save_ends_the_others(
-    start: Callable[..., Started],
-) -> None:
-    wait = BEAT + "signal.signal(15, lambda *_: 0); print('ready')\nwhile True: time.sleep(600)"
-    run = start(wait, BEAT + "print('ready'); time.sleep(600)")
-    run.until_ready(2)
-    run.process.send_signal(signal.SIGTERM)
-    code, output = run.end()
-    assert code == 143
-    assert "\nstopped by SIGTERM; rank 1 (device 5) ended before it could save" in output
+    found, output = run.end()
+    assert found == code and said in output
 
 
 def test_a_signal_to_one_rank_lets_the_others_save_too(
@@ -412,12 +308,7 @@ print("saved")
 sys.exit(143)
 """
     run = start("raise SystemExit(143)", second)
-    assert run.process.stdout is not None
-    while (
-        "rank 0 (device 4) was stopped by SIGTERM; waiting for the others"
-        not in run.process.stdout.readline()
-    ):
-        assert run.process.poll() is None
+    run.until_said("rank 0 (device 4) was stopped by SIGTERM; waiting for the others")
     now.touch()
     assert run.end()[0] == 143
     assert "saved" in log(run.folder, 1)
@@ -450,27 +341,6 @@ def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
     """
     run = start("print('x' * 3_000_000)", follow=True)
     assert run.process.wait(timeout=30) == 0
-
-
-def test_on_a_terminal_the_last_line_of_rank_0_is_shown_in_place(
-    start: Callable[..., Started],
-) -> None:
-    master, slave = pty.openpty()
-    run = start(
-        BEAT + "print('\\x1b[31mfirst\\nstep 7 \\u8bad'); time.sleep(600)",
-        BEAT + "print('other'); time.sleep(600)",
-        stdout=slave,
-    )
-    os.close(slave)
-    seen = b""
-    while "step 7 训".encode() not in seen:
-        seen += os.read(master, 4096)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(timeout=30) == 143
-    os.close(master)
-    assert b"\r\x1b[Kstep 7" in seen
-    assert b"first" not in seen
-    assert b"other" not in seen
 
 
 def test_on_a_terminal_progress_is_shown_below_what_is_copied(
@@ -509,22 +379,15 @@ def test_the_end_of_very_much_output_is_copied(
 
 
 def test_half_a_character_waits_for_its_other_half(tmp_path: Path) -> None:
-    log = open_log(tmp_path, children("pass")[0])
+    log = RankLog(tmp_path / "mindformer.log")
     whole = "训练".encode()
     found, offset = "", 0
     for cut in (1, 4, len(whole)):
         log.path.write_bytes(whole[:cut])
-        text, offset = read_new(log, offset)
+        text, offset = log.read(offset)
         found += text
     log.file.close()
     assert found == "训练"
-
-
-def test_a_log_that_is_a_pipe_without_a_reader_starts_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mf_parallel0").mkdir()
-    os.mkfifo(tmp_path / "mf_parallel0" / "mindformer.log")
-    with pytest.raises(ConfigError, match="mf_parallel0: cannot be written"):
-        supervise(tmp_path, children("pass"))
 
 
 def test_another_name_of_a_log_leads_to_it(tmp_path: Path) -> None:
@@ -548,25 +411,6 @@ def test_full_streams_change_no_exit_code(start: Callable[..., Started]) -> None
             ).process.wait(timeout=30)
             == 3
         )
-
-
-def test_the_last_line_of_rank_0_stays_on_the_terminal_in_full(
-    start: Callable[..., Started],
-) -> None:
-    """It says where the run was saved."""
-    line = "saved in " + "/very/long" * 20
-    master, slave = pty.openpty()
-    run = start(f"print('{line}')", stdout=slave)
-    os.close(slave)
-    seen = b""
-    with suppress(OSError):  # the other end is closed
-        while chunk := os.read(master, 4096):
-            seen += chunk
-    assert run.process.wait(timeout=30) == 0
-    os.close(master)
-    assert re.search(rb"\x1b\[Ksaved in (/very/long){20}\r\nall ranks ended well[^\x1b]*$", seen), (
-        seen
-    )
 
 
 def test_closed_standard_streams_do_not_stop_a_run(
@@ -656,12 +500,15 @@ def test_logs_are_appended_to_and_only_known_variables_shown(tmp_path: Path) -> 
     assert text.count(f"# {shlex.join(command)}\n") == len(re.findall("^==== ", text, re.M)) == 2
 
 
-def test_a_log_folder_that_cannot_be_written_starts_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mf_parallel1").write_text("in the way")
-    with pytest.raises(
-        ConfigError,
-        match=r"mf_parallel1: cannot be written: File exists; choose another one by --log_dir",
-    ):
+@pytest.mark.parametrize("is_pipe", [False, True])
+def test_a_log_that_cannot_be_written_starts_nothing(tmp_path: Path, is_pipe: bool) -> None:
+    """A file in the place of the folder, or a pipe without a reader in that of the log."""
+    if is_pipe:
+        (tmp_path / "mf_parallel1").mkdir()
+        os.mkfifo(tmp_path / "mf_parallel1" / "mindformer.log")
+    else:
+        (tmp_path / "mf_parallel1").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"mf_parallel1: cannot be written: .*--log_dir"):
         supervise(tmp_path, children(TELL, TELL, arguments=(str(tmp_path / "ran"),)))
     assert not (tmp_path / "ran").exists()
 

@@ -10,7 +10,7 @@ import pytest
 from common.cluster.places import find_places
 from common.cluster.rank_environment import make_rendezvous
 from common.cluster.rank_table_files import read_table
-from common.launcher.children import make_children, make_hosts
+from common.launcher.jobs import make_children, make_hosts
 from common.parallel.topology import Topology
 from common.planner.cluster import describe_cluster, layout_warnings, places_of_plan
 from common.resolve.derive import resolve_config

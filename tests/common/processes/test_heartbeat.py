@@ -5,16 +5,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from common.launcher.local_ranks import stalled_ranks
+from common.cluster.rank_environment import SCHEDULER
+from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
 from common.processes.heartbeat import beat
-from common.processes.monitor import Monitor, RankState
-from common.processes.process_tree import process_state
+from common.processes.process_tree import Descendants
+from tests.run_scripts import pids_with, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 START = "import os, subprocess, sys; from common.processes.heartbeat import beat, start_heartbeat; "
@@ -81,16 +83,41 @@ os.waitpid(pid, 0)
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher() -> None:
-    """Read back by PR_GET_PDEATHSIG = 2 of <linux/prctl.h>."""
-    reading, writing = os.pipe()
-    ask = (
-        "start_heartbeat(); import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2,"
-        " ctypes.byref(number)); print(number.value)"
+ASK = (  # by PR_GET_PDEATHSIG of <linux/prctl.h>
+    "import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number));"
+    " print(number.value)"
+)
+
+
+def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher(tmp_path: Path) -> None:
+    """And MindSpore's scheduler, here a stand-in, which must not outlive a killed launcher."""
+    package = tmp_path / "mindspore"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "communication.py").write_text(f"def init():\n    {ASK}\n")
+    scheduler = f"; sys.path.insert(0, {str(tmp_path)!r}); {SCHEDULER[2]}"
+    for program in (f"start_heartbeat(); {ASK}", f"pass{scheduler}"):
+        reading, writing = os.pipe()
+        done = run(program, launcher=os.getpid(), pipe=writing)
+        assert done.stdout.split() == [str(int(signal.SIGKILL))], done.stderr
+        os.close(reading)
+        os.close(writing)
+
+
+def test_programs_of_others_die_with_the_tool(tmp_path: Path) -> None:
+    mark = f"60.{os.getpid()}"
+    program = (
+        f"from common.processes.programs import run_program; run_program(['sleep', {mark!r}], 60)"
     )
-    assert run(ask, launcher=os.getpid(), pipe=writing).stdout.split() == [str(int(signal.SIGKILL))]
-    os.close(reading)
-    os.close(writing)
+    tool = subprocess.Popen([sys.executable, "-c", program, "tool"], cwd=ROOT)
+
+    def children() -> list[int]:
+        return [pid for pid in pids_with(mark) if pid != tool.pid]
+
+    wait_until(children, "its children")
+    tool.kill()
+    tool.wait()
+    wait_until(lambda: not children(), "the end of its children", seconds=5)
 
 
 def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
@@ -147,47 +174,35 @@ def test_beat_in_this_process_is_a_no_op() -> None:
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_launcher_reads_lines_however_they_come() -> None:
-    reading, writing = os.pipe()
-    monitor = Monitor(
-        rank=2, name="rank 2", log=Path("x.log"), pid=os.getpid(), pipe=reading, now=100.0
-    )
-    assert (monitor.state(101.0).step, monitor.state(101.0).idle, monitor.state(101.0).silent) == (
-        -1,
-        1.0,
-        None,
-    )
-    os.write(writing, b"alive\n7 reading da")
-    monitor.read(103.0)
-    assert (monitor.state(104.0).step, monitor.state(104.0).idle, monitor.state(104.0).silent) == (
-        -1,
-        4.0,
-        1.0,
-    )
-    os.write(writing, b"ta\nrubbish\n\xff\xfe\n")
-    monitor.read(105.0)
-    state = monitor.state(106.0)
-    assert (state.step, state.doing, state.idle, state.silent, state.process_state) == (
-        7,
-        "reading data",
-        1.0,
-        1.0,
-        psutil.STATUS_RUNNING,
-    )
-    os.write(writing, b"alive\n")
-    monitor.read(108.0)
-    assert (monitor.state(108.0).idle, monitor.state(108.0).silent) == (3.0, 0.0)
-    monitor.close()
-    os.close(writing)
+def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:
+    """The rank sends what is written into a named pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    command = ("bash", "-c", f"exec cat {tmp_path}/pipe >&$GPT2_HEARTBEAT_FD")
+    process = RankProcess(ProcessSpec(rank=2, command=command, environment={}), tmp_path, None)
+    began = time.monotonic()
 
+    def read(text: bytes, after: float) -> RankState:
+        """Return the state a second after the launcher has read a text."""
+        os.write(writing, text)
+        time.sleep(0.3)
+        process.read_heartbeat(began + after)
+        return process.state(began + after + 1)
 
-def test_states_of_processes() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"])
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    assert process_state(process.pid) == psutil.STATUS_STOPPED
-    process.kill()
-    process.wait()
-    assert process_state(process.pid) == ""
+    with Descendants(10.0) as descendants:
+        process.start(descendants, {})
+        first = process.state(time.monotonic() + 10)
+        writing = os.open(tmp_path / "pipe", os.O_WRONLY)
+        alive = read(b"alive\n7 reading da", 20)
+        told = read(b"ta\nrubbish\n\xff\xfe\n", 30)
+        later = read(b"alive\n", 40)
+        os.close(writing)
+    assert (first.step, first.silent) == (-1, None) and first.idle == pytest.approx(10, abs=1)
+    assert (alive.step, alive.silent) == (-1, 1.0) and alive.idle == pytest.approx(21, abs=1)
+    assert (told.step, told.doing, told.idle, told.silent) == (7, "reading data", 1.0, 1.0)
+    assert (later.idle, later.silent) == (11.0, 1.0)
+    assert later.process_state in (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING)
+    assert process.state(time.monotonic()).process_state == ""
+    process.close()
 
 
 def rank(number: int, step: int, doing: str = "computing") -> RankState:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from common.processes import process_tree
-from common.processes.process_tree import adopted_orphans, end_all, living, reap
+from common.processes.process_tree import Descendants
 
 LEAVE = (
     "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL,"
@@ -23,31 +23,22 @@ def stat(pid: int) -> tuple[int, str]:
     return int(parent), state
 
 
-def test_the_table_is_that_of_the_kernel() -> None:
-    sleeper = subprocess.Popen(["sleep", "60"])
-    dead = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
-    table = process_tree._processes()
-    assert table[sleeper.pid][0] == table[dead.pid][0] == os.getpid() == stat(sleeper.pid)[0]
-    assert (table[dead.pid][1], stat(dead.pid)[1]) == (psutil.STATUS_ZOMBIE, "Z")
-    assert sleeper.pid in living(()) and dead.pid not in living(())
-    assert sleeper.pid not in living((sleeper.pid,))
-    sleeper.kill()
-    sleeper.wait()
-    dead.wait()
-
-
-def test_an_orphan_in_a_session_of_its_own_is_found_and_ended() -> None:
-    with adopted_orphans() as before:
-        orphan = int(
-            subprocess.run(
-                [sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, check=True, timeout=60
-            ).stdout
-        )
-        assert orphan in living(before)
-        assert end_all((), before, 10.0) == []
-        reap(before)
-    assert not psutil.pid_exists(orphan)
+def test_descendants_are_those_of_the_kernel_and_none_is_left(tmp_path: Path) -> None:
+    """Among them an orphan in a session of its own; an earlier child is not one of them."""
+    earlier = subprocess.Popen(["sleep", "60"])
+    with Descendants(10.0) as descendants:
+        sleeper, dead = descendants.start(["sleep", "60"]), descendants.start(["true"])
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        with (tmp_path / "orphan").open("wb") as file:
+            descendants.start([sys.executable, "-c", LEAVE], stdout=file).wait(timeout=60)
+        orphan = int((tmp_path / "orphan").read_text())
+        assert stat(sleeper.pid)[0] == stat(orphan)[0] == os.getpid()
+        assert stat(dead.pid) == (os.getpid(), "Z")
+        assert sorted(descendants.living()) == sorted([sleeper.pid, orphan])
+    assert descendants.undead == [] and sleeper.returncode == -9 and dead.returncode == 0
+    assert not psutil.pid_exists(orphan) and earlier.poll() is None
+    earlier.kill()
+    earlier.wait()
 
 
 def test_processes_that_cannot_be_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +54,8 @@ def test_processes_that_cannot_be_read_are_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_processes_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_tree, "living", lambda before: [2**30])
+    monkeypatch.setattr(Descendants, "living", lambda self: [2**30])
     began = time.monotonic()
-    assert end_all((), (), 0.1) == [2**30] and time.monotonic() - began < 5
+    with Descendants(0.1) as descendants:
+        pass
+    assert descendants.undead == [2**30] and time.monotonic() - began < 5

@@ -1,0 +1,223 @@
+"""One process of a job: its log, its heartbeat as it arrives here, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from common.cluster.rank_environment import FOREIGN
+from common.launcher.host_channel import host_name
+from common.launcher.rank_logs import RankLog
+from common.processes.heartbeat import ALIVE, ALIVE_SECONDS
+from common.processes.process_tree import Descendants
+from common.whole_numbers import whole_number
+
+DOING_ORDER = ("reading data", "computing")
+"""Activities of a rank within a step, in order. Validating and saving come after, in any order."""
+_STOPPED = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t"}
+"""States of a process stopped by a signal or a debugger, and the letters of ps for them."""
+_SILENT_SECONDS = 5 * ALIVE_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """One process to start. environment: added to the variables of this process.
+
+    cores: those to pin it to; empty for none. name: set for a helper beside the ranks, such as
+    MindSpore's scheduler, which sends no heartbeat and is ended after the ranks. folder: of its
+    logs, within the job's. title: its name in messages; empty for ``rank 3`` or its name. log_link:
+    another name of its log, in the job's folder.
+    """
+
+    rank: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    cores: tuple[int, ...] = ()
+    name: str = ""
+    folder: str = ""
+    title: str = ""
+    log_link: str = ""
+
+    def __str__(self) -> str:
+        return self.title or self.name or f"rank {self.rank}"
+
+    @property
+    def log_folder(self) -> str:
+        return self.folder or f"mf_parallel{f'_{self.name}' if self.name else self.rank}"
+
+    @property
+    def log(self) -> Path:
+        """Its log, within the job's folder."""
+        return Path(self.log_folder) / "mindformer.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """One running rank. name: the rank and its host. log: path on its host."""
+
+    rank: int
+    name: str
+    log: str
+    step: int = -1
+    """Last step reported; -1 if none."""
+    doing: str = "starting"
+    idle: float = 0.0
+    """Seconds since its step or activity last changed or was reported again."""
+    silent: float | None = None
+    """Seconds since its last sign of life; None if there was none yet."""
+    process_state: str = ""
+    """State as psutil names it, such as "stopped"; empty if it has ended."""
+
+    def in_words(self) -> str:
+        where = "it has not reached its first step"
+        if self.step >= 0:
+            where = f"its last report was step {self.step}, {self.doing}"
+        why = ""
+        if self.is_stopped:
+            why = f"; its process is stopped (state {_STOPPED[self.process_state]})"
+        elif self.process_state == psutil.STATUS_DISK_SLEEP:
+            why = "; its process waits for a disk or a driver (state D)"
+        elif self.is_silent:
+            why = f"; its process has given no sign of life for {self.silent:.0f} s"
+        return (
+            f"{self.name} has made no progress for {self.idle:.0f} s: {where}{why}; its log:"
+            f" {self.log}"
+        )
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.process_state in _STOPPED
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent is not None and self.silent > _SILENT_SECONDS
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Place within the run, to compare with that of other ranks."""
+        order = DOING_ORDER.index(self.doing) if self.doing in DOING_ORDER else len(DOING_ORDER)
+        return self.step, order
+
+
+def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
+    """Return those ranks without progress that the others wait for.
+
+    They are the stopped ones, else the silent ones, else those behind, which may be all.
+    """
+    stopped = [state for state in states if state.is_stopped] or [
+        state for state in states if state.is_silent
+    ]
+    first = min(state.position for state in states)
+    return stopped or [state for state in states if state.position == first]
+
+
+class RankProcess:
+    """Process of a job, with an open log. address: of this host, if there are several.
+
+    Raises ConfigError if the log cannot be written.
+    """
+
+    def __init__(self, spec: ProcessSpec, log_folder: Path, address: str | None) -> None:
+        self.spec = spec
+        link = log_folder / spec.log_link if spec.log_link else None
+        self.log = RankLog(log_folder / spec.log, link)
+        device = "" if spec.name else spec.environment.get("DEVICE_ID")
+        where = [f"device {device}"] if device else []
+        where += [] if address is None else [host_name(address)]
+        self.name = str(spec) + (f" ({', '.join(where)})" if where else "")
+        self.code: int | None = None
+        """Exit code once it has ended, -n for signal n."""
+        self.first_step = -1
+        """First step reported; -1 if none."""
+        self._told = RankState(rank=spec.rank, name=self.name, log=str(self.log.path))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self._rest = b""
+        self._moved = 0.0
+        self._heard: float | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Tell whether it is a rank that has been started and has not ended."""
+        return self._process is not None and self.code is None and not self.spec.name
+
+    @property
+    def last_step(self) -> int:
+        """Last step reported; -1 if none."""
+        return self._told.step
+
+    def start(self, descendants: Descendants, variables: Mapping[str, str]) -> int:
+        """Start it with a heartbeat, and return the number of the process. Raises OSError.
+
+        Call it from a thread that stays alive: the kernel uses the end of the starting thread as
+        the end of this process.
+        """
+        self._pipe, writing = os.pipe()
+        os.set_blocking(self._pipe, False)
+        environment = {
+            "PYTHONUNBUFFERED": "1",  # so that a killed rank's last lines are in its log
+            **{name: value for name, value in os.environ.items() if name not in FOREIGN},
+            **self.spec.environment,
+            **variables,
+            "GPT2_LAUNCHER_PID": str(os.getpid()),
+            "GPT2_HEARTBEAT_FD": str(writing),
+        }
+        try:
+            self.log.begin(str(self.spec), self.spec.command, environment)
+            with self.log.file as file:
+                self._process = descendants.start(
+                    self.spec.command,
+                    cores=self.spec.cores,
+                    env=environment,
+                    stdout=file,
+                    pass_fds=(writing,),
+                )
+        finally:
+            os.close(writing)
+        self._moved = time.monotonic()
+        return self._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, but not to its children."""
+        # not reaped, so the number is still its own
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def read_heartbeat(self, now: float) -> None:
+        """Process the reports since the last call. now: seconds of time.monotonic()."""
+        with suppress(BlockingIOError):
+            while self._pipe >= 0 and (chunk := os.read(self._pipe, 65536)):
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                for line in lines:
+                    self._take(line.decode(errors="replace"), now)
+
+    def _take(self, line: str, now: float) -> None:
+        self._heard = now
+        step, _, doing = line.partition(" ")
+        number = whole_number(step)
+        if line != ALIVE and number is not None:
+            self._told, self._moved = replace(self._told, step=number, doing=doing), now
+            if self.first_step < 0:
+                self.first_step = number
+
+    def state(self, now: float) -> RankState:
+        state = ""
+        with suppress(psutil.Error):
+            if self._process is not None:
+                state = str(psutil.Process(self._process.pid).status())
+        silent = None if self._heard is None else now - self._heard
+        return replace(self._told, idle=now - self._moved, silent=silent, process_state=state)
+
+    def close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+        self._pipe = -1

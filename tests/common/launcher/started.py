@@ -1,0 +1,136 @@
+"""Launchers in processes of their own, and programs for their ranks."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.launcher.rank_process import ProcessSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+NEVER = 1e6
+BEAT = (
+    f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); from"
+    " common.processes.heartbeat import beat, start_heartbeat;start_heartbeat();"
+)
+SLEEP = BEAT + "print('ready'); time.sleep(600)"
+SAVE_AND_LEAVE = (
+    BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(143))); print('ready');"
+    " time.sleep(600)"
+)
+IGNORE = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
+SUPERVISOR = """
+import json, sys
+from pathlib import Path
+from common.errors import ConfigError
+from common.launcher import host_channel
+from common.launcher.host_channel import Host, Hosts
+from common.launcher.supervisor import Job, run_attempt
+from common.launcher.rank_process import ProcessSpec
+job = json.loads(sys.argv[1])
+vars(host_channel).update(job.pop("times"))
+if hosts := job.pop("hosts"):
+    all_hosts = tuple(Host(address=a, ranks=tuple(r)) for a, r in hosts.pop("all"))
+    hosts = Hosts(all=all_hosts, **hosts)
+children = tuple(ProcessSpec(**{**c, "command": tuple(c["command"])}) for c in job.pop("children"))
+folder = Path(job.pop("log_folder"))
+try:
+    job = Job(children=children, log_folder=folder, hosts=hosts or None, **job)
+    sys.exit(run_attempt(job).code)
+except ConfigError as error:
+    print("error:", error)
+    sys.exit(2)
+"""
+
+
+def children(
+    *programs: str, arguments: tuple[str, ...] = (), ranks: Sequence[int] = range(99), **more: str
+) -> tuple[ProcessSpec, ...]:
+    """Return a process for each program. more: variables of all."""
+    return tuple(
+        ProcessSpec(
+            rank=rank,
+            command=(sys.executable, "-c", program, *arguments),
+            environment={"DEVICE_ID": str(rank + 4), **more},
+        )
+        for rank, program in zip(ranks, programs, strict=False)
+    )
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def log(folder: Path, rank: int) -> str:
+    path = folder / f"mf_parallel{rank}" / "mindformer.log"
+    return path.read_text() if path.exists() else ""
+
+
+def until_ready(folder: Path, ranks: Sequence[int]) -> None:
+    until(lambda: all("ready" in log(folder, rank) for rank in ranks))
+
+
+class Started:
+    """``run_attempt`` in a process of its own. times: constants of the channel between hosts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: tuple[ProcessSpec, ...],
+        *,
+        hosts: dict[str, Any] | None = None,
+        times: dict[str, float] | None = None,
+        job: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        words = {"log_folder": str(folder), "stall_limit": NEVER, **(job or {})}
+        words["children"] = [
+            {"rank": rank.rank, "command": rank.command, "environment": dict(rank.environment)}
+            for rank in ranks
+        ]
+        words |= {"hosts": hosts, "times": times or {}}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, json.dumps(words)],
+            cwd=ROOT,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},
+        )
+
+    def until_ready(self, ranks: int) -> list[int]:
+        """Wait until each of the first ``ranks`` has written ``ready``; the numbers of this
+        process's children.
+        """
+        until_ready(self.folder, range(ranks))
+        task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(word) for word in task.read_text().split()]
+
+    def until_said(self, words: str) -> str:
+        assert self.process.stdout is not None
+        text = ""
+        while words not in text:
+            line = self.process.stdout.readline()
+            assert line, text
+            text += line
+        return text
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=40)
+        return self.process.returncode, output
+
+
+@contextmanager
+def ended_after() -> Iterator[list[Started]]:
+    """Yield a list whose launchers are killed at the end."""
+    started: list[Started] = []
+    yield started
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
