@@ -23,7 +23,7 @@ from common.log import LOG
 from common.parallel.run import Run
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
 from common.training.data import TrainingData
-from common.training.fits import multiple_that_keeps, require_same_model
+from common.training.model_match import multiple_that_keeps, require_same_model
 from common.training.opened_checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from common.training.rewind import checkpoint_before
 
