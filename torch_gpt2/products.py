@@ -18,19 +18,23 @@ Multiply = Callable[[Tensor], Tensor]
 class Product:
     """Product x W^T + b with weights that are converted once. Several weights are stacked.
 
-    On a CPU with kernels of their type they are in oneDNN's own order.
+    On a CPU they are in oneDNN's own order. Without kernels for a type below float32, the rounded
+    weights are held and multiplied in float32, and the result is rounded. Such a kernel does the
+    same inside.
     """
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype) -> None:
-        self.weight = joined(weights, dtype)  # (out, in)
-        self.bias = joined(biases, dtype) if biases else None
+        on_cpu = weights[0].device.type == "cpu"
+        self.dtype = torch.float32 if on_cpu and not has_kernel(dtype) else dtype
+        self.weight = joined(weights, dtype).to(self.dtype)  # (out, in)
+        self.bias = joined(biases, dtype).to(self.dtype) if biases else None
         self._linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        if self.weight.device.type == "cpu" and has_kernel(dtype):
+        if on_cpu and has_kernel(self.dtype):
             self.weight = pack_weight(self.weight)
             self._linear = packed_linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x, self.weight, self.bias)
+        return self._linear(x.to(self.dtype), self.weight, self.bias).to(x.dtype)
 
 
 class Norm:
