@@ -111,7 +111,8 @@ class DecodeStep:
         if keys not in self._steps:
             step = partial(_compute, self._layers, self._inputs, keys)  # without a cycle to self
             self._steps[keys] = self._device.capture(step, self._memory)
-        return self._layers.read(self._steps[keys]())[list(rows)]
+        logits = self._layers.read(self._steps[keys]())
+        return logits if len(rows) == len(logits) else logits[list(rows)]
 
 
 def _compute(layers: Layers, inputs: Tensor, keys: int) -> Tensor:
