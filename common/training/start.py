@@ -279,11 +279,6 @@ def require_fitting(
 
 def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> None:
     """Log what has changed since the checkpoint."""
-    if "updated_samples" not in manifest.get("state", {}):
-        LOG.info(
-            "the checkpoint is of an older version, whose schedule was one step ahead and counted"
-            " skipped steps; from here it counts the updates that were made"
-        )
     if manifest.get("data") != data.fingerprint:
         LOG.warning(
             "the data, its split, the window or the seed has changed since the checkpoint, so"
