@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
 from common.conversion.export import PROGRAMS, export_program
 from common.errors import RunError
 from common.inference.load import PACKAGES, import_backend, quieten_frameworks
-from common.inference.run_modes import run_program
-from common.inputs import make_run
+from common.inference.run_modes import continue_prompts, run_program, serve_completions
+from common.inputs import Inputs, make_run
 from common.interrupts import ending_at_interrupts
 from common.log import LOG, start_log
+from common.parallel.run import Run
 from common.planner.room import out_of_memory
 from common.resolve.derive import ONE_DEVICE_MODES, export_format, uses_one_device
 from common.training.export import export
@@ -23,8 +25,6 @@ _ENTRIES = {
     "train": "train",
     "finetune": "train",
     "eval": "evaluate",
-    "predict": "predict",
-    "serve": "serve",
     "export": "export",
 }
 """Run mode -> module of a backend, with a function of that name."""
@@ -58,11 +58,10 @@ def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     if inputs.program is not None:
         run_program(run_mode, run, inputs.program, inputs.corpus, inputs.tokenizer)
         return
-    name = _ENTRIES[run_mode]
     with ending_at_interrupts():
         import_backend(run.backend)
-        entry = getattr(importlib.import_module(f"{PACKAGES[run.backend]}.{name}"), name)
-    training = name == "train"
+        entry = _entry(run_mode, run.backend)
+    training = run_mode in ("train", "finetune")
     try:
         entry(run, inputs, process)
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
@@ -71,6 +70,22 @@ def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
         if message is None:
             raise
         raise RunError(message) from None
+
+
+def _entry(run_mode: str, backend: str) -> Callable[[Run, Inputs, Process], None]:
+    """Import what runs a mode."""
+    work = {"predict": continue_prompts, "serve": serve_completions}.get(run_mode)
+    name = "predict" if work else _ENTRIES[run_mode]
+    module = importlib.import_module(f"{PACKAGES[backend]}.{name}")
+    if work is None:
+        return getattr(module, name)  # type: ignore[no-any-return]
+
+    def run_with_model(run: Run, inputs: Inputs, process: Process) -> None:
+        assert inputs.tokenizer is not None
+        opener = partial(module.open_runner, run, inputs.device, inputs.checkpoint)
+        work(run, inputs.tokenizer, opener)
+
+    return run_with_model
 
 
 def serve_as_scheduler(run_mode: str, config: RunConfig) -> None:

@@ -9,8 +9,7 @@ package imports no framework; opening a model imports the one that runs it.
 """
 
 from common.errors import GPT2Error
-from common.inference.language_model import LanguageModel
+from common.inference.language_model import Generation, Generations, LanguageModel, Score
 from common.inference.load import load_model
-from common.inference.results import Generation, Generations, Score
 
 __all__ = ["GPT2Error", "Generation", "Generations", "LanguageModel", "Score", "load_model"]

@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 
 from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
+from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.pieces import TensorSlice
+from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.model import GPT2, build_model
 from mindformers_gpt2.optimizer import Optimizer
 
 Array = NDArray[np.float32]
@@ -30,6 +33,14 @@ def moments_on_host(optimizer: Optimizer, pieces: Pieces) -> dict[str, Array]:
         for part, tensors in optimizer.state.items()
         for name, piece in pieces.items()
     }
+
+
+def load_model(config: Run, device: MindSporeDevice, checkpoint: Checkpoint) -> GPT2:
+    """Return the model with the weights of a checkpoint. Raises CheckpointError."""
+    model = build_model(config, device)
+    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
+    load_weights(parameters, config.model, checkpoint)
+    return model
 
 
 def load_weights(

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import islice
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from common.cluster.environment import ALONE, Process
-from common.evaluation import (
-    RowBatch,
-    Scorer,
-    TokenScores,
-    ValidationTask,
-    open_task,
-    report,
-    score_rows,
-)
+from common.evaluation import RowBatch, Scorer, TokenScores, open_task, report, run_task
 from common.inputs import Inputs
 from common.parallel.run import Run
-from common.quantization.scheme import CALIBRATION_BATCHES
 from common.training.start import weights_to_use
-from mindformers_gpt2.checkpoint import load_weights
+from mindformers_gpt2.checkpoint import load_model
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.engine import sum_losses
 from mindformers_gpt2.loss import ROWS_AT_ONCE
-from mindformers_gpt2.model import GPT2, build_model
+from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import quantize_model
 
@@ -36,32 +26,17 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     assert inputs.checkpoint is not None
     task = open_task(config, corpus=inputs.corpus, tokenizer=inputs.tokenizer)
     checkpoint = weights_to_use(config, inputs.checkpoint, task.tokenizer_record)
-    model = build_model(config, device)
-    load_weights(
-        {parameter.name: parameter for parameter in model.get_parameters()},
-        config.model,
-        checkpoint,
-    )
+    model = load_model(config, device, checkpoint)
     quantization = quantize_model(config, model, World())
     if quantization is not None:
         quantization.load(checkpoint)
-    if isinstance(task, ValidationTask):
-        measure = partial(
-            sum_losses,
-            device.compile(model.loss_sum),
-            world=World(),
-            packing=config.packing,
-        )
-        if quantization is not None:
-            some = islice(task.windows(), CALIBRATION_BATCHES)
-            quantization.calibrate(lambda: measure(some))
-        result = task.result(measure)
-    else:
-        score, size = make_scorer(model, device), config.evaluation.batch_size
-        if quantization is not None:
-            rows = task.rows[: size * CALIBRATION_BATCHES]
-            quantization.calibrate(lambda: score_rows(rows, score, size, task.unit))
-        result = task.result(score_rows(task.rows, score, size, task.unit))
+    measure = partial(
+        sum_losses,
+        device.compile(model.loss_sum),
+        world=World(),
+        packing=config.packing,
+    )
+    result = run_task(task, config, measure, partial(make_scorer, model, device), quantization)
     report(config, checkpoint.path, result)
 
 

@@ -40,9 +40,9 @@ from common.training.export import (
     refuse_to_replace,
 )
 from common.training.start import weights_to_use
-from mindformers_gpt2.checkpoint import load_weights
+from mindformers_gpt2.checkpoint import load_model
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.model import GPT2, build_model
+from mindformers_gpt2.model import GPT2
 
 FORMAT_VERSION = 1
 TOLERANCE = 1e-6
@@ -55,12 +55,7 @@ def export(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     assert inputs.checkpoint is not None
     device, checkpoint = inputs.device, weights_to_use(config, inputs.checkpoint, None)
     manifest = checkpoint.manifest(config.model)
-    model = build_model(config, device)
-    load_weights(
-        {parameter.name: parameter for parameter in model.get_parameters()},
-        config.model,
-        checkpoint,
-    )
+    model = load_model(config, device, checkpoint)
     batches = (config.export.batch_size,) if config.export.batch_size else (1, 3)
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         graphs = {}

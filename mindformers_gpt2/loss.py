@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from common.parallel.loss_rows import FEWEST
+from common.parallel.loss_rows import MIN_ROWS
 from mindformers_gpt2.parallel.collectives import AllGather, Group
 
-ROWS_AT_ONCE = FEWEST
+ROWS_AT_ONCE = MIN_ROWS
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.evaluation import Scorer
 from common.inference.export_record import read_export
-from common.inference.program import score_by_logits
+from common.inference.runner import Runner, score_by_logits
 from common.inference.source import Source
 from common.parallel.run import Run
 from mindformers_gpt2.device import DTYPES, open_device
@@ -23,11 +23,7 @@ _LENGTHS = 32
 """Multiple to which lengths are padded."""
 
 
-class MindIRRunner:
-    """Implementation of ``common.inference.runner.Runner``."""
-
-    has_fixed_shapes = True
-
+class MindIRModel:
     def __init__(self, folder: Path, config: Run) -> None:
         """Open the graphs. config: with the model's sizes and the precision of the export."""
         record = read_export(folder)
@@ -40,9 +36,6 @@ class MindIRRunner:
 
     def decoder(self, rows: int) -> Decoder:
         return _Decoder(self, self._batch or rows, self._config)
-
-    def scorer(self) -> Scorer:
-        return score_by_logits(self.logits)
 
     def logits(self, ids: NDArray[Any]) -> NDArray[np.float32]:
         """Return logits (B, T, vocab_size) of ids (B, T).
@@ -73,7 +66,7 @@ class MindIRRunner:
 class _Decoder(Decoder):
     """Decoder that runs the graphs in place of the model's own."""
 
-    def __init__(self, runner: MindIRRunner, rows: int, config: Run) -> None:
+    def __init__(self, runner: MindIRModel, rows: int, config: Run) -> None:
         self.rows = rows
         self._decode, self._follow = runner.decode, runner.follow
         self._config = config
@@ -99,7 +92,12 @@ def _load(file: Path) -> Any:
         ) from None
 
 
-def open_mindir(source: Source, config: Run) -> MindIRRunner:
+def open_mindir(source: Source, config: Run) -> Runner:
     """Open a folder of MindIR. Raises CheckpointError, ConfigError and DeviceError."""
     open_device(config)
-    return MindIRRunner(source.path, config)
+    model = MindIRModel(source.path, config)
+    return Runner(
+        decoder=model.decoder,
+        scorer=partial(score_by_logits, model.logits),
+        has_fixed_shapes=True,
+    )

@@ -19,7 +19,7 @@ _SCHEMA = {COLUMN: {"type": "int32", "shape": [-1]}}
 # Tokens in one call, 4 MB at most. FileWriter checks for 10 MB of free disk before each call, and
 # crashes if a call needs more.
 _CHUNK_TOKENS = 1 << 20
-_MOST_SHARDS = 1000  # FileWriter's limit
+_MAX_SHARDS = 1000  # FileWriter's limit
 _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
 
 
@@ -38,8 +38,8 @@ class WrittenMindRecord:
 
 def check_mindrecord(target: Path, shards: int) -> None:
     """Raise ConfigError for a name or a number of files that FileWriter would reject."""
-    if not 1 <= shards <= _MOST_SHARDS:
-        raise ConfigError(f"--num-splits={shards}: expected 1 to {_MOST_SHARDS}")
+    if not 1 <= shards <= _MAX_SHARDS:
+        raise ConfigError(f"--num-splits={shards}: expected 1 to {_MAX_SHARDS}")
     if _FORBIDDEN & set(target.name):
         raise ConfigError(
             f"{target.name}: MindRecord names hold none of {' '.join(sorted(_FORBIDDEN))}; choose"

@@ -1,33 +1,28 @@
-"""Continue prompts, and score text, with a checkpoint."""
+"""Continue prompts, serve, score text and compute logits, with a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
 
-from common.cluster.environment import ALONE, Process
-from common.evaluation import Scorer
+from common.config.resolved import ResolvedModel
+from common.conversion.logits import config_of
 from common.generation.sampling import Logits
-from common.inference.run_modes import continue_prompts
-from common.inputs import Inputs
+from common.inference.runner import Runner
 from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
-from mindformers_gpt2.checkpoint import load_weights
-from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.checkpoint import load_model
+from mindformers_gpt2.device import MindSporeDevice, select_device
 from mindformers_gpt2.evaluate import make_scorer
-from mindformers_gpt2.model import GPT2, build_model
-
-
-def predict(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
-    assert inputs.checkpoint is not None and inputs.tokenizer is not None
-    device, checkpoint = inputs.device, inputs.checkpoint
-    continue_prompts(
-        config, inputs.tokenizer, lambda run, record: open_runner(run, device, checkpoint, record)
-    )
+from mindformers_gpt2.model import GPT2
 
 
 def open_runner(
@@ -39,29 +34,13 @@ def open_runner(
     fit.
     """
     weights_to_use(config, checkpoint, tokenizer)
-    model = build_model(config, device)
-    load_weights(
-        {parameter.name: parameter for parameter in model.get_parameters()},
-        config.model,
-        checkpoint,
+    model = load_model(config, device, checkpoint)
+    return Runner(
+        decoder=partial(Decoder, model, device),
+        scorer=partial(make_scorer, model, device),
+        slots=partial(Slots, model, device),
+        has_fixed_shapes=True,
     )
-    return Runner(model, device)
-
-
-class Runner:
-    """Implementation of ``common.inference.runner.Runner``."""
-
-    has_fixed_shapes = True
-
-    def __init__(self, model: GPT2, device: MindSporeDevice) -> None:
-        self.model = model
-        self.device = device
-
-    def decoder(self, rows: int) -> Decoder:
-        return Decoder(self.model, self.device, rows)
-
-    def scorer(self) -> Scorer:
-        return make_scorer(self.model, self.device)
 
 
 class Decoder:
@@ -131,6 +110,50 @@ class Decoder:
         return result
 
 
+class Slots:
+    """Implementation of ``common.serving.engine.Slots`` with one graph, which takes a token of each
+    row.
+
+    A prompt is processed step by step, beside the tokens of other rows. A pass over the whole
+    prompt would be another graph for each length. A row that is not requested takes its last token
+    again at the same position, which changes nothing.
+    """
+
+    takes_prompts = False
+
+    def __init__(self, model: GPT2, device: MindSporeDevice, count: int) -> None:
+        self.count = count
+        self._decode = device.compile(model.decode)
+        self._keys, self._values = model.new_caches(count, model.config.max_positions)
+        self._tokens, self._places = np.zeros((count, 1), np.int32), np.zeros(count, np.int32)
+
+    def admit(
+        self,
+        slot: int,
+        ids: Sequence[int],
+        reuse: int,
+        observe: Callable[[int, Logits], None] | None,
+    ) -> Logits:
+        raise NotImplementedError("prompts go in by steps")
+
+    def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
+        rows = list(slots)
+        self._tokens[rows, 0], self._places[rows] = tokens, places
+        logits, self._keys, self._values = self._decode(
+            Tensor(self._tokens), Tensor(self._places), self._keys, self._values
+        )
+        result: Logits = logits.asnumpy()[rows]
+        return result
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        rows = np.arange(self.count, dtype=np.int32)
+        rows[slot] = source
+        self._keys, self._values = (
+            ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values)
+        )
+        self._tokens[slot], self._places[slot] = self._tokens[source], self._places[source]
+
+
 class _Following(nn.Cell):
     """Map token ids (B, T) and places (B,) to logits (B, vocab_size) of the following tokens.
 
@@ -144,3 +167,11 @@ class _Following(nn.Cell):
     def construct(self, ids: Tensor, last: Tensor) -> Tensor:
         hidden = self.model.construct(ids)
         return self.model.logits(ops.Gather()(hidden.reshape((-1, hidden.shape[-1])), last, 0))
+
+
+def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the logits of a checkpoint folder in our own format."""
+    net = load_model(config_of(model, folder), select_device("cpu"), Checkpoint(folder))
+    hidden = net(ms.Tensor(ids.astype(np.int32)))
+    found: NDArray[np.float32] = net.logits(hidden.reshape((-1, model.hidden_size))).asnumpy()
+    return found.reshape(*ids.shape, model.vocab_size)

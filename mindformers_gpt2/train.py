@@ -11,12 +11,13 @@ from common.parallel.run import Run
 from common.resolve.parallel_mode import compiled_mode
 from common.run_folder import owned_folder
 from common.training.data import open_data
+from common.training.recording import open_recorder
 from common.training.session import agree_on_start
 from mindformers_gpt2.base_engine import BaseEngine
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.parallel.world import open_world
 from mindformers_gpt2.profile import make_trace
-from mindformers_gpt2.recording import open_recorder
+from mindformers_gpt2.recording import Recorder
 from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
 
 ENGINES: dict[bool, type[BaseEngine]] = {False: Engine, True: SemiAutoEngine}
@@ -42,7 +43,7 @@ def train(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     ):
         session = agree_on_start(config, data, world, inputs.checkpoint)
         engine = ENGINES[compiled](config, device, world, session.manifest_extra)
-        recorder = open_recorder(config, world)
+        recorder = open_recorder(Recorder, config, world.topology, world.rank)
         if isinstance(engine, Engine):
             engine.recorder = recorder
         elif recorder is not None:

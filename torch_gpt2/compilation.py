@@ -23,7 +23,7 @@ from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.private_api import ASYNC_TENSOR_PARALLEL, keep_graphs_whole
 
 BACKEND = "inductor"
-MOST_LAYERS_IN_ONE_GRAPH = 24
+MAX_LAYERS_IN_ONE_GRAPH = 24
 """One graph takes some 2.6 seconds of a processor for each layer, measured at 4 and 12 layers.
 Regions take as long for any number of layers.
 """
@@ -46,7 +46,7 @@ def compile_model(parts: Sequence[GPT2], config: Run) -> LossSum:
     model = parts[0]
     whole = (
         config.topology.world_size == 1
-        and len(model.h) <= MOST_LAYERS_IN_ONE_GRAPH
+        and len(model.h) <= MAX_LAYERS_IN_ONE_GRAPH
         and not config.train.offload_activations
     )
     LOG.info(

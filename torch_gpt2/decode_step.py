@@ -8,31 +8,30 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from common.generation.sampling import Logits
 from torch_gpt2.device import TorchDevice, attention_mask
 from torch_gpt2.int8 import Int8Linear, head_product, product_of
 from torch_gpt2.model import GPT2, Block, Linear
-from torch_gpt2.products import AnyProduct, Norm
+from torch_gpt2.products import Multiply, Norm
 
-_FEWEST_KEYS = 128
+_MIN_KEYS = 128
 
 
 class Layers:
-    """The model with its weights in the form that is fastest for one token in each of ``rows``
-    rows.
-    """
+    """The model with its weights in the form that is fastest for a token in each of a few rows."""
 
-    def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
+    def __init__(self, model: GPT2, device: TorchDevice) -> None:
         config, self.dtype = model.config, model.compute_dtype
         self.device = device
         self.embed = model.eval().embed
-        self.blocks = [Layer(block, self.dtype, rows) for block in model.h]  # type: ignore[arg-type]
+        self.blocks = [Layer(block, self.dtype) for block in model.h]  # type: ignore[arg-type]
         self.unread = config.max_positions
         """Column for what is not a token; one more than positions, and not attended to."""
         self._heads = (config.num_heads, config.hidden_size // config.num_heads)
         self._norm = Norm(model.ln_f)
-        self._head = head_product(model, rows)
+        self._head = head_product(model)
 
     def allocate(self, rows: int, columns: int) -> None:
         """Let the layers remember as many rows and columns, which hold zeros."""
@@ -108,11 +107,12 @@ class DecodeStep:
         inputs[:, list(rows)] = torch.tensor([tokens, [min(each, unread) for each in columns]])
         self._inputs.copy_(self._device.pin(inputs), non_blocking=True)
         last = max((column for column in columns if column < unread), default=0)
-        keys = min(unread, max(_FEWEST_KEYS, 1 << last.bit_length()))
+        keys = min(unread, max(_MIN_KEYS, 1 << last.bit_length()))
         if keys not in self._steps:
             step = partial(_compute, self._layers, self._inputs, keys)  # without a cycle to self
             self._steps[keys] = self._device.capture(step, self._memory)
-        return self._layers.read(self._steps[keys]())[list(rows)]
+        logits = self._layers.read(self._steps[keys]())
+        return logits if len(rows) == len(logits) else logits[list(rows)]
 
 
 def _compute(layers: Layers, inputs: Tensor, keys: int) -> Tensor:
@@ -129,9 +129,9 @@ class Layer:
     keys: Tensor
     values: Tensor
 
-    def __init__(self, block: Block, dtype: torch.dtype, rows: int) -> None:
-        def product(*layers: Linear | Int8Linear) -> AnyProduct:
-            return product_of(layers, dtype, rows)
+    def __init__(self, block: Block, dtype: torch.dtype) -> None:
+        def product(*layers: Linear | Int8Linear) -> Multiply:
+            return product_of(layers, dtype)
 
         attention = block.attn
         self._attend = attention.attend
@@ -163,5 +163,6 @@ class Layer:
     def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return the block's output for its input x (B, T, C), given all keys and values."""
         y = self._attend(q, k, v, mask)
-        x = self._c_proj.add(y.transpose(1, 2).flatten(2), x)
-        return self._mlp_c_proj.add(self._mlp_c_fc.gelu(self._norm_2(x)), x)
+        x = x + self._c_proj(y.transpose(1, 2).flatten(2))
+        hidden = F.gelu(self._mlp_c_fc(self._norm_2(x)), approximate="tanh")
+        return x + self._mlp_c_proj(hidden)

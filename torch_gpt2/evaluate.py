@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
-from common.dataset import Tokens
-from common.evaluation import (
-    RowBatch,
-    Scorer,
-    TokenScores,
-    ValidationTask,
-    open_task,
-    report,
-    score_rows,
-)
+from common.evaluation import RowBatch, Scorer, TokenScores, open_task, report, run_task
 from common.inputs import Inputs
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
-from common.quantization.scheme import CALIBRATION_BATCHES
 from common.training.agreement import check_everywhere
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
@@ -60,33 +48,18 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
         quantization = None if integer else quantize_model(config, parts, world)
         if quantization is not None:
             quantization.load(checkpoint)
-        if isinstance(task, ValidationTask):
-            pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
-            loss_sum, has_loss = (
-                (pipeline.evaluate, pipeline.has_loss) if pipeline else (parts[0].loss_sum, True)
-            )
-
-            def measure(windows: Iterable[Tokens]) -> tuple[float, int]:
-                counts = has_loss and world.at.tensor == 0
-                return sum_losses(
-                    parts,
-                    loss_sum,
-                    windows,
-                    device,
-                    world,
-                    has_loss=counts,
-                    packing=config.packing,
-                )
-
-            if quantization is not None:
-                quantization.calibrate(lambda: measure(islice(task.windows(), CALIBRATION_BATCHES)))
-            result = task.result(measure)
-        else:
-            score, size = make_scorer(parts[0], device), config.evaluation.batch_size
-            if quantization is not None:
-                some = task.rows[: size * CALIBRATION_BATCHES]
-                quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
-            result = task.result(score_rows(task.rows, score, size, task.unit))
+        pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None
+        measure = partial(
+            sum_losses,
+            parts,
+            pipeline.evaluate if pipeline else parts[0].loss_sum,
+            device=device,
+            world=world,
+            has_loss=(pipeline is None or pipeline.has_loss) and world.at.tensor == 0,
+            packing=config.packing,
+        )
+        scorer = partial(make_scorer, parts[0], device)
+        result = run_task(task, config, measure, scorer, quantization)
         if world.rank == 0:
             report(config, checkpoint.path, result)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch_gpt2.private_api import scaled_product
 
 ROUNDED, SLOPE = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = 448.0
+MAX_E4M3 = 448.0
 """Largest number of e4m3."""
-SMALLEST = 1e-12
+MIN_MAXIMUM = 1e-12
 """Tensors whose largest value is smaller are scaled as if it were this one."""
 SLOPE_SCALE = 2.0**15
 """Factor of the slope in e5m2, whose largest number is 57344. Entries from 2^-29 on keep two bits
@@ -65,6 +65,6 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     Scales are powers of two. They change no digit, so rounding does not depend on the other numbers
     of the tensor. A tensor that is not finite stays so.
     """
-    most = x.abs().amax().float().clamp(min=SMALLEST)
-    scale = ((LARGEST / most).view(torch.int32) & _EXPONENT).view(torch.float32)
+    most = x.abs().amax().float().clamp(min=MIN_MAXIMUM)
+    scale = ((MAX_E4M3 / most).view(torch.int32) & _EXPONENT).view(torch.float32)
     return (x.float() * scale).to(ROUNDED), 1.0 / scale

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.parallel.loss_rows import FEWEST
+from common.parallel.loss_rows import MIN_ROWS
 from torch_gpt2.float8_head import Float8Head
 
-ROWS_AT_ONCE = FEWEST
+ROWS_AT_ONCE = MIN_ROWS
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.parallel.run import Run
 from torch_gpt2.device import TorchDevice
 
-_LEAST_HEAD_SIZE = 16
+_MIN_HEAD_SIZE = 16
 """Smallest size of a head for which torch generates kernels of BlockAttention."""
 
 
@@ -63,7 +63,7 @@ class BlockAttention:
             and device.compiles
             and not model.attention_dropout
             and config.precision.softmax == "float32"
-            and model.hidden_size // model.num_heads >= _LEAST_HEAD_SIZE
+            and model.hidden_size // model.num_heads >= _MIN_HEAD_SIZE
         )
 
     def __init__(self, *, fused: bool) -> None:

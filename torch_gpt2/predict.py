@@ -1,34 +1,32 @@
-"""Continue prompts, and score text, with a checkpoint."""
+"""Continue prompts, serve, score text and compute logits, with a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from common.cluster.environment import ALONE, Process
-from common.evaluation import Scorer
+from common.config.resolved import ResolvedModel
+from common.conversion.logits import config_of
 from common.generation.sampling import Logits
-from common.inference.run_modes import continue_prompts
-from common.inputs import Inputs
+from common.inference.runner import Runner
 from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
+from torch_gpt2.checkpoint import load_weights
 from torch_gpt2.decode_step import DecodeStep, Layers
-from torch_gpt2.device import TorchDevice, attention_mask
+from torch_gpt2.device import TorchDevice, attention_mask, select_device
 from torch_gpt2.evaluate import make_scorer
 from torch_gpt2.int8 import load_model
-from torch_gpt2.model import GPT2
-
-
-def predict(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
-    assert inputs.checkpoint is not None and inputs.tokenizer is not None
-    device, checkpoint = inputs.device, inputs.checkpoint
-    continue_prompts(
-        config, inputs.tokenizer, lambda run, record: open_runner(run, device, checkpoint, record)
-    )
+from torch_gpt2.loss import ROWS_AT_ONCE
+from torch_gpt2.model import GPT2, build_model
 
 
 def open_runner(
@@ -40,23 +38,12 @@ def open_runner(
     fit.
     """
     weights_to_use(config, checkpoint, tokenizer)
-    return Runner(load_model(config, device, checkpoint), device)
-
-
-class Runner:
-    """Implementation of ``common.inference.runner.Runner``."""
-
-    has_fixed_shapes = False
-
-    def __init__(self, model: GPT2, device: TorchDevice) -> None:
-        self.model = model
-        self.device = device
-
-    def decoder(self, rows: int) -> Decoder:
-        return Decoder(self.model, self.device, rows)
-
-    def scorer(self) -> Scorer:
-        return make_scorer(self.model, self.device)
+    model = load_model(config, device, checkpoint)
+    return Runner(
+        decoder=partial(Decoder, model, device),
+        scorer=partial(make_scorer, model, device),
+        slots=partial(Slots, model, device),
+    )
 
 
 class Decoder:
@@ -69,7 +56,7 @@ class Decoder:
 
     def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
         self.rows = rows
-        self._layers = Layers(model, device, rows)
+        self._layers = Layers(model, device)
         self._device = device
         self._step = DecodeStep(self._layers, rows) if device.runs_ahead else None
 
@@ -147,3 +134,95 @@ class Decoder:
             x = layer.finish(x, q, k, v, mask)
         self._column = end
         return x
+
+
+class Slots:
+    """Implementation of ``common.serving.engine.Slots``.
+
+    Each row writes at its own column, and a mask hides later columns from it. A step computes all
+    rows from the first to the last requested one. Rows in between write into an extra column, which
+    nothing reads.
+    """
+
+    takes_prompts = True
+
+    def __init__(self, model: GPT2, device: TorchDevice, count: int) -> None:
+        self.count = count
+        self._layers = Layers(model, device)
+        self._device = device
+        self._step = DecodeStep(self._layers, count)
+        self._fixed = device.runs_ahead
+
+    @torch.inference_mode()
+    def admit(
+        self,
+        slot: int,
+        ids: Sequence[int],
+        reuse: int,
+        observe: Callable[[int, Logits], None] | None,
+    ) -> Logits:
+        end, rows = len(ids), slice(slot, slot + 1)
+        places = torch.arange(reuse, end, device=self._device.torch_device)
+        x = self._layers.embed(self._device.send(torch.tensor(ids[reuse:]))[None], places)
+        mask = None
+        if reuse:
+            seen = torch.arange(end, device=x.device)[None] <= places[:, None]
+            mask = attention_mask(seen, x.dtype)
+        for layer in self._layers.blocks:
+            q, k, v = layer.heads(x)
+            layer.keys[rows, :, reuse:end], layer.values[rows, :, reuse:end] = k, v
+            if self._fixed:  # a step multiplies later columns by 0, which leaves a NaN of a text
+                layer.keys[rows, :, end:] = layer.values[rows, :, end:] = 0
+            x = layer.finish(x, q, layer.keys[rows, :, :end], layer.values[rows, :, :end], mask)
+        if observe is not None:
+            for first in range(0, end - reuse, ROWS_AT_ONCE):
+                observe(reuse + first, self._layers.read_logits(x[0, first : first + ROWS_AT_ONCE]))
+        logits: Logits = self._layers.read_logits(x[0, -1:])[0]
+        return logits
+
+    @torch.inference_mode()
+    def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
+        if self._fixed:
+            return self._step(slots, tokens, places)
+        first, last, end = min(slots), max(slots), max(places) + 1
+        rows = torch.tensor(slots) - first
+        inputs = torch.zeros(2, last + 1 - first, dtype=torch.long)
+        inputs[1] = self._layers.unread
+        inputs[:, rows] = torch.tensor([tokens, places])
+        masked = len(rows) <= last - first or min(places) + 1 < end
+        x = self._layers.hidden(inputs, end, first=first, masked=masked)
+        return self._layers.read_logits(x[rows, -1])
+
+    @torch.inference_mode()
+    def copy(self, source: int, slot: int, length: int) -> None:
+        for layer in self._layers.blocks:
+            for cache in (layer.keys, layer.values):
+                cache[slot, :, :length] = cache[source, :, :length]
+
+
+@torch.no_grad()
+def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the logits of a checkpoint folder in our own format."""
+    net = build_model(config_of(model, folder), select_device("cpu")).eval()
+    load_weights(dict(net.named_parameters()), model, Checkpoint(folder))
+    found: NDArray[np.float32] = net.logits(net(torch.from_numpy(ids))).numpy()
+    return found
+
+
+@torch.no_grad()
+def hugging_face_logits(
+    folder: Path, model: ResolvedModel, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the logits of a folder in the format of transformers, computed by transformers."""
+    for name in ("torchao", "torch.utils._pytree"):  # warnings of a torchao for another torch
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers import GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    net: Any = GPT2LMHeadModel.from_pretrained(
+        folder if folder.is_dir() else folder.parent, local_files_only=True
+    )
+    net = net.float().eval()
+    found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()
+    return found

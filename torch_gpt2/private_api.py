@@ -21,26 +21,21 @@ PRIVATE = {
     "torch.ops.mkldnn._reorder_linear_weight": "weights in oneDNN's own order, for products of few"
     " rows; publicly plain F.linear, half as fast for 8 rows, or torch.compile with frozen"
     " weights",
-    "torch.ops.mkldnn._linear_pointwise": "the product with such weights, with a gelu or a sum in"
-    " the same kernel; likewise",
-    "torch.ops.mkldnn._is_mkldnn_acl_supported": "whether oneDNN multiplies through Arm's library,"
-    " which has no gelu and no sum in the kernel; publicly nothing",
+    "torch.ops.mkldnn._linear_pointwise": "the product with such weights; same reason as above",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether the CPU multiplies bfloat16 at full"
     " speed; publicly the flags of torch.cpu.get_capabilities, where a version has it",
-    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "likewise float16",
+    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "the same of float16",
     "torch._scaled_mm": "products in float8; publicly torch.nn.functional.scaled_mm, which torch"
     " 2.11's compiler does not know",
-    "torch._int_mm": "products of 8-bit integers; publicly plain F.linear on them as float32, four"
-    " times as slow",
-    "torch.ops.onednn.qlinear_prepack": "weights of 8 bits in oneDNN's own order, for products of"
-    " several rows; publicly torch.compile of what torchao quantizes",
-    "torch.ops.onednn.qlinear_pointwise": "the product with such weights; likewise",
+    "torch.ops.onednn.qlinear_prepack": "weights of 8 bits in oneDNN's own order; publicly F.linear"
+    " on them as float32, half as fast, or torch.compile of what torchao quantizes",
+    "torch.ops.onednn.qlinear_pointwise": "the product with such weights; same reason as above",
     "torch._dynamo.config.optimize_ddp": "graphs of regions under DDP, which would split them again"
-    " at the borders of its buckets; publicly none",
+    " at the borders of its buckets; no public replacement",
     "torch._inductor.config._micro_pipeline_tp": "messages of tensor parallelism during the"
-    " products beside them; publicly none",
+    " products beside them; no public replacement",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "memory that the ranks of a"
-    " group read from each other, which the compiler asks for by name; likewise",
+    " group read from each other, which the compiler asks for by name; no public replacement",
     "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
     " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
     " differently",
@@ -64,7 +59,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d.default_pg_timeout": "the limit of groups that are made"
     " without one, such as DeepSpeed's; publicly only new_group(timeout=...)",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "whether a device has this kernel, or would"
-    " copy to the host and back; publicly nothing",
+    " copy to the host and back; no public replacement",
 }
 """Purpose of each name, and its public replacement."""
 
@@ -78,52 +73,31 @@ def limit_new_groups(limit: timedelta) -> None:
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies matrices of a type at full speed."""
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    """Return whether oneDNN multiplies matrices of a type at full speed on this CPU."""
+    available = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     if dtype == torch.float32 or not available:
-        return dtype == torch.float32
+        return available
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def pack_weight(weight: Tensor, rows: int) -> Tensor:
-    """Copy a weight (out, in) into oneDNN's order for products with ``rows`` rows."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+_FEW = 16
+"""Rows that weights are packed for. oneDNN's order is the same for 2 to 64 rows; its order for one
+row reads a third slower, also for one.
+"""
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """Copy a weight (out, in) into oneDNN's order for products with few rows."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW)
     return packed
 
 
-def packed_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    gelu: bool = False,
-    other: Tensor | None = None,
-) -> Tensor:
-    """Compute x W^T + b with a weight that ``pack_weight`` returned.
-
-    Optionally return its gelu (tanh form), or its sum with ``other``. All tensors are of one type.
-    """
-    linear = torch.ops.mkldnn._linear_pointwise
-    y: Tensor
-    if other is not None:
-        y = linear.binary(x, other, weight, bias, "add")
-    elif gelu:
-        y = linear.default(x, weight, bias, "gelu", [], "tanh")
-    else:
-        y = linear.default(x, weight, bias, "none", [], "")
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + b with a weight that ``pack_weight`` returned. All are of one type."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return y
-
-
-def fuses_products() -> bool:
-    """Return whether ``packed_linear`` computes gelu and sum as fast as the bare product."""
-    return not torch.ops.mkldnn._is_mkldnn_acl_supported()
-
-
-def integer_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x W^T in int32 from int8 x (rows, in) and W (out, in)."""
-    return torch._int_mm(x, weight.t())
 
 
 def scaled_product(
@@ -140,19 +114,8 @@ def scaled_product(
     )
 
 
-@cache
-def multiplies_integers() -> bool:
-    """Return whether ``integer_product`` is exact on this CPU.
-
-    Kernels for processors without VNNI add pairs of products in 16 bits, which overflow for the
-    largest ones.
-    """
-    largest = torch.full((4, 64), 127, dtype=torch.int8)
-    return bool((integer_product(largest, largest) == 127 * 127 * 64).all())
-
-
 class PackedIntegers:
-    """int8 weight (out, in) in oneDNN's own order, for products with several rows."""
+    """int8 weight (out, in) in oneDNN's own order."""
 
     def __init__(self, weight: Tensor) -> None:
         out, width = weight.shape
@@ -171,24 +134,20 @@ class PackedIntegers:
         return y
 
 
-_FEW = 16
-"""Rows that integers are packed for; the order is the same for 1 to 64."""
-
-
 @cache
-def packs_integers() -> bool:
-    """Return whether products of ``PackedIntegers`` exist on this CPU and are exact, also for sums
-    of many rows that float32 does not hold.
+def multiplies_integers() -> bool:
+    """Return whether products of ``PackedIntegers`` exist on this CPU and are exact.
+
+    Kernels for processors without VNNI add pairs of products in 16 bits, which overflow for the
+    largest ones. Sums of many products are more than float32 holds.
     """
-    if not multiplies_integers():
-        return False
-    numbers = torch.randint(128, (32, 4096), generator=torch.Generator().manual_seed(0))
-    large = torch.cat([numbers, -numbers, torch.full_like(numbers, 127)]).to(torch.int8)
+    numbers = torch.randint(128, (8, 4096), generator=torch.Generator().manual_seed(0))
+    large = torch.cat([numbers, -numbers, torch.full_like(numbers, 127)])
     try:
-        found = PackedIntegers(large).product(large.float())
+        found = PackedIntegers(large.to(torch.int8)).product(large.float())
     except RuntimeError:
         return False
-    return torch.equal(found, integer_product(large, large).float())
+    return torch.equal(found, (large @ large.t()).float())
 
 
 def keep_graphs_whole() -> None:

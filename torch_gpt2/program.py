@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
 from common.errors import ConfigError, RunError
-from common.inference.program import ProgramRunner, require_cpu
+from common.inference.runner import Runner, program_runner, require_cpu
 from common.inference.source import Source
 from common.interrupts import holding_signals
 from common.parallel.run import Run
@@ -176,13 +176,13 @@ class ProgramModel:
         return found
 
 
-def open_program(source: Source, config: Run) -> ProgramRunner:
+def open_program(source: Source, config: Run) -> Runner:
     """Open the folder of an export. Raises ConfigError."""
     require_cpu(config, "a program of torch.export")
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
     model = ProgramModel(source.folder / FILE, source.model)
-    return ProgramRunner(model, source.model.max_positions)
+    return program_runner(model, source.model.max_positions)
 
 
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:

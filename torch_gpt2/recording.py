@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from common.parallel.run import Run
-from common.training.recording import (
-    EMBEDDINGS,
-    LAST_NORM,
-    PARTS,
-    Array,
-    RecorderBase,
-    StepRecord,
-    find_request,
-)
+from common.training.recording import LAST_NORM, Array, RecorderBase
 from torch_gpt2.checkpoint import Pieces, weights_on_host
 from torch_gpt2.model import GPT2
-from torch_gpt2.parallel.world import World
 
 
 class Recorder(RecorderBase):
     """Hooks of one step. Outside of it the model is as it was."""
 
-    def begin(self, tokens: Any, parts: Sequence[GPT2], scale: float) -> None:
-        """Watch the parts of the model during the step. scale: the loss scale."""
-        self.start(tokens, scale)
-        for part in parts:
-            for name, block in part.h.named_children():
-                if name == "0":
-                    hook = self.hook_for(EMBEDDINGS)
-                    self.hooks.append(
-                        block.register_forward_pre_hook(lambda _, given, hook=hook: hook(given[0]))
-                    )
-                for inner in PARTS:
-                    self._watch(block.get_submodule(inner), f"h.{name}.{inner}")
-                self._watch(block, f"h.{name}")
-            if not isinstance(part.ln_f, nn.Identity):
-                self._watch(part.ln_f, LAST_NORM)
+    def layers(self, part: GPT2) -> Iterator[tuple[str, nn.Module]]:
+        yield from ((f"h.{name}", block) for name, block in part.h.named_children())
+        if not isinstance(part.ln_f, nn.Identity):
+            yield LAST_NORM, part.ln_f
 
     def end(
         self,
@@ -54,18 +31,6 @@ class Recorder(RecorderBase):
         held, slopes = (weights_on_host(each, pieces) for each in (weights, gradients))
         self.finish(loss.item(), held, slopes, pieces)
 
-    def _watch(self, module: nn.Module, name: str) -> None:
-        hook = self.hook_for(name)
-        self.hooks.append(module.register_forward_hook(lambda _, given, output: hook(output)))
-
     def on_host(self, values: Tensor) -> Array:
         found: Array = values.detach().to("cpu", torch.float32).numpy()
         return found
-
-
-def open_recorder(config: Run, world: World) -> Recorder | None:
-    """Return the recorder that the environment asks for. Raises ConfigError."""
-    request = find_request(os.environ)
-    if request is None:
-        return None
-    return Recorder(StepRecord(request, config, world.topology, world.rank))

@@ -12,6 +12,7 @@ from common.parallel.run import Run
 from common.run_folder import owned_folder
 from common.training.data import open_data
 from common.training.engine import Engine
+from common.training.recording import open_recorder
 from common.training.session import agree_on_start
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.cpu_products import use_fastest_products
@@ -19,7 +20,7 @@ from torch_gpt2.deepspeed.engine import DeepSpeedEngine
 from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
 from torch_gpt2.profile import make_trace
-from torch_gpt2.recording import open_recorder
+from torch_gpt2.recording import Recorder
 
 ENGINES: dict[str, type[BaseEngine]] = {"native": NativeEngine, "deepspeed": DeepSpeedEngine}
 
@@ -44,7 +45,7 @@ def train(
             use_fastest_products(device, world)
         session = agree_on_start(config, data, world, inputs.checkpoint)
         engine = engines[config.engine](config, device, process, world, session.manifest_extra)
-        recorder = open_recorder(config, world)
+        recorder = open_recorder(Recorder, config, world.topology, world.rank)
         if isinstance(engine, NativeEngine):
             engine.recorder = recorder
         elif recorder is not None:

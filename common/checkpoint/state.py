@@ -42,37 +42,16 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Create a state. Raises KeyError, TypeError or ValueError for an invalid state.
-
-        Fields missing from older checkpoints are empty, and samples of updates are estimated.
-        """
-        state = cls(
-            **{
-                field.name: values[field.name]
-                for field in fields(cls)
-                if field.name in values or field.name not in _LATER
-            }
-        )
-        state.losses, state.grad_norms = (
-            list(map(float, state.losses)),
-            list(map(float, state.grad_norms)),
-        )
+        """Create a state. Raises TypeError or ValueError for an invalid one."""
+        names = {field.name for field in fields(cls)}
+        state = cls(**{name: value for name, value in values.items() if name in names})
+        if not 0 <= state.skipped_in_a_row <= state.skipped_steps <= state.step:
+            raise ValueError(
+                f"skipped_in_a_row={state.skipped_in_a_row}, skipped_steps={state.skipped_steps}"
+                f" and step={state.step} contradict"
+            )
         if len(state.losses) != len(state.grad_norms):
             raise ValueError(
                 f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms"
             )
-        if "updated_samples" not in values and state.step:
-            made = state.step - state.skipped_steps
-            state.updated_samples = state.consumed_samples * made // state.step
         return state
-
-
-_LATER = (
-    "updated_samples",
-    "losses",
-    "grad_norms",
-    "is_outlier",
-    "left_out",
-    "rewinds",
-    "rate_factor",
-)

@@ -35,9 +35,9 @@ NEEDED = {
 }
 """Format -> the packages that compute its logits."""
 _PLACES = {
-    "hf": ("torch_gpt2.logits", "hugging_face_logits"),
-    "torch_gpt2": ("torch_gpt2.logits", "logits"),
-    "mindspore": ("mindformers_gpt2.logits", "logits"),
+    "hf": ("torch_gpt2.predict", "hugging_face_logits"),
+    "torch_gpt2": ("torch_gpt2.predict", "logits"),
+    "mindspore": ("mindformers_gpt2.predict", "logits"),
     "pt2": ("torch_gpt2.program", "logits"),
     "onnx": ("common.systems.onnx.session", "logits"),
 }

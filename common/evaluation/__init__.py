@@ -11,7 +11,7 @@ from common.evaluation.rows import (
     score_tokens,
     sliding_windows,
 )
-from common.evaluation.task import ValidationTask, open_task
+from common.evaluation.task import open_task, run_task
 
 __all__ = [
     "EvaluationResult",
@@ -20,9 +20,9 @@ __all__ = [
     "ScoredRow",
     "Scorer",
     "TokenScores",
-    "ValidationTask",
     "open_task",
     "report",
+    "run_task",
     "score_rows",
     "score_tokens",
     "sliding_windows",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 from common.config.schema import EvaluationConfig
 from common.dataset import Tokens
@@ -12,14 +13,19 @@ from common.errors import ConfigError
 from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
 from common.evaluation.report import EvaluationResult
+from common.evaluation.rows import Scorer, score_rows
 from common.evaluation.text import TextTask
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
+from common.quantization.scheme import CALIBRATION_BATCHES
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, TrainingData, open_data
 from common.training.loop import validation_figures
+from common.training.quantized_model import QuantizedModel
 from common.training.report import part_lines
 
+Measure: TypeAlias = Callable[[Iterable[Tokens]], tuple[float, int]]
+"""Returns the loss of windows in nats, the sum over all their tokens, and the number of these."""
 VALIDATION_TASKS = ("validation",)
 """Tasks that measure on the validation windows of the data."""
 _SETTINGS: dict[str, tuple[str, ...]] = {
@@ -85,10 +91,7 @@ class ValidationTask:
         for windows in self.data.require_validation().values():
             yield from _watched(windows())
 
-    def result(self, measure: Callable[[Iterator[Tokens]], tuple[float, int]]) -> EvaluationResult:
-        """Return the result. measure: returns the loss of windows in nats, the sum over all their
-        tokens, and the number of these.
-        """
+    def result(self, measure: Measure) -> EvaluationResult:
         config = self.config
         figures = validation_figures(
             {
@@ -117,3 +120,25 @@ def _watched(windows: Iterator[Tokens]) -> Iterator[Tokens]:
     for number, tokens in enumerate(windows):
         beat(number, "evaluating")
         yield tokens
+
+
+def run_task(
+    task: ValidationTask | TextTask | LambadaTask,
+    config: Run,
+    measure: Measure,
+    make_scorer: Callable[[], Scorer],
+    quantization: QuantizedModel | None = None,
+) -> EvaluationResult:
+    """Return the result of a task.
+
+    quantization: whose missing scales are measured on the first batches.
+    """
+    if isinstance(task, ValidationTask):
+        if quantization is not None:
+            quantization.calibrate(lambda: measure(islice(task.windows(), CALIBRATION_BATCHES)))
+        return task.result(measure)
+    score, size = make_scorer(), config.evaluation.batch_size
+    if quantization is not None:
+        some = task.rows[: size * CALIBRATION_BATCHES]
+        quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
+    return task.result(score_rows(task.rows, score, size, task.unit))

@@ -12,10 +12,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from common.config.schema import PredictConfig
-from common.generation.log_probabilities import ScoredToken, score_token
 from common.generation.logit_rules import Biases, LogitRules
 from common.generation.prompts import Prompt
-from common.generation.sampling import Logits, choose_token
+from common.generation.sampling import Logits, ScoredToken, choose_token, score_token
 from common.generation.stop_strings import GrowingText
 from common.processes.heartbeat import beat
 

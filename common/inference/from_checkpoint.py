@@ -10,7 +10,7 @@ from common.checkpoint.folders import find_checkpoint
 from common.config.aliases import Sources
 from common.errors import ConfigError
 from common.inference.source import Source, find_source, tokenizer_files
-from common.training.fits import multiple_for
+from common.training.model_match import multiple_for
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 

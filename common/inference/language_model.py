@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, cast, overload
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from common.config.hints import explain_all
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.evaluation import ScoredRow, Scorer, score_tokens, sliding_windows
-from common.generation.continuations import continuations, read_text
 from common.generation.generate import Decoder, rows_at_once
-from common.generation.output import unused_by_greedy
+from common.generation.output import continuations, read_text, unused_by_greedy
 from common.generation.prompts import Given, Prompt, encode_given
-from common.inference.results import Generation, Generations, Score
+from common.generation.sampling import ScoredToken
 from common.inference.runner import Runner
 from common.inference.source import Source
 from common.log import LOG
@@ -28,6 +30,72 @@ from common.resolve.derive import resolve_other
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt, encode_words
 from common.weights.names import count_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A continuation of a prompt. ``str`` gives the prompt and its continuation."""
+
+    prompt: str
+    text: str
+    """The continuation, without the prompt."""
+    prompt_tokens: list[int]
+    tokens: list[int]
+    """Tokens of the continuation, without end-of-text."""
+    finish_reason: str
+    """length, end_of_text, or another reason of ``Continuation.finish_reason``."""
+    score: float | None = None
+    """Score in beam search: sum of the tokens' log-probabilities / length ** length_penalty."""
+    logprobs: Sequence[ScoredToken] = ()
+    """A record of each token, where the setting logprobs asks for them."""
+    index: int = 0
+    """Number of its prompt, from 0."""
+    number: int = 0
+    """Its number among the continuations of its prompt, from 0."""
+
+    def __str__(self) -> str:
+        return self.prompt + self.text
+
+
+class Generations(tuple[Generation, ...]):
+    """Continuations in the order of their prompts. ``str`` puts an empty line between them."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Score:
+    """Log-probabilities of n tokens, each after the tokens before it."""
+
+    tokens: list[int]
+    """Ids of the scored tokens."""
+    logprobs: NDArray[np.float32]
+    """(n,): natural logarithm of the probability of each."""
+    greedy: NDArray[np.bool_]
+    """(n,): whether each is the most probable token in its place."""
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of all tokens together."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy generation would have chosen all of them."""
+        return bool(self.greedy.all())
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of a token in nats; NaN if there is no token."""
+        return -self.logprob / len(self.tokens) if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.loss))
+
 
 _NOT_HERE = ("prompt", "prompt_file", "output_file", "output_folder", "stream")
 """Settings of predict that belong to the command."""

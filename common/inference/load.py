@@ -25,14 +25,14 @@ from common.planner.room import check_memory
 from common.resolve.derive import resolve_mode, resolve_other
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
-from common.training.fits import multiple_for
+from common.training.model_match import multiple_for
 from common.training.opened_checkpoint import open_checkpoint
 
 Backend = Literal["auto", "torch", "mindspore", "onnx"]
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
 """The package of each backend; its module ``predict`` has ``open_runner``."""
 PROGRAM_RUNNERS = {
-    "onnx": ("onnx", "common.inference.program", "open_onnx"),
+    "onnx": ("onnx", "common.inference.runner", "open_onnx"),
     "pt2": ("torch", "torch_gpt2.program", "open_program"),
     "mindir": ("mindspore", "mindformers_gpt2.mindir", "open_mindir"),
 }

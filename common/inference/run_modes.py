@@ -12,13 +12,12 @@ from common.config.schema import PredictConfig, TokenizerConfig
 from common.conversion.export import RECORD
 from common.dataset import Tokens
 from common.errors import ConfigError
-from common.evaluation import ScoredRow, Scorer, ValidationTask, open_task, report, score_rows
+from common.evaluation import ScoredRow, Scorer, open_task, report, run_task, score_rows
 from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.inference.language_model import LanguageModel, checked_settings
 from common.inference.load import PACKAGES, PROGRAM_RUNNERS, open_program
-from common.inference.program import ProgramRunner
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, require_same_tokenizer
 from common.parallel.run import Run
@@ -28,13 +27,13 @@ from common.serving.server import serve
 from common.systems.table import FORMATS
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, describe_tokenizer
-from common.training.fits import multiple_for, require_same_model
+from common.training.model_match import multiple_for, require_same_model
 
 _OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
 """Settings of predict that a command does not take over from the run of the model."""
 
-Opener: TypeAlias = Callable[[Run, dict[str, Any]], Runner]
-"""Opens a model. Takes the record of the tokenizer."""
+Opener: TypeAlias = Callable[[dict[str, Any]], Runner]
+"""Opens the model of a run. Takes the record of the tokenizer."""
 
 
 def continue_prompts(config: Run, tokenizer: Tokenizer, opener: Opener) -> None:
@@ -43,9 +42,22 @@ def continue_prompts(config: Run, tokenizer: Tokenizer, opener: Opener) -> None:
     Prompts are checked before the model is opened.
     """
     prompts = encode_prompts(config, tokenizer)
-    runner = opener(config, describe_tokenizer(tokenizer))
+    runner = opener(describe_tokenizer(tokenizer))
     rows = rows_at_once(config.predict, len(prompts))
     write_continuations(runner.decoder(rows), prompts, config, tokenizer)
+
+
+def serve_completions(
+    config: Run, tokenizer: Tokenizer, opener: Opener, backend: str | None = None
+) -> None:
+    """Serve completions over HTTP. backend: what computes, where the config has another."""
+
+    def open_slots(count: int) -> Slots:
+        slots = opener(describe_tokenizer(tokenizer)).slots
+        assert slots is not None
+        return slots(count)
+
+    serve(config, tokenizer, open_slots, backend)
 
 
 def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
@@ -103,7 +115,7 @@ def run_program(
     Raises TokenizerError if the tokenizer is not that of the export.
     """
 
-    def opener(config: Run, record: dict[str, Any] | None) -> Runner:
+    def opener(record: dict[str, Any] | None) -> Runner:
         if record is not None:
             require_same_tokenizer(source, record)
         return open_program(source, config)
@@ -120,30 +132,19 @@ def run_program(
             f"checkpoint.load={source.path}: --run_mode serve runs exports of ONNX, not of"
             f" {source.format}; give the checkpoint from which it was exported"
         )
-
-    def open_slots(count: int) -> Slots:
-        runner = opener(config, describe_tokenizer(tokenizer))
-        assert isinstance(runner, ProgramRunner)
-        return runner.slots(count)
-
-    serve(config, tokenizer, open_slots, source.format)
+    serve_completions(config, tokenizer, opener, source.format)
 
 
 def _evaluate(
     config: Run,
-    opener: Callable[[Run, dict[str, Any] | None], Runner],
+    opener: Callable[[dict[str, Any] | None], Runner],
     path: Path,
     corpus: Corpus | None,
     tokenizer: Tokenizer | None,
 ) -> None:
     task = open_task(config, corpus=corpus, tokenizer=tokenizer)
-    scorer = opener(config, task.tokenizer_record).scorer()
-    if isinstance(task, ValidationTask):
-        result = task.result(partial(_sum_losses, scorer))
-    else:
-        size = config.evaluation.batch_size
-        result = task.result(score_rows(task.rows, scorer, size, task.unit))
-    report(config, path, result)
+    scorer = opener(task.tokenizer_record).scorer()
+    report(config, path, run_task(task, config, partial(_sum_losses, scorer), lambda: scorer))
 
 
 def _sum_losses(scorer: Scorer, batches: Iterable[Tokens]) -> tuple[float, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from common.parallel.run import Run
 
-FEWEST, MOST = 1024, 16_384
+MIN_ROWS, MAX_ROWS = 1024, 16_384
 _SHARE = 24
 """Float32 logits take at most this part of an accelerator's memory: 3.3 of 80 GB."""
 
@@ -20,6 +20,6 @@ def loss_rows(config: Run, memory: int | None) -> int:
     if config.train.loss_rows is not None:
         return config.train.loss_rows
     if memory is None:
-        return FEWEST
+        return MIN_ROWS
     fitting = memory // (_SHARE * 4 * (config.vocab_rows // config.parallel.model_parallel))
-    return min(MOST, max(FEWEST, 1 << fitting.bit_length() >> 1))
+    return min(MAX_ROWS, max(MIN_ROWS, 1 << fitting.bit_length() >> 1))

@@ -16,7 +16,7 @@ from itertools import pairwise
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan, divisors
 
-MOST_INCREMENTS = 2**16
+MAX_INCREMENTS = 2**16
 """Most increments of a ramp: far more than a run has batches of different sizes."""
 
 
@@ -176,9 +176,9 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
             f" train.global_batch_size={full}; give an increment that divides the"
             f" {full - start} in between"
         )
-    if (full - start) // increment > MOST_INCREMENTS:
+    if (full - start) // increment > MAX_INCREMENTS:
         raise ConfigError(
-            f"{named}: has {(full - start) // increment} increments; at most {MOST_INCREMENTS} are"
+            f"{named}: has {(full - start) // increment} increments; at most {MAX_INCREMENTS} are"
             " supported; raise the increment"
         )
     return BatchSizes(full=full, ramp=(start, increment, samples))

@@ -17,7 +17,7 @@ from common.parallel.run import Run
 from common.parallel.topology import Topology
 
 
-def of_block(config: Run, recompute: str) -> int:
+def block_bytes(config: Run, recompute: str) -> int:
     """Return the bytes of one transformer block.
 
     It recomputes nothing (none), attention and the MLP's inner part (selective), or all of it
@@ -27,7 +27,7 @@ def of_block(config: Run, recompute: str) -> int:
     if recompute == "full":
         return s.residual
     hidden = s.hidden
-    kept = 2 * (of_norm(config) + s.region)  # both norms and their outputs
+    kept = 2 * (norm_bytes(config) + s.region)  # both norms and their outputs
     kept += s.inner + (0 if recompute == "selective" else s.inner)  # outputs of c_fc and gelu
     kept += 4 * s.heads_part + (0 if recompute == "selective" else _attention(config))
     if config.model.hidden_dropout:
@@ -40,11 +40,11 @@ def of_block(config: Run, recompute: str) -> int:
     return kept
 
 
-def of_blocks(config: Run, layers: int) -> int:
+def blocks_bytes(config: Run, layers: int) -> int:
     """Return the bytes of this many blocks of one stage."""
     again = recomputed(config, layers)
-    whole = (layers - again) * of_block(config, "none")
-    return whole + again * of_block(config, config.train.recompute)
+    whole = (layers - again) * block_bytes(config, "none")
+    return whole + again * block_bytes(config, config.train.recompute)
 
 
 def recomputed(config: Run, layers: int) -> int:
@@ -64,7 +64,7 @@ def recomputed_of_rank(config: Run, topology: Topology, place: int) -> int:
     )
 
 
-def of_norm(config: Run) -> int:
+def norm_bytes(config: Run) -> int:
     """Return the bytes of a norm: its input, mean, deviation, and weight and bias held in another
     type.
     """
@@ -92,14 +92,14 @@ def _attention(config: Run) -> int:
     return kept
 
 
-def of_embedding(config: Run) -> int:
+def embedding_bytes(config: Run) -> int:
     """Return the bytes of token ids and positions, which are int64, and of the dropout mask."""
     s = config.sizes
     positions = s.tokens if config.data.reset_position_ids else s.seq_length
     return 8 * (s.tokens + positions) + (s.mask if config.model.embedding_dropout else 0)
 
 
-def of_documents(config: Run) -> int:
+def documents_bytes(config: Run) -> int:
     """Return the bytes of the mask that keeps attention within documents, which all blocks share.
 
     Kernels that skip blocks of pairs, on CUDA, need less.
@@ -108,7 +108,7 @@ def of_documents(config: Run) -> int:
     return s.tokens * s.seq_length * s.compute if config.data.reset_attention_mask else 0
 
 
-def of_loss(config: Run) -> int:
+def loss_bytes(config: Run) -> int:
     """Return the bytes of gradients that the forward pass computes: hidden states, and the head in
     float32.
     """
@@ -149,7 +149,7 @@ def moments_in_blocks(config: Run, layers: int) -> list[tuple[int, int]]:
     if not again:
         return plain
     # the last blocks, which do not recompute, have gone backward
-    free = 0 if config.train.offload_activations else (layers - again) * of_block(config, "none")
+    free = 0 if config.train.offload_activations else (layers - again) * block_bytes(config, "none")
     return [*plain, (free, _while_in_block(config, mode))]
 
 
@@ -160,7 +160,7 @@ def while_in_block(config: Run, layers: int) -> int:
 
 def _while_in_block(config: Run, mode: str) -> int:
     s = config.sizes
-    again = of_block(config, "none") - of_block(config, mode) if mode != "none" else 0
+    again = block_bytes(config, "none") - block_bytes(config, mode) if mode != "none" else 0
     if config.train.offload_activations:
         again += {"none": 2 * s.inner, "selective": s.inner, "full": s.residual}[mode]
     return max(0, again) + 2 * s.inner + 2 * s.region + s.tokens * s.hidden * s.norm // s.between

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from common.parallel.run import Run
-from common.parallel.sizes import BYTES
+from common.parallel.run import BYTES, Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.activations import recomputed_of_rank
 from common.planner.memory import is_fully_sharded, keeps_whole_gradients, shard_ranks, units_of

@@ -18,9 +18,8 @@ from functools import cached_property, lru_cache
 
 from common.config.resolved import ResolvedModel
 from common.parallel.pipeline import gradients_at_most, held_at_most
-from common.parallel.run import Run
+from common.parallel.run import BYTES, Run
 from common.parallel.sharding import local_shape, split_dim
-from common.parallel.sizes import BYTES
 from common.parallel.topology import Topology
 from common.planner import activations
 from common.planner.sharded_step import peak_of_step
@@ -343,12 +342,12 @@ def _saved_by_stage(config: Run, topology: Topology, stage: int) -> _Saved:
     sizes, mode, place = config.sizes, config.train.recompute, topology.place_of_stage(stage)
     offloads = config.train.offload_activations
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
-    of_blocks = activations.of_blocks(config, layers)
-    saved = activations.of_documents(config) if layers else 0
-    saved += 0 if offloads else of_blocks
+    in_blocks = activations.blocks_bytes(config, layers)
+    saved = activations.documents_bytes(config) if layers else 0
+    saved += 0 if offloads else in_blocks
     loss = 0
     if stage == 0:
-        saved += activations.of_embedding(config)
+        saved += activations.embedding_bytes(config)
     else:
         is_in_block = (
             layers > 0 and not offloads and (mode == "full" or sizes.norm == sizes.compute)
@@ -356,11 +355,11 @@ def _saved_by_stage(config: Run, topology: Topology, stage: int) -> _Saved:
         is_sent = topology.place_of_stage(stage - 1) != place
         saved += (is_sent - is_in_block) * sizes.residual
     if stage == topology.stages - 1:
-        saved += activations.of_norm(config)
-        loss = activations.of_loss(config)
+        saved += activations.norm_bytes(config)
+        loss = activations.loss_bytes(config)
     else:
         saved += sizes.residual
-    return _Saved(activations=max(0, saved), loss=loss, on_host=of_blocks if offloads else 0)
+    return _Saved(activations=max(0, saved), loss=loss, on_host=in_blocks if offloads else 0)
 
 
 def _buffers(config: Run, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:

@@ -7,8 +7,7 @@ those of an accelerator: below float32 a CPU also makes a float32 copy of the he
 
 from __future__ import annotations
 
-from common.parallel.run import Run
-from common.parallel.sizes import BYTES
+from common.parallel.run import BYTES, Run
 from common.planner import activations
 
 
@@ -41,7 +40,7 @@ def peak_of_step(
     # the message of one block is on its way while the next one goes backward; the last block
     # recomputes only if all do
     mode = config.train.recompute if activations.recomputed(config, layers) == layers else "none"
-    sent = block * (held + reduced) - activations.of_block(config, mode)
+    sent = block * (held + reduced) - activations.block_bytes(config, mode)
     blocks = gathered + saved + table + activations.while_in_block(config, layers) + max(0, sent)
     # the blocks are reduced; the loss's gradient of the table meets that of the lookup
     copied = table * held // 4 if held < reduced else 0  # the lookup's, before its float32 copy

@@ -108,7 +108,7 @@ def _of_place(
         products += head * (1 / device.float8_peak() - 1 / peak) / PRODUCTS
     again = activations.recomputed_of_rank(config, topology, place)
     passes = layers * PASSES + again * (mode == "full")
-    elements = passes * activations.of_block(config, "none") / device.bandwidth
+    elements = passes * activations.block_bytes(config, "none") / device.bandwidth
     if has_head:
         sizes = config.sizes
         # float32 logits, written and read twice
@@ -131,7 +131,9 @@ def _of_place(
     # a sum reads the old one and the gradient, and writes the new one
     summed = 3 * memory.gradients * (micro_batches - 1)
     moved = sum(
-        activations.of_blocks(config, len(topology.layers_of_stage(stage, config.model.num_layers)))
+        activations.blocks_bytes(
+            config, len(topology.layers_of_stage(stage, config.model.num_layers))
+        )
         for stage in topology.stages_of(place)
     )
     on_host = moved * config.train.offload_activations

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from common.generation.log_probabilities import ScoredToken, token_text
 from common.generation.prompts import Prompt
+from common.generation.sampling import ScoredToken, token_text
 from common.serving.completion_task import Piece
 from common.tokenizer import Tokenizer
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from common.config.schema import PredictConfig
 from common.generation.generate import Continuation, grow
-from common.generation.log_probabilities import ScoredToken, score_token
 from common.generation.logit_rules import LogitRules
-from common.generation.sampling import Logits
+from common.generation.sampling import Logits, ScoredToken, score_token
 from common.serving.engine import Observer
 
 

@@ -186,7 +186,8 @@ class Completion:
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self.jobs: list[CompletionJob] = []
         self._service, self._loop = service, loop
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._pieces: asyncio.Queue[list[Piece]] = asyncio.Queue()
+        self._held: list[Piece] = []
         self.choices = [
             Choice(
                 number,
@@ -205,9 +206,20 @@ class Completion:
         }
 
     def receive(self, piece: Piece) -> None:
-        """Take a piece from the engine's thread."""
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        """Take a piece from the engine's thread.
+
+        Only a stream sends each at once. To wake the loop for others would slow the engine down.
+        """
+        self._held.append(piece)
+        if piece.error is None:
+            metrics = self._service.metrics
+            metrics.generated_tokens.inc(piece.tokens)
+            seconds = metrics.first_token_seconds if piece.is_first else metrics.token_seconds
+            seconds.observe(piece.seconds)
+        if self.request.stream or piece.finish_reason or piece.error:
+            held, self._held = self._held, []
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._pieces.put_nowait, held)
 
     def submit(self) -> None:
         """Queue the jobs. Raises Refusal."""
@@ -252,16 +264,13 @@ class Completion:
         yield b"data: [DONE]\n\n"
 
     async def _arriving(self) -> AsyncGenerator[Piece, None]:
-        left, metrics = len(self.jobs), self._service.metrics
+        left = len(self.jobs)
         while left:
-            piece = await self._pieces.get()
-            if piece.error is not None:
-                raise _refusal(piece.error)
-            metrics.generated_tokens.inc(piece.tokens)
-            seconds = metrics.first_token_seconds if piece.is_first else metrics.token_seconds
-            seconds.observe(piece.seconds)
-            left -= piece.finish_reason is not None
-            yield piece
+            for piece in await self._pieces.get():
+                if piece.error is not None:
+                    raise _refusal(piece.error)
+                left -= piece.finish_reason is not None
+                yield piece
 
 
 def _refusal(error: Exception) -> Refusal:

@@ -270,12 +270,11 @@ class Engine:
             self._advance(slot, logits)
 
     def _can_step(self, slot: _Slot) -> bool:
-        """Return whether one step can add the next token of the slot's job to the held tokens."""
-        if slot.job is None:
-            return False
-        context, length = slot.job.context(), len(slot.held)
-        one = len(context) == length + 1 or not self._model.takes_prompts
-        return one and context[:length] == slot.held
+        """Return whether one step can add the next token of the slot's job to the held tokens.
+
+        They are the first of its context until a window slides, from when on it does not grow.
+        """
+        return slot.job is not None and len(slot.job.context()) > len(slot.held)
 
     def _step(self, numbers: list[int]) -> None:
         at_work = [self._slots[number] for number in numbers]

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from common.checkpoint.manifest import seal, unseal
 from common.checkpoint.snapshot import EngineState
 from common.checkpoint.state import TrainState
 from common.config.resolved import ResolvedModel
@@ -24,22 +23,24 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 
 
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
+_PAIRS = list[Annotated[list[_COUNT], Field(min_length=2, max_length=2)]]
 _RAMP = (
     Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=3, max_length=3)]
-    | list[Annotated[list[_COUNT], Field(min_length=2, max_length=2)]]
+    | _PAIRS
 )
 _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
         "skipped_in_a_row": _COUNT, "updated_samples?": _COUNT,
         "losses?": list[float], "grad_norms?": list[float], "is_outlier?": bool,
-        "left_out?": list[list[_COUNT]], "rewinds?": _COUNT,
+        "left_out?": _PAIRS, "rewinds?": _COUNT,
         "rate_factor?": Annotated[float, Field(gt=0, le=1)],
     },
     "engine": {
-        "optimizer_steps": _COUNT, "rng": dict[str, Any],
-        "loss_scale": {"mode?": str, "value?": float, "finite_steps?": _COUNT,
-        "overflows?": _COUNT},
+        "optimizer_steps": _COUNT,
+        "rng": {"torch?": Annotated[list[dict[str, str]], Field(min_length=1)]},
+        "loss_scale": {"mode?": Literal["none", "dynamic", "static", "auto"],
+        "value?": Annotated[float, Field(gt=0)], "finite_steps?": _COUNT, "overflows?": _COUNT},
     },
     "config": {
         "optimizer": {
@@ -55,6 +56,7 @@ _TYPES: dict[str, Any] = {
         "train?": {"global_batch_size?": _COUNT | None, "rampup_batch_size?": _RAMP | None},
         "loss_scale?": {"hysteresis?": _COUNT},
     },
+    "tokenizer?": dict[str, Any] | None,
 }  # fmt: skip
 """Types of the values in ``Weights.run`` that formats read. A key with ``?`` may be absent, as in
 older files. Other keys may have any value.
@@ -120,7 +122,6 @@ def checked_run(path: Path, record: Any) -> dict[str, Any]:
         ):
             raise ValueError(f"engine.loss_scale lacks one of {', '.join(NO_SCALE)}")
         json.dumps(record, allow_nan=False)
-        unseal(seal({**record, "files": {}}))  # our manifest must be able to hold it
     except ValidationError as error:
         first = error.errors()[0]
         found = (

@@ -12,11 +12,12 @@ of the whole batch, before clipping, without the loss scale.
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ PARTS = ("ln_1", "attn", "ln_2", "mlp")
 """Parts of a block whose outputs are recorded, in the order of the forward pass."""
 
 Array = NDArray[np.float32]
+R = TypeVar("R", bound="RecorderBase")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +206,7 @@ class RecorderBase(ABC):
         self._record = record
         self._scale = 1.0
         """Loss scale of the gradients."""
-        self.hooks: list[Any] = []
+        self._hooks: list[Any] = []
         self._micro_batch: int | None = None
 
     def watch(self, micro_batch: int | None) -> None:
@@ -215,12 +217,34 @@ class RecorderBase(ABC):
     def on_host(self, values: Any) -> Array:
         """Return a tensor as float32 of the host."""
 
-    def start(self, tokens: Any, scale: float) -> None:
-        """Take the tokens of this rank. scale: the loss scale."""
+    @abstractmethod
+    def layers(self, part: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the blocks of a part of the model, and its last norm, with their names."""
+
+    def begin(self, tokens: Any, parts: Sequence[Any], scale: float) -> None:
+        """Watch the parts of the model during a step. tokens: of this rank. scale: of the loss."""
         self._record.take_tokens(tokens)
         self._scale = scale
+        for part in parts:
+            for name, layer in self.layers(part):
+                if name == "h.0":
+                    hook = self._hook_for(EMBEDDINGS)
+                    self._hooks.append(
+                        layer.register_forward_pre_hook(lambda _, given, hook=hook: hook(given[0]))
+                    )
+                for inner in PARTS if name != LAST_NORM else ():
+                    self._watch(getattr(layer, inner), f"{name}.{inner}")
+                self._watch(layer, name)
 
-    def hook_for(self, name: str) -> Callable[[Any], None]:
+    def _watch(self, layer: Any, name: str) -> None:
+        take = self._hook_for(name)
+
+        def hook(_: Any, given: Any, output: Any) -> None:
+            take(output[0] if isinstance(output, tuple) else output)
+
+        self._hooks.append(layer.register_forward_hook(hook))
+
+    def _hook_for(self, name: str) -> Callable[[Any], None]:
         """Return a function that takes an activation of the micro batch under way, and then its
         gradient.
         """
@@ -247,9 +271,17 @@ class RecorderBase(ABC):
         pieces: Mapping[str, TensorSlice],
     ) -> None:
         """Remove the hooks and write the record. weights, gradients: pieces on the host."""
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.remove()
         scaled = {name: values / np.float32(self._scale) for name, values in gradients.items()}
         self._record.take_parameters(GRADIENTS, scaled, pieces)
         self._record.take_parameters(WEIGHTS, weights, pieces)
         self._record.write(loss)
+
+
+def open_recorder(
+    recorder: Callable[[StepRecord], R], config: Run, topology: Topology, rank: int
+) -> R | None:
+    """Return the recorder that the environment asks for. Raises ConfigError."""
+    request = find_request(os.environ)
+    return recorder(StepRecord(request, config, topology, rank)) if request else None

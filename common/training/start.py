@@ -23,7 +23,7 @@ from common.log import LOG
 from common.parallel.run import Run
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
 from common.training.data import TrainingData
-from common.training.fits import multiple_that_keeps, require_same_model
+from common.training.model_match import multiple_that_keeps, require_same_model
 from common.training.opened_checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from common.training.rewind import checkpoint_before
 
@@ -279,11 +279,6 @@ def require_fitting(
 
 def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> None:
     """Log what has changed since the checkpoint."""
-    if "updated_samples" not in manifest.get("state", {}):
-        LOG.info(
-            "the checkpoint is of an older version, whose schedule was one step ahead and counted"
-            " skipped steps; from here it counts the updates that were made"
-        )
     if manifest.get("data") != data.fingerprint:
         LOG.warning(
             "the data, its split, the window or the seed has changed since the checkpoint, so"

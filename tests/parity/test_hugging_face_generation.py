@@ -12,13 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.backends import run_backend  # noqa: E402
 from common.checkpoint.manifest import write_manifest  # noqa: E402
+from common.cluster.environment import ALONE  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.conversion.convert import REPORT  # noqa: E402
 from common.inputs import make_run  # noqa: E402
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
-from torch_gpt2.predict import predict  # noqa: E402
 from torch_gpt2.train import train  # noqa: E402
 
 PROMPTS = ["To be, or not to be", "The", "naïve café, hello 日本"]
@@ -58,7 +59,7 @@ def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple
     config = build_config(
         tree(folder, size, vocabulary, predict=wish, checkpoint={"load": str(weights)})
     )
-    predict(*make_run(config, "predict"))
+    run_backend("predict", config, ALONE)
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return [(row["tokens"], row["continuation"]) for row in rows]
 

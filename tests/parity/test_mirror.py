@@ -41,7 +41,8 @@ DIFFERENCES = {
     "checkpoint.py": dict.fromkeys(
         ("Copy", "Staging", "copy_at_once"),
         "torch copies through pinned memory; MindSpore makes arrays of tensors by itself",
-    ),
+    )
+    | {"load_model": "torch's is in int8.py, since it may compute with integers"},
     "data.py": dict.fromkeys(
         ("pin_batch", "split", "to_device"),
         "torch copies a global batch once and splits it on the device; MindSpore's takes arrays",
@@ -64,7 +65,7 @@ DIFFERENCES = {
         ("Decode", "Logits", "FORMAT_VERSION", "TOLERANCE"),
         "MindIR's own graphs and record; torch's program is written as ONNX is",
     ),
-    "logits.py": {"hugging_face_logits": "transformers runs on torch"},
+    "predict.py": {"hugging_face_logits": "transformers runs on torch"},
     "model.py": {
         "build_meta_model": "MindSpore's Cells are made with their memory",
         "round_linear_layers": "MindSpore's graph of a micro batch rounds them itself",
@@ -99,8 +100,7 @@ DIFFERENCES = {
     "parallel/tensor_parallel.py": {
         "TensorGroup": "with sequence parallel, which is torch's",
         "ColumnLinear": "for asynchronous tensor parallelism, which is torch's",
-        "Enter": "torch's are autograd functions",
-        "Leave": "torch's are autograd functions",
+        **dict.fromkeys(("Enter", "Leave"), "torch's are autograd functions"),
     },
     "parallel/world.py": {"serve_as_scheduler": "torch's ranks meet without one"},
 }

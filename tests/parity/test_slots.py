@@ -33,7 +33,7 @@ def test_a_mixed_load_is_what_torch_generates(
     """Ten prompts in three slots, of which the first begin alike; seeds of their own, and the
     log-probabilities of the prompts' tokens.
     """
-    from mindformers_gpt2.slots import Slots
+    from mindformers_gpt2.predict import Slots
 
     random = np.random.default_rng(6)
     common = random.integers(0, VOCABULARY, 17).tolist()

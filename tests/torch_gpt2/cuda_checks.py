@@ -23,8 +23,7 @@ from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import build_model
 from torch_gpt2.packing import BlockAttention
-from torch_gpt2.predict import Decoder
-from torch_gpt2.slots import Slots
+from torch_gpt2.predict import Decoder, Slots
 
 TRAININGS: dict[str, dict[str, Any]] = {
     "adamw": {},

@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.backends import run_backend
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
+from common.cluster.environment import ALONE
 from common.config.load import build_config
 from common.config.resolved import as_run
 from common.config.schema import (
@@ -57,9 +59,8 @@ from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer
-from torch_gpt2.predict import Decoder, predict
+from torch_gpt2.predict import Decoder, Slots
 from torch_gpt2.quantize import LinearQuantizer
-from torch_gpt2.slots import Slots
 from torch_gpt2.train import train
 
 Start = Callable[..., Path]
@@ -642,9 +643,8 @@ def test_prediction(
     printed = []
     for device in ("npu", "cpu"):
         capsys.readouterr()
-        predict(
-            *make_run(load_config(folder / "config.yaml", [*words, f"device={device}"]), "predict")
-        )
+        config = load_config(folder / "config.yaml", [*words, f"device={device}"])
+        run_backend("predict", config, ALONE)
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and "Generation: Hello world" in printed[0]
 

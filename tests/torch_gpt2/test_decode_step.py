@@ -24,8 +24,7 @@ from tests.torch_gpt2.test_predict import make_model, prompts, theirs
 from torch_gpt2 import decode_step
 from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.model import GPT2
-from torch_gpt2.predict import Decoder
-from torch_gpt2.slots import Slots
+from torch_gpt2.predict import Decoder, Slots
 
 
 class Accelerator(TorchDevice):
@@ -52,7 +51,7 @@ ACCELERATOR, COMPILING = (
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> GPT2:
-    monkeypatch.setattr(decode_step, "_FEWEST_KEYS", 8)
+    monkeypatch.setattr(decode_step, "_MIN_KEYS", 8)
     captured.clear()
     return make_model()
 

@@ -77,21 +77,23 @@ def integer_model(folder: Path) -> GPT2:
     return model
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["integers", "no VNNI"])
+@pytest.mark.parametrize(("exact", "width"), [(True, 40), (True, 4096), (False, 40)])
 @pytest.mark.parametrize("input_scale", [None, 0.02])
 def test_a_product_is_that_of_integers_in_numpy(
-    monkeypatch: pytest.MonkeyPatch, input_scale: float | None, exact: bool
+    monkeypatch: pytest.MonkeyPatch, input_scale: float | None, exact: bool, width: int
 ) -> None:
     """Bit for bit, with inputs beyond the fixed scale too. Sums of 40 products are below 2^24, so
-    that float32 holds them.
+    that float32 holds them; sums of 4096 are not.
     """
+    if exact and not torch_gpt2.int8.multiplies_integers():
+        pytest.skip("this processor has no exact product of 8 bits")
     if not exact:
         monkeypatch.setattr(torch_gpt2.int8, "multiplies_integers", lambda: False)
     rng = np.random.default_rng(1)
-    w, x = rng.normal(0, 1, (24, 40)).astype(np.float32), rng.normal(0, 1, (2, 3, 40))
+    mean = 8.0 if width > 40 else 0.0  # equal signs make large sums
+    w, x = (rng.normal(mean, 1, shape).astype(np.float32) for shape in ((24, width), (2, 3, width)))
     x[0, 0] = 0.0
     x[1, 1] *= 1e3
-    x = x.astype(np.float32)
     bias = rng.normal(0, 1, 24).astype(np.float32)
     quantized = to_integers("w", w, LayerScheme())
     tensors = map(torch.from_numpy, (quantized.integers, quantized.scales, bias))
@@ -100,6 +102,7 @@ def test_a_product_is_that_of_integers_in_numpy(
     scale = np.float32(input_scale) if input_scale else largest.clip(np.finfo(np.float32).tiny)
     integers = np.rint(x * (np.float32(1) / scale)).clip(-128, 127).astype(np.int64)
     sums = integers @ quantized.integers.T.astype(np.int64)
+    assert (np.abs(sums).max() < 2**24) == (width == 40)
     expected = sums.astype(np.float32) * (scale * quantized.scales) + bias
     np.testing.assert_array_equal(layer(torch.from_numpy(x)).numpy(), expected)
 

@@ -32,8 +32,7 @@ from common.serving.server import HttpThread, listen
 from common.tokenizer import Tokenizer, load_tokenizer
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2, build_model
-from torch_gpt2.predict import Decoder
-from torch_gpt2.slots import Slots
+from torch_gpt2.predict import Decoder, Slots
 
 POSITIONS = 64
 MODEL = {

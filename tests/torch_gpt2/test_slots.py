@@ -14,8 +14,7 @@ from common.generation.sampling import Logits
 from tests.mixed_load import prompts, run
 from tests.torch_gpt2.test_predict import make_model
 from torch_gpt2.device import select_device
-from torch_gpt2.predict import Decoder
-from torch_gpt2.slots import Slots
+from torch_gpt2.predict import Decoder, Slots
 
 POSITIONS = 48
 

@@ -13,14 +13,14 @@ from typing import Any
 _LINKING = "_lazy_init_hp_params_optimizer_state"
 PRIVATE = {
     "deepspeed.comm.comm.cdb": "the communication backend that an earlier run of this process has"
-    " left; publicly none: one run a process",
+    " left; no public replacement: one run a process",
     "deepspeed.utils.groups._release_process_group_references": "the groups that it has left;"
-    " likewise",
+    " same reason as the entry above",
     "deepspeed.ops.__compatible_ops__": "which kernels may be compiled at first use; publicly"
     " DS_BUILD_OPS, read when DeepSpeed is installed, not when it runs",
     f"deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.{_LINKING}": "linking moments to"
-    " parameters again; publicly none: safe_get_full_optimizer_state trusts the first link",
-    f"deepspeed.runtime.bf16_optimizer.BF16_Optimizer.{_LINKING}": "likewise",
+    " parameters again; no public replacement: safe_get_full_optimizer_state trusts the first link",
+    f"deepspeed.runtime.bf16_optimizer.BF16_Optimizer.{_LINKING}": "same reason as the entry above",
 }
 """Purpose of each name, and its public replacement."""
 

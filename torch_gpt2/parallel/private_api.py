@@ -18,15 +18,15 @@ from torch_gpt2.quantize import forget_maxima
 
 PRIVATE = {
     "torch.distributed.pipelining.PipelineStage._prepare_forward_infra": "buffers of messages from"
-    " the stage before, one for each micro batch; publicly none: a step keeps them all",
-    "torch.distributed.pipelining.PipelineStage._create_grad_recv_info": "likewise of gradients"
+    " the stage before, one for each micro batch; no public replacement: a step keeps them all",
+    "torch.distributed.pipelining.PipelineStage._create_grad_recv_info": "the same of gradients"
     " from the stage after",
     "torch.distributed.pipelining.PipelineStage._get_recv_ops": "the moment before a message is"
-    " awaited; publicly none",
+    " awaited; no public replacement",
     "torch.distributed.pipelining.PipelineStage._retrieve_recv_activations": "the moment when"
-    " activations are used; publicly none",
+    " activations are used; no public replacement",
     "torch.distributed.pipelining.PipelineStage._retrieve_recv_grads": "the moment when gradients"
-    " are used; publicly none",
+    " are used; no public replacement",
 }
 """Purpose of each name, and its public replacement."""
 

@@ -9,7 +9,7 @@ import pytest
 from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
 from common.config.tokenizer_kinds import TokenizerKind
 from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
-from common.evaluation.detokenize import DETOKENIZERS
+from common.evaluation.text import DETOKENIZERS
 from common.flags import make_parser
 from common.systems.config import COMMAND_LINES, DIALECTS
 from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS

@@ -599,7 +599,7 @@ def test_verify_computes_the_logits_of_both_sides(
                 0 < logits["largest_difference"] < 1e-5 * logits["largest_logit"]
                 and "logits: largest difference" in told
             )
-    assert {"torch_gpt2.logits", "mindformers_gpt2.logits"} <= sys.modules.keys()
+    assert {"torch_gpt2.predict", "mindformers_gpt2.predict"} <= sys.modules.keys()
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.evaluation.detokenize import detokenize_wikitext
+from common.evaluation.text import detokenize_wikitext
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
-from common.generation.log_probabilities import as_record, score_token
 from common.generation.logit_rules import LogitRules, bad_words_ids, sequence_biases
+from common.generation.sampling import as_record, score_token
 from common.tokenizer import Framing
 
 VOCABULARY, END = 12, 11

@@ -6,11 +6,16 @@ import pytest
 from common.config.schema import PredictConfig
 from common.errors import RunError
 from common.generation.logit_rules import LogitRules
-from common.generation.sampling import choose_token, token_probabilities
+from common.generation.sampling import choose_token, token_weights
 
 
 def settings(**changes: object) -> PredictConfig:
     return PredictConfig.model_validate({"strategy": "sampling", **changes})
+
+
+def token_probabilities(logits: np.ndarray, chosen: PredictConfig) -> tuple[np.ndarray, np.ndarray]:
+    ids, weights = token_weights(logits, chosen)
+    return ids, weights / weights.sum()
 
 
 def transformers_probabilities(
@@ -82,6 +87,27 @@ def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probabi
         for seed in range(200)
     }
     assert draws == {0, 2, 3}
+
+
+class Given:
+    """A generator whose numbers are given."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.random = iter(numbers).__next__
+
+
+def test_a_draw_is_the_place_where_the_sum_of_probabilities_reaches_the_number() -> None:
+    """Beside a sum of one probability after another, for numbers over the whole vocabulary and at
+    its ends, between tokens without probability.
+    """
+    logits = (np.random.default_rng(4).normal(size=50257) * 3).astype(np.float32)
+    logits[:40] = logits[1000:1500] = logits[50200:] = -np.inf
+    ladder = np.exp(logits.astype(np.float64)).cumsum()
+    numbers = [0.0, *np.random.default_rng(5).random(300), 1 - 2**-53]
+    expected = [int(ladder.searchsorted(part * ladder[-1], side="right")) for part in numbers]
+    found = [choose_token(logits, settings(temperature=1.0), Given(part)) for part in numbers]  # type: ignore[arg-type]
+    assert found[0] == 40 and found[-1] <= 50199
+    assert found[:-1] == expected[:-1]
 
 
 def test_repetition_penalty_equals_transformers() -> None:

@@ -21,9 +21,9 @@ from common.systems.mindformers.rank_files import write_rank_file
 from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import open_project
 from common.systems.table import detect
-from common.training.fits import require_same_model
 from common.training.loss_scale import LossScale
 from common.training.metrics import read_metrics
+from common.training.model_match import require_same_model
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint
 from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml

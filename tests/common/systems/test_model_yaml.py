@@ -125,10 +125,9 @@ def test_a_date_is_text(tmp_path: Path) -> None:
             "two",
             "config.train.global_batch_size is 'two'",
         ),
-        # what a manifest of ours would refuse
         (("run", "state", "skipped_steps"), 9, "skipped_steps=9 and step=3 contradict"),
-        (("run", "engine", "rng"), {"torch": []}, "engine.rng.torch: List should have at least 1"),
-        (("run", "tokenizer"), 3, "tokenizer: Input should be a valid dictionary"),
+        (("run", "engine", "rng"), {"torch": []}, r"engine.rng.torch is \[\]: List should"),
+        (("run", "tokenizer"), 3, "tokenizer is 3: Input should be a valid dictionary"),
         (("model",), [1], "no section model .found a list"),
         (("model", "num_layers"), "9" * 500, "num_layers='9{70,80}... of the model"),
     ],

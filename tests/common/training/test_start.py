@@ -1,13 +1,8 @@
 """Restarts that a run knows of by the variables of torchrun and Slurm."""
 
-import logging
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from common.config.load import build_config
-from common.training.start import _counts_restarts, _log_changes
+from common.training.start import _counts_restarts
 
 
 @pytest.mark.parametrize(
@@ -29,17 +24,3 @@ def test_restarts(environ: dict[str, str], expected: bool, monkeypatch: pytest.M
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert _counts_restarts() is expected
-
-
-def test_a_resume_names_the_schedule_of_an_older_version(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8, "vocab_size": 11}
-    tree = {"output_dir": "x", "model": sizes, "optimizer": {"learning_rate": 0.1}}
-    config: Any = build_config({**tree, "data": {"train": "x"}})
-    data: Any = SimpleNamespace(fingerprint="f")
-    for state, said in (({"step": 3}, True), ({"step": 3, "updated_samples": 6}, False)):
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            _log_changes({"state": state, "data": "f", "config": config.model_dump()}, config, data)
-        assert ("from here it counts the updates that were made" in caplog.text) is said
