@@ -33,7 +33,7 @@ BOMB = "x0: &x0 [y, y, y, y, y, y, y, y, y]\n" + "".join(
             r"run\.yaml:6:7: not valid YAML: 'maybe' does not fit its tag !!bool",
         ),
         ("seed: !!float ''", "'' does not fit its tag !!float"),
-        ("seed: !!map [1]", "the tag !!map does not fit its value"),
+        ("seed: !!map [1]", "the tag !!map is not supported"),
         (
             "parallel_config: 5",
             r"run\.yaml:6: parallel_config: expected keys and values, found a number",
