@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.serving.errors import Refusal
-from common.serving.protocol import parse_request
+from common.serving.protocol import Refusal, parse_request
 
 
 def parse(**fields: Any) -> Any:
