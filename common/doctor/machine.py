@@ -106,8 +106,8 @@ def _check_gpus(asked: str) -> tuple[int, list[Check]]:
         "install NVIDIA's driver; in a container: docker run --gpus all; without a GPU:"
         " --device cpu"
     )
-    missing = error("GPUs", "no NVIDIA GPU: nvidia-smi is not on PATH", remedy)
-    return 0, [missing] if asked == "cuda" else []
+    found = "no NVIDIA GPU: nvidia-smi is not on PATH"
+    return 0, [error("GPUs", found, remedy)] if asked == "cuda" else []
 
 
 def check_ports(

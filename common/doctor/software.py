@@ -160,10 +160,10 @@ def check_cann(
     needed: this machine has an NPU or torch_npu.
     """
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
-        if folder := environ.get(variable):
-            if version := _cann_version(Path(folder)):
-                return ok("CANN", f"{version} ({variable}={folder})"), version
-            text = f"{variable}={folder} holds neither ascend_toolkit_install.info nor version.cfg"
+        if named := environ.get(variable):
+            if version := _cann_version(Path(named)):
+                return ok("CANN", f"{version} ({variable}={named})"), version
+            text = f"{variable}={named} holds neither ascend_toolkit_install.info nor version.cfg"
             return error("CANN", text, "source set_env.sh of the CANN that is installed"), None
     for place in ("cann", "ascend-toolkit/latest", "ascend-toolkit"):
         folder = root / "usr/local/Ascend" / place

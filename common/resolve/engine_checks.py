@@ -77,7 +77,7 @@ def check_engine(config: Run) -> None:
     )
     if config.quantization is not None:
         quantized_layers(config.quantization, config.model.num_layers)
-        plain = {"engine": (config.engine, "native")}
+        plain: dict[str, tuple[str, str]] = {"engine": (config.engine, "native")}
         plain["parallel.strategy"] = (config.parallel.strategy, "ddp")
         refuse_first(
             *(
