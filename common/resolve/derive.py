@@ -124,9 +124,8 @@ def resolve_other(
 
 
 def _scale_mode(config: RunConfig) -> str:
-    is_half = "float16" in (config.precision.compute, config.precision.parameters)
-    mode = config.loss_scale.mode
-    return mode if mode != "auto" else "dynamic" if is_half else "none"
+    mode, types = config.loss_scale.mode, (config.precision.compute, config.precision.parameters)
+    return mode if mode != "auto" else "dynamic" if "float16" in types else "none"
 
 
 def _windows(config: RunConfig, global_batch: int) -> dict[str, int | None]:
