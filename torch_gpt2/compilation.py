@@ -16,7 +16,7 @@ import torch
 
 from common.log import LOG
 from common.parallel.run import Run
-from common.resolve.engine_checks import compile_error
+from common.resolve.compilation import compile_error
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.data_parallel import LossSum

@@ -16,6 +16,7 @@ from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.quantization.scheme import quantized_layers
 from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
+from common.resolve.compilation import compile_error
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode, unmet_needs
 from common.resolve.vendor_settings import deepspeed_settings
 from common.structured_files import read_json_mapping
@@ -271,26 +272,3 @@ def _check_strategy(config: Run) -> None:
 def _refuse_with(matrix: str, *faults: object) -> None:
     """Raise ConfigError with the first fault that is a text, and what goes together."""
     refuse_first(*(fault and f"{fault}.\n{matrix}" for fault in faults))
-
-
-def compile_error(config: Run) -> str | None:
-    """Return what contradicts train.compile=true in a config for torch, or None."""
-    parallel = config.parallel
-    if config.engine == "deepspeed" and (parallel.zero_stage == 3 or parallel.pipeline_stage > 1):
-        return (
-            f"with parallel.zero_stage={parallel.zero_stage} and"
-            f" pipeline_stage={parallel.pipeline_stage}: DeepSpeed's hooks break the graph; leave"
-            " compile out, or set engine=native"
-        )
-    if parallel.pipeline_stage > 1 and "zero_bubble" in parallel.pipeline_schedule:
-        return (
-            f"with parallel.pipeline_schedule={parallel.pipeline_schedule}: a compiled backward"
-            " pass cannot be split into its two parts; leave compile out, or choose 1f1b or"
-            " interleaved_1f1b"
-        )
-    if parallel.strategy == "parameter_server" and config.topology.world_size == 1:
-        return (
-            "with parallel.strategy=parameter_server in one process: torch.nn.DataParallel copies"
-            " the model in each step; leave it out"
-        )
-    return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,14 +30,17 @@ from common.training.loss_scale import LossScale
 from common.training.start import where_to_start
 from common.weights.names import parameter_shapes
 from tests.fuzz.faults import (
+    EDGES,
     FAULTS,
     FILES,
     NUMBERS,
     UNREADABLE,
+    VALUES,
     Fault,
     changed_json,
     remove,
     spoiled,
+    to_json,
     tree_faults,
     unreadable,
 )
@@ -215,6 +219,79 @@ def test_every_bit_of_the_manifest(judge: Judge, whole: Whole) -> None:
     size = (whole.run / "checkpoints" / NEWEST / "manifest.json").stat().st_size
     for bit in range(8 * size):
         test_a_bit_of_the_manifest.hypothesis.inner_test(judge, whole, bit)  # type: ignore
+
+
+KNOWN = (
+    "state.step", "state.consumed_samples", "state.sample_hash", "state.skipped_steps",
+    "state.skipped_in_a_row", "state.updated_samples", "state.losses", "state.grad_norms",
+    "engine.optimizer_steps", "engine.loss_scale", "engine.loss_scale.value",
+    "engine.loss_scale.mode", "engine.loss_scale.finite_steps", "engine.rng", "engine.rng.torch",
+    "config", "config.model", "config.optimizer", "config.optimizer.name", "tokenizer",
+    "config.model.num_heads", "config.model.layer_norm_epsilon", "data", "format_version", "files",
+    "files.model_safetensors", "files.model_safetensors.bytes", "files.model_safetensors.crc32",
+    "files.optimizer_safetensors",
+)  # fmt: skip
+SPANS = st.sampled_from((
+    [[0, 4]], [[0, 0]], [[4, 0]], [[-1, 2]], [[0, 2**63]], [[0.5, 1]], [], None, 5, [[0]],
+    [[0, 1, 2]], [["a", "b"]], [[0, 11], [0, 8]], [[0, 5], [0, 8]],
+))  # fmt: skip
+FILE_NAMES = st.sampled_from((
+    "../x", "/etc/hostname", "", ".", "model.rank_00000.safetensors", "a\0b", "manifest.json",
+    "model.rank_../../x.safetensors", "latest",
+))  # fmt: skip
+PLACES = st.one_of(
+    st.tuples(st.sampled_from(KNOWN), st.sampled_from(VALUES)),
+    st.tuples(st.sampled_from(KNOWN[:7]), st.sampled_from((0, 1, 9, 21, 11, 19, 38, 20.0, *EDGES))),
+    st.tuples(st.sampled_from(("files.model_safetensors.pieces",
+              "files.optimizer_safetensors.pieces")),
+              st.dictionaries(st.sampled_from(("wte.weight", "wte.weight.exp_avg", "x")), SPANS,
+                              min_size=1)),
+    st.tuples(FILE_NAMES.map(lambda name: f"files.{name.replace('.', '_')}"),
+              st.sampled_from([{"bytes": size, "crc32": 0} for size in (0, 9, 300)])),
+)  # fmt: skip
+
+
+def _sealed(tree: Any) -> bytes:
+    """Return a manifest whose last key is the CRC-32 of what is before it, as a writer does."""
+    text = json.dumps({key: tree[key] for key in tree if key != "crc32"}, indent=1).encode()[:-2]
+    return text + b',\n "crc32": ' + str(zlib.crc32(text)).encode() + b"\n}"
+
+
+@given(place=PLACES, resume=RESUME)
+@example(place=("state.step", 20.0), resume="auto")
+@example(place=("state.step", True), resume="auto")
+@example(place=("engine.loss_scale.value", 0.0), resume="auto")
+def test_a_forged_manifest(judge, whole, place, resume) -> None:
+    """A manifest that was changed and sealed again. What is taken is what it says."""
+    with judge.folder() as folder:
+        run = folder / "run"
+        shutil.copytree(whole.run, run)
+        path = run / "checkpoints" / NEWEST / "manifest.json"
+        tree = parent = json.loads(path.read_bytes())
+        *sections, key = [
+            part.replace("_safetensors", ".safetensors") for part in place[0].split(".")
+        ]
+        for section in sections:
+            parent = parent[section]
+        parent[key] = place[1]
+        try:  # text of Raw is not always JSON that can be sealed
+            path.write_bytes(_sealed(json.loads(to_json(tree))))
+        except (ValueError, RecursionError):
+            return
+        places = {"newest": path.parent, "run": run, "checkpoints": run / "checkpoints"}
+        with judge(str(run)):
+            stand = start(run, str(places.get(resume, resume)))
+            assert stand is not None, "the run starts over in the folder of a run"
+            # which a new start counts from 0
+            written = json.loads(path.read_bytes())["state"] | {"skipped_in_a_row": 0}
+            for name in stand.state.keys() & written.keys():
+                assert json.dumps(stand.state[name]) == json.dumps(written[name])
+            numbers = ("step", "consumed_samples", "updated_samples", "skipped_steps",
+                       "skipped_in_a_row")  # fmt: skip
+            for number in (*(stand.state[n] for n in numbers), stand.engine["optimizer_steps"]):
+                assert type(number) is int and number >= 0
+            assert 0 < stand.scale["value"] < float("inf")
+            assert stand.arrays in (whole.newest.arrays, whole.older.arrays)
 
 
 LATEST = (OLDER, "step_00000099", "", "\n", ".", "..", f"../checkpoints/{OLDER}",

@@ -1,4 +1,6 @@
-"""Every changed bit of a manifest is found."""
+"""Every changed bit of a manifest is found, old manifests load, and their values are judged one by
+one.
+"""
 
 import base64
 import json
@@ -54,9 +56,15 @@ def record(step: int = 10) -> dict[str, Any]:
     return {**snapshot.manifest, "files": files}
 
 
-def test_it_reads_back() -> None:
+def old(values: dict[str, Any]) -> bytes:
+    """Manifest as version 1 wrote it."""
+    return json.dumps({"format_version": 1, **values}, indent=1).encode()
+
+
+def test_it_reads_back_and_old_ones_too() -> None:
     plain = json.loads(json.dumps(record()))
     assert unseal(seal(record())) == {"format_version": 2, **plain}
+    assert unseal(old(record())) == {"format_version": 1, **plain}
     assert seal(unseal(seal(record()))) == seal(record()), "what is read may be written again"
 
 
@@ -76,10 +84,14 @@ def accepted_flips(places: list[int]) -> list[tuple[int, int]]:
 
 
 def test_flipped_bits_are_found() -> None:
-    """All of the version and of the checksum, and 2,400 others."""
+    """All of the version and of the checksum, and 2,400 others; also two flips that make it version
+    1.
+    """
     whole = seal(record())
     ends = [*range(30), *range(len(whole) - 30, len(whole))]
     assert accepted_flips([*ends, *random.Random(0).sample(range(30, len(whole) - 30), 300)]) == []
+    with pytest.raises(ValueError, match="its text has changed since it was written"):
+        unseal(whole.replace(b'"format_version": 2', b'"format_version": 1'))
 
 
 @pytest.mark.campaign
@@ -99,20 +111,107 @@ def test_cut_swapped_and_reformatted_texts_are_refused() -> None:
     ):
         with pytest.raises(ValueError):
             unseal(text)
+    with pytest.raises(ValueError, match="nested deeper than 64 levels"):
+        unseal(b'{"a":' * 5000 + b"1" + b"}" * 5000)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(json.dumps(record()))
+    at: Any = values
+    *parents, last = path.split("/")
+    for key in parents:
+        at = at[int(key)] if isinstance(at, list) else at[key]
+    at[last] = value
+    return values
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("path", "value", "message"),
     [
-        (b"{}", "format version None, this program reads 2"),
-        (seal(record()).replace(b'"step": 10', b'"step": 11'), "its text has changed"),
-        (b"", "Expecting value"),
+        ("state/step", -1, r"state\.step: Input should be greater than or equal to 0, found -1"),
+        ("state/step", 10.5, r"state\.step: Input should be a valid integer, found 10\.5"),
+        ("state/step", True, r"state\.step: Input should be a valid integer, found True"),
+        (
+            "state/skipped_steps",
+            [1],
+            r"state\.skipped_steps: Input should be a valid integer, found \[1\]",
+        ),
+        ("state/skipped_steps", 11, r"state: .*skipped_steps=11 and step=10 contradict"),
+        (
+            "state/consumed_samples",
+            "",
+            r"state\.consumed_samples: Input should be a valid integer, found ''",
+        ),
+        ("state/sample_hash", 7, r"state\.sample_hash: Input should be a valid string, found 7"),
+        ("state/losses", [1.0], r"state: 1 losses and 2 gradient norms"),
+        (
+            "engine/loss_scale/value",
+            float("inf"),
+            r"engine\.loss_scale\.value: Input should be a finite number, found inf",
+        ),
+        (
+            "engine/loss_scale/value",
+            0.0,
+            r"engine\.loss_scale\.value: Input should be greater than 0",
+        ),
+        ("engine/optimizer_steps", 11, r"engine\.optimizer_steps=11 is more than state\.step=10"),
+        ("engine/rng/torch", [], r"engine\.rng\.torch: List should have at least 1 item"),
+        (
+            "engine/rng/torch",
+            [{"cpu": "AAAA"}],
+            r"random generators of 1 ranks, and config\.parallel is of 2",
+        ),
+        ("engine/rng/torch", [{"cpu": "AA!A"}] * 2, r"engine\.rng\.torch\.0\.cpu: not base64"),
+        ("config/model", 40, r"config\.model: Input should be a valid dictionary, found 40"),
+        ("config", None, r"config: Input should be .*dictionary.*, found None"),
+        ("tokenizer", "gpt2", r"tokenizer: Input should be .*dictionary.*, found 'gpt2'"),
+        ("samples_per_epoch", -5, r"samples_per_epoch: Input should be greater"),
+        (
+            "files",
+            {"../x": {"bytes": 1, "crc32": 1}},
+            r"files\.\.\./x.*: expected the name of a file .* without a separator",
+        ),
+        (
+            "files",
+            {"model.rank_../../x.safetensors": {"bytes": 1, "crc32": 1}},
+            r"without a separator",
+        ),
+        ("files", {"": {"bytes": 1, "crc32": 1}}, r"without a separator"),
+        ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, r"without a separator"),
+        (
+            "files/model.safetensors/bytes",
+            "12",
+            r"files\.model\.safetensors\.bytes: Input should be a valid integer",
+        ),
+        (
+            "files/model.safetensors/crc32",
+            2**32,
+            r"files\.model\.safetensors\.crc32: Input should be less than",
+        ),
+        (
+            "files/model.safetensors/pieces",
+            {"wte.weight": None},
+            r"pieces\.wte\.weight: Input should be a valid list, found None",
+        ),
+        (
+            "files/model.safetensors/pieces",
+            {"w": [[3, 0]]},
+            r"pieces\.w\.0: expected \[first, end\] with first <= end, found \[3, 0\]",
+        ),
+        (
+            "files/model.safetensors/pieces",
+            {"w": [[0, 3], [0, 3], [0, 3]]},
+            r"pieces\.w: List should have at most 2 items",
+        ),
     ],
 )
-def test_a_damaged_manifest_is_one_message(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / MANIFEST).write_bytes(content)
+def test_values_of_an_old_manifest_are_judged(
+    tmp_path: Path, path: str, value: Any, message: str
+) -> None:
+    (tmp_path / MANIFEST).write_bytes(old(changed(path, value)))
     with pytest.raises(
-        CheckpointError, match=rf"manifest\.json: broken manifest: {message}.*; use another"
+        CheckpointError,
+        match=rf"manifest\.json: broken manifest: .*{message}.*; use another checkpoint",
     ):
         read_manifest(tmp_path)
 

@@ -222,7 +222,7 @@ def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: 
     write_manifest(tmp_path / "ours", manifest | {"files": {}, "config": {"model": [1]}})
     with pytest.raises(
         CheckpointError,
-        match=r"manifest.json: section=\[1\] of the model: Input should be a valid dictionary"
+        match=r"manifest.json: broken manifest: config.model: Input should be a valid dictionary,"
         r" found \[1\]",
     ):
         convert(tmp_path / "ours", tmp_path / "out", target_format="hf")
