@@ -28,7 +28,7 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import checkpoint, data, decoding, training
+from benchmarks import data, decoding, training
 from benchmarks.measure import Row, table
 from common.errors import ConfigError, GPT2Error
 from common.flags import flag
@@ -56,7 +56,7 @@ class Request:
         default=ROOT / "configs" / "gpt2" / "run_gpt2_345m.yaml",
     )
     folder: Path = flag(
-        "folder on the disk that checkpoints are measured on (default: the temporary one)",
+        "folder on the disk that conversion is measured on (default: the temporary one)",
         default=Path(tempfile.gettempdir()),
     )
     output_dir: Path = flag(
@@ -75,18 +75,6 @@ class Request:
         return self.parts.split(",") if self.parts else [each for each in PARTS if each != ALONE]
 
 
-def save_checkpoints(request: Request) -> Iterator[Row]:
-    yield from checkpoint.rows(
-        checkpoint.Request(
-            config=str(ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"),
-            folder=request.folder,
-            passes=8,
-            repeats=request.repeats,
-            overrides=(f"device={request.device}",),
-        )
-    )
-
-
 ALONE = "decoding"
 """Part that runs only where it is named; it takes five minutes more."""
 PARTS: dict[str, Callable[[Request], Iterator[Row]]] = {
@@ -98,7 +86,6 @@ PARTS: dict[str, Callable[[Request], Iterator[Row]]] = {
         *(each.data / name for name in CORPUS), each.repeats
     ),
     "loader": lambda each: data.loader_rows(each.repeats),
-    "checkpoint": save_checkpoints,
     "conversion": lambda each: data.conversion_rows(each.config, each.folder, each.repeats),
     ALONE: lambda each: decoding.decoding_rows(each.repeats),
 }

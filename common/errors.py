@@ -52,6 +52,13 @@ class ConfigError(UserError):
     pass
 
 
+def refuse_first(*faults: object) -> None:
+    """Raise ConfigError with the first fault that is a text. Rows are ``condition and text``."""
+    for fault in faults:
+        if isinstance(fault, str) and fault:
+            raise ConfigError(fault)
+
+
 class DataError(UserError):
     pass
 

@@ -1,11 +1,8 @@
 """Readers of files and JSON from outside, within limits; ``yaml_files`` reads YAML.
 
-A file may be cut short, deeply nested, endless or hostile. Every fault of its text is one
-exception, ``MalformedError``, whose message has the fault and its line. The ``read_`` functions add
-the path and raise the caller's own error. Results are plain data: dict with str keys, list, str,
-int, float, bool, None.
-
-Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40).
+Every fault of a text is one exception, ``MalformedError``. The ``read_`` functions add the path and
+raise the caller's own error. Results are plain data: dict with str keys, list, str, int, float,
+bool, None.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from common.files import open_input, reading
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_DEPTH = 64
-MAX_DIGITS = 40
 
 
 class MalformedError(ValueError):
@@ -123,14 +119,8 @@ def require_mapping(
 
 def kind_of(value: Any) -> str:
     """Return the word for the type of a parsed value."""
-    names: dict[type, str] = {
-        dict: "keys and values",
-        list: "a list",
-        str: "text",
-        bool: "true or false",
-        type(None): "null",
-    }
-    return names.get(type(value), "a number")
+    names = {dict: "keys and values", list: "a list", str: "text", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), "a number")
 
 
 # ---- JSON ----
@@ -144,30 +134,30 @@ def parse_json(text: str | bytes, *, unique: bool = True, finite: bool = True) -
     """
     if len(text) > MAX_JSON_BYTES:
         raise MalformedError(f"longer than {MAX_JSON_BYTES / 2**20:g} MiB")
+    text = _decoded(text)
     try:
         value = json.loads(
-            _decoded(text),
+            text,
             object_pairs_hook=_unique_keys if unique else None,
-            parse_int=parse_integer,
             parse_float=parse_float if finite else None,
             parse_constant=_no_constant if finite else None,
         )
         _check_depth(value)
-    except json.JSONDecodeError as error:
+        if "\\ud" in text.lower():
+            require_text(json.dumps(value, ensure_ascii=False))
+    except MalformedError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise _malformed(error) from None
-    except RecursionError:
-        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels") from None
-    if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
-        require_text(json.dumps(value, ensure_ascii=False))
     return value
 
 
 def parse_json_line(line: str | bytes) -> Any:
     """Return the value of one line of a corpus. Raises MalformedError.
 
-    For speed it accepts repeated keys, NaN, and any nesting that the parser can follow.
+    For speed it accepts repeated keys and NaN.
     """
-    text = line if isinstance(line, str) else _decoded(line)
+    text = _decoded(line)
     try:
         return _FAST.decode(text)
     except (ValueError, RecursionError) as error:
@@ -199,18 +189,16 @@ def _malformed(error: Exception) -> MalformedError:
     if isinstance(error, json.JSONDecodeError):
         return MalformedError(error.msg, error.lineno, error.colno, error.pos)
     if isinstance(error, RecursionError):
-        return MalformedError("nested too deeply")
-    return MalformedError(str(error).partition(";")[0])  # more digits than Python converts
+        return MalformedError(f"nested deeper than {MAX_DEPTH} levels")
+    return MalformedError("a number of more digits than Python converts")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise DuplicateKeyError(key)
-            seen.add(key)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise DuplicateKeyError(key)
+        found[key] = value
     return found
 
 
@@ -228,16 +216,6 @@ def require_text(text: str) -> str:
     return text
 
 
-def parse_integer(digits: str) -> int:
-    """Return the integer of a text.
-
-    Raises MalformedError beyond MAX_DIGITS, ValueError for any other text.
-    """
-    if len(digits) > MAX_DIGITS:
-        raise MalformedError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
 def parse_float(text: str) -> float:
     """Return the float of a text.
 
@@ -249,22 +227,21 @@ def parse_float(text: str) -> float:
     return value
 
 
-def _no_constant(name: str) -> float:
-    raise MalformedError(f"{name} is not a JSON number")
-
-
 def _check_depth(value: Any) -> None:
-    level: list[Any] = [[value]]
+    level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [
             child
             for parent in level
+            if isinstance(parent, dict | list)
             for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
         ]
-        if not level:
-            return
-    raise MalformedError(f"nested deeper than {MAX_DEPTH} levels")
+    if level:
+        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+def _no_constant(name: str) -> float:
+    raise MalformedError(f"{name} is not a JSON number")
 
 
 def shown(value: Any) -> str:

@@ -3,13 +3,12 @@
 It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data
 without shared parts. Merge keys (``<<: *anchor``) are those of yaml.org/type/merge.
 
-Limits that no honest file reaches: size, nesting (64 levels), digits of an integer (40), values
-(100,000, with aliases followed).
+Limits that no honest file reaches: size, nesting (64 levels), values (100,000, with aliases
+followed).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from common.structured_files import (
     MAX_DEPTH,
     MalformedError,
     parse_float,
-    parse_integer,
     read_text,
     require_mapping,
     require_text,
@@ -43,10 +41,7 @@ def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> di
 
     Raises ``error``.
     """
-    try:
-        text = read_text(path, limit=MAX_YAML_BYTES, error=error)
-    except MalformedError as reason:
-        raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
+    text = read_text(path, limit=MAX_YAML_BYTES, error=error)
     return parse_yaml_lines(text, path, error=error)[0]
 
 
@@ -73,42 +68,34 @@ def parse_yaml_lines(
 class YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text.
 
-    It only composes nodes.
+    It only composes nodes, and counts them: PyYAML takes 15 s for a MiB of them.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._nodes = self._depth = 0
-        self._anchors: dict[int, str] = {}
-        self._used: set[str] = set()
+        self._count = 0
+        self.used: set[str] = set()
+        """Anchors that aliases name."""
+        self.places: dict[int, str] = {}
+        """Anchors by the place where they are defined."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        self._count += 1
+        if self._count > MAX_YAML_NODES:
+            raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(event))
+        if isinstance(event, yaml.AliasEvent):
+            self.used.add(str(event.anchor))
+        elif event.anchor is not None:
+            self.places[event.start_mark.index] = event.anchor
+        return super().compose_node(parent, index)
 
     def carries(self, node: yaml.Node) -> bool:
         """Tell whether an alias anywhere in the text stands for a part of this node."""
         return any(
-            node.start_mark.index <= place <= node.end_mark.index and name in self._used
-            for place, name in self._anchors.items()
+            node.start_mark.index <= place <= node.end_mark.index and name in self.used
+            for place, name in self.places.items()
         )
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Count the nodes, to reject a text with too many early: PyYAML takes 15 s for a MiB of
-        them.
-        """
-        self._nodes += 1
-        self._depth += 1
-        if self._nodes > MAX_YAML_NODES:
-            place = _line(self.peek_event())  # type: ignore[no-untyped-call]
-            raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *place)
-        if self._depth > MAX_DEPTH + 2:  # the value inside the deepest one
-            place = _line(self.peek_event())  # type: ignore[no-untyped-call]
-            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *place)
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            self._used.add(str(event.anchor))
-        elif event.anchor is not None:
-            self._anchors[event.start_mark.index] = event.anchor
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
 
 
 YamlLoader.yaml_implicit_resolvers = {}
@@ -155,7 +142,6 @@ def parse_yaml(
     """
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
-    loader = None
     try:
         loader = YamlLoader(text)
         root = loader.get_single_node()
@@ -163,95 +149,70 @@ def parse_yaml(
             carriers |= {key.value for key, child in root.value if loader.carries(child)}
         return None if root is None else _Plain(lines, is_text).value(root, ())
     except yaml.MarkedYAMLError as error:
-        problem = (
-            "an anchor is defined twice"
-            if error.problem == "second occurrence"
-            else error.problem or "not YAML"
+        problem = (error.problem or "not YAML").replace(
+            "second occurrence", "an anchor is defined twice"
         )
         raise MalformedError(problem, *_line(error)) from None
     except RecursionError:
         raise MalformedError(f"nested deeper than {MAX_DEPTH} levels") from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error).partition("\n")[0]) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 class _Plain:
     """Plain data of composed nodes. Aliases are followed, and each place gets its own copy."""
 
     def __init__(self, lines: dict[KeyPath, int] | None, is_text: IsText | None) -> None:
-        self._lines, self._is_text = lines, is_text
+        self._lines = {} if lines is None else lines
+        self._is_text = is_text or (lambda *_: False)
         self._seen = 0
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        self._count(node)
+        if len(path) > MAX_DEPTH:
+            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        if isinstance(node, yaml.MappingNode) and tag == "!!map":
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and tag == "!!seq":
+            return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
+        if not isinstance(node, yaml.ScalarNode) or tag not in _READERS:
+            raise MalformedError(f"the tag {tag} is not supported here", *_line(node))
+        if node.style is None and self._is_text(path, node.value):
+            tag = "!!str"
+        return _read_scalar(node, tag)
+
+    def _count(self, node: yaml.Node) -> None:
         self._seen += 1
         if self._seen > MAX_YAML_NODES:
             raise MalformedError(
                 f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node)
             )
-        if len(path) >= MAX_DEPTH and isinstance(node, yaml.CollectionNode):
-            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
-        kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        if kind not in _READERS and kind not in ("seq", "map"):
-            raise MalformedError(
-                f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not supported",
-                *_line(node),
-            )
-        if isinstance(node, yaml.MappingNode) and kind == "map":
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
-        if not isinstance(node, yaml.ScalarNode) or kind in ("seq", "map"):
-            raise MalformedError(f"the tag !!{kind} does not fit its value", *_line(node))
-        if self._is_text and node.style is None and self._is_text(path, node.value):
-            kind = "str"
-        try:
-            return _READERS[kind](node.value)
-        except MalformedError as error:
-            raise MalformedError(error.problem, *_line(node)) from None
-        except (ValueError, KeyError):
-            raise MalformedError(
-                f"{shown(node.value)} does not fit its tag !!{kind}", *_line(node)
-            ) from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        first: dict[str, int] = {}
-        own = {key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
-        for key, child in self._merged(node, 0):
-            if key.value not in own:
-                if self._lines is not None:
-                    self._lines[(*path, key.value)] = key.start_mark.line + 1
-                found[key.value] = self.value(child, (*path, key.value))
-        for key, child in node.value:
+        own: dict[str, int] = {}
+        for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
-            try:
-                here = (*path, require_text(key.value))
-            except MalformedError as error:
-                raise MalformedError(error.problem, *_line(key)) from None
-            if key.value in first:
-                dotted = shown(".".join(map(str, here)))
+            name = _read_scalar(key, "!!str")
+            if name in own:
+                dotted = shown(".".join(map(str, (*path, name))))
                 raise MalformedError(
-                    f"the key {dotted} is given twice (first in line {first[key.value]}); keep one",
+                    f"the key {dotted} is given twice (first in line {own[name]}); keep one",
                     *_line(key),
                 )
-            first[key.value] = key.start_mark.line + 1
-            if _is_merge(key):
-                continue
-            if self._lines is not None:
-                self._lines[here] = first[key.value]
-            found[key.value] = self.value(child, here)
+            own[name] = key.start_mark.line + 1
+        merged = [pair for pair in self._merged(node) if pair[0].value not in own]
+        for key, child in (*merged, *node.value):
+            if not _is_merge(key):
+                here = (*path, key.value)
+                self._lines[here] = key.start_mark.line + 1
+                found[key.value] = self.value(child, here)
         return found
 
-    def _merged(
-        self, node: yaml.MappingNode, depth: int
-    ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    def _merged(self, node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         """Yield the pairs that the merge key of a mapping brings in, of which a later one wins."""
-        if depth > MAX_DEPTH:
-            raise MalformedError(f"merge keys nested deeper than {MAX_DEPTH} levels", *_line(node))
         for merge, child in node.value:
             if not _is_merge(merge):
                 continue
@@ -259,14 +220,9 @@ class _Plain:
             for part in reversed(child.value) if is_list else [child]:
                 if not isinstance(part, yaml.MappingNode):
                     raise MalformedError("<<: expected a mapping, or a list of them", *_line(merge))
-                yield from self._merged(part, depth + 1)
+                yield from self._merged(part)
                 for key, value in part.value:
-                    self._seen += 1
-                    if self._seen > MAX_YAML_NODES:
-                        raise MalformedError(
-                            f"more than {MAX_YAML_NODES:,} values once aliases are followed",
-                            *_line(merge),
-                        )
+                    self._count(merge)
                     if isinstance(key, yaml.ScalarNode) and not _is_merge(key):
                         yield key, value
 
@@ -276,22 +232,26 @@ def _is_merge(key: yaml.Node) -> bool:
     return isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
 
 
-def _yaml_float(text: str) -> float:
-    special = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
-    return special[text.lower()] if text.lower() in special else parse_float(text)
-
-
-def _yaml_null(text: str) -> None:
-    return {"": None, "~": None, "null": None}[text.lower()]
-
-
 _READERS: dict[str, Callable[[str], Any]] = {
-    "str": require_text,
-    "int": parse_integer,
-    "float": _yaml_float,
-    "bool": lambda text: {"true": True, "false": False}[text.lower()],
-    "null": _yaml_null,
-}  # fmt: skip
+    "!!str": require_text,
+    "!!int": int,
+    "!!float": lambda text: (
+        float(text.replace(".", "")) if text[-1:] in ("f", "F", "n", "N") else parse_float(text)
+    ),
+    "!!bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "!!null": lambda text: {"": None, "~": None, "null": None}[text.lower()],
+}
+
+
+def _read_scalar(node: yaml.ScalarNode, tag: str) -> Any:
+    try:
+        return _READERS[tag](node.value)
+    except MalformedError as error:
+        raise MalformedError(error.problem, *_line(node)) from None
+    except (ValueError, KeyError):
+        raise MalformedError(
+            f"{shown(node.value)} does not fit its tag {tag}", *_line(node)
+        ) from None
 
 
 def _line(found: Any) -> tuple[int, int]:

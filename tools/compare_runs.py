@@ -13,7 +13,7 @@ that differ and may matter are listed.
 
 A configuration (.yaml) is run for --steps steps first. With --layers both runs make the first step
 that differs once more, on one set of weights. Tokens, weights, outputs of all layers and all
-gradients are compared. All rows are written to layers.tsv, and drawn in layers.png.
+gradients are compared. All rows are written to layers.tsv.
 
 Exit code 0: the runs are the same within the tolerance; 1: they differ; 2: bad arguments or runs.
 A run that fails on the way: 1 or 2, with its error.
@@ -147,12 +147,8 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     layers = compare_records(*recorded.record(place), arguments.layer_tolerance)
     place.clear("record_a", "record_b")
     layer_report.write_table(layers, place.folder / layer_report.TABLE)
-    layer_report.draw(
-        layers, place.folder / layer_report.PICTURE, (f"A {sides[0].given}", f"B {sides[1].given}")
-    )
     print("\n".join(layer_report.describe(layers)))
     print(f"all rows: {place.folder / layer_report.TABLE}")
-    print(f"picture: {place.folder / layer_report.PICTURE}")
     return code if layers.first is None else 1
 
 

@@ -357,7 +357,7 @@ def fetch(folder: Path, machine: str) -> None:
     from common.doctor.software import wanted_ranges
     from tools.check_wheels import PLATFORMS
 
-    ranges = wanted_ranges(ROOT)
+    ranges = wanted_ranges()
     wanted = [name + ranges.get(name.replace("-", "_"), "") for name in CARRIED]
     options = [f"--platform={name}_{machine}" for name in PLATFORMS]
     options += ["--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}"]

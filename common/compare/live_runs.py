@@ -33,7 +33,7 @@ _IN_PYTHON = {
 }
 """Overrides by which Python computes every layer, so that hooks see it."""
 _OWN_FOLDERS = ("run_a", "run_b", "before", "step_a", "step_b", "record_a", "record_b")
-_OWN_FILES = ("layers.tsv", "layers.png")
+_OWN_FILES = ("layers.tsv",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,9 @@ def try_all_reduce(job: Job, trial: AllReduceTrial) -> list[Check]:
     try:
         with redirect_stdout(sys.stderr):
             outcome = run_attempt(job)
-        if outcome.code - 128 in (signal.SIGINT, signal.SIGTERM):
+        # a rank that somebody else ends with such a signal is an error
+        is_own = not outcome.report.startswith("error: ")
+        if is_own and outcome.code - 128 in (signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(outcome.code - 128)  # the doctor itself was stopped
     except (ConfigError, RunError) as reason:
         return [error("hosts", str(reason), "")]

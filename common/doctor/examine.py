@@ -18,12 +18,7 @@ from pathlib import Path
 
 from common.cluster import hccn
 from common.cluster.places import Placement, find_places, parse_range, place_hosts, places_of_table
-from common.cluster.rank_environment import (
-    ROOT,
-    given_port,
-    make_rendezvous,
-    parse_master,
-)
+from common.cluster.rank_environment import given_port, make_rendezvous, parse_master
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table
 from common.doctor import machine, software
@@ -178,19 +173,10 @@ class Facts:
         except ConfigError as reason:
             return reason
 
-    @property
-    def own_place(self) -> tuple[bool, bool, str | None]:
-        """Whether this is host 0, whether there are several, and this host's address in the run."""
-        if not isinstance(self.places, Placement):
-            return True, False, None
-        first, several = self.places.own_host == self.places.hosts[0], len(self.places.hosts) > 1
-        is_named = isinstance(self.table, RankTable) or (several and first)
-        return first, several, self.places.own_host if is_named else None
-
 
 def check_packages(facts: Facts) -> list[Check]:
     return [
-        *software.check_versions(facts.versions, software.wanted_ranges(ROOT), facts.asked.backend),
+        *software.check_versions(facts.versions, software.wanted_ranges(), facts.asked.backend),
         *software.check_device_package(facts.versions, facts.backend, facts.asked.device),
     ]
 
@@ -206,20 +192,11 @@ def check_usable_devices(facts: Facts) -> list[Check]:
     if facts.device == "cpu" and seen and asked == "auto":
         found = f"{backend} counts none of {seen} devices here, so runs compute on the CPU"
         return [warning("device", found, f"install the {backend} that is built for them")]
-    if (
-        asked in ("npu", "cuda")
-        and seen
-        and facts.versions[backend]
-        and not facts.usable.get(asked)
-    ):
+    has_backend = seen and facts.versions[backend]
+    if asked in ("npu", "cuda") and has_backend and not facts.usable.get(asked):
         found = f"{backend} counts no {asked} device, and this machine shows {seen} devices"
-        return [
-            error(
-                "device",
-                found,
-                f"install the {backend} that is built for them; look at the errors above",
-            )
-        ]
+        remedy = f"install the {backend} that is built for them; look at the errors above"
+        return [error("device", found, remedy)]
     return []
 
 
@@ -230,31 +207,34 @@ def check_rank_table(facts: Facts) -> list[Check]:
     if table is None or path is None:
         return []
     servers = f"{len(table.servers)} servers" if len(table.servers) > 1 else "1 server"
-    found = (
-        f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256"
-        f" {sha256(path)}"
-    )
+    found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256"
     return [
-        ok("rank table", found),
+        ok("rank table", f"{found} {sha256(path)}"),
         *(warning("rank table", text, "") for text in table_warnings(table)),
     ]
 
 
-def check_places(facts: Facts) -> list[Check]:
-    return [error("ranks", str(facts.places), "")] if isinstance(facts.places, ConfigError) else []
-
-
-def check_ports(facts: Facts) -> list[Check]:
-    first, several, _ = facts.own_place
-    port = facts.port or DEFAULT_PORT
-    return machine.check_ports(
-        port, os.environ, first_host=first, npu=bool(facts.npus), several_hosts=several
-    )
-
-
-def check_names(facts: Facts) -> list[Check]:
-    _, several, name = facts.own_place
-    return machine.check_names(name, several_hosts=several)
+def check_network(facts: Facts) -> list[Check]:
+    """Check the ranks' places, the ports of this host and its names."""
+    first, several, address, checks = True, False, None, list[Check]()
+    if isinstance(facts.places, ConfigError):
+        checks = [error("ranks", str(facts.places), "")]
+    elif facts.places is not None:
+        own, hosts = facts.places.own_host, facts.places.hosts
+        first, several = own == hosts[0], len(hosts) > 1
+        if isinstance(facts.table, RankTable) or (several and first):
+            address = own
+    return [
+        *checks,
+        *machine.check_ports(
+            facts.port or DEFAULT_PORT,
+            os.environ,
+            first_host=first,
+            npu=bool(facts.npus),
+            several_hosts=several,
+        ),
+        *machine.check_names(address, several_hosts=several),
+    ]
 
 
 def check_all_reduce(facts: Facts) -> list[Check]:
@@ -286,9 +266,7 @@ CHECKS: tuple[tuple[str, Callable[[Facts], list[Check]]], ...] = (
     ("devices", lambda facts: facts.devices[0]),
     ("usable devices", check_usable_devices),
     ("rank table", check_rank_table),
-    ("ranks", check_places),
-    ("ports", check_ports),
-    ("names", check_names),
+    ("network", check_network),
     ("variables", lambda facts: machine.check_variables(os.environ)),
     ("storage", lambda facts: machine.check_storage(facts.asked.output_dir)),
     ("memory", lambda facts: [machine.check_memory()]),

@@ -67,22 +67,9 @@ def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
 
 def as_json(checks: Sequence[Check]) -> str:
     """Return a JSON object: the worst state, and the checks in order."""
-    worst = next(
-        (
-            state
-            for state in (State.ERROR, State.WARNING)
-            if any(check.state is state for check in checks)
-        ),
-        State.OK,
-    )
-    return (
-        json.dumps(
-            {"state": worst, "checks": [asdict(check) for check in checks]},
-            indent=2,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
+    worst = max((check.state for check in checks), key=list(State).index, default=State.OK)
+    tree = {"state": worst, "checks": [asdict(check) for check in checks]}
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
 _COLOURS = {State.WARNING: 33, State.ERROR: 31}

@@ -5,16 +5,19 @@ Frameworks are imported only in child processes.
 
 from __future__ import annotations
 
+import operator
 import platform
 import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 from common.doctor.report import Check, error, ok, warning
 from common.packages import install
+from common.paths import ROOT
 from common.processes.programs import last_line, run_program
 from common.structured_files import parse_json
 
@@ -22,6 +25,21 @@ PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transforme
 BACKENDS = {"torch": ("torch", "torch_npu"), "mindspore": ("mindspore",)}
 """Packages that each backend imports."""
 IMPORTED = (*BACKENDS["torch"], "deepspeed", *BACKENDS["mindspore"])
+_OPERATORS = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_OF_CANN = r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND"
+"""Pattern of an error that CANN's libraries are not found."""
+_COUNT = {
+    "torch": "devices = {'cuda': torch.cuda.device_count()}",
+    "torch_npu": "import torch; devices = {'npu': torch.npu.device_count()}",
+}
+_WITHOUT_NPU = "to run without the NPU: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -37,23 +55,25 @@ def installed_versions() -> dict[str, str | None]:
     return found
 
 
-def wanted_ranges(project: Path) -> dict[str, str]:
-    """Return the ranges of python and of packages in pyproject.toml and requirements.txt of
-    ``project``.
+def wanted_ranges() -> dict[str, str]:
+    """Return the ranges of python and of packages that this project wants, such as '>=1,<2'.
 
-    The result maps a name to a range such as '>=1,<2'.
+    They are in its folder, or in the metadata of its wheel.
     """
-    document = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = (project / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    if (ROOT / "pyproject.toml").is_file():
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        python = project["requires-python"]
+        lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        lines += chain.from_iterable(project["optional-dependencies"].values())
+    else:
+        wheel = metadata.metadata("gpt2-toolkit")
+        python, lines = wheel["Requires-Python"], wheel.get_all("Requires-Dist") or []
     ranges: dict[str, str] = {}
-    for line in [
-        *lines,
-        *(item for extra in document["optional-dependencies"].values() for item in extra),
-    ]:
-        if match := re.match(r"([A-Za-z0-9_.-]+?)\s*([<>=!].*)$", line.partition("#")[0].strip()):
+    for line in lines:
+        if match := re.match(r"([\w.-]+?)\s*([<>=!][^#;]*)", line):
             # the first range: numpy's own, not the pin of one extra
-            ranges.setdefault(match[1].replace("-", "_"), match[2])
-    return {"python": document["requires-python"], **ranges}
+            ranges.setdefault(match[1].replace("-", "_"), match[2].strip())
+    return {"python": python, **ranges}
 
 
 def check_versions(
@@ -64,13 +84,10 @@ def check_versions(
     A version out of range is an error for Python, else a warning.
     """
     python = platform.python_version()
-    checks = [ok("python", f"{python} ({sys.executable})")]
-    if not satisfies(python, ranges["python"]):
-        checks = [
-            error(
-                "python", f"{python} ({sys.executable})", f"this project needs {ranges['python']}"
-            )
-        ]
+    found = f"{python} ({sys.executable})"
+    is_fit = satisfies(python, ranges["python"])
+    needed = f"this project needs {ranges['python']}"
+    checks = [ok("python", found) if is_fit else error("python", found, needed)]
     for name, version in versions.items():
         if version is None:
             missing = name == backend or (
@@ -81,9 +98,8 @@ def check_versions(
                 error(name, "not installed", advice) if missing else ok(name, "not installed")
             )
         elif name in ranges and not satisfies(version, ranges[name]):
-            checks.append(
-                warning(name, version, f"this project is tested with {name}{ranges[name]}")
-            )
+            tested = f"this project is tested with {name}{ranges[name]}"
+            checks.append(warning(name, version, tested))
         else:
             checks.append(ok(name, version))
     return checks
@@ -95,28 +111,16 @@ def check_device_package(
     """Check whether ``backend`` can compute on the requested ``device``, by the installed
     packages.
     """
-    torch = versions.get("torch")
     if backend == "torch" and device == "npu" and not versions.get("torch_npu"):
-        remedy = (
-            f"pip install torch_npu=={_minor(torch)}.*"
-            if torch
-            else "pip install torch and the torch_npu of the same version"
+        torch = versions.get("torch")
+        same = (
+            f"torch_npu=={_minor(torch)}.*" if torch else "torch and the torch_npu of its version"
         )
-        return [
-            error(
-                "torch_npu",
-                "not installed: torch needs it for an Ascend",
-                f"{remedy}; or --backend mindspore",
-            )
-        ]
+        found = "not installed: torch needs it for an Ascend"
+        return [error("torch_npu", found, f"pip install {same}; or --backend mindspore")]
     if backend == "mindspore" and device == "cuda":
-        return [
-            error(
-                "device",
-                "mindspore computes on Ascends and CPUs here, not on GPUs",
-                "--backend torch",
-            )
-        ]
+        found = "mindspore computes on Ascends and CPUs here, not on GPUs"
+        return [error("device", found, "--backend torch")]
     return []
 
 
@@ -127,44 +131,24 @@ def check_pairs(
     absent.
     """
     torch, npu, mindspore, numpy = (
-        versions.get(name) for name in ("torch", "torch_npu", "mindspore", "numpy")
+        versions.get(name) or "" for name in ("torch", "torch_npu", "mindspore", "numpy")
     )
     found = []
     if mindspore and numpy and _numbers(numpy)[0] >= 2:
-        found.append(
-            error(
-                "mindspore with numpy",
-                f"mindspore {mindspore} with numpy {numpy}: operators such as Reshape end in a"
-                " SystemError in PyNative mode",
-                "pip install numpy==1.26.4",
-            )
-        )
-    if npu and not torch:
-        found.append(
-            error(
-                "torch_npu with torch",
-                f"torch_npu {npu} without torch",
-                f"pip install torch=={_minor(npu)}.*",
-            )
-        )
-    if npu and torch and _minor(npu) != _minor(torch):
-        found.append(
-            error(
-                "torch_npu with torch",
-                f"torch_npu {npu} with torch {torch}: it is built only for torch {_minor(npu)}",
-                f"pip install torch=={_minor(npu)}.* or the torch_npu for {_minor(torch)}",
-            )
-        )
+        text = f"mindspore {mindspore} with numpy {numpy}: operators such as Reshape end in a"
+        text += " SystemError in PyNative mode"
+        found.append(error("mindspore with numpy", text, "pip install numpy==1.26.4"))
+    if npu and _minor(npu) != _minor(torch):
+        text = f"torch_npu {npu} without torch"
+        remedy = f"pip install torch=={_minor(npu)}.*"
+        if torch:
+            text = f"torch_npu {npu} with torch {torch}: it is built only for torch {_minor(npu)}"
+            remedy += f" or the torch_npu for {_minor(torch)}"
+        found.append(error("torch_npu with torch", text, remedy))
     if npu and cann is None and environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
-        found.append(
-            error(
-                "torch_npu with CANN",
-                f"torch_npu {npu} without CANN: `import torch` loads torch_npu, which finds no"
-                " libraries",
-                "install CANN and `source .../set_env.sh`; to run without the NPU: export"
-                " TORCH_DEVICE_BACKEND_AUTOLOAD=0",
-            )
-        )
+        text = f"torch_npu {npu} without CANN: `import torch` loads torch_npu, which finds no"
+        remedy = f"install CANN and `source .../set_env.sh`; {_WITHOUT_NPU}"
+        found.append(error("torch_npu with CANN", f"{text} libraries", remedy))
     return found or [ok("known bad pairs", "none")]
 
 
@@ -176,81 +160,48 @@ def check_cann(
     needed: this machine has an NPU or torch_npu.
     """
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
-        if folder := environ.get(variable):
-            version = _cann_version(Path(folder))
-            if version:
-                return ok("CANN", f"{version} ({variable}={folder})"), version
-            return (
-                error(
-                    "CANN",
-                    f"{variable}={folder} holds neither ascend_toolkit_install.info nor"
-                    " version.cfg",
-                    "source set_env.sh of the CANN that is installed",
-                ),
-                None,
-            )
-    for place in (
-        "usr/local/Ascend/cann",
-        "usr/local/Ascend/ascend-toolkit/latest",
-        "usr/local/Ascend/ascend-toolkit",
-    ):
-        if version := _cann_version(root / place):
-            script = root / place.removesuffix("/latest") / "set_env.sh"
-            return error(
-                "CANN",
-                f"{version} is in {root / place}, but this shell does not use it",
-                f"source {script}",
-            ), None
-    if needed:
-        return error(
-            "CANN",
-            "not found",
-            "install the toolkit and kernels that fit the driver, then source its set_env.sh",
-        ), None
-    return ok("CANN", "not installed (only Ascend needs it)"), None
+        if named := environ.get(variable):
+            if version := _cann_version(Path(named)):
+                return ok("CANN", f"{version} ({variable}={named})"), version
+            text = f"{variable}={named} holds neither ascend_toolkit_install.info nor version.cfg"
+            return error("CANN", text, "source set_env.sh of the CANN that is installed"), None
+    for place in ("cann", "ascend-toolkit/latest", "ascend-toolkit"):
+        folder = root / "usr/local/Ascend" / place
+        if version := _cann_version(folder):
+            script = root / "usr/local/Ascend" / place.removesuffix("/latest") / "set_env.sh"
+            text = f"{version} is in {folder}, but this shell does not use it"
+            return error("CANN", text, f"source {script}"), None
+    remedy = "install the toolkit and kernels that fit the driver, then source its set_env.sh"
+    missing = error("CANN", "not found", remedy)
+    return missing if needed else ok("CANN", "not installed (only Ascend needs it)"), None
 
 
 def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict[str, int]]:
     """Check in child processes whether each package imports, and count the devices of torch: cuda,
     npu.
     """
-
-    def attempt(name: str) -> tuple[Check, dict[str, int]]:
+    checks, counts = [], dict[str, int]()
+    for name in names:
         program = (
-            f"import time; start = time.time(); import {name}; took = time.time() -"
-            f" start\n{_COUNT.get(name, 'devices = {}')}"
+            f"import time; start = time.time(); import {name}; took = time.time() - start\n"
+            f"{_COUNT.get(name, 'devices = {}')}\n"
+            "import json; print('\\n' + json.dumps([took, devices]))"
         )
-        program += "\nimport json; print('\\n' + json.dumps([took, devices]))"
         code, output, errors = run_program([sys.executable, "-c", program], limit)
         if code == 0:
             seconds, devices = parse_json(output.strip().splitlines()[-1])
-            return ok(f"import {name}", f"works, {seconds:.1f} s"), devices
+            counts |= devices
+            checks.append(ok(f"import {name}", f"works, {seconds:.1f} s"))
+            continue
         how = f"ended by signal {-code}" if code and code < 0 else "failed"
         remedy = f'for the full output: {sys.executable} -c "import {name}"'
         if name == "hccl":
             remedy = "source CANN's set_env.sh, or pip install the hccl wheel below CANN's folder"
         elif re.search(_OF_CANN, errors):
-            remedy = (
-                "source CANN's set_env.sh; to run without the NPU: export"
-                " TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-            )
+            remedy = f"source CANN's set_env.sh; {_WITHOUT_NPU}"
         why = last_line(errors)
-        return error(f"import {name}", f"{how}: {why}" if why else how, remedy), {}
-
-    results = [attempt(name) for name in names]
-    counts: dict[str, int] = {}
-    for _, devices in results:
-        counts |= devices
-    return [check for check, _ in results], counts
-
-
-_OF_CANN = r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND"
-"""Pattern of an error that CANN's libraries are not found."""
-
-_COUNT = {
-    "torch": "devices = {'cuda': torch.cuda.device_count()}",
-    "torch_npu": "import torch; devices = {'npu': torch.npu.device_count()}",
-}
+        checks.append(error(f"import {name}", f"{how}: {why}" if why else how, remedy))
+    return checks, counts
 
 
 def satisfies(version: str, specifier: str) -> bool:
@@ -258,22 +209,11 @@ def satisfies(version: str, specifier: str) -> bool:
 
     Suffixes such as +cpu and .post1 are ignored.
     """
-    own = _numbers(version)
-    for condition in filter(None, specifier.replace(" ", "").split(",")):
-        operator = re.match(r"[<>=!]+", condition)
-        assert operator is not None, condition
-        other = _numbers(condition[operator.end() :])
+    for sign, text in re.findall(r"([<>=!]+)\s*([\d.]+)", specifier):
+        own, other = _numbers(version), _numbers(text)
         width = max(len(own), len(other))
-        left, right = (numbers + (0,) * (width - len(numbers)) for numbers in (own, other))
-        held = {
-            ">=": left >= right,
-            "<": left < right,
-            "==": left == right,
-            "!=": left != right,
-            ">": left > right,
-            "<=": left <= right,
-        }
-        if not held[operator[0]]:
+        own, other = (numbers + (0,) * (width - len(numbers)) for numbers in (own, other))
+        if not _OPERATORS[sign](own, other):
             return False
     return True
 
@@ -289,20 +229,15 @@ def _minor(version: str) -> str:
 
 def _cann_version(folder: Path) -> str | None:
     """Return the version in ``<arch>-linux/ascend_toolkit_install.info`` (version=8.0.RC2), else
-    ``version.cfg``.
-
-    Of version.cfg the last [inner:version] counts.
+    the last [inner:version] in ``version.cfg``.
     """
-    for path in [
+    pattern = r"^version=(\S+)|^toolkit_installed_version=.*:([^\]:]+)\]\s*$"
+    for path in (
         *sorted(folder.glob("*-linux/ascend_toolkit_install.info")),
         folder / "version.cfg",
-    ]:
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        if match := re.search(
-            r"^version=(\S+)|^toolkit_installed_version=.*:([^\]:]+)\]\s*$", text, flags=re.M
+    ):
+        if path.is_file() and (
+            match := re.search(pattern, path.read_text("utf-8", "replace"), flags=re.M)
         ):
             return match[1] or match[2]
     return None

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Literal
 
 from common.errors import DataError
-from common.failures.catalogue import Kind, KnownError, Language, known_errors
 from common.files import unreadable
+from common.yaml_files import read_yaml_mapping
 
+Language = Literal["en", "zh"]
 MOST_READ = 16 << 20
 """Most bytes read of one log: half from its start, half from its end."""
 MOST_LOGS = 1024
 _LOGS = ("launcher.log", "mf_*/mindformer.log", "host_*/mindformer.log", "*.log")
 """Logs of a run folder."""
 _LINE = 200
+_AFTER = r"(?i:\b(?:error ?code|errcode|retcode|code|errno|result|ret|failed)\W{0,4}(?:is\W{1,3})?)"
+"""Words before a code of digits, which without them may be any number."""
 _WORDS: Mapping[Language, Mapping[str, str]] = {
     "en": {
         "at": "{path}, line {line}",
@@ -37,6 +44,66 @@ _WORDS: Mapping[Language, Mapping[str, str]] = {
         "nothing": "{path}：没有已知的错误；请查看最后几行和其他日志",
     },
 }
+
+
+class Kind(IntEnum):
+    """Worth of an explanation, best first."""
+
+    CAUSE = 0
+    WAIT = 1
+    """A rank waited for another, where the cause may be."""
+    WRAPPER = 2
+    """An outer message that names only the place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownError:
+    """An error with its meaning and steps, as the head of ``error_codes.yaml`` describes them."""
+
+    name: str
+    kind: Kind
+    codes: tuple[str, ...]
+    messages: tuple[str, ...]
+    meaning: Mapping[Language, str]
+    steps: Mapping[Language, Sequence[str]]
+    sources: tuple[str, ...]
+
+    @cached_property
+    def _patterns(self) -> list[tuple[str, re.Pattern[str]]]:
+        """Text that a match must contain (empty: any), and the expression."""
+        before = {True: _AFTER, False: r"\b"}
+        codes = [
+            (code, re.compile(rf"{before[code.isdigit()]}{code}(?![A-Za-z0-9])"))
+            for code in self.codes
+        ]
+        return [*codes, *(("", re.compile(message)) for message in self.messages)]
+
+    def find(self, text: str) -> tuple[int, str] | None:
+        """Return the offset of the first match and its code or the error's name, else None."""
+        found = [
+            (match.start(), needle or self.name)
+            for needle, pattern in self._patterns
+            if needle in text and (match := pattern.search(text))
+        ]
+        return min(found, default=None)
+
+
+@lru_cache(maxsize=1)
+def known_errors() -> tuple[KnownError, ...]:
+    """Return all known errors in the order of the file, which is read when it is first needed."""
+    tree = read_yaml_mapping(Path(__file__).with_name("error_codes.yaml"))
+    return tuple(
+        KnownError(
+            name=name,
+            kind=Kind[entry["kind"].upper()],
+            codes=tuple(entry.get("codes", ())),
+            messages=tuple(entry.get("match", ())),
+            meaning={"en": entry["en"], "zh": entry["zh"]},
+            steps=tree["guides"][entry["guide"]],
+            sources=tuple(entry["source"]),
+        )
+        for name, entry in tree["errors"].items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +199,7 @@ def explanation(error: KnownError, language: Language) -> str:
     if error.kind is not Kind.CAUSE:
         lines.append(words[error.kind.name.lower()])
     lines.append(words["steps"])
-    lines += [f"  {number}. {step}" for number, step in enumerate(error.steps(language), 1)]
+    lines += [f"  {number}. {step}" for number, step in enumerate(error.steps[language], 1)]
     lines += [f"{words['source']} {source}" for source in error.sources]
     return "\n".join(lines) + "\n"
 

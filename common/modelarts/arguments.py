@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from common.cluster.environment import in_modelarts
 from common.command_line import FLAGS
 from common.errors import ConfigError
-from common.modelarts.stores import is_url
 from common.paths import ROOT
 
 if TYPE_CHECKING:
     from common.systems.config import ConfigFile
 
+SCHEMES = ("obs", "s3", "file")
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 """Keys outside of sections, with a flag of the same name; output_dir has rules of its own."""
 _OWN = {
@@ -51,6 +51,10 @@ _NOTED = {
     "dataset_id": "the platform's name of the data; the data come from --dataset",
     "local_rank": "the environment says it",
 }
+
+
+def is_url(text: str) -> bool:
+    return text.partition("://")[0] in SCHEMES and "://" in text
 
 
 @dataclass(kw_only=True)

@@ -31,8 +31,9 @@ from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError, report
 from common.files import atomic_write
 from common.log import LOG
-from common.modelarts import remote
-from common.modelarts.stores import base_name, is_url, join
+from common.modelarts import stores
+from common.modelarts.arguments import is_url
+from common.modelarts.stores import base_name, join
 
 _DATA_KEYS = ("data.train", "data.validation")
 _CHECKPOINT_KEYS = ("checkpoint.resume", "checkpoint.init_from", "checkpoint.load")
@@ -130,7 +131,7 @@ def names_urls(config: RunConfig) -> bool:
 
 
 def _bring(url: str, environ: Mapping[str, str]) -> Path:
-    return remote.pull_once(url, local_folder(url, environ))
+    return stores.pull_once(url, local_folder(url, environ))
 
 
 def checkpoint_url(key: str, url: str) -> str:
@@ -154,7 +155,7 @@ def find_checkpoint_url(url: str) -> str | None:
     A ``latest`` that names another folder is a warning.
     """
     folder = url.rstrip("/").removesuffix(f"/{LATEST}")
-    names = {file.name for file in remote.files(folder)}
+    names = {file.name for file in stores.files(folder)}
     if MANIFEST in names:
         return folder
     if any(name.startswith("checkpoints/") for name in names):
@@ -169,7 +170,7 @@ def find_checkpoint_url(url: str) -> str | None:
     if not whole:
         return None
     named = (
-        remote.read(join(folder, LATEST)).decode(errors="replace").strip()
+        stores.read(join(folder, LATEST)).decode(errors="replace").strip()
         if LATEST in names
         else whole[-1]
     )
@@ -213,8 +214,8 @@ def bring_output(url: str, folder: Path, ranks: Sequence[int]) -> None:
     older, because another host had rank 0 then. Raises StorageError.
     """
     if not folder.exists():
-        if remote.files(url):
-            remote.pull_once(url, folder)
+        if stores.files(url):
+            stores.pull_once(url, folder)
         return
     newest = find_checkpoint_url(url) if ranks else None
     if newest is None:
@@ -229,9 +230,9 @@ def bring_output(url: str, folder: Path, ranks: Sequence[int]) -> None:
             " copied there"
         )
         _refresh(newest, checkpoints)
-        if remote.files(join(url, _METRICS)):
+        if stores.files(join(url, _METRICS)):
             with atomic_write(folder / _METRICS) as file:
-                file.write(remote.read(join(url, _METRICS)))
+                file.write(stores.read(join(url, _METRICS)))
         point_latest(checkpoints / base_name(newest))
 
 
@@ -245,21 +246,21 @@ def send_checkpoint(url: str, folder: Path) -> None:
         return
     wanted: tuple[str, ...] = (f"checkpoints/{LATEST}",)
     manifest = join(url, f"checkpoints/{newest.name}/{MANIFEST}")
-    is_there = bool(remote.files(manifest))
-    if not is_there or remote.read(manifest) != (newest / MANIFEST).read_bytes():
+    is_there = bool(stores.files(manifest))
+    if not is_there or stores.read(manifest) != (newest / MANIFEST).read_bytes():
         wanted += (f"checkpoints/{newest.name}/",)
-    remote.push(folder, url, wanted=lambda name: name.startswith(wanted))
+    stores.push(folder, url, wanted=lambda name: name.startswith(wanted))
 
 
 def _refresh(url: str, checkpoints: Path) -> None:
     """Copy a step folder, unless a copy with the same manifest (and its checksums) is here."""
     here = checkpoints / base_name(url)
     try:
-        if (here / MANIFEST).read_bytes() == remote.read(join(url, MANIFEST)):
+        if (here / MANIFEST).read_bytes() == stores.read(join(url, MANIFEST)):
             return
     except OSError:
         pass
-    remote.pull_once(url, here)
+    stores.pull_once(url, here)
 
 
 @contextmanager
@@ -277,7 +278,7 @@ def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int]) -> It
         return
 
     def push() -> None:
-        remote.push(output_dir, url, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks)
+        stores.push(output_dir, url, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks)
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # not StopRequested, which means that all ranks have agreed

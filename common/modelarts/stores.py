@@ -1,17 +1,31 @@
-"""Stores behind URLs: OBS through ModelArts' moxing, or a folder, which may be a mounted bucket."""
+"""Copies from URLs (once per host) and to URLs: complete or absent.
+
+A store is OBS through ModelArts' moxing, which tries again by itself, or a folder, which may be a
+mounted bucket.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from common.errors import ConfigError
+from common.checkpoint.folders import LATEST
+from common.checkpoint.manifest import MANIFEST
+from common.errors import ConfigError, DataError, StorageError, UserError
 from common.files import atomic_write
+from common.locks import held_lock
+from common.log import LOG
+from common.modelarts.arguments import SCHEMES, is_url
 
-SCHEMES = ("obs", "s3", "file")
+_COPY_SECONDS = 7200.0
+"""Seconds to wait for another process of this host that copies."""
 
 
 class StoredFile(NamedTuple):
@@ -24,23 +38,6 @@ class StoredFile(NamedTuple):
     changed: str
 
 
-class RemoteStore(Protocol):
-    """Store of files. A failed call raises any exception; the callers try again."""
-
-    def files(self, url: str) -> list[StoredFile]:
-        """List the files under ``url`` at any depth; empty for a missing URL or an empty folder."""
-
-    def pull(self, url: str, folder: Path) -> None:
-        """Copy the files under ``url``, or the one file that it is, into an existing folder."""
-
-    def push(self, folder: Path, files: Sequence[str], url: str) -> None:
-        """Copy these files of ``folder``, in this order, to ``url``. Nothing there is deleted."""
-
-
-def is_url(text: str) -> bool:
-    return text.partition("://")[0] in SCHEMES and "://" in text
-
-
 def base_name(url: str) -> str:
     return url.rstrip("/").rpartition("/")[2]
 
@@ -49,19 +46,21 @@ def join(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name}"
 
 
-def find_store(url: str) -> RemoteStore:
-    """Return the store for a URL. Raises ConfigError if moxing is needed and not there."""
+def find_store(url: str) -> Any:
+    """Return what has the functions of ``moxing.file`` for a URL. Raises ConfigError if moxing is
+    needed and not there.
+    """
     if not is_url(url):
         raise ConfigError(
             f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}"
         )
     if url.startswith("file://"):
-        return FolderStore()
+        return Folders
     try:
         from moxing import file
 
         if hasattr(file, "copy_parallel"):  # the moxing of PyPI is another project
-            return MoxingStore(file)
+            return file
     except (ImportError, OSError):
         pass
     raise ConfigError(
@@ -70,71 +69,173 @@ def find_store(url: str) -> RemoteStore:
     )
 
 
-class FolderStore:
-    """Folder of ``file://``: a mounted bucket, or one of a test."""
-
-    def files(self, url: str) -> list[StoredFile]:
-        source = _folder_of(url)
-        top = source.parent if source.is_file() else source
-        found = []
-        for path in sorted([source, *source.rglob("*")]):
-            if path.is_file():
-                status = path.stat()
-                name = path.relative_to(top).as_posix()
-                found.append(StoredFile(name, status.st_size, str(status.st_mtime_ns)))
-        return found
-
-    def pull(self, url: str, folder: Path) -> None:
-        source = _folder_of(url)
-        if source.is_file():
-            shutil.copyfile(source, folder / source.name)
-        else:
-            shutil.copytree(source, folder, dirs_exist_ok=True)
-
-    def push(self, folder: Path, files: Sequence[str], url: str) -> None:
-        for name in files:
-            with (
-                (folder / name).open("rb") as source,
-                atomic_write(_folder_of(url) / name) as target,
-            ):
-                shutil.copyfileobj(source, target, 1 << 20)
-
-
-@dataclass(frozen=True)
-class MoxingStore:
-    """ModelArts' own library, which has the job's permissions. file: its module moxing.file."""
-
-    file: Any
-
-    def files(self, url: str) -> list[StoredFile]:
-        if not self.file.exists(url):
-            return []
-        if not self.file.is_directory(url):
-            return [self._record(base_name(url), self.file.stat(url))]
-        names = (str(name) for name in self.file.list_directory(url, recursive=True))
-        found = (
-            (name, self.file.stat(join(url, name)))
-            for name in names
-            if name and not name.endswith("/")
-        )
-        return sorted(
-            self._record(name, status) for name, status in found if not status.is_directory
-        )
-
-    def pull(self, url: str, folder: Path) -> None:
-        if self.file.is_directory(url):
-            self.file.copy_parallel(url, str(folder))
-        else:
-            self.file.copy(url, str(folder / base_name(url)))
-
-    def push(self, folder: Path, files: Sequence[str], url: str) -> None:
-        for name in files:  # copy_parallel keeps no order
-            self.file.copy(str(folder / name), join(url, name))
+class Folders:
+    """The functions of ``moxing.file`` that are used here, for ``file://``."""
 
     @staticmethod
-    def _record(name: str, status: Any) -> StoredFile:
-        return StoredFile(name, int(status.length), str(status.mtime_nsec))
+    def exists(url: str) -> bool:
+        return _path(url).exists()
+
+    @staticmethod
+    def is_directory(url: str) -> bool:
+        return _path(url).is_dir()
+
+    @staticmethod
+    def list_directory(url: str, *, recursive: bool) -> list[str]:
+        return [path.relative_to(_path(url)).as_posix() for path in _path(url).rglob("*")]
+
+    @staticmethod
+    def stat(url: str) -> Any:
+        found = _path(url).stat()
+        return SimpleNamespace(
+            length=found.st_size, mtime_nsec=found.st_mtime_ns, is_directory=_path(url).is_dir()
+        )
+
+    @staticmethod
+    def copy(source: str, target: str) -> None:
+        with _path(source).open("rb") as content, atomic_write(_path(target)) as file:
+            shutil.copyfileobj(content, file, 1 << 20)
+
+    @staticmethod
+    def copy_parallel(source: str, target: str) -> None:
+        shutil.copytree(_path(source), _path(target), dirs_exist_ok=True)
 
 
-def _folder_of(url: str) -> Path:
+def _path(url: str) -> Path:
     return Path(url.removeprefix("file://"))
+
+
+def files(url: str) -> list[StoredFile]:
+    """List the files below a URL at any depth; empty if there are none.
+
+    Raises StorageError if the store does not answer.
+    """
+    store = find_store(url)
+    with _named(f"{url}: the store does not answer"):
+        if not store.exists(url):
+            return []
+        names = {base_name(url): url}
+        if store.is_directory(url):
+            found = (str(name) for name in store.list_directory(url, recursive=True))
+            names = {name: join(url, name) for name in found if name and not name.endswith("/")}
+        states = ((name, store.stat(place)) for name, place in names.items())
+        return sorted(
+            StoredFile(name, int(state.length), str(state.mtime_nsec))
+            for name, state in states
+            if not state.is_directory
+        )
+
+
+def read(url: str) -> bytes:
+    """Return the content of one small file. Raises StorageError."""
+    with tempfile.TemporaryDirectory() as folder, _named(f"{url}: could not be read"):
+        _copy_into(url, Path(folder))
+        return (Path(folder) / base_name(url)).read_bytes()
+
+
+def pull_once(url: str, folder: Path) -> Path:
+    """Copy ``url`` to ``folder`` unless the copy is current; one process of this host copies for
+    all.
+
+    Returns the path of the copy. An existing folder is complete, since a copy is made beside it and
+    renamed; the list of its source's files is a hidden file beside it. Raises DataError for an
+    empty URL and StorageError for a failed copy.
+    """
+    record = folder.with_name(f".{folder.name}.complete")
+    with _one_of_host(folder.with_name(f".{folder.name}.lock"), url):
+        there = files(url)
+        wanted = json.dumps({"url": url, "files": there}, ensure_ascii=False)
+        if folder.is_dir() and record.is_file():
+            if record.read_bytes() == wanted.encode():
+                LOG.info(f"{url} has not changed: its copy is used, {folder}")
+                return _copied(url, folder)
+            LOG.warning(f"{url} has changed: its copy is replaced, {folder}")
+        if not there:
+            raise DataError(
+                f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and"
+                " the permissions of this job"
+            )
+        LOG.info(f"copying {url} to {folder}")
+        part = folder.with_name(f".{folder.name}.part")
+        with _named(f"{url}: could not be copied to {folder}"):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            _copy_into(url, part)
+            if not any(part.iterdir()):
+                raise StorageError(f"no files arrived in {part}")
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(part, folder)
+        with atomic_write(record, "w") as file:
+            file.write(wanted)
+    return _copied(url, folder)
+
+
+def _copied(url: str, folder: Path) -> Path:
+    """Return the file if the URL is one, else the folder."""
+    inside = list(folder.iterdir())
+    is_file = len(inside) == 1 and inside[0].is_file() and inside[0].name == base_name(url)
+    return inside[0] if is_file else folder
+
+
+def _copy_into(url: str, folder: Path) -> None:
+    store = find_store(url)
+    if store.is_directory(url):
+        store.copy_parallel(url, str(folder))
+    else:
+        store.copy(url, str(folder / base_name(url)))
+
+
+def push(folder: Path, url: str, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Copy files of a folder to a URL: those whose relative names ``wanted`` accepts, but no hidden
+    ones, which are locks and temporary files. Nothing there is deleted.
+
+    The files that make a checkpoint complete come after its content. A copy that is cut off at any
+    file is therefore a run that can resume. Raises StorageError.
+    """
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    visible = (path for path in paths if not any(part.startswith(".") for part in path.parts))
+    ordered = sorted(visible, key=lambda path: (path.name == LATEST, path.name == MANIFEST, path))
+    names = [path.as_posix() for path in ordered if wanted(path.as_posix())]
+    if not names:
+        return
+    LOG.info(f"copying {len(names)} files of {folder} to {url}")
+    store = find_store(url)
+    with _named(f"{url}: {folder} could not be copied there, and is still here"):
+        for name in names:  # copy_parallel keeps no order
+            store.copy(str(folder / name), join(url, name))
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Turn the exceptions of a store, which may be any, into StorageError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise StorageError(f"{what} ({str(error) or type(error).__name__})") from None
+
+
+@contextmanager
+def _one_of_host(lock: Path, url: str) -> Iterator[None]:
+    """Hold a lock that ends with the process, and wait for it with a message.
+
+    Raises StorageError after _COPY_SECONDS.
+    """
+    with ExitStack() as stack:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            told = f"waiting for another process of this host, which copies {url}"
+            stack.enter_context(held_lock(lock, _COPY_SECONDS, lambda: LOG.warning(told)))
+        except TimeoutError:
+            raise StorageError(
+                f"{url}: another process of this host has been copying it for more than"
+                f" {_COPY_SECONDS:g} s; see its log"
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
+                f" {url}"
+            ) from None
+        yield

@@ -32,7 +32,7 @@ They are written and read forward, then read backward, where the gradient follow
 
 FLOAT8_COPIES = {"tensorwise": 19 / 3, "rowwise": 20 / 3}
 """Bytes moved for each input and output of a linear layer, by ``precision.float8``: the search for
-the largest value, and the copies in float8. Counted in torch's graphs (benchmarks/roofline.py).
+the largest value, and the copies in float8. Counted in torch's graphs (gpu_checks.py).
 """
 FLOAT8_WEIGHTS = 28.0
 """Bytes moved for each weight of such a layer in every micro batch; likewise. 8 of them are a copy

@@ -17,7 +17,7 @@ from common.config.schema import (
     RunConfig,
     Section,
 )
-from common.errors import ConfigError
+from common.errors import ConfigError, refuse_first
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
 from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, micro_batches
 from common.parallel.run import Run, topology_of
@@ -124,14 +124,8 @@ def resolve_other(
 
 
 def _scale_mode(config: RunConfig) -> str:
-    types = (config.precision.compute, config.precision.parameters)
-    return (
-        config.loss_scale.mode
-        if config.loss_scale.mode != "auto"
-        else "dynamic"
-        if "float16" in types
-        else "none"
-    )
+    mode, types = config.loss_scale.mode, (config.precision.compute, config.precision.parameters)
+    return mode if mode != "auto" else "dynamic" if "float16" in types else "none"
 
 
 def _windows(config: RunConfig, global_batch: int) -> dict[str, int | None]:
@@ -186,24 +180,27 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
     shared = _is_shared(config, run_mode, world_size)
     plain = dict(ParallelConfig())
     if shared:
-        kept = {
-            name: getattr(parallel, name)
-            for name in ("model_parallel", "pipeline_stage", "sequence_parallel")
-        }
         one_stage = (
             parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
         )
-        plain |= kept | {
+        is_split = world_size > parallel.model_parallel * parallel.pipeline_stage
+        plain |= {
+            "model_parallel": parallel.model_parallel,
+            "pipeline_stage": parallel.pipeline_stage,
+            "sequence_parallel": parallel.sequence_parallel,
             "stage_layers": parallel.stage_layers if one_stage else None,
-            "zero_stage": parallel.zero_stage // 3 * 3,
+            "zero_stage": parallel.zero_stage // 3 * 3 if is_split else 0,
         }
-        copies = world_size // (parallel.model_parallel * parallel.pipeline_stage)
-        if copies == 1:
-            plain["zero_stage"] = 0
-    batch = {"micro_batch_size": micro, "global_batch_size": None, "accumulation_steps": None}
-    batch |= {"rampup_batch_size": None}
-    batch |= {"mp_comm_recompute": True, "recompute_slice_activation": False}
-    batch |= {"offload_activations": False, "recompute_layers": None}
+    batch = {
+        "micro_batch_size": micro,
+        "global_batch_size": None,
+        "accumulation_steps": None,
+        "rampup_batch_size": None,
+        "mp_comm_recompute": True,
+        "recompute_slice_activation": False,
+        "offload_activations": False,
+        "recompute_layers": None,
+    }
     alone = {"engine": "native", "deepspeed": DeepSpeedConfig()}
     windows = _windows(config, config.train.global_batch_size or micro * written_copies(config))
     bf16 = {"float8": "none", "float8_head": False}
@@ -224,136 +221,128 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
 
 def _check_export(config: RunConfig) -> None:
     export, format = config.export, config.export.format or "the backend's own"
-    if export.batch_size is not None and export.format not in (None, "mindir"):
-        raise ConfigError(
-            f"export.batch_size={export.batch_size} is for export.format=mindir; leave it out with"
-            f" {format}"
-        )
-    formats = ["onnx", "gguf", "safetensors"] if export.weights == "int8" else ["onnx", "gguf"]
-    if export.weights != "float32" and export.format not in formats:
-        *others, last = formats
-        raise ConfigError(
-            f"export.weights={export.weights} is for export.format={', '.join(others)} and {last},"
-            f" not {format}; leave it out, or set export.format"
-        )
-    if not export.cache and export.format not in ("onnx", "pt2"):
-        raise ConfigError("export.cache=false is for export.format=onnx and pt2; leave it out")
+    formats = ["onnx", "gguf", *["safetensors"] * (export.weights == "int8")]
+    *others, last = formats
+    refuse_first(
+        export.batch_size is not None
+        and export.format not in (None, "mindir")
+        and f"export.batch_size={export.batch_size} is for export.format=mindir; leave it out with"
+        f" {format}",
+        export.weights != "float32"
+        and export.format not in formats
+        and f"export.weights={export.weights} is for export.format={', '.join(others)} and {last},"
+        f" not {format}; leave it out, or set export.format",
+        not export.cache
+        and export.format not in ("onnx", "pt2")
+        and "export.cache=false is for export.format=onnx and pt2; leave it out",
+    )
 
 
 def _check_backend(config: RunConfig) -> None:
     """Reject settings that the backend does not support on any device."""
-    context, train = config.context, config.train
     _check_export(config)
     check_device_id(config, config.device)
-    if config.backend == "mindspore":
-        if config.export.format == "pt2":
-            raise ConfigError(
-                "export.format=pt2 is for backend torch; set backend=torch, which takes the same"
-                " checkpoint, or export.format=onnx, gguf or mindir"
-            )
-        if train.compile is True:
-            raise ConfigError(
-                "train.compile=true is for backend torch; on mindspore leave it out (graph mode"
-                " compiles)"
-            )
-        if train.offload_activations:
-            raise ConfigError(
-                "train.offload_activations=true is for backend torch; leave it out on mindspore,"
-                " whose compiler offloads no operator that is recomputed, and set"
-                " train.recompute=full"
-            )
-        if config.parallel.async_tensor_parallel:
-            raise ConfigError(
-                "parallel.async_tensor_parallel=true is for backend torch; leave it out on"
-                " mindspore"
-            )
-        if train.compile_mode != "default":
-            raise ConfigError(
-                f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on"
-                " mindspore"
-            )
-        if train.recompute not in ("none", "auto") and context.mode == "pynative":
-            raise ConfigError(
-                f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one"
-                " of them otherwise"
-            )
-        if context.graph_kernel_flags and not context.enable_graph_kernel:
-            raise ConfigError(
-                "context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or"
-                " leave the flags out"
-            )
-        if train.parallel_optimizer_comm_recompute:
-            raise ConfigError(
-                "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 ignores it; leave it"
-                " out. parallel.zero_stage=3 gathers parameters again in the backward"
-                " pass, on several Ascends"
-            )
-        if train.recompute_slice_activation and config.parallel.model_parallel == 1:
-            raise ConfigError(
-                "train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave"
-                " it out"
-            )
-        return
-    if train.offload_activations and train.compile_mode == "reduce-overhead":
-        raise ConfigError(
-            "train.compile_mode=reduce-overhead replays graphs in memory of their own, which"
-            " train.offload_activations=true moves to the host; leave one of them out"
-        )
-    if config.export.format == "mindir":
-        raise ConfigError(
-            "export.format=mindir is for backend mindspore; set export.format=safetensors, onnx or"
-            " gguf, or backend=mindspore"
-        )
-    for section, values in config:
-        for name in values.changed("backend") if isinstance(values, Section) else ():
-            raise ConfigError(
-                f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out"
-                " with backend torch"
-            )
+    (_check_for_mindspore if config.backend == "mindspore" else _check_for_torch)(config)
+
+
+def _check_for_mindspore(config: RunConfig) -> None:
+    context, train = config.context, config.train
+    refuse_first(
+        config.export.format == "pt2"
+        and "export.format=pt2 is for backend torch; set backend=torch, which takes the same"
+        " checkpoint, or export.format=onnx, gguf or mindir",
+        train.compile is True
+        and "train.compile=true is for backend torch; on mindspore leave it out (graph mode"
+        " compiles)",
+        train.offload_activations
+        and "train.offload_activations=true is for backend torch; leave it out on mindspore, whose"
+        " compiler offloads no operator that is recomputed, and set train.recompute=full",
+        config.parallel.async_tensor_parallel
+        and "parallel.async_tensor_parallel=true is for backend torch; leave it out on mindspore",
+        train.compile_mode != "default"
+        and f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on"
+        " mindspore",
+        train.recompute not in ("none", "auto")
+        and context.mode == "pynative"
+        and f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of"
+        " them otherwise",
+        context.graph_kernel_flags
+        and not context.enable_graph_kernel
+        and "context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or leave"
+        " the flags out",
+        train.parallel_optimizer_comm_recompute
+        and "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 ignores it; leave it out."
+        " parallel.zero_stage=3 gathers parameters again in the backward pass, on several Ascends",
+        train.recompute_slice_activation
+        and config.parallel.model_parallel == 1
+        and "train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it"
+        " out",
+    )
+
+
+def _check_for_torch(config: RunConfig) -> None:
+    train = config.train
+    refuse_first(
+        train.offload_activations
+        and train.compile_mode == "reduce-overhead"
+        and "train.compile_mode=reduce-overhead replays graphs in memory of their own, which"
+        " train.offload_activations=true moves to the host; leave one of them out",
+        config.export.format == "mindir"
+        and "export.format=mindir is for backend mindspore; set export.format=safetensors, onnx or"
+        " gguf, or backend=mindspore",
+        *(
+            f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out with"
+            " backend torch"
+            for section, values in config
+            if isinstance(values, Section)
+            for name in values.changed("backend")
+        ),
+    )
 
 
 def _check_window(config: RunConfig) -> None:
     predict = config.predict
     positions = config.model.max_positions or config.model.seq_length
-    if export_format(config) == "mindir" and (
-        predict.window is not None or (predict.max_new_tokens or 0) > positions
-    ):
-        raise ConfigError(
-            "predict.window and predict.max_new_tokens above the positions let the window slide,"
-            " which export.format=mindir cannot: the cache of decode.mindir has the fixed shape of"
-            f" {positions} positions; leave them out, and let the program that runs the files give"
-            " model.mindir the last tokens"
-        )
+    slides = predict.window is not None or (predict.max_new_tokens or 0) > positions
+    refuse_first(
+        export_format(config) == "mindir"
+        and slides
+        and "predict.window and predict.max_new_tokens above the positions let the window slide,"
+        " which export.format=mindir cannot: the cache of decode.mindir has the fixed shape of"
+        f" {positions} positions; leave them out, and let the program that runs the files give"
+        " model.mindir the last tokens"
+    )
 
 
 def _check_observation(config: RunConfig) -> None:
     train, profile = config.train, config.profile
-    if profile.stop is not None and (profile.start is None or profile.stop < profile.start):
-        raise ConfigError(
-            f"profile.stop={profile.stop} is before profile.start={profile.start}; give a start"
-            " that is not after it"
-            if profile.start is not None
-            else f"profile.stop={profile.stop} needs profile.start, the first step to trace"
-        )
-    if profile.memory and profile.start is None:
-        raise ConfigError("profile.memory=true needs profile.start, the first step to trace")
-    if train.on_outlier == "warn":
-        return
+    start, stop = profile.start, profile.stop
     chosen = f"train.on_outlier={train.on_outlier}"
-    if not config.logging.outlier_deviations:
-        raise ConfigError(
-            f"{chosen} needs to know what an outlier is; set logging.outlier_deviations=6"
-        )
-    if train.on_outlier == "rewind" and not config.checkpoint.interval:
-        raise ConfigError(
-            f"{chosen} needs checkpoints to go back to; set checkpoint.interval, the steps between"
-            " them"
-        )
-    if train.on_outlier == "skip" and train.sink_size > 1:
-        raise ConfigError(
-            f"{chosen} decides by the steps before, train.sink_size={train.sink_size} starts a step"
-            " before it knows them; set sink_size=1"
-        )
+    acts = train.on_outlier != "warn"
+    refuse_first(
+        stop is not None
+        and start is None
+        and f"profile.stop={stop} needs profile.start, the first step to trace",
+        stop is not None
+        and start is not None
+        and stop < start
+        and f"profile.stop={stop} is before profile.start={start}; give a start that is not after"
+        " it",
+        profile.memory
+        and start is None
+        and "profile.memory=true needs profile.start, the first step to trace",
+        acts
+        and not config.logging.outlier_deviations
+        and f"{chosen} needs to know what an outlier is; set logging.outlier_deviations=6",
+        train.on_outlier == "rewind"
+        and not config.checkpoint.interval
+        and f"{chosen} needs checkpoints to go back to; set checkpoint.interval, the steps between"
+        " them",
+        train.on_outlier == "skip"
+        and train.sink_size > 1
+        and f"{chosen} decides by the steps before, train.sink_size={train.sink_size} starts a step"
+        " before it knows them; set sink_size=1",
+    )
 
 
 def length_in_steps(
@@ -423,37 +412,28 @@ def export_format(config: RunConfig) -> str:
 
 def _check_model(config: RunConfig) -> None:
     model, parallel = config.model, config.parallel
+    tensor, ffn = parallel.model_parallel, model.ffn_hidden_size or 4 * model.hidden_size
     check_divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
-    check_divides(
-        "parallel.model_parallel", parallel.model_parallel, "model.num_heads", model.num_heads
-    )
+    check_divides("parallel.model_parallel", tensor, "model.num_heads", model.num_heads)
     topology_of(parallel, parallel.data_parallel or 1).layers_of_stage(0, model.num_layers)
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
-    check_divides("parallel.model_parallel", parallel.model_parallel, "model.ffn_hidden_size", ffn)
+    check_divides("parallel.model_parallel", tensor, "model.ffn_hidden_size", ffn)
     if parallel.sequence_parallel:
-        check_divides(
-            "parallel.model_parallel", parallel.model_parallel, "model.seq_length", model.seq_length
-        )
-    if model.max_positions is not None and model.seq_length > model.max_positions:
-        raise ConfigError(
-            f"model.seq_length={model.seq_length} is longer than"
-            f" model.max_positions={model.max_positions}; shorten the window or leave max_positions"
-            " out"
-        )
-    window, positions = config.predict.window, model.max_positions or model.seq_length
-    if window is not None and not 2 <= window <= positions:
-        raise ConfigError(
-            f"predict.window={window}: expected 2 to {positions}, the model's positions"
-        )
-
-
-def _check_data(config: RunConfig) -> None:
-    stride, window = config.data.stride, config.model.seq_length
-    if stride is not None and stride > window:
-        raise ConfigError(
-            f"data.stride={stride} is above model.seq_length={window}: the tokens in between would"
-            f" never be read; set data.stride={window} or lower"
-        )
+        check_divides("parallel.model_parallel", tensor, "model.seq_length", model.seq_length)
+    window, stride, positions = config.predict.window, config.data.stride, model.max_positions
+    refuse_first(
+        positions is not None
+        and model.seq_length > positions
+        and f"model.seq_length={model.seq_length} is longer than model.max_positions={positions};"
+        " shorten the window or leave max_positions out",
+        window is not None
+        and not 2 <= window <= (positions or model.seq_length)
+        and f"predict.window={window}: expected 2 to {positions or model.seq_length}, the model's"
+        " positions",
+        stride is not None
+        and stride > model.seq_length
+        and f"data.stride={stride} is above model.seq_length={model.seq_length}: the tokens in"
+        f" between would never be read; set data.stride={model.seq_length} or lower",
+    )
 
 
 def _check_optimizer(config: RunConfig) -> None:
@@ -463,153 +443,136 @@ def _check_optimizer(config: RunConfig) -> None:
         for name in ("warmup_steps", "warmup_samples", "decay_steps", "decay_samples")
         if getattr(optimizer, name) is not None
     }
-    for key, value in lengths.items():
-        if "warmup" in key and optimizer.warmup_fraction is not None:
-            raise ConfigError(
-                f"{key}={value} and optimizer.warmup_fraction={optimizer.warmup_fraction} both set"
-                " the warm-up; keep one"
-            )
-    in_samples = [key for key, value in lengths.items() if value and key.endswith("samples")]
-    in_steps = [key for key, value in lengths.items() if value and key.endswith("steps")]
-    if in_samples and in_steps:
-        found = " and ".join(f"{key}={lengths[key]}" for key in (in_steps[0], in_samples[0]))
-        raise ConfigError(
-            f"{found} count in two units; give warm-up and end of the schedule both in steps or"
-            f" both in samples, and set the other to null"
-        )
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        raise ConfigError(
-            f"optimizer.min_learning_rate={optimizer.min_learning_rate} is above"
-            f" optimizer.learning_rate={optimizer.learning_rate}; lower the first"
-        )
-    if optimizer.momentum and not optimizer.rule.takes_momentum:
-        raise ConfigError(
-            f"optimizer.momentum={optimizer.momentum} has no effect with"
-            f" optimizer.name={optimizer.name}; use optimizer.beta1, or optimizer.name=sgd"
-        )
+    in_samples, in_steps = (
+        [f"{key}={value}" for key, value in lengths.items() if value and key.endswith(unit)]
+        for unit in ("samples", "steps")
+    )
+    rate, least = optimizer.learning_rate, optimizer.min_learning_rate
+    refuse_first(
+        *(
+            "warmup" in key
+            and optimizer.warmup_fraction is not None
+            and f"{key}={value} and optimizer.warmup_fraction={optimizer.warmup_fraction} both set"
+            " the warm-up; keep one"
+            for key, value in lengths.items()
+        ),
+        in_samples
+        and in_steps
+        and f"{in_steps[0]} and {in_samples[0]} count in two units; give warm-up and end of the"
+        " schedule both in steps or both in samples, and set the other to null",
+        least > rate
+        and f"optimizer.min_learning_rate={least} is above optimizer.learning_rate={rate}; lower"
+        " the first",
+        optimizer.momentum
+        and not optimizer.rule.takes_momentum
+        and f"optimizer.momentum={optimizer.momentum} has no effect with"
+        f" optimizer.name={optimizer.name}; use optimizer.beta1, or optimizer.name=sgd",
+    )
 
 
 def _check_recompute(config: RunConfig) -> None:
-    train = config.train
-    count = train.recompute_layers
+    train, count, layers = config.train, config.train.recompute_layers, config.model.num_layers
     if count is None:
         return
-    if train.recompute == "auto":
-        raise ConfigError(
-            f"train.recompute=auto chooses train.recompute_layers too, found {count}; leave it out,"
-            " or set train.recompute to full or selective"
-        )
-    if train.recompute == "none":
-        raise ConfigError(
-            f"train.recompute_layers={count} says how many blocks recompute, and train.recompute is"
-            " none; set it to full or selective, or leave the key out"
-        )
-    if count > config.model.num_layers:
-        raise ConfigError(
-            f"train.recompute_layers={count} is above model.num_layers={config.model.num_layers};"
-            " leave the key out, and all blocks recompute"
-        )
+    refuse_first(
+        train.recompute == "auto"
+        and f"train.recompute=auto chooses train.recompute_layers too, found {count}; leave it out,"
+        " or set train.recompute to full or selective",
+        train.recompute == "none"
+        and f"train.recompute_layers={count} says how many blocks recompute, and train.recompute is"
+        " none; set it to full or selective, or leave the key out",
+        count > layers
+        and f"train.recompute_layers={count} is above model.num_layers={layers}; leave the key out,"
+        " and all blocks recompute",
+    )
 
 
 def _check_precision(config: RunConfig) -> None:
-    precision = config.precision
-    if precision.parameters != "float32" and precision.reduction not in (
-        "float32",
-        precision.parameters,
-    ):
-        raise ConfigError(
-            f"precision.reduction={precision.reduction} is neither float32 nor"
-            f" precision.parameters={precision.parameters}; choose one of these"
-        )
+    held, reduction = config.precision.parameters, config.precision.reduction
+    refuse_first(
+        held != "float32"
+        and reduction not in ("float32", held)
+        and f"precision.reduction={reduction} is neither float32 nor precision.parameters={held};"
+        " choose one of these"
+    )
 
 
 def _check_float8(config: RunConfig) -> None:
     """Refuse runs whose linear layers or head cannot be multiplied in float8."""
-    model, parallel, train = config.model, config.parallel, config.train
+    model, parallel = config.model, config.parallel
     sizes = {"model.hidden_size": model.hidden_size, "model.seq_length": model.seq_length}
     if config.precision.float8 != "none":
-        needs = {
-            f"parallel.strategy={parallel.strategy}": (
-                "parallel.strategy=ddp",
-                parallel.strategy == "ddp",
-            ),
-            f"parallel.zero_stage={parallel.zero_stage}": (
-                "parallel.zero_stage=0",
-                not parallel.zero_stage,
-            ),
-        }
+        strategy, stage = parallel.strategy, parallel.zero_stage
+        needs = [
+            (f"parallel.strategy={strategy}", "parallel.strategy=ddp", strategy == "ddp"),
+            (f"parallel.zero_stage={stage}", "parallel.zero_stage=0", not stage),
+        ]
         layer = sizes | {"model.ffn_hidden_size": model.ffn_hidden_size or 0}
         _check_float8_part(config, f"precision.float8={config.precision.float8}", needs, layer)
     if config.precision.float8_head:
         rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, parallel.model_parallel)
-        sizes |= {"the padded vocabulary": rows, "train.loss_rows": train.loss_rows or 0}
-        _check_float8_part(config, "precision.float8_head=true", {}, sizes)
+        sizes |= {"the padded vocabulary": rows, "train.loss_rows": config.train.loss_rows or 0}
+        _check_float8_part(config, "precision.float8_head=true", [], sizes)
 
 
 def _check_float8_part(
-    config: RunConfig, key: str, needs: dict[str, tuple[str, bool]], sizes: dict[str, int]
+    config: RunConfig, key: str, needs: list[tuple[str, str, bool]], sizes: dict[str, int]
 ) -> None:
-    """Refuse what layers and head both lack. needs: by what was found, what is needed and whether
-    it holds. sizes: multiples of 16.
+    """Refuse what layers and head both lack. needs: what was found, what is needed and whether it
+    holds. sizes: multiples of 16.
     """
-    if config.backend != "torch":
-        raise ConfigError(
-            f"{key} is for backend torch; set precision=bf16 with backend={config.backend}"
-        )
     compute, tensor = config.precision.compute, config.parallel.model_parallel
-    wrong = [f"{name}={size}" for name, size in sizes.items() if size % 16]
-    all_needs = {
-        f"engine={config.engine}": ("engine=native", config.engine == "native"),
-        f"precision.compute={compute}": ("precision.compute=bfloat16", compute == "bfloat16"),
-        f"parallel.model_parallel={tensor}": ("parallel.model_parallel=1", tensor == 1),
-        **needs,
-        "quantization": ("no section quantization", config.quantization is None),
-        ", ".join(wrong): ("multiples of 16", not wrong),
-    }
-    for found, (needed, holds) in all_needs.items():
-        if not holds:
-            raise ConfigError(f"{key} needs {needed}, not {found}; set that, or precision=bf16")
+    wrong = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % 16)
+    all_needs = (
+        (f"engine={config.engine}", "engine=native", config.engine == "native"),
+        (f"precision.compute={compute}", "precision.compute=bfloat16", compute == "bfloat16"),
+        (f"parallel.model_parallel={tensor}", "parallel.model_parallel=1", tensor == 1),
+        *needs,
+        ("quantization", "no section quantization", config.quantization is None),
+        (wrong, "multiples of 16", not wrong),
+    )
+    refuse_first(
+        config.backend != "torch"
+        and f"{key} is for backend torch; set precision=bf16 with backend={config.backend}",
+        *(
+            not holds and f"{key} needs {needed}, not {found}; set that, or precision=bf16"
+            for found, needed, holds in all_needs
+        ),
+    )
 
 
 def _check_length(config: RunConfig) -> None:
-    train = config.train
-    given = {
-        f"train.{name}": getattr(train, name)
+    train, validation = config.train, config.validation
+    given = [
+        f"train.{name}={getattr(train, name)}"
         for name in ("max_steps", "max_epochs", "max_tokens")
         if getattr(train, name) is not None
-    }
-    if len(given) > 1:
-        raise ConfigError(
-            " and ".join(f"{k}={v}" for k, v in given.items())
-            + " both set the length of the run; keep one"
-        )
-
-
-def _check_validation(config: RunConfig) -> None:
-    samples, batches = config.validation.max_samples, config.validation.max_batches
-    if samples and batches is not None:
-        raise ConfigError(
-            f"validation.max_samples={samples} and validation.max_batches={batches} both set the"
-            " length of a validation; keep one"
-        )
+    ]
+    samples, batches = validation.max_samples, validation.max_batches
+    refuse_first(
+        len(given) > 1 and f"{' and '.join(given)} both set the length of the run; keep one",
+        samples
+        and batches is not None
+        and f"validation.max_samples={samples} and validation.max_batches={batches} both set the"
+        " length of a validation; keep one",
+    )
 
 
 def require_length(config: RunConfig) -> None:
     """Check that training has a length; evaluation and generation need none."""
     train = config.train
-    if (train.max_steps, train.max_epochs, train.max_tokens, train.num_samples) == (None,) * 4:
-        raise ConfigError(
-            "the length of the run is not given; set train.max_steps, train.max_epochs or"
-            " train.max_tokens"
-        )
+    given = (train.max_steps, train.max_epochs, train.max_tokens, train.num_samples)
+    refuse_first(
+        given == (None,) * 4
+        and "the length of the run is not given; set train.max_steps, train.max_epochs or"
+        " train.max_tokens"
+    )
 
 
 _CHECKS = (
     _check_model,
-    _check_data,
     _check_optimizer,
     _check_length,
-    _check_validation,
     _check_precision,
     _check_float8,
     _check_recompute,

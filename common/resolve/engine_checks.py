@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.config.resolved import ResolvedParallel
 from common.config.schema import DeepSpeedConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, refuse_first
 from common.parallel.batch import check_divides
 from common.parallel.packing import wanted_keys
 from common.parallel.pipeline import schedule_error
@@ -18,7 +17,7 @@ from common.parallel.run import Run
 from common.quantization.scheme import quantized_layers
 from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
 from common.resolve.compilation import compile_error
-from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
+from common.resolve.parallel_mode import check_parallel_mode, compiled_mode, unmet_needs
 from common.resolve.vendor_settings import deepspeed_settings
 from common.structured_files import read_json_mapping
 
@@ -44,16 +43,12 @@ and on several Ascends (device=npu), in parallel_mode 1, with 1f1b only, and als
 sequence_parallel, zero_stage 2 and 3, shard_size"""
 
 
-_SEQUENCE_ALONE = (
-    "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
-)
-
-
 def check_engine(config: Run) -> None:
     """Check that the settings of a run can be combined.
 
     Raises ConfigError naming the values that contradict each other, and a fix.
     """
+    train, own, reason = config.train, config.deepspeed, compile_error(config)
     if config.engine == "deepspeed":
         _check_deepspeed(config)
     else:
@@ -61,66 +56,66 @@ def check_engine(config: Run) -> None:
             _check_native(config)
         else:
             check_mindspore(config, config.device)
-        for name, field in DeepSpeedConfig.model_fields.items():
-            if getattr(config.deepspeed, name) != field.default:
-                raise ConfigError(
-                    f"deepspeed.{name}={getattr(config.deepspeed, name)} needs engine=deepspeed;"
-                    " set it, or leave the key out"
-                )
+        refuse_first(
+            *(
+                getattr(own, name) != field.default
+                and f"deepspeed.{name}={getattr(own, name)} needs engine=deepspeed; set it, or"
+                " leave the key out"
+                for name, field in DeepSpeedConfig.model_fields.items()
+            )
+        )
     if config.parallel.strategy != "ddp":
         _check_strategy(config)
-    if config.train.compile is True:
-        reason = compile_error(config)
-        if reason:
-            raise ConfigError(f"train.compile=true {reason}")
+    refuse_first(train.compile is True and reason and f"train.compile=true {reason}")
     if config.parallel.async_tensor_parallel:
         _check_async_tensor_parallel(config)
-    count = config.train.accumulation_steps
-    if config.train.compile_mode == "reduce-overhead" and count > 1:
-        raise ConfigError(
-            "train.compile_mode=reduce-overhead replays graphs that overwrite the gradients of the"
-            f" micro batch before, and a step has {count} micro batches; leave it out, or raise"
-            " train.micro_batch_size until one is enough"
-        )
+    refuse_first(
+        train.compile_mode == "reduce-overhead"
+        and train.accumulation_steps > 1
+        and "train.compile_mode=reduce-overhead replays graphs that overwrite the gradients of the"
+        f" micro batch before, and a step has {train.accumulation_steps} micro batches; leave it"
+        " out, or raise train.micro_batch_size until one is enough"
+    )
     if config.quantization is not None:
-        _check_quantization(config)
+        quantized_layers(config.quantization, config.model.num_layers)
+        plain: dict[str, tuple[str, str]] = {"engine": (config.engine, "native")}
+        plain["parallel.strategy"] = (config.parallel.strategy, "ddp")
+        refuse_first(
+            *(
+                value != wanted
+                and f"{name}={value} does not go with quantization-aware training; set {wanted},"
+                " or take the section quantization out"
+                for name, (value, wanted) in plain.items()
+            )
+        )
 
 
 def _check_async_tensor_parallel(config: Run) -> None:
     parallel, train, reason = config.parallel, config.train, compile_error(config)
-    needs = {
-        f"engine={config.engine}": ("engine=native", config.engine == "native"),
-        "parallel.sequence_parallel=false": (
+    needs = (
+        (f"engine={config.engine}", "engine=native", config.engine == "native"),
+        (
+            "parallel.sequence_parallel=false",
             "parallel.sequence_parallel=true",
             parallel.sequence_parallel,
         ),
-        "train.compile=false": ("train.compile=true or auto", train.compile is not False),
-        f"train.compile_mode={train.compile_mode}": (
+        ("train.compile=false", "train.compile=true or auto", train.compile is not False),
+        (
+            f"train.compile_mode={train.compile_mode}",
             "train.compile_mode=default",
             train.compile_mode == "default",
         ),
-        f"a layout {reason}": ("a compiled model", reason is None),
-        "quantization": ("no section quantization", config.quantization is None),
-    }
-    for found, (needed, holds) in needs.items():
-        if not holds:
-            raise ConfigError(
-                f"parallel.async_tensor_parallel=true needs {needed}, not {found}; set that, or"
-                " leave the key out"
-            )
-
-
-def _check_quantization(config: Run) -> None:
-    quantized_layers(config.quantization, config.model.num_layers)
-    for name, value, plain in (
-        ("engine", config.engine, "native"),
-        ("parallel.strategy", config.parallel.strategy, "ddp"),
-    ):
-        if value != plain:
-            raise ConfigError(
-                f"{name}={value} does not go with quantization-aware training; set {plain}, or take"
-                " the section quantization out"
-            )
+        (f"a layout {reason}", "a compiled model", reason is None),
+        ("quantization", "no section quantization", config.quantization is None),
+    )
+    refuse_first(
+        *(
+            not holds
+            and f"parallel.async_tensor_parallel=true needs {needed}, not {found}; set that, or"
+            " leave the key out"
+            for found, needed, holds in needs
+        )
+    )
 
 
 def read_deepspeed_file(config: Run) -> dict[str, Any]:
@@ -141,57 +136,44 @@ def read_deepspeed_file(config: Run) -> dict[str, Any]:
 
 def _check_deepspeed(config: Run) -> None:
     parallel, train, own = config.parallel, config.train, config.deepspeed
-    stage, pipeline = parallel.zero_stage, parallel.pipeline_stage
-    if config.backend != "torch":
-        raise ConfigError(
-            f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native"
-        )
-    if parallel.sequence_parallel and parallel.model_parallel == 1:
-        raise ConfigError(f"{_SEQUENCE_ALONE}.\n{DEEPSPEED_MATRIX}")
-    if pipeline > 1 and stage > 1:
-        raise ConfigError(
-            f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: DeepSpeed"
-            f" rejects it; set zero_stage=1, or engine=native.\n{DEEPSPEED_MATRIX}"
-        )
-    if pipeline > 1 and parallel.pipeline_schedule != "1f1b":
-        raise ConfigError(
-            f"parallel.pipeline_schedule={parallel.pipeline_schedule} with"
-            f" parallel.virtual_stages={parallel.virtual_stages}: DeepSpeed has 1f1b with one stage"
-            " a rank; choose that, or engine=native"
-        )
-    if parallel.shard_size is not None and parallel.shard_size != parallel.data_parallel:
-        raise ConfigError(
-            f"parallel.shard_size={parallel.shard_size}: DeepSpeed splits over all"
-            f" parallel.data_parallel={parallel.data_parallel} ranks here; leave it out, or set"
-            " engine=native"
-        )
-    if parallel.strategy != "ddp":
-        raise ConfigError(
-            f"parallel.strategy={parallel.strategy}: DeepSpeed combines gradients itself; leave it"
-            " out, or set engine=native"
-        )
-    if own.offload_optimizer and (stage == 0 or pipeline > 1):
-        raise ConfigError(
-            f"deepspeed.offload_optimizer=true with parallel.zero_stage={stage} and"
-            f" pipeline_stage={pipeline}: needs zero_stage 1 to 3 without pipeline; change one of"
-            " them"
-        )
-    if own.offload_parameters and stage != 3:
-        raise ConfigError(
-            f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs"
-            " zero_stage=3; change one of them"
-        )
-    if train.rampup_batch_size is not None:
-        raise ConfigError(
-            f"train.rampup_batch_size={train.rampup_batch_size}: DeepSpeed ends a step by a count"
-            " of all micro batches of the run, so their number in a step cannot change; set"
-            " engine=native, or leave the key out"
-        )
-    if train.on_outlier != "warn":
-        raise ConfigError(
-            f"train.on_outlier={train.on_outlier}: DeepSpeed reports the norm of a step only after"
-            " it, and loads a checkpoint only at its start; leave it out, or set engine=native"
-        )
+    stage, pipeline, shard = parallel.zero_stage, parallel.pipeline_stage, parallel.shard_size
+    sequence, *_ = unmet_needs(parallel)
+    refuse_first(
+        config.backend != "torch"
+        and f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native",
+        sequence and f"{sequence}.\n{DEEPSPEED_MATRIX}",
+        pipeline > 1
+        and stage > 1
+        and f"parallel.zero_stage={stage} with parallel.pipeline_stage={pipeline}: DeepSpeed"
+        f" rejects it; set zero_stage=1, or engine=native.\n{DEEPSPEED_MATRIX}",
+        pipeline > 1
+        and parallel.pipeline_schedule != "1f1b"
+        and f"parallel.pipeline_schedule={parallel.pipeline_schedule} with"
+        f" parallel.virtual_stages={parallel.virtual_stages}: DeepSpeed has 1f1b with one stage"
+        " a rank; choose that, or engine=native",
+        shard not in (None, parallel.data_parallel)
+        and f"parallel.shard_size={shard}: DeepSpeed splits over all"
+        f" parallel.data_parallel={parallel.data_parallel} ranks here; leave it out, or set"
+        " engine=native",
+        parallel.strategy != "ddp"
+        and f"parallel.strategy={parallel.strategy}: DeepSpeed combines gradients itself; leave it"
+        " out, or set engine=native",
+        own.offload_optimizer
+        and (stage == 0 or pipeline > 1)
+        and f"deepspeed.offload_optimizer=true with parallel.zero_stage={stage} and"
+        f" pipeline_stage={pipeline}: needs zero_stage 1 to 3 without pipeline; change one of them",
+        own.offload_parameters
+        and stage != 3
+        and f"deepspeed.offload_parameters=true with parallel.zero_stage={stage}: needs"
+        " zero_stage=3; change one of them",
+        train.rampup_batch_size is not None
+        and f"train.rampup_batch_size={train.rampup_batch_size}: DeepSpeed ends a step by a count"
+        " of all micro batches of the run, so their number in a step cannot change; set"
+        " engine=native, or leave the key out",
+        train.on_outlier != "warn"
+        and f"train.on_outlier={train.on_outlier}: DeepSpeed reports the norm of a step only after"
+        " it, and loads a checkpoint only at its start; leave it out, or set engine=native",
+    )
     deepspeed_settings(config, read_deepspeed_file(config))
 
 
@@ -203,39 +185,34 @@ def check_mindspore(config: Run, kind: str) -> None:
     parallel = config.parallel
     check_parallel_mode(config, kind)
     if compiled_mode(config, kind):
-        if config.quantization is not None:
-            raise ConfigError(
-                "quantization does not go with graphs that MindSpore's compiler splits"
-                f" (parallel.parallel_mode={parallel.parallel_mode}); set parallel_mode=0, or take"
-                " the section out"
-            )
         wanted = wanted_keys(config.data)
-        if wanted:
-            raise ConfigError(
-                f"{wanted[0]} does not go with graphs that MindSpore's compiler splits"
-                f" (parallel.parallel_mode={parallel.parallel_mode}), whose plan has one mask for"
-                " all windows; set parallel_mode=0, or leave the key out"
-            )
-        return
-    needs = _unmet_need(parallel)
-    if needs:
-        raise ConfigError(f"{needs}.\n{MINDSPORE_MATRIX}")
-    if parallel.pipeline_schedule not in ("gpipe", "1f1b"):
-        raise ConfigError(
-            f"parallel.pipeline_schedule={parallel.pipeline_schedule} is for backend torch; choose"
-            f" one of its own.\n{MINDSPORE_MATRIX}"
+        graphs = "does not go with graphs that MindSpore's compiler splits"
+        graphs += f" (parallel.parallel_mode={parallel.parallel_mode})"
+        refuse_first(
+            config.quantization is not None
+            and f"quantization {graphs}; set parallel_mode=0, or take the section out",
+            wanted
+            and f"{wanted[0]} {graphs}, whose plan has one mask for all windows; set"
+            " parallel_mode=0, or leave the key out",
         )
-    if kind == "auto" and parallel.parallel_mode is None:
         return
-    for refused, remedy in (
-        (parallel.shard_size and f"shard_size={parallel.shard_size}", "leave it out"),
-        (parallel.sequence_parallel and "sequence_parallel=true", "leave it out"),
-        (parallel.zero_stage > 1 and f"zero_stage={parallel.zero_stage}", "set 1"),
-    ):
-        if refused:
-            raise ConfigError(
-                f"parallel.{refused} is for backend torch; {remedy}.\n{MINDSPORE_MATRIX}"
-            )
+    of_torch = {
+        f"shard_size={parallel.shard_size}": (parallel.shard_size, "leave it out"),
+        "sequence_parallel=true": (parallel.sequence_parallel, "leave it out"),
+        f"zero_stage={parallel.zero_stage}": (parallel.zero_stage > 1, "set 1"),
+    }
+    is_open = kind == "auto" and parallel.parallel_mode is None
+    _refuse_with(
+        MINDSPORE_MATRIX,
+        *unmet_needs(parallel)[:2],
+        parallel.pipeline_schedule not in ("gpipe", "1f1b")
+        and f"parallel.pipeline_schedule={parallel.pipeline_schedule} is for backend torch; choose"
+        " one of its own",
+        *(
+            is_given and not is_open and f"parallel.{setting} is for backend torch; {remedy}"
+            for setting, (is_given, remedy) in of_torch.items()
+        ),
+    )
 
 
 def check_here(config: Run, root: Path = Path("/")) -> str:
@@ -252,57 +229,46 @@ def check_here(config: Run, root: Path = Path("/")) -> str:
     return config.device
 
 
-def _unmet_need(parallel: ResolvedParallel) -> str | None:
-    if parallel.sequence_parallel and parallel.model_parallel == 1:
-        return _SEQUENCE_ALONE
-    if parallel.zero_stage and parallel.data_parallel == 1:
-        return (
-            f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and"
-            " there is 1; set zero_stage=0"
-        )
-    return None
-
-
 def _check_native(config: Run) -> None:
-    parallel = config.parallel
-    data, stage = parallel.data_parallel, parallel.zero_stage
-    needs = _unmet_need(parallel)
-    if needs:
-        raise _refused(needs)
-    if parallel.shard_size is not None:
-        if not stage:
-            raise _refused(
-                f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set"
-                " it, or leave shard_size out"
-            )
-        check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
+    parallel, shard, data = (
+        config.parallel,
+        config.parallel.shard_size,
+        config.parallel.data_parallel,
+    )
+    _refuse_with(NATIVE_MATRIX, *unmet_needs(parallel))
+    if shard is not None:
+        check_divides("parallel.shard_size", shard, "parallel.data_parallel", data)
     if parallel.pipeline_schedule != "1f1b":  # with few micro batches it equals gpipe
         part = config.train.micro_batch_size * data
         reasons = (
             schedule_error(parallel.pipeline_schedule, config.topology, size // part)
             for size in config.batch_sizes.all
         )
-        reason = next(filter(None, reasons), None)
-        if reason:
-            raise _refused(
-                f"parallel.pipeline_schedule: {reason}; change train.accumulation_steps or the"
-                " schedule"
-            )
+        remedy = "change train.accumulation_steps or the schedule"
+        _refuse_with(
+            NATIVE_MATRIX,
+            *(reason and f"parallel.pipeline_schedule: {reason}; {remedy}" for reason in reasons),
+        )
 
 
 def _check_strategy(config: Run) -> None:
     parallel = config.parallel
     named = f"parallel.strategy={parallel.strategy}"
-    if config.backend != "torch":
-        raise ConfigError(f"{named} is for backend torch, not {config.backend}; leave it out")
-    for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0)):
-        if getattr(parallel, key) != plain:
-            raise _refused(
-                f"{named} is data parallelism only, but parallel.{key}={getattr(parallel, key)};"
-                " set"
-                f" {plain}, or strategy=ddp"
-            )
+    refuse_first(
+        config.backend != "torch"
+        and f"{named} is for backend torch, not {config.backend}; leave it out"
+    )
+    _refuse_with(
+        NATIVE_MATRIX,
+        *(
+            getattr(parallel, key) != plain
+            and f"{named} is data parallelism only, but parallel.{key}={getattr(parallel, key)};"
+            f" set {plain}, or strategy=ddp"
+            for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0))
+        ),
+    )
 
 
-def _refused(text: str) -> ConfigError:
-    return ConfigError(f"{text}.\n{NATIVE_MATRIX}")
+def _refuse_with(matrix: str, *faults: object) -> None:
+    """Raise ConfigError with the first fault that is a text, and what goes together."""
+    refuse_first(*(fault and f"{fault}.\n{matrix}" for fault in faults))

@@ -4,7 +4,8 @@ framework.
 
 from __future__ import annotations
 
-from common.errors import ConfigError
+from common.config.resolved import ResolvedParallel
+from common.errors import refuse_first
 from common.parallel.batch import check_divides
 from common.parallel.run import Run
 
@@ -29,41 +30,32 @@ def check_parallel_mode(config: Run, kind: str) -> None:
 
     Raises ConfigError naming the settings that contradict each other, and a fix.
     """
-    mode = config.parallel.parallel_mode
+    mode, ramp = config.parallel.parallel_mode, config.train.rampup_batch_size
     named = f"parallel.parallel_mode={mode}"
-    if mode in COMPILED and kind in ("cpu", "cuda"):
-        raise ConfigError(
-            f"{named}: MindSpore's compiler splits graphs for Ascend, but this run has"
-            f" device={kind}; set parallel.parallel_mode=3 (hybrid_parallel), whose own collectives"
-            " run here in the same layouts"
-        )
+    refuse_first(
+        mode in COMPILED
+        and kind in ("cpu", "cuda")
+        and f"{named}: MindSpore's compiler splits graphs for Ascend, but this run has"
+        f" device={kind}; set parallel.parallel_mode=3 (hybrid_parallel), whose own collectives"
+        " run here in the same layouts"
+    )
     if kind == "auto" and mode is None:
         return  # checked again when the device is open
-    if compiled_mode(config, kind):
-        _check_compiled(config)
-        if config.train.rampup_batch_size is not None:
-            raise ConfigError(
-                f"train.rampup_batch_size={config.train.rampup_batch_size} with"
-                f" parallel.parallel_mode={mode or 'semi_auto_parallel'}: the graph of a step holds"
-                " a fixed number of micro batches; set parallel.parallel_mode=3 (hybrid_parallel),"
-                " or leave the key out"
-            )
-    else:
+    if not compiled_mode(config, kind):
         _check_explicit(config)
+        return
+    _check_compiled(config)
+    refuse_first(
+        ramp is not None
+        and f"train.rampup_batch_size={ramp} with"
+        f" parallel.parallel_mode={mode or 'semi_auto_parallel'}: the graph of a step holds"
+        " a fixed number of micro batches; set parallel.parallel_mode=3 (hybrid_parallel),"
+        " or leave the key out"
+    )
 
 
 def _check_explicit(config: Run) -> None:
     parallel, train = config.parallel, config.train
-    if (
-        parallel.parallel_mode == "data_parallel"
-        and parallel.model_parallel * parallel.pipeline_stage > 1
-    ):
-        raise ConfigError(
-            "parallel.parallel_mode=data_parallel with"
-            f" parallel.model_parallel={parallel.model_parallel} and"
-            f" pipeline_stage={parallel.pipeline_stage}: set both to 1, or parallel_mode=3"
-            " (hybrid_parallel), or 1 (semi_auto_parallel) on Ascend"
-        )
     given = parallel.changed("parallel_mode")
     if parallel.full_batch is False:  # hybrid_parallel always reads so
         given.remove("full_batch")
@@ -71,97 +63,79 @@ def _check_explicit(config: Run) -> None:
         [f"parallel.{name}={getattr(parallel, name)}" for name in given]
         + [f"train.{name}={getattr(train, name)}" for name in train.changed("parallel_mode")]
     )
-    if words:
-        mode = f" with parallel_mode={parallel.parallel_mode}" if parallel.parallel_mode else ""
-        raise ConfigError(
-            f"{words}: only parallel.parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel)"
-            f" have this, on several Ascends; leave it out{mode}"
-        )
+    mode = f" with parallel_mode={parallel.parallel_mode}" if parallel.parallel_mode else ""
+    refuse_first(
+        parallel.parallel_mode == "data_parallel"
+        and parallel.model_parallel * parallel.pipeline_stage > 1
+        and "parallel.parallel_mode=data_parallel with"
+        f" parallel.model_parallel={parallel.model_parallel} and"
+        f" pipeline_stage={parallel.pipeline_stage}: set both to 1, or parallel_mode=3"
+        " (hybrid_parallel), or 1 (semi_auto_parallel) on Ascend",
+        words
+        and f"{words}: only parallel.parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel)"
+        f" have this, on several Ascends; leave it out{mode}",
+    )
+
+
+def unmet_needs(parallel: ResolvedParallel) -> tuple[object, ...]:
+    """Return the faults of splits that have nothing to split, for every framework."""
+    return (
+        parallel.sequence_parallel
+        and parallel.model_parallel == 1
+        and "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out",
+        parallel.zero_stage
+        and parallel.data_parallel == 1
+        and f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and there"
+        " is 1; set zero_stage=0",
+        parallel.shard_size is not None
+        and not parallel.zero_stage
+        and f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set it,"
+        " or leave shard_size out",
+    )
 
 
 def _check_compiled(config: Run) -> None:
-    parallel, train = config.parallel, config.train
+    parallel, train, reduction = config.parallel, config.train, config.precision.reduction
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
-    micro, accumulation = train.micro_batch_size, train.accumulation_steps
-    if config.topology.world_size == 1:
-        raise ConfigError(
-            f"{named} splits over several processes, and there is 1; leave it out, or start more"
-        )
-    if config.context.mode == "pynative":
-        raise ConfigError(
-            f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3"
-            " (hybrid_parallel)"
-        )
-    if config.precision.reduction != "float32":
-        raise ConfigError(
-            f"{named} sums gradients in float32, found"
-            f" precision.reduction={config.precision.reduction}; leave it out"
-        )
-    if parallel.pipeline_schedule != "1f1b":
-        raise ConfigError(
-            f"{named} has pipeline_schedule=1f1b with one stage a rank, found"
-            f" {parallel.pipeline_schedule} with virtual_stages={parallel.virtual_stages}; choose"
-            " that"
-        )
-    if accumulation < parallel.pipeline_stage:
-        raise ConfigError(
-            f"parallel.micro_batch_num={accumulation} is below"
-            f" parallel.pipeline_stage={parallel.pipeline_stage}: MindSpore's pipeline needs a"
-            " micro batch for each stage; raise the first"
-        )
-    if parallel.sequence_parallel and parallel.model_parallel == 1:
-        raise ConfigError(
-            "parallel.sequence_parallel=true needs parallel.model_parallel above 1; leave it out"
-        )
-    if parallel.zero_stage and parallel.data_parallel == 1:
-        raise ConfigError(
-            f"parallel.zero_stage={parallel.zero_stage} splits over data-parallel ranks, and there"
-            " is 1; set zero_stage=0"
-        )
-    if parallel.shard_size is not None:
-        if not parallel.zero_stage:
-            raise ConfigError(
-                f"parallel.shard_size={parallel.shard_size} needs parallel.zero_stage 1 to 3; set"
-                " it, or leave it out"
-            )
-        check_divides(
-            "parallel.shard_size",
-            parallel.shard_size,
-            "parallel.data_parallel",
-            parallel.data_parallel,
-        )
-    if (
-        parallel.parallel_optimizer_config != type(parallel.parallel_optimizer_config)()
+    data, tensor, stages = parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage
+    interleave, accumulation = parallel.micro_batch_interleave_num, train.accumulation_steps
+    split, load = parallel.parallel_optimizer_config, parallel.strategy_ckpt_config.load_file
+    of_search = {"search_mode": parallel.search_mode, "strategy_ckpt_config.load_file": load}
+    refuse_first(
+        config.topology.world_size == 1
+        and f"{named} splits over several processes, and there is 1; leave it out, or start more",
+        config.context.mode == "pynative"
+        and f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3"
+        " (hybrid_parallel)",
+        reduction != "float32"
+        and f"{named} sums gradients in float32, found precision.reduction={reduction}; leave it"
+        " out",
+        parallel.pipeline_schedule != "1f1b"
+        and f"{named} has pipeline_schedule=1f1b with one stage a rank, found"
+        f" {parallel.pipeline_schedule} with virtual_stages={parallel.virtual_stages}; choose that",
+        accumulation < stages
+        and f"parallel.micro_batch_num={accumulation} is below parallel.pipeline_stage={stages}:"
+        " MindSpore's pipeline needs a micro batch for each stage; raise the first",
+        *unmet_needs(parallel),
+        split != type(split)()
         and not parallel.zero_stage
-    ):
-        raise ConfigError(
-            "parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set"
-            " it, or leave it out"
-        )
-    check_divides(
-        "parallel.micro_batch_interleave_num",
-        parallel.micro_batch_interleave_num,
-        "train.micro_batch_size",
-        micro,
+        and "parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set"
+        " it, or leave it out",
+        interleave > 1
+        and tensor > 1
+        and stages > 1
+        and f"parallel.micro_batch_interleave_num={interleave} with model_parallel={tensor} and"
+        f" pipeline_stage={stages}: MindSpore 2.10 cannot compile the three together; leave the"
+        " first out",
+        *(
+            value is not None
+            and parallel.parallel_mode != "auto_parallel"
+            and f"parallel.{key}={value} is for parallel.parallel_mode=2 (auto_parallel); set that,"
+            " or leave it out"
+            for key, value in of_search.items()
+        ),
     )
-    if (
-        parallel.micro_batch_interleave_num > 1
-        and parallel.model_parallel > 1
-        and parallel.pipeline_stage > 1
-    ):
-        raise ConfigError(
-            f"parallel.micro_batch_interleave_num={parallel.micro_batch_interleave_num} with"
-            f" model_parallel={parallel.model_parallel} and"
-            f" pipeline_stage={parallel.pipeline_stage}: MindSpore 2.10 cannot compile the three"
-            " together; leave the first out"
-        )
-    if parallel.parallel_mode != "auto_parallel":
-        for key, value in (
-            ("search_mode", parallel.search_mode),
-            ("strategy_ckpt_config.load_file", parallel.strategy_ckpt_config.load_file),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f"parallel.{key}={value} is for parallel.parallel_mode=2 (auto_parallel); set"
-                    " that, or leave it out"
-                )
+    if parallel.shard_size is not None:
+        check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
+    name = "parallel.micro_batch_interleave_num"
+    check_divides(name, interleave, "train.micro_batch_size", train.micro_batch_size)

@@ -23,8 +23,8 @@ from common.config.schema import ServeConfig
 from common.log import LOG
 from common.processes.addresses import is_loopback
 from common.serving.completions import Completion, CompletionService, event
-from common.serving.errors import Refusal
 from common.serving.metrics import CONTENT_TYPE
+from common.serving.protocol import Refusal
 
 PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {

@@ -23,9 +23,8 @@ from common.parallel.run import Run
 from common.serving.answers import Choice, usage
 from common.serving.completion_task import CompletionJob, Limits, Piece
 from common.serving.engine import Engine, QueueFullError, StoppedError
-from common.serving.errors import Refusal
 from common.serving.metrics import Metrics
-from common.serving.protocol import CompletionRequest, parse_request
+from common.serving.protocol import CompletionRequest, Refusal, parse_request
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt
 from common.tokenizer.streams import whole_text

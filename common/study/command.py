@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +24,7 @@ from common.planner.room import machine_memory
 from common.processes.programs import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
-from common.study.definition import Definition, labels_of
+from common.study.definition import Definition, did_you_mean, labels_of
 from common.study.loading import load_definition
 from common.study.planning import describe_cells, predict
 from common.study.report import PAGE, copy_example, write_outcome
@@ -37,7 +37,6 @@ from common.study.results import (
     read_study,
     write_study,
 )
-from common.study.resuming import require_cells, take_over
 from common.study.running import now, run_cells
 from common.study.starting import Where, find_slurm, launches
 from common.study.this_machine import device_here, measure_rates
@@ -47,6 +46,8 @@ PACKAGES = (
     "horovod",
 )
 _QUERY_SECONDS = 10.0
+_SAME = ("name", "small", "warmup_steps", "measured_steps", "calculated")
+_SAME_OF_CELLS = ("base", "settings", "ranks", "hosts", "peer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,3 +215,44 @@ def versions_here() -> dict[str, str]:
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], _QUERY_SECONDS
     )
     return found | ({"commit": commit.strip()} if code == 0 else {})
+
+
+def take_over(study: Study, before: Study, redo: Collection[str], folder: Path) -> None:
+    """Put the repeats of an earlier start into the study, except those of the cells to redo.
+
+    Raises ConfigError where the folder holds another study.
+    """
+    remedy = "choose another --output_dir"
+    for key in _SAME:
+        old, new = getattr(before, key), getattr(study, key)
+        if old != new:
+            raise ConfigError(
+                f"{folder}: holds a study with {key} {old}, and this one has {new}; {remedy}"
+            )
+    cells = {found.cell.id: found for found in study.cells}
+    for earlier in before.cells:
+        name = earlier.cell.id
+        if name not in cells:
+            raise ConfigError(
+                f"{folder}: holds the cell {name}, which this study does not have; {remedy}"
+            )
+        if name in redo:
+            continue
+        for key in _SAME_OF_CELLS:
+            if getattr(earlier.cell, key) != getattr(cells[name].cell, key):
+                raise ConfigError(
+                    f"{folder}: its cell {name} has other {key} than in this study; {remedy}, or"
+                    f" repeat it with --redo {name}"
+                )
+        cells[name].repeats = earlier.repeats
+    study.started = before.started
+
+
+def require_cells(names: Collection[str], cells: Sequence[PlannedCell]) -> None:
+    """Raise ConfigError for a name of --redo that is not the name of a cell."""
+    known = [each.cell.id for each in cells]
+    for name in names:
+        if name not in known:
+            meant = did_you_mean(name, known)
+            have = f"; the cells are {', '.join(known[:20])}"
+            raise ConfigError(f"--redo {name}: no such cell{meant or have}")

@@ -1,21 +1,28 @@
-"""The figures of a study, drawn with matplotlib; each function returns None where there is nothing
-to draw. Their words are English and their labels ASCII, so that any font has them.
+"""The figures of a study as PNG files, drawn with matplotlib; a function returns None where there
+is nothing to draw. Their words are English and their labels ASCII, so that any font has them.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.accelerators import GIB
+from common.files import atomic_write
 from common.study.figures import MIB
 from common.study.results import Study
 from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
 from common.study.table import part_name, parts_of
 from common.study.verdict import MEMORY_TOLERANCE, Verdict
+from common.training.plot import open_pyplot
 
+FOLDER = "plots"
+_DPI = 110
+_COLORS = 200
 _MAX_BARS = 60
 _MAX_CURVES = 30
 _MAX_LABEL = 38
@@ -250,6 +257,48 @@ def draw_prediction(sheet: Sheet) -> Any:
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize="small", loc="upper left")
     return figure
+
+
+PICTURES = {
+    "throughput": draw_throughput,
+    "efficiency": draw_efficiency,
+    "split": draw_split,
+    "memory": draw_memory,
+    "loss": draw_loss,
+    "loss_difference": draw_difference,
+    "prediction": draw_prediction,
+}
+"""Names of the files, in the order of a report. Their titles are in the templates."""
+
+
+def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: Path) -> list[str]:
+    """Draw all pictures that the study has figures for into ``folder/plots``; older ones go.
+
+    Return their names. Raises StorageError.
+    """
+    sheet = Sheet(study, list(cells.values()), verdict, open_pyplot())
+    drawn = []
+    for name, plot in PICTURES.items():
+        path = folder / FOLDER / f"{name}.png"
+        figure = plot(sheet)
+        if figure is None:
+            path.unlink(missing_ok=True)
+            continue
+        with atomic_write(path) as file:
+            file.write(_png(figure))
+        sheet.pyplot.close(figure)
+        drawn.append(name)
+    return drawn
+
+
+def _png(figure: Any) -> bytes:
+    """Return the figure as a PNG of few colours, a third of matplotlib's bytes."""
+    from PIL import Image  # comes with matplotlib
+
+    whole, reduced = io.BytesIO(), io.BytesIO()
+    figure.savefig(whole, dpi=_DPI, format="png")
+    Image.open(whole).convert("RGB").quantize(_COLORS).save(reduced, "PNG", optimize=True)
+    return reduced.getvalue()
 
 
 # ---- parts of pictures ----

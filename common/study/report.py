@@ -20,7 +20,7 @@ from common.accelerators import GIB
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.study import figures
-from common.study.plots import FOLDER, PICTURES, draw
+from common.study.drawing import FOLDER, PICTURES, draw
 from common.study.remarks import remarks
 from common.study.results import Machine, Study
 from common.study.same_losses import OTHER_KERNELS, Departure

@@ -29,11 +29,8 @@ def test_one_block(cuda_variables: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.usefixtures("triton")
-def test_float8_and_every_case(cuda_variables: dict[str, str], tmp_path: Path) -> None:
-    """Prints the table of docs/speed.md."""
+def test_float8_and_every_option(cuda_variables: dict[str, str], tmp_path: Path) -> None:
     _check(cuda_variables, tmp_path, "campaign")
-    script = [sys.executable, "benchmarks/gpu_lowering.py"]
-    assert subprocess.run(script, cwd=ROOT, timeout=3600).returncode == 0
 
 
 def _check(variables: dict[str, str], folder: Path, mark: str) -> None:
@@ -55,6 +52,6 @@ def _check(variables: dict[str, str], folder: Path, mark: str) -> None:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stdout + done.stderr

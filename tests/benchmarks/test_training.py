@@ -82,7 +82,7 @@ def test_the_plan_names_every_part_and_starts_nothing(
     assert main(["--plan", "--device", "cuda", "--only", "model=124m_b64", *words]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"left out: preprocessing: {tmp_path} has no corpus.txt, vocab.json")
-    assert said[1:] == ["training", "generation", "loader", "checkpoint", "conversion"]
+    assert said[1:] == ["training", "generation", "loader", "conversion"]
     assert not (tmp_path / "none").exists()
     assert main(["--parts", "loader,wheels"]) == 2
     assert "--parts wheels: expected some of training, generation," in capsys.readouterr().err

@@ -4,9 +4,9 @@ in.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
@@ -14,89 +14,74 @@ from common.errors import DataError, UserError
 from common.inputs import _paths_here, check_inputs
 from common.resolve.derive import resolve_config
 from run_gpt2 import main
-from tests.config_overrides import changed
 
 
-def config(**changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "out",
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_heads": 1,
-            "seq_length": 32,
-            "vocab_size": 50257,
-        },
-        "train": {"max_steps": 3, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1},
-        "data": {"train": "data/own", "tokenizer": "data/nowhere"},
-    }
-    return resolve_config(build_config(changed(tree, changes)))
+def config(words: str = "") -> RunConfig:
+    """words: ``section.key=value``."""
+    sizes = "{num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 32, vocab_size: 50257}"
+    tree = yaml.safe_load(
+        f"{{output_dir: out, model: {sizes}, train: {{max_steps: 3, micro_batch_size: 2}},"
+        " optimizer: {learning_rate: 0.1}, data: {train: data/own, tokenizer: data/nowhere}}"
+    )
+    for word in words.split():
+        dotted, _, value = word.partition("=")
+        section, _, key = dotted.partition(".")
+        tree.setdefault(section, {})[key] = yaml.safe_load(value)
+    return resolve_config(build_config(tree))
 
 
-ABSENT = "there is no such file or folder (looked in {cwd})"
+ABSENT = "there is no such file or folder"
+HERE = "(looked in {cwd})"
 
 
 @pytest.mark.parametrize(
-    ("mode", "changes", "message"),
+    ("mode", "words", "message"),
     [
-        ("train", {}, "data/own.idx: not found (looked in {cwd}): the folder data does not exist"),
-        ("train", {"data__train": None}, "data.train is not given"),
+        ("train", "", f"data/own.idx: not found {HERE}: the folder data does not exist"),
+        ("train", "data.train=null", "data.train is not given"),
+        ("train", "data.train=here data.validation=gone", f"gone.idx: not found {HERE}"),
         (
             "train",
-            {"data__train": "here", "data__validation": "gone"},
-            "gone.idx: not found (looked in {cwd})",
+            "data.train=here checkpoint.resume=old",
+            f"(checkpoint.resume=old): {ABSENT} {HERE}",
         ),
-        (
-            "train",
-            {"data__train": "here", "checkpoint__resume": "old"},
-            "(checkpoint.resume=old): there is no such file or folder (looked in {cwd})",
-        ),
-        (
-            "train",
-            {"data__train": "here", "train__max_steps": None},
-            "the length of the run is not given",
-        ),
-        ("finetune", {"data__train": "here"}, "give checkpoint.init_from"),
+        ("train", "data.train=here train.max_steps=null", "the length of the run is not given"),
+        ("finetune", "data.train=here", "give checkpoint.init_from"),
         (
             "finetune",
-            {"data__train": "here", "checkpoint__init_from": "gpt2"},
-            f"(checkpoint.init_from): {ABSENT}; a model of the Hugging Face hub is named as hf://OWNER/NAME",
+            "data.train=here checkpoint.init_from=gpt2",
+            f"(checkpoint.init_from): {ABSENT} {HERE}; a model of the Hugging Face hub is named",
         ),
-        ("predict", {}, "predict.prompt is not given"),
-        ("predict", {"predict__prompt": "a"}, "data/nowhere: does not exist (looked in {cwd})"),
+        ("predict", "", "predict.prompt is not given"),
+        ("predict", "predict.prompt=a", f"data/nowhere: does not exist {HERE}"),
+        ("predict", "predict.prompt=a data.tokenizer=null", "data.tokenizer is not given"),
         (
             "predict",
-            {"predict__prompt": "a", "data__tokenizer": None},
-            "data.tokenizer is not given",
+            "predict.prompt_file=p.txt",
+            f"predict.prompt_file: p.txt: no such file; check the path {HERE}",
         ),
-        (
-            "predict",
-            {"predict__prompt_file": "p.txt"},
-            "predict.prompt_file: p.txt: no such file; check the path (looked in {cwd})",
-        ),
-        ("eval", {}, "data/own.idx: not found (looked in {cwd})"),
-        ("eval", {"data__train": "here"}, "no whole checkpoint here"),
+        ("eval", "", f"data/own.idx: not found {HERE}"),
+        ("eval", "data.train=here", "no whole checkpoint here"),
         (
             "eval",
-            {"data__train": "here", "checkpoint__load": "gone"},
-            "(checkpoint.load=gone): there is no such file or folder (looked in {cwd})",
+            "data.train=here checkpoint.load=gone",
+            f"(checkpoint.load=gone): {ABSENT} {HERE}",
         ),
         (
             "eval",
-            {"evaluation": {"task": "text", "file": "wiki.txt"}, "data__tokenizer": "here"},
-            "evaluation.file=wiki.txt: not found (looked in {cwd})",
+            "evaluation.task=text evaluation.file=wiki.txt data.tokenizer=here",
+            f"evaluation.file=wiki.txt: not found {HERE}",
         ),
         (
             "export",
-            {"checkpoint__load": "/nowhere/at/all"},
-            "(checkpoint.load=/nowhere/at/all): there is no such file or folder",
+            "checkpoint.load=/nowhere/at/all",
+            f"(checkpoint.load=/nowhere/at/all): {ABSENT}",
         ),
     ],
 )
 def test_missing(
     mode: str,
-    changes: dict[str, Any],
+    words: str,
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +90,7 @@ def test_missing(
     for name in ("here.idx", "here.bin", "here"):
         (tmp_path / name).touch()
     with pytest.raises(UserError) as caught:
-        check_inputs(mode, config(**changes))
+        check_inputs(mode, config(words))
     assert message.replace("{cwd}", str(tmp_path)) in str(caught.value)
 
 
@@ -127,7 +112,7 @@ def test_the_front_door_says_it_before_it_imports_a_framework(
 
 def test_the_data_of_a_folder(tmp_path: Path) -> None:
     def found() -> list[str | float] | None:
-        there: list[str | float] = _paths_here(config(data__train=str(tmp_path / "data")))["data"][
+        there: list[str | float] = _paths_here(config(f"data.train={tmp_path}/data"))["data"][
             "train"
         ]
         return there

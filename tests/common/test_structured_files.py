@@ -22,6 +22,10 @@ from common.yaml_files import dump_yaml, parse_yaml, read_yaml_mapping
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
 )
+MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{below}'] * 20)}]}}\n"
+    for below, name in zip("abcdef", "bcdefg", strict=True)
+)
 
 
 @pytest.mark.parametrize(
@@ -29,15 +33,13 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         ('{"a": 1', "line 1, column 8"),
         ('{"a": 1,\n "a": 2}', "'a' is given twice"),
-        ("[" * 25_000 + "]" * 25_000, "nested deeper"),
-        ("[" * 66 + "]" * 66, "nested deeper"),
-        ("9" * 5000, "5000 digits"),
-        ("9" * 41, "41 digits"),
+        ("[" * 200_000, "nested deeper"),
+        ("9" * 5000, "digits"),
         ("1e999", "beyond the range"),
         ("[NaN]", "NaN"),
         ('{"a": -Infinity}', "Infinity"),
         (b"\xff", "byte 0 is not UTF-8"),
-        ('["\\ud800"]', "ud800 is half of a pair"),
+        ('["\\uD800"]', "ud800 is half of a pair"),
         ("", "line 1, column 1"),
     ],
 )
@@ -47,7 +49,6 @@ def test_malformed_json_is_one_exception(text: str | bytes, problem: str) -> Non
 
 
 def test_json_within_the_limits() -> None:
-    assert parse_json("[" * 64 + "]" * 64)
     assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == {
         "a": [1, 2.5, None, True, "x"],
         "b": {},
@@ -55,48 +56,47 @@ def test_json_within_the_limits() -> None:
     assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
     assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
     assert parse_json("[1e999]", finite=False) == [float("inf")]
+    assert parse_json_item('x {"a": 1}, rest', 2) == ({"a": 1}, 10)
 
 
-@pytest.mark.parametrize("line", ["{", "9" * 5000, "[" * 100_000, b'"\xff"'])
+@pytest.mark.parametrize("line", ["{", "9" * 5000, "[" * 200_000, b'"\xff"'])
 def test_malformed_lines_are_one_exception(line: str | bytes) -> None:
     with pytest.raises(MalformedError):
         parse_json_line(line)
+    with pytest.raises(MalformedError):
+        parse_json_item(line if isinstance(line, str) else "")
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         (BOMB, "aliases"),
-        (f"a: &a [{'x, ' * 3000}]\nb: &b [{'*a, ' * 3000}]\nc: [{'*b, ' * 3000}]", "aliases"),
+        (MERGE_BOMB, "aliases"),
         ("a: &a [*a]", "nested deeper"),
-        ("a: &a {<<: *a}", "merge keys nested deeper"),
-        (
-            "a: &a {x: 1}\n"
-            + "".join(
-                f"{name}: &{name} {{<<: [{', '.join([f'*{below}'] * 20)}]}}\n"
-                for below, name in zip("abcdef", "bcdefg", strict=True)
-            ),
-            "aliases",
-        ),
+        ("a: &a {<<: *a}", "nested deeper"),
         ("a: &a [1]\nb: {<<: *a}", r"<<: expected a mapping, or a list of them \(line 2"),
         ("a: {<<: 3}", "<<: expected a mapping"),
         ("a: {<<: {}, <<: {}}", "the key 'a.<<' is given twice"),
+        ("a: &a 1\nb: &a 2", "an anchor is defined twice"),
         ("[" * 66 + "]" * 66, "nested deeper"),
         ("[" * 50_000, "nested deeper"),
         ("seed: !!timestamp x", "!!timestamp is not supported"),
         ("seed: !!python/object:os.system x", "python/object"),
+        ("seed: !!map x", "!!map is not supported"),
         ("seed: !!bool maybe", "does not fit"),
         ("seed: !!float ''", "does not fit"),
-        ("seed: !!int ''", "does not fit"),
         ("a: [1, 2", "line 1"),
         ("a: 1\n\tb: 2", "line 2"),
-        ('a: "\\ud800"', "ud800 is half of a pair"),
         ('"\\udfff": 1', "udfff is half of a pair"),
-        ("a: " + "9" * 5000, "5000 digits"),
+        ("a: " + "9" * 5000, "does not fit"),
         ("? [a]\n: 1", "a key is a list"),
         ("a: 1\n---\nb: 2", "another document"),
         ("a: \0", "special characters"),
         ("a" * (2**20 + 1), "longer than 1 MiB"),
+        (
+            "a: [{b: 1,\n b: 2}]",
+            r"'a\.0\.b' is given twice \(first in line 1\); keep one \(line 2, column 2\)",
+        ),
     ],
 )
 def test_malformed_yaml_is_one_exception(text: str, problem: str) -> None:
@@ -105,14 +105,14 @@ def test_malformed_yaml_is_one_exception(text: str, problem: str) -> None:
 
 
 def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
-    text = "a: 6e-4\nb: yes\nc: ~\nd: true\ne: 010\nf: .inf\ng: 2020-01-01\nh: &h [1]\ni: *h"
+    text = "a: 6e-4\nb: yes\nc: ~\nd: true\ne: 010\nf: -.inf\ng: 2020-01-01\nh: &h [1]\ni: *h"
     values = {
         "a": 6e-4,
         "b": "yes",
         "c": None,
         "d": True,
         "e": 10,
-        "f": float("inf"),
+        "f": float("-inf"),
         "g": "2020-01-01",
         "h": [1],
         "i": [1],
@@ -120,6 +120,7 @@ def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
     assert parse_yaml(text) == values
     assert parse_yaml(dump_yaml(values)) == values
     assert parse_yaml("") is None
+    assert parse_yaml("1: a\ntrue: b\n~: c") == {"1": "a", "true": "b", "~": "c"}
 
 
 def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "latin.json").write_bytes(b'"\xe9"')
+    (tmp_path / "mark.json").write_bytes(b"\xef\xbb\xbf{}")
     for name, problem in {
         "absent": "no such file",
         "loop": "symbolic links",
@@ -143,6 +145,7 @@ def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None
         read_json_mapping(tmp_path / "list.json")
     with pytest.raises(ConfigError, match="larger than"):
         read_json(tmp_path / "list.json", limit=2)
+    assert read_json(tmp_path / "mark.json") == {}, "a byte order mark is not a fault"
 
 
 def test_an_alias_is_a_copy() -> None:
@@ -169,26 +172,13 @@ def test_merge_keys_are_those_of_yaml_org(text: str, expected: dict[str, object]
     assert parse_yaml("x: &x {a: 1}\n<<: *x\nb: 2") == {"x": {"a": 1}, "a": 1, "b": 2}
 
 
-def test_merged_keys_have_the_line_where_they_are_written() -> None:
+def test_lines_of_keys_and_of_merged_ones() -> None:
     lines: dict[tuple[str | int, ...], int] = {}
     carriers: set[str] = set()
     parse_yaml("a: &a\n  x: 1\n  y: 2\nb:\n  <<: *a\n  y: 3\nc: &c 1", lines, carriers)
     assert (lines["b", "x"], lines["b", "y"]) == (2, 6)
     assert carriers == {"a"}
-
-
-def test_keys_are_text_and_each_is_given_once() -> None:
-    assert parse_yaml("1: a\ntrue: b\n~: c") == {"1": "a", "true": "b", "~": "c"}
-    with pytest.raises(
-        MalformedError,
-        match=r"the key 'a\.0\.b' is given twice \(first in line 1\); keep one"
-        r" \(line 2, column 2\)",
-    ):
-        parse_yaml("a: [{b: 1,\n b: 2}]")
-
-
-def test_lines_of_keys() -> None:
-    lines: dict[tuple[str | int, ...], int] = {}
+    lines.clear()
     parse_yaml("a:\n  - b: 1\n    c: {d: 2}", lines)
     assert lines == {("a",): 1, ("a", 0, "b"): 2, ("a", 0, "c"): 3, ("a", 0, "c", "d"): 3}
 
@@ -203,15 +193,3 @@ def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
     with pytest.raises(MalformedError):
         parse_yaml(text)
     assert time.process_time() - began < 8  # 19 s where all nodes are made first
-
-
-def test_a_byte_order_mark_is_not_a_fault(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf{}")
-    assert read_json(tmp_path / "a.json") == {}
-
-
-def test_an_item_with_more_behind_it() -> None:
-    assert parse_json_item('x {"a": 1}, rest', 2) == ({"a": 1}, 10)
-    for text in ('{"a": ', "9" * 5000, "[" * 200_000):
-        with pytest.raises(MalformedError):
-            parse_json_item(text)

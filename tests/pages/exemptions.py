@@ -26,7 +26,6 @@ ELSEWHERE = {
     "swanlab/bin/swanlab": "is another package, in an environment of its own",
     "tensorboard": "is another package, and runs until it is stopped",
     "bash scripts/test.sh": "is the suite that this test belongs to",
-    "python benchmarks/gpu_lowering.py": "takes minutes; tests/benchmarks/test_gpu.py runs it",
     "make benchmark": "takes half an hour of an idle machine",
     "sbatch": "needs Slurm",
     "srun": "needs Slurm",

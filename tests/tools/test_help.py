@@ -110,7 +110,6 @@ def parser_of(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argument
 
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
-BENCHMARKS = ("run", "checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ BENCHMARKS = ("run", "checkpoint")
     [
         "run_gpt2",
         *(f"tools.{tool}" for tool in TOOLS if tool != "lm_eval"),
-        *(f"benchmarks.{name}" for name in BENCHMARKS),
+        "benchmarks.run",
     ],
 )
 def test_help_says_what_each_option_is(module: str, monkeypatch: pytest.MonkeyPatch) -> None:

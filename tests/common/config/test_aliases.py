@@ -80,52 +80,6 @@ def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "parallel.micro_batch_num=4 train.accumulation_steps=2",
-            "train.accumulation_steps=2 and parallel.micro_batch_num=4 are two names of one number",
-        ),
-        (
-            "parallel.enable_parallel_optimizer=false parallel.zero_stage=1",
-            "parallel.zero_stage=1 and parallel.enable_parallel_optimizer=false contradict each"
-            " other; keep one",
-        ),
-        (
-            f"{_SHARD}=true",
-            "gradient_accumulation_shard=true contradict each other; set"
-            " parallel.enable_parallel_optimizer=true",
-        ),
-        (
-            "device=cpu context.device_target=GPU",
-            "device=cpu and context.device_target=GPU differ; keep one of them",
-        ),
-        (
-            "parallel.gradients_mean=false",
-            "gradients_mean=false contradict each other: gradients are averaged over the global"
-            " batch",
-        ),
-        (
-            "parallel.gradients_mean=false parallel.parallel_mode=0",
-            "parallel.parallel_mode=0 and parallel.gradients_mean=false contradict each other",
-        ),
-        (
-            "parallel.enable_parallel_optimizer=1",
-            "enable_parallel_optimizer: expected true or false, found 1",
-        ),
-        (
-            "context.device_target=TPU",
-            "device_target: expected Ascend or GPU or CPU, found 'TPU'",
-        ),
-        ("parallel.micro_batch_num=x", "train.accumulation_steps: input should be a valid integer"),
-    ],
-)
-def test_contradictions_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(text)
-
-
-@pytest.mark.parametrize(
     ("train", "words", "steps"),
     [
         ({"num_samples": 30}, [], 15),

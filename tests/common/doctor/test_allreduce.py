@@ -97,6 +97,12 @@ def test_all_reduced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             "fix the error in its log",
         ),
         (
+            [("connected", STAY), ("imported", "os.kill(os.getpid(), 15)")],
+            30,
+            ["rank 1 (device 5) was killed by signal 15 (SIGTERM"],
+            "fix the error in its log",
+        ),
+        (
             [("connected", STAY), ("connected", "os.kill(os.getpid(), 19)")],
             3,
             ["stalled for 3 s (--time_limit)", "rank 1 (device 5) has made no", "(state T)"],

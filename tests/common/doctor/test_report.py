@@ -38,8 +38,4 @@ def test_json() -> None:
     }
     assert json.loads(as_json(CHECKS[:2]))["state"] == "warning"
     assert json.loads(as_json([]))["state"] == "ok"
-
-
-def test_exit_code() -> None:
-    assert exit_code(CHECKS) == 2
-    assert exit_code(CHECKS[:2]) == 0
+    assert [exit_code(checks) for checks in (CHECKS, CHECKS[:2])] == [2, 0]

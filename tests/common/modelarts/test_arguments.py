@@ -12,73 +12,46 @@ from common.modelarts.arguments import TOP_LEVEL, mindformers_argv, translate
 INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["--config", "a.yaml", "--run_mode=train", "x.y=1"],
-            ["--config=a.yaml", "--run_mode=train", "x.y=1"],
-        ),
-        (["--run_mode", "eval", "--all_ranks"], ["--run_mode", "eval", "--all_ranks"]),
-        (
-            ["--train.max_steps=10", "--model.dropout", "0.1"],
-            ["train.max_steps=10", "model.dropout=0.1"],
-        ),
-        (
-            ["--backend=torch", "--seed", "7", "--precision=bf16"],
-            ["backend=torch", "seed=7", "precision=bf16"],
-        ),
-        (["--predict.prompt=Once: a=b --c\nd"], ["predict.prompt=Once: a=b --c\nd"]),
-        (["--dataset=/data"], ["data.train=/data"]),
-        (["--dataset_dir", "/data"], ["data.train=/data"]),
-        (
-            ["--train_dataset_dir=/data", "--eval_dataset_dir=/more"],
-            ["data.train=/data", "data.validation=/more"],
-        ),
-        (["--data_url=obs://b/data"], ["data.train=obs://b/data"]),
-        (["--train_url=/mnt/out"], ["output_dir=/mnt/out"]),
-        (
-            ["--mode=0", "--device_id=3", "--device_target=CPU"],
-            ["context.mode=0", "context.device_id=3", "context.device_target=CPU"],
-        ),
-        (["--epochs=2"], ["train.max_steps=null", "train.max_tokens=null", "train.max_epochs=2"]),
-        (["--batch_size=2"], ["train.micro_batch_size=2"]),
-        (["--num_samples", "8"], ["train.num_samples=8"]),
-        (
-            ["--run_mode=eval", "--num_samples=8"],
-            ["--run_mode=eval", "evaluation.max_samples=8"],
-        ),
-        (
-            ["--run_mode=train", "--load_checkpoint=/c"],
-            ["--run_mode=train", "checkpoint.resume=/c"],
-        ),
-        (
-            ["--run_mode=finetune", "--load_checkpoint=/c"],
-            ["--run_mode=finetune", "checkpoint.init_from=/c"],
-        ),
-        (
-            ["--run_mode", "predict", "--load_checkpoint=/c"],
-            ["--run_mode", "predict", "checkpoint.load=/c"],
-        ),
-        (["--predict_data=Hello world"], ["predict.prompt=Hello world"]),
-        (["--predict_data", __file__], [f"predict.prompt_file={__file__}"]),
-        (
-            ["--profile=True", "--sink_mode=False"],
-            ["profile.start=1", "profile.stop=10", "train.sink_size=1"],
-        ),
-        (
-            ["--profile=False", "--sink_mode=True", "--use_parallel=True", "--enable_modelarts=1"],
-            ["profile.start=null", "profile.stop=null", "profile.memory=false"],
-        ),
-        (
-            ["--options", "logging.plot=True", "checkpoint.asynchronous=False", "--seed=1"],
-            ["logging.plot=True", "checkpoint.asynchronous=False", "seed=1"],
-        ),
-        (["--nonsense=1"], ["--nonsense=1"]),  # the parser refuses it
-    ],
-)
-def test_words(words: list[str], expected: list[str]) -> None:
-    assert translate(words, {}).argv == expected
+WORDS = """
+--config a.yaml --run_mode=train x.y=1 -> --config=a.yaml --run_mode=train x.y=1
+--run_mode eval --all_ranks -> --run_mode eval --all_ranks
+--train.max_steps=10 --model.dropout 0.1 -> train.max_steps=10 model.dropout=0.1
+--backend=torch --seed 7 --precision=bf16 -> backend=torch seed=7 precision=bf16
+--dataset=/data -> data.train=/data
+--dataset_dir /data -> data.train=/data
+--train_dataset_dir=/data --eval_dataset_dir=/more -> data.train=/data data.validation=/more
+--data_url=obs://b/data -> data.train=obs://b/data
+--train_url=/mnt/out -> output_dir=/mnt/out
+--mode=0 --device_id=3 --device_target=CPU -> context.mode=0 context.device_id=3 context.device_target=CPU
+--epochs=2 -> train.max_steps=null train.max_tokens=null train.max_epochs=2
+--batch_size=2 -> train.micro_batch_size=2
+--num_samples 8 -> train.num_samples=8
+--run_mode=eval --num_samples=8 -> --run_mode=eval evaluation.max_samples=8
+--run_mode=train --load_checkpoint=/c -> --run_mode=train checkpoint.resume=/c
+--run_mode=finetune --load_checkpoint=/c -> --run_mode=finetune checkpoint.init_from=/c
+--run_mode predict --load_checkpoint=/c -> --run_mode predict checkpoint.load=/c
+--profile=True --sink_mode=False -> profile.start=1 profile.stop=10 train.sink_size=1
+--profile=False --sink_mode=True --use_parallel=True -> profile.start=null profile.stop=null profile.memory=false
+--enable_modelarts=1 ->
+--options logging.plot=True checkpoint.asynchronous=False --seed=1 -> logging.plot=True checkpoint.asynchronous=False seed=1
+--nonsense=1 -> --nonsense=1
+"""  # noqa: E501
+"""What a user types, and the words of run_gpt2.py. The parser refuses the last one."""
+
+
+@pytest.mark.parametrize("line", WORDS.strip().splitlines())
+def test_words(line: str) -> None:
+    typed, _, expected = line.partition("->")
+    assert translate(typed.split(), {}).argv == expected.split()
+
+
+def test_words_of_text() -> None:
+    for typed, expected in (
+        (["--predict.prompt=Once: a=b --c\nd"], "predict.prompt=Once: a=b --c\nd"),
+        (["--predict_data=Hello world"], "predict.prompt=Hello world"),
+        (["--predict_data", __file__], f"predict.prompt_file={__file__}"),
+    ):
+        assert translate(typed, {}).argv == [expected]
 
 
 def test_place_of_the_output() -> None:

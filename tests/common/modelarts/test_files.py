@@ -14,7 +14,7 @@ from common.checkpoint.folders import find_checkpoint
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError
-from common.modelarts import files, remote
+from common.modelarts import files, stores
 from common.run_config import load_config
 from common.training.stop import StopSignal
 
@@ -282,7 +282,7 @@ def test_a_failed_copy_is_an_error_but_hides_none(
     def push(folder: Path, url: str, **_: object) -> None:
         raise StorageError("the bucket is full")
 
-    monkeypatch.setattr(remote, "push", push)
+    monkeypatch.setattr(stores, "push", push)
     with (
         pytest.raises(StorageError, match="the bucket is full"),
         files.output_copied("file:///x", output, (0,)),

@@ -204,142 +204,6 @@ def test_a_clip_that_contradicts_is_refused(tmp_path: Path) -> None:
         resolved(deepspeed__config_file=file)
 
 
-MATRIX = "engine=deepspeed goes with"
-NATIVE = "engine=native goes with"
-STAGE_1 = {"parallel__zero_stage": 1}
-PIPELINE = {"parallel__pipeline_stage": 2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "messages"),
-    [
-        (
-            PIPELINE | {"parallel__zero_stage": 2},
-            ("parallel.zero_stage=2 with parallel.pipeline_stage=2", "rejects it", MATRIX),
-        ),
-        (
-            PIPELINE | {"parallel__zero_stage": 3},
-            ("parallel.zero_stage=3 with parallel.pipeline_stage=2", "rejects it", MATRIX),
-        ),
-        (
-            {"parallel__sequence_parallel": True},
-            ("sequence_parallel=true needs parallel.model_parallel", MATRIX),
-        ),
-        (
-            PIPELINE | STAGE_1 | {"parallel__pipeline_schedule": "gpipe"},
-            ("parallel.pipeline_schedule=gpipe", "1f1b"),
-        ),
-        (STAGE_1 | {"parallel__shard_size": 2}, ("parallel.shard_size=2", "data_parallel=4")),
-        (
-            STAGE_1 | {"parallel__strategy": "horovod"},
-            ("parallel.strategy=horovod: DeepSpeed combines gradients itself",),
-        ),
-        (
-            {"deepspeed__offload_optimizer": True},
-            ("deepspeed.offload_optimizer=true with parallel.zero_stage=0",),
-        ),
-        (
-            STAGE_1 | {"deepspeed__offload_parameters": True},
-            ("deepspeed.offload_parameters=true with parallel.zero_stage=1",),
-        ),
-        (
-            {"train__compile": True, "parallel__zero_stage": 3},
-            ("train.compile=true with parallel.zero_stage=3",),
-        ),
-        (
-            {"train__on_outlier": "skip", "logging__outlier_deviations": 6.0},
-            ("train.on_outlier=skip: DeepSpeed",),
-        ),
-        ({"backend": "mindspore"}, ("engine=deepspeed is for backend torch, not mindspore",)),
-        (
-            {"deepspeed__config_file": "absent.json"},
-            ("deepspeed.config_file: absent.json: no such file",),
-        ),
-        (
-            {"engine": "native", "deepspeed__build_kernels": True},
-            ("deepspeed.build_kernels=True needs engine=deepspeed",),
-        ),
-        (
-            {"engine": "native", "parallel": {"strategy": "parameter_server", "zero_stage": 1}},
-            (
-                "parallel.strategy=parameter_server is data parallelism only, but"
-                " parallel.zero_stage=1",
-                NATIVE,
-            ),
-        ),
-        (
-            {"engine": "native", "parallel__sequence_parallel": True},
-            ("sequence_parallel=true needs parallel.model_parallel", NATIVE),
-        ),
-        (
-            {"engine": "native", "parallel": {"model_parallel": 4, "zero_stage": 2}},
-            ("parallel.zero_stage=2 splits over", NATIVE),
-        ),
-        (
-            {"engine": "native", "parallel__shard_size": 2},
-            ("parallel.shard_size=2 needs parallel.zero_stage 1 to 3", NATIVE),
-        ),
-        (
-            {
-                "engine": "native",
-                "parallel": {
-                    "pipeline_stage": 2,
-                    "pipeline_schedule": "interleaved_zero_bubble",
-                },
-                "train__accumulation_steps": 4,
-                "train__compile": True,
-            },
-            ("train.compile=true with parallel.pipeline_schedule=interleaved_zero_bubble",),
-        ),
-        (
-            {
-                "engine": "native",
-                "parallel": {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b"},
-                "train__accumulation_steps": 5,
-            },
-            ("interleaved_1f1b needs micro batches in 2 equal rounds, not 5", NATIVE),
-        ),
-        (
-            {"engine": "native", "backend": "mindspore", "parallel__strategy": "horovod"},
-            ("is for backend torch, not mindspore",),
-        ),
-        (
-            {
-                "engine": "native",
-                "backend": "mindspore",
-                "device": "cpu",
-                "parallel__shard_size": 2,
-            },
-            ("parallel.shard_size=2 is for backend torch",),
-        ),
-        (
-            {
-                "engine": "native",
-                "train__compile_mode": "reduce-overhead",
-                "train__accumulation_steps": 2,
-            },
-            ("reduce-overhead replays graphs", "a step has 2 micro batches"),
-        ),
-        (
-            {"train__recompute_layers": 1},
-            (
-                "train.recompute_layers=1 says how many blocks recompute, and"
-                " train.recompute is none",
-            ),
-        ),
-        (
-            {"train__recompute": "full", "train__recompute_layers": 500},
-            ("train.recompute_layers=500 is above model.num_layers=",),
-        ),
-    ],
-)
-def test_contradictions_are_refused(changes: dict[str, Any], messages: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolved(**changes)
-    for message in messages:
-        assert message in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -354,35 +218,7 @@ def test_layouts_that_deepspeed_runs(parallel: dict[str, Any], parameters: str) 
     resolved(parallel=parallel, precision={"parameters": parameters, "compute": parameters})
 
 
-def test_graphs_do_not_go_with_copies_of_the_model_in_one_process() -> None:
-    settings = {"engine": "native", "parallel__strategy": "parameter_server"}
-    with pytest.raises(ConfigError, match=r"train\.compile=true with parallel\.strategy=parameter"):
-        resolved(**settings, train__compile=True, world_size=1)
-    assert resolved(**settings, world_size=1).train.compile == "auto"
-
-
 MINDSPORE = {"engine": "native", "backend": "mindspore", "device": "cpu"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"parallel": {"model_parallel": 2, "sequence_parallel": True}},
-            "parallel.sequence_parallel=true is for backend torch; leave it out",
-        ),
-        ({"parallel__zero_stage": 2}, "parallel.zero_stage=2 is for backend torch; set 1"),
-        ({"parallel__zero_stage": 3}, "parallel.zero_stage=3 is for backend torch; set 1"),
-        (
-            {"parallel": {"pipeline_stage": 2, "pipeline_schedule": "zbv_zero_bubble"}},
-            "parallel.pipeline_schedule=zbv_zero_bubble is for backend torch",
-        ),
-    ],
-)
-def test_mindspore_refuses_layouts_and_lists_its_own(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolved(**MINDSPORE, **changes)
-    assert message in str(caught.value) and "backend=mindspore goes with" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +235,11 @@ def test_layouts_that_mindspore_runs(changes: dict[str, Any]) -> None:
     resolved(**MINDSPORE, **changes)
 
 
+def test_the_model_is_not_compiled_for_copies_in_one_process() -> None:
+    settings = {"engine": "native", "parallel__strategy": "parameter_server"}
+    assert resolved(**settings, world_size=1).train.compile == "auto"
+
+
 @pytest.mark.parametrize("backend", ["torch", "mindspore"])
 def test_zero_has_no_effect_on_one_process(backend: str) -> None:
     """MindFormers' files for one device have enable_parallel_optimizer too."""
@@ -407,11 +248,3 @@ def test_zero_has_no_effect_on_one_process(backend: str) -> None:
         for stage in (0, 1)
     )
     assert split == plain
-
-
-def test_mindspore_zero_needs_replicas() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"zero_stage=1 splits over data-parallel ranks, and there is 1; set zero_stage=0",
-    ):
-        resolved(**MINDSPORE, parallel={"zero_stage": 1, "model_parallel": 4})

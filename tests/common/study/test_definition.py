@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.errors import ConfigError
 from common.study.cells import expand
@@ -36,63 +37,10 @@ def fault(folder: Path, text: str, *words: str) -> str:
     return str(caught.value).replace(str(folder), "")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("axes:", "axis:", "/study.yaml:3: axis: unknown key; did you mean axes?"),
-        ("title: Two batches\n", "", "/study.yaml: title: required, and absent; add it"),
-        (
-            "train.micro_batch_size: [4",
-            "train.micro_batch_sizes: [4",
-            "/study.yaml:4: axes.train.micro_batch_sizes: unknown axis;"
-            " did you mean train.micro_batch_size?",
-        ),
-        (
-            "train.micro_batch_size: [4",
-            "rank: [4",
-            "/study.yaml:4: axes.rank: unknown axis; did you mean ranks?",
-        ),
-        (
-            "parallel.zero_stage: 1",
-            "parallel.zero_stages: 1",
-            "/study.yaml:7: parallel.zero_stages: unknown key; did you mean parallel.zero_stage?",
-        ),
-        ("ranks: 2", "ranks: two", "/study.yaml:7: ranks: 'two': expected a whole number, 1 to"),
-        ("[4, 8]", "[]", "/study.yaml:4: axes.train.micro_batch_size: has no values"),
-        ("[4, 8]", "[4, 4]", "a value is there twice; name each once"),
-        ("[4, 8]", "4", "axes.train.micro_batch_size: expected a list of values, or labels"),
-        (
-            "zero_stage: 1",
-            "zero_stage: 1, output_dir: here",
-            "output_dir: is set by the study: each run has a folder of its own",
-        ),
-        (
-            "zero_stage: 1",
-            "zero_stage: 1, peer: transformer",
-            "peer: 'transformer': expected transformers, nanogpt_style, deepspeed or null;"
-            " did you mean transformers?",
-        ),
-        ("axes:", "settings: {train.max_steps: 5}\naxes:", "train.max_steps: is set by the study"),
-        ("axes:", "settings: {ranks: 5}\naxes:", "ranks: is an axis; put it under axes"),
-        (
-            "axes:",
-            "only: [{layouts: one}]\naxes:",
-            "/study.yaml:3: only: layouts: unknown axis; did you mean layout?",
-        ),
-        (
-            "axes:",
-            "except: [{layout: [one, tow]}]\naxes:",
-            "/study.yaml:3: except: layout: has no 'tow'; did you mean two?",
-        ),
-        ("axes:", "baseline: {ranks: 1}\naxes:", "baseline: ranks: unknown axis; the axes are"),
-        ("axes:", "same_losses: {along: [x]}\naxes:", "same_losses.along: x: unknown axis"),
-        ("axes:", "same_losses: {over: [x]}\naxes:", "same_losses.over: unknown key"),
-        ("axes:", "repeats: 0\naxes:", "/study.yaml:3: repeats: input should be greater than 0"),
-        ("axes:", "small: {repeat: 2}\naxes:", "study.yaml:3: repeat: unknown key; did you mean"),
-        ("axes:", "small: 3\naxes:", "small: expected keys and values"),
-        ("axes:", "base: x\naxes:", "not valid YAML"),
-    ],
-)
+REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+
+
+@pytest.mark.parametrize(("old", "new", "said"), REFUSALS)
 def test_a_fault_is_named_with_its_line(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert old in GOOD
     assert said in fault(tmp_path, GOOD.replace(old, new, 1))

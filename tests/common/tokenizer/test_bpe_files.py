@@ -69,7 +69,7 @@ def test_malformed_json_has_line_and_column(small) -> None:
 
 def test_json_that_is_not_a_vocabulary(small) -> None:
     refused(small, "holds a JSON list", vocab_text='["a"]')
-    refused(small, "a number of 5000 digits", vocab_text='{"a": ' + "9" * 5000 + "}")
+    refused(small, "a number of more digits", vocab_text='{"a": ' + "9" * 5000 + "}")
     refused(small, "nested deeper than 64 levels", vocab_text="[" * 100_000)
     refused(small, "holds no tokens", vocab_text="{}")
     refused(small, "looks like a tokenizer.json", vocab_text='{"version": "1.0", "model": {}}')

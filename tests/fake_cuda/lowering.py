@@ -1,82 +1,28 @@
-"""Compile a training step and an evaluation to binaries for an H100, without a GPU.
+"""Compiles training steps for an H100 without a GPU, in a process with the device of build.py.
 
-    python benchmarks/gpu_lowering.py [CASE ...]
-
-The engine runs as on an H100, over tensors without memory (tests/fake_cuda). torch's compiler
-generates what it would there, and Triton with ptxas makes a binary for sm_90a of every kernel. One
-block is compiled: the others have its kernels again. Without names all cases are compiled: every
-preset that fits in 80 GB by the plan, and the options of a training. Needs Triton, which the extra
-dev installs on x86-64.
-
-Exit codes: 0 all kernels have a binary, 1 some have none, 2 there is no Triton or no compiler.
+The engine runs over tensors without memory. torch's compiler generates what it would on the GPU.
+Triton with ptxas makes a binary for sm_90a of every kernel.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from common.accelerators import require_accelerator
 from common.config.resolved import as_run
-from common.errors import CheckpointError, ConfigError
-from common.flags import make_parser
 from common.parallel.run import Run
-from common.planner.fitting import resolve_on
-from common.planner.plan import make_plan, memory_limit, table
-from common.program import command
-from common.resolve.derive import resolve_config
-from common.run_config import load_config
-from tests.fake_cuda.build import with_cuda
 from tests.fake_cuda.device import CUDA, fake_device, h100
 from torch_gpt2 import compilation
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
-
-DEVICE = require_accelerator("H100")
-PRESETS = ROOT / "configs/gpt2"
-ALONE = (
-    "backend=torch",
-    "engine=native",
-    "parallel.parallel_mode=null",
-    "parallel.data_parallel=1",
-    "parallel.model_parallel=1",
-    "parallel.pipeline_stage=1",
-    "context.max_device_memory=null",
-    "train.recompute_slice_activation=false",
-)
-"""Settings of a run on one GPU."""
-SMALL = ("train.micro_batch_size=8", "train.global_batch_size=8", "train.recompute=none")
-DOCUMENTS = ("data.eod_id=50256", "data.reset_attention_mask=true")
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "float32": ("precision=float32",),
-    "fp16": ("precision=fp16",),
-    "bf16": (),
-    "dropout": ("model.dropout=0.1",),
-    "float8_head": ("precision.float8_head=true",),
-    "fp8": ("precision=fp8",),
-    "fp8 rowwise": ("precision.float8=rowwise",),
-    "documents": DOCUMENTS,
-    "documents, dropout": (*DOCUMENTS, "model.dropout=0.1"),
-    "recompute selective": ("train.recompute=selective", "model.dropout=0.1"),
-    "recompute full": ("train.recompute=full", "model.dropout=0.1"),
-    "graphs by region": ("model.num_layers=36",),
-    "attention written out": ("train.fused_attention=false",),
-}
-"""Settings of cases of the preset run_gpt2_124m."""
 
 
 @dataclass(frozen=True)
@@ -221,55 +167,22 @@ def lower_training(config: Run, layers: int = 1, *, validates: bool = True) -> N
             engine._loss_sum(ids, targets)
 
 
-def cases() -> Iterator[tuple[str, Run]]:
-    """Runs by name: presets that fit, with the micro batch that the plan chooses, then options."""
-    for path in sorted(PRESETS.glob("run_gpt2*.yaml")):
-        with suppress(ConfigError, CheckpointError):  # no single GPU, or weights that are not here
-            config = resolve_on(load_config(path, ALONE), DEVICE, world_size=1)
-            limit = memory_limit(config, DEVICE)
-            if limit is not None and make_plan(config).peak < limit:
-                yield path.stem, config
-    for name, settings in OPTIONS.items():
-        yield name, _resolved(PRESETS / "run_gpt2_124m.yaml", *SMALL, *settings)
-
-
-def _resolved(path: Path, *settings: str) -> Run:
-    config = load_config(path, [*ALONE, *settings])
-    return resolve_config(config, world_size=1, samples_per_epoch=1_000_000)
-
-
-@command()
-def main(words: list[str]) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="names, or patterns of them")
-    arguments = parser.parse_args(words)
-    rows, failed = [], 0
-    for name, config in cases():
-        if arguments.cases and not any(fnmatch(name, each) for each in arguments.cases):
-            continue
-        begin = time.monotonic()
-        with lowering(binaries=True) as graphs:
-            lower_training(config)
-        kernels = [kernel for graph in graphs for kernel in graph.kernels]
-        without = sum(not kernel.size for kernel in kernels)
-        failed += without
-        rows.append(
-            (
-                name,
-                str(config.train.micro_batch_size),
-                str(len(graphs)),
-                str(len(kernels)),
-                f"{sum(kernel.size for kernel in kernels) / 1e3:.0f}",
-                f"{sum(size for graph in graphs for _, size in graph.nodes) / 1e9:.2f}",
-                str(without),
-                f"{time.monotonic() - begin:.0f}",
-            )
-        )
-        print(" | ".join(rows[-1]), flush=True)
-    head = ("case", "micro batch", "graphs", "kernels", "kB of binaries")
-    print("\n".join(table((*head, "GB moved", "failed", "seconds"), rows)))
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(with_cuda(main))
+def fused_bytes(graphs: list[Graph]) -> tuple[int, int]:
+    """Return the bytes that fused kernels move, and the number of products in float8."""
+    moved = products = 0
+    for graph in graphs:
+        for node, size in graph.nodes:
+            kernel = getattr(node, "node", None)
+            if "Extern" in type(node).__name__:
+                products += "scaled_mm" in str(getattr(kernel, "python_kernel_name", None))
+                continue
+            if type(node).__name__ == "NopKernelSchedulerNode":
+                continue
+            origins = {
+                str(origin.target)
+                for part in node.get_nodes()
+                for origin in part.node.get_origins()
+            }
+            # a gather reads one number a row, though torch counts the whole table
+            moved += 0 if any("gather" in name for name in origins) else size
+    return moved, products

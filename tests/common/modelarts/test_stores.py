@@ -1,12 +1,8 @@
-"""Copies from and to stores: once per host, whole or absent, tried again, and what moxing is asked
-for.
-"""
+"""Copies from and to stores: once per host, whole or absent, and what moxing is asked for."""
 
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +11,7 @@ import pytest
 
 from common.checkpoint.folders import whole_checkpoints
 from common.errors import ConfigError, DataError, StorageError
-from common.modelarts import remote, stores
+from common.modelarts import stores
 from common.modelarts.stores import StoredFile, join
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,13 +36,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_folder_and_a_file_are_pulled(bucket: Path, tmp_path: Path) -> None:
-    here = remote.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data")
+    here = stores.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data")
     assert here == tmp_path / "cache" / "data" and files(here) == {
         "a.bin": b"abc",
         "inner/b.txt": b"inner",
     }
     assert (
-        remote.pull_once(
+        stores.pull_once(
             f"file://{bucket}/prompts.txt", tmp_path / "cache" / "prompts.txt"
         ).read_text()
         == "Hello\n"
@@ -66,9 +62,9 @@ def test_a_copy_is_made_again_when_its_source_has_changed(
         tmp_path / "cache" / "data",
         bucket / "data" / "a.bin",
     )
-    remote.pull_once(url, target)
+    stores.pull_once(url, target)
     (target / "mine").touch()
-    remote.pull_once(url, target)
+    stores.pull_once(url, target)
     assert (target / "mine").is_file() and f"{url} has not changed" in caplog.text
     if change == "size":
         source.write_bytes(b"abcd")
@@ -78,7 +74,7 @@ def test_a_copy_is_made_again_when_its_source_has_changed(
         (bucket / "data" / "z").write_bytes(b"z")
     else:
         source.unlink()
-    assert files(remote.pull_once(url, target)) == files(bucket / "data")
+    assert files(stores.pull_once(url, target)) == files(bucket / "data")
     assert f"{url} has changed" in caplog.text
 
 
@@ -103,18 +99,19 @@ def run_folder(folder: Path) -> Path:
 def test_an_upload_that_is_cut_off_never_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class CutOff(stores.FolderStore):
-        def push(self, folder: Path, files: Sequence[str], url: str) -> None:
-            super().push(folder, files[:allowed], url)
-            raise ConnectionError("cut off")
+    class CutOff(stores.Folders):
+        @staticmethod
+        def copy(source: str, target: str) -> None:
+            if len(files(there)) == allowed:
+                raise ConnectionError("cut off")
+            stores.Folders.copy(source, target)
 
-    monkeypatch.setattr(remote, "find_store", lambda url: CutOff())
-    monkeypatch.setattr(remote, "_PAUSES", ())
+    monkeypatch.setattr(stores, "find_store", lambda url: CutOff)
     here = run_folder(tmp_path / "out")
     for allowed in range(len(UPLOAD_ORDER)):
         there = tmp_path / f"bucket_{allowed}"
         with pytest.raises(StorageError, match="cut off"):
-            remote.push(here, f"file://{there}")
+            stores.push(here, f"file://{there}")
         assert list(files(there)) == sorted(UPLOAD_ORDER[:allowed])
         for checkpoint in whole_checkpoints(there / "checkpoints"):
             assert files(checkpoint) == files(here / "checkpoints" / checkpoint.name)
@@ -126,12 +123,12 @@ def test_a_push_adds_and_deletes_nothing(bucket: Path, tmp_path: Path) -> None:
     (output / "checkpoints").mkdir(parents=True)
     (output / "checkpoints" / "latest").write_text("step_1")
     (output / ".lock").touch()
-    remote.push(output, f"file://{bucket}/results")
+    stores.push(output, f"file://{bucket}/results")
     (output / "checkpoints" / "latest").write_text("step_2")
     (bucket / "results" / "older").touch()
-    remote.push(output, f"file://{bucket}/results")
+    stores.push(output, f"file://{bucket}/results")
     assert files(bucket / "results") == {"checkpoints/latest": b"step_2", "older": b""}
-    remote.push(tmp_path / "never_made", f"file://{bucket}/results")
+    stores.push(tmp_path / "never_made", f"file://{bucket}/results")
 
 
 def test_one_process_of_a_host_copies(bucket: Path, tmp_path: Path) -> None:
@@ -139,15 +136,15 @@ def test_one_process_of_a_host_copies(bucket: Path, tmp_path: Path) -> None:
     program = """
 import sys, time
 from pathlib import Path
-from common.modelarts import remote, stores
-class Slow(stores.FolderStore):
-    def pull(self, url, folder):
+from common.modelarts import stores
+class Slow(stores.Folders):
+    def copy_parallel(source, target):
         with open(sys.argv[2], "a") as log:
             log.write("pull\\n")
         time.sleep(0.5)
-        super().pull(url, folder)
-remote.find_store = lambda url: Slow()
-print(sorted(path.name for path in remote.pull_once(sys.argv[1], Path(sys.argv[3])).iterdir()))
+        stores.Folders.copy_parallel(source, target)
+stores.find_store = lambda url: Slow
+print(sorted(path.name for path in stores.pull_once(sys.argv[1], Path(sys.argv[3])).iterdir()))
 """
     words = [
         sys.executable,
@@ -164,59 +161,31 @@ print(sorted(path.name for path in remote.pull_once(sys.argv[1], Path(sys.argv[3
     assert (tmp_path / "calls").read_text() == "pull\n"
 
 
-class Failing(stores.FolderStore):
-    """Fails ``times`` times, having written half."""
-
-    def __init__(self, times: int) -> None:
-        self.times = times
-
-    def pull(self, url: str, folder: Path) -> None:
-        if self.times > 0:
-            (folder / "half").touch()
-        self._fail()
-        super().pull(url, folder)
-
-    def push(self, folder: Path, files: Sequence[str], url: str) -> None:
-        self._fail()
-        super().push(folder, files, url)
-
-    def _fail(self) -> None:
-        self.times -= 1
-        if self.times >= 0:
-            raise ConnectionError("the line is dead")
-
-
-def test_a_copy_is_tried_again_with_growing_pauses(
-    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    store = Failing(2)
-    monkeypatch.setattr(remote, "find_store", lambda url: store)
-    here = remote.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data")
-    assert files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner"}, (
-        "nothing is left of the halves"
-    )
-    assert pauses == [5.0, 10.0]
-
-
 def test_a_failed_copy_is_one_error_and_never_looks_whole(
     bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    store = Failing(10)
-    monkeypatch.setattr(remote, "find_store", lambda url: store)
+    class Failing(stores.Folders):
+        """Fails, having written half."""
+
+        @staticmethod
+        def copy_parallel(source: str, target: str) -> None:
+            (Path(target) / "half").touch()
+            raise ConnectionError("the line is dead")
+
+        copy = copy_parallel
+
     target = tmp_path / "cache" / "data"
-    with pytest.raises(
-        StorageError, match=r"could not be copied to .*\(the line is dead\); tried 3 times"
-    ):
-        remote.pull_once(f"file://{bucket}/data", target)
-    assert not target.exists()
-    with pytest.raises(
-        StorageError,
-        match=r"results: .* could not be copied there, and is still here \(the line is dead\)",
-    ):
-        remote.push(bucket / "data", f"file://{bucket}/results")
+    with monkeypatch.context() as broken:
+        broken.setattr(stores, "find_store", lambda url: Failing)
+        with pytest.raises(StorageError, match=r"could not be copied to .*\(the line is dead\)"):
+            stores.pull_once(f"file://{bucket}/data", target)
+        assert not target.exists()
+        with pytest.raises(
+            StorageError, match=r"results: .* could not be copied there, and is still here \("
+        ):
+            stores.push(bucket / "data", f"file://{bucket}/results")
+    here = stores.pull_once(f"file://{bucket}/data", target)
+    assert files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner"}, "nothing is left of the half"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +205,7 @@ def test_unreachable_addresses_are_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "moxing", None)
     with pytest.raises(error) as caught:
-        remote.pull_once(url, tmp_path / "data")
+        stores.pull_once(url, tmp_path / "data")
     assert message in str(caught.value)
 
 
@@ -296,21 +265,21 @@ def test_moxing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = SimpleNamespace(file=None)  # PyPI's moxing
     monkeypatch.setitem(sys.modules, "moxing", elsewhere)
     with pytest.raises(ConfigError, match="ModelArts' moxing cannot be imported"):
-        remote.files("obs://b/data")
+        stores.files("obs://b/data")
     monkeypatch.setitem(sys.modules, "moxing", SimpleNamespace(file=moxing))
-    here = remote.pull_once("obs://b/data/", tmp_path / "data")
+    here = stores.pull_once("obs://b/data/", tmp_path / "data")
     assert files(here) == {"a.bin": b"abc", "inner/b": b"inner"}
-    assert remote.files("obs://b/data") == [
+    assert stores.files("obs://b/data") == [
         StoredFile("a.bin", 3, "7"),
         StoredFile("inner/b", 5, "7"),
     ]
-    assert remote.files("obs://b/empty") == remote.files("obs://b/nowhere") == [], (
+    assert stores.files("obs://b/empty") == stores.files("obs://b/nowhere") == [], (
         "the marker of a folder is no file"
     )
     assert (
-        remote.pull_once("s3://b/prompts.txt", tmp_path / "prompts.txt")
+        stores.pull_once("s3://b/prompts.txt", tmp_path / "prompts.txt")
         == tmp_path / "prompts.txt" / "prompts.txt"
     )
     moxing.calls.clear()
-    remote.push(run_folder(tmp_path / "out"), "obs://b/out/")
+    stores.push(run_folder(tmp_path / "out"), "obs://b/out/")
     assert [call[2].removeprefix("obs://b/out/") for call in moxing.calls] == UPLOAD_ORDER
