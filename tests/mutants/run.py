@@ -3,7 +3,8 @@
     make mutants                            all of them, compared with found.txt
     python tests/mutants/run.py schedule    those whose file, description or tests hold a word
     python tests/mutants/run.py --stale     which of them no longer apply; plants nothing
-    python tests/mutants/run.py --record    write found.txt anew; with words, only their lines
+    python tests/mutants/run.py --missing   those that nothing has found yet
+    python tests/mutants/run.py --record    write found.txt too; with words, only their lines
 
 A test that fails without a fault too is named and left out. exit codes: 0 as recorded, 1 a fault
 is no longer found or no longer applies.
@@ -117,6 +118,8 @@ def run_tests(root: Path, tests: list[str], *options: str, limit: float) -> list
                 return [f"{tests[0]} (no end in {limit:g} s)"]
         text, code = output.read_text(errors="replace"), os.waitstatus_to_exitcode(ended[1])
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::[^\[\s]+(?:\[.*?\])?|\S+)", text, re.M)
+    if code == 5:  # no test was left
+        return []
     if code not in (0, 1, 2) or (code and not failed):
         raise RuntimeError(f"{' '.join(tests)}: pytest ends with {code}: {text[-2000:]}")
     return failed
@@ -172,6 +175,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--stale", action="store_true")
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--missing", action="store_true")
     arguments = parser.parse_args()
     every = read_faults(FAULTS.read_text(encoding="utf-8"))
     chosen = [
@@ -179,12 +183,15 @@ def main() -> int:
         for fault in every
         if all(word in f"{fault.file} {fault.meaning} {fault.tests}" for word in arguments.words)
     ]
+    recorded = read_found(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    if arguments.missing:
+        unknown = (NOTHING, STALE, None)
+        chosen = [fault for fault in chosen if recorded.get(fault.meaning) in unknown]
     stale = [fault for fault in chosen if fault.planted(ROOT) is None]
     for fault in stale:
         print(f"{STALE}: {fault.file}: {fault.meaning}\n    - {fault.old}")
     if arguments.stale:
         return int(bool(stale))
-    recorded = read_found(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     found: dict[str, str] = {}
     os.environ["OMP_NUM_THREADS"] = "1"
     for library in LARGE:
