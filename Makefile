@@ -1,6 +1,6 @@
 PYTHON ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python,.venv/bin/python)
 
-.PHONY: check lint types spelling shell wheels test campaign golden budget benchmark
+.PHONY: check lint types spelling shell wheels test mutants campaign golden budget benchmark
 
 check: lint types spelling shell wheels  ## lint, format, types, spelling, shell, wheels of the dependencies
 
@@ -22,6 +22,9 @@ wheels:
 
 test:  ## the short suite
 	bash scripts/test.sh
+
+mutants:  ## plant faults in a copy of the project, and see that tests still find them, half an hour
+	$(PYTHON) tests/mutants/run.py
 
 campaign:  ## long fault and size runs, numerical tests with other kernels; read the figures it prints
 	$(PYTHON) -m pytest --all -m campaign -s

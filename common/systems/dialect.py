@@ -105,8 +105,12 @@ class Translation:
         *sections, name = key.split(".")
         at = self.tree
         for section in sections:
-            at = at.get(section, {})
-        if name not in at or self.sources.get(tuple(key.split("."))) == "command line":
+            at = at.get(section) if isinstance(at, dict) else None
+        if (
+            not isinstance(at, dict)
+            or name not in at
+            or self.sources.get(tuple(key.split("."))) == "command line"
+        ):
             return
         at.pop(name)
         for own, theirs in self.origins.items():

@@ -36,11 +36,12 @@ ENOUGH = 40
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     campaign = config.option.markexpr == "campaign"
-    for item in items:
-        if Path(__file__).parent in item.path.parents and hasattr(item.obj, "hypothesis"):
-            item.obj = (CAMPAIGN if campaign else SUITE)(item.obj)
-            if campaign:
-                item.add_marker("campaign")
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    drawn = [item for item in ours if hasattr(item.obj, "hypothesis")]
+    for function in {item.obj for item in drawn}:
+        (CAMPAIGN if campaign else SUITE)(function)
+    for item in drawn if campaign else ():
+        item.add_marker("campaign")
 
 
 @pytest.fixture

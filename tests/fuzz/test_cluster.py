@@ -9,85 +9,37 @@ from typing import Any
 
 from hypothesis import example, given, strategies as st
 
-from common.cluster.environment import (
-    announced_world_size,
-    find_process,
-    first_node,
-    torch_variables,
-)
+from common.cluster.environment import announced_world_size, find_process, torch_variables
 from common.cluster.hccn import device_addresses
 from common.cluster.places import find_places, parse_range, places_of_table
 from common.cluster.rank_environment import given_port, parse_master
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import merge_tables, read_table, to_json as table_to_json
 from common.launcher.host_list import divide, parse_hosts
-from tests.fuzz.faults import FAULTS, TWISTED, Fault, changed_tree, spoiled, to_json, tree_faults
-from tools import hccl_tools
+from tests.cluster_tables import devices, table_0, table_1, table_2, tutorial_servers
+from tests.fuzz.faults import FAULTS, TREE_FAULTS, Fault, changed_tree, spoiled, to_json
 
 # ---- rank tables ----
 
 
-def whole_table(version: str, servers: int, count: int) -> dict[str, Any]:
-    names = [f"10.155.111.{140 + server}" for server in range(servers)]
-    devices = [
-        [
-            {"device_id": str(n), "device_ip": f"192.{n + 1}.27.{6 + server}",
-             "rank_id": str(server * count + n)}
-            for n in range(count)
-        ]
-        for server in range(servers)
-    ]  # fmt: skip
-    if version == "0":
-        instances = [
-            {"pod_name": f"job-worker-{n}", "server_id": name, "devices": [
-                {key: device[key] for key in ("device_id", "device_ip")} for device in devices[n]
-            ]} for n, name in enumerate(names)
-        ]  # fmt: skip
-        group = {"group_name": "job", "device_count": str(servers * count),
-                 "instance_count": str(servers), "instance_list": instances}  # fmt: skip
-        return {"status": "completed", "group_count": "1", "group_list": [group]}
-    if version == "2.0":
-        ranks = [
-            {"rank_id": int(d["rank_id"]), "local_id": int(d["device_id"]),
-             "device_id": int(d["device_id"]), "level_list": [
-                {"net_layer": 0, "net_instance_id": f"net{server}", "net_type": "TOPO_FILE_DESC",
-                 "rank_addr_list": [
-                     {"addr_type": "IPV4", "addr": d["device_ip"], "ports": ["0/1"]}]}
-            ]} for server in range(servers) for d in devices[server]
-        ]  # fmt: skip
-        return {"version": "2.0", "status": "completed", "rank_count": str(len(ranks)),
-                "rank_list": ranks}  # fmt: skip
-    table: dict[str, Any] = {
-        "version": version, "server_count": str(servers), "status": "completed",
-        "server_list": [
-            {"server_id": name, "device": devices[n], "host_nic_ip": "reserve"}
-            for n, name in enumerate(names)
-        ],
-    }  # fmt: skip
-    if version == "1.2":
-        for device in (device for server in devices for device in server):
-            device["super_device_id"] = device["rank_id"]
-        pods = [{"server_id": name} for name in names]
-        table["super_pod_list"] = [{"super_pod_id": "0", "server_list": pods}]
-    return table
+def _super_pods() -> dict[str, Any]:
+    servers = tutorial_servers(2, 2)
+    for number, device in enumerate(device for _, own in servers for device in own):
+        device["super_device_id"] = str(number)
+    names = [{"server_id": name} for name, _ in servers]
+    pods = [{"super_pod_id": "0", "server_list": names}]
+    return table_1(*servers) | {"version": "1.2", "super_pod_list": pods}
 
 
-WHOLE = {
-    f"{version} {servers}x{count}": whole_table(version, servers, count)
-    for version in ("0", "1.0", "1.2", "2.0")
-    for servers, count in ((1, 1), (1, 8), (2, 2), (4, 2))
+PODS = [(f"job-{n}", f"10.0.0.{n}", devices([f"192.1.1.{n}", f"192.1.2.{n}"])) for n in (1, 2)]
+WHOLE: dict[str, dict[str, Any]] = {
+    "0": table_0("job", *PODS),
+    **{f"1.0 {n}x{m}": table_1(*tutorial_servers(n, m)) for n, m in ((1, 8), (2, 2), (4, 2))},
+    "1.2": _super_pods(),
+    "2.0": table_2(),
 }
 NAMES = st.sampled_from(list(WHOLE))
-TREE_FAULTS = st.lists(tree_faults(), max_size=3)
-
-
-def with_faults(name: str, faults: list[Fault]) -> str:
-    tree: Any = WHOLE[name]
-    for fault in faults:
-        tree = changed_tree(tree, fault)
-        if not isinstance(tree, dict) or not tree or fault.kind in TWISTED:
-            break
-    return to_json(tree)
+SOME_FAULTS = st.lists(TREE_FAULTS, max_size=3)
 
 
 def write(path: Path, text: str) -> Path:
@@ -102,12 +54,12 @@ def use(path: Path) -> RankTable:
     table = read_table(path)
     ranks = [place.rank for place in places_of_table(table)]
     assert sorted(ranks) == list(range(table.world_size))
-    devices = [(server.server_id, device.device_id) for server, device in table.places()]
+    held = [(server.server_id, device.device_id) for server, device in table.places()]
     addresses = [device.device_ip for _, device in table.places() if device.device_ip]
     assert len(set(addresses)) == len(addresses)
     table_warnings(table)
     if table.version != "2.0":  # where a server is a network instance, which may span machines
-        assert len(set(devices)) == len(devices)
+        assert len(set(held)) == len(held)
         again = write(path.with_name("again.json"), json.dumps(table_to_json(table)))
         assert [place.rank for place in places_of_table(read_table(again))] == ranks
     return table
@@ -137,52 +89,28 @@ def require_same_as_json(path: Path, table: RankTable) -> None:
         assert {item[1::2] for item in found} == there
 
 
-@given(name=NAMES, faults=TREE_FAULTS)
-@example(name="1.0 2x2", faults=[Fault("nearby value", 53, 1)])  # a rank twice
-@example(name="1.0 2x2", faults=[Fault("value", 3, 0, "\u0663")])
-def test_a_table_with_faults(judge, name, faults) -> None:
+@given(name=NAMES, faults=SOME_FAULTS, of_file=st.one_of(st.none(), st.none(), FAULTS))
+@example(name="1.0 2x2", faults=[Fault("nearby value", 53, 1)], of_file=None)  # a rank twice
+@example(name="1.0 2x2", faults=[Fault("value", 3, 0, "\u0663")], of_file=None)
+def test_a_table_with_faults(judge, name, faults, of_file) -> None:
     with judge.folder() as folder:
-        path = write(folder / "table.json", with_faults(name, faults))
+        path = write(folder / "table.json", to_json(changed_tree(WHOLE[name], *faults)))
         with judge(str(path)):
-            require_same_as_json(path, use(path))
-
-
-@given(name=NAMES, level=st.integers(2, 3), other=st.integers(0, 7), key=st.sampled_from(
-       ("rank_id", "device_id", "device_ip", "super_device_id", "addr")))  # fmt: skip
-def test_a_value_of_one_device_at_another(judge, name, level, other, key) -> None:
-    """Ranks, devices of a server and addresses, which each device has for itself."""
-    text = to_json(WHOLE[name])
-    values = re.findall(rf'"{key}": ("[^"]*"|\d+)', text)
-    if values:
-        value = values[other % len(values)]
-        text = re.sub(rf'"{key}": ("[^"]*"|\d+)', f'"{key}": {value}', text, count=level)
-    with judge.folder() as folder:
-        path = write(folder / "table.json", text)
-        with judge(str(path)):
-            require_same_as_json(path, use(path))
-
-
-@given(name=NAMES, fault=FAULTS)
-def test_a_table_file_with_a_fault(judge, name, fault) -> None:
-    judge.needed = {"refused"}
-    with judge.folder() as folder:
-        path = write(folder / "table.json", to_json(WHOLE[name]))
-        with judge(str(path)):
-            with spoiled(path, fault):
+            with spoiled(path, of_file):
                 table = use(path)
             require_same_as_json(path, table)
 
 
-FIT = st.sampled_from(("1.0 2x2", "1.0 1x8", "1.2 2x2"))
+FIT = st.sampled_from(("1.0 2x2", "1.0 1x8", "1.2"))
 
 
 @given(names=st.tuples(NAMES, NAMES) | FIT.map(lambda name: (name, name)),
-       faults=st.just(([], [])) | st.tuples(TREE_FAULTS, TREE_FAULTS), again=st.integers(0, 9),
+       faults=st.just(([], [])) | st.tuples(SOME_FAULTS, SOME_FAULTS), again=st.integers(0, 9),
        moved=st.sampled_from((True, True, False)))  # fmt: skip
 def test_merged_tables(judge, names, faults, again, moved) -> None:
     """moved: the second has other hosts and addresses. again: one table is named twice."""
     with judge.folder() as folder:
-        texts = [with_faults(name, some) for name, some in zip(names, faults, strict=True)]
+        texts = [to_json(changed_tree(WHOLE[n], *f)) for n, f in zip(names, faults, strict=True)]
         if moved:
             texts[1] = texts[1].replace("10.155.111.", "10.155.112.").replace(".27.", ".28.")
         paths = [write(folder / f"{n}.json", text) for n, text in enumerate(texts)]
@@ -194,27 +122,23 @@ def test_merged_tables(judge, names, faults, again, moved) -> None:
             assert table.world_size == sum(read_table(path).world_size for path in paths)
 
 
-# ---- hccn.conf ----
-
 HCCN = [
     line
     for n in range(8)
     for line in (f"address_{n}=192.168.10{n % 4}.{100 + n}", f"netmask_{n}=255.255.255.0")
 ]
 ODD_LINES = st.sampled_from((
-    None, "address_0=", "address_0=1.2.3", "address_0=1.2.3.4.5", "address_0=::1",
-    "IPv6address_0=fe80::1", "address_99999999999=1.2.3.4", "=", "address_x=1",
-    "address_0=0.0.0.0", "address_1=192.168.100.100", "address_0=127.0.0.1",
-    "# address_0=1.2.3.4", "address_0=a\0b", "address_0 = 1.2.3.4", "address_\u0663=1.2.3.4",
-    "address_0=" + "9" * 5000, "x" * 100_000, "address_0=1.2.3.4=5", "\u202e",
-    "address_0=1.2.3.4 ", "ADDRESS_0=9.9.9.9", "address_0=001.2.3.4", "address_0=256.1.1.1",
+    None, "address_0=", "address_0=1.2.3", "address_0=::1", "IPv6address_0=fe80::1", "=",
+    "address_99999999999=1.2.3.4", "address_0=0.0.0.0", "address_1=192.168.100.100",
+    "address_0=127.0.0.1", "# address_0=1.2.3.4", "address_0=a\0b", "address_0 = 1.2.3.4",
+    "address_\u0663=1.2.3.4", "address_0=" + "9" * 5000, "address_0=1.2.3.4=5",
+    "ADDRESS_0=9.9.9.9", "address_0=001.2.3.4", "address_0=256.1.1.1",
 ))  # fmt: skip
 
 
 @given(changes=st.lists(st.tuples(st.integers(0, 15), ODD_LINES, st.booleans()), max_size=3),
-       fault=st.none() | FAULTS,
-       wanted=st.sampled_from(([*range(8)], [0], [4, 5, 6, 7], [0, 0], [7], [99],
-                               [*range(16)])))  # fmt: skip
+       fault=st.one_of(st.none(), st.none(), FAULTS),
+       wanted=st.sampled_from(([*range(8)], [0], [4, 5, 6, 7], [0, 0], [99])))  # fmt: skip
 def test_addresses_of_hccn_conf(judge, changes, fault, wanted) -> None:
     with judge.folder() as folder:
         lines = list(HCCN)
@@ -222,16 +146,12 @@ def test_addresses_of_hccn_conf(judge, changes, fault, wanted) -> None:
             lines[place : place + (not added)] = [] if line is None else [line]
         path = write(folder / "hccn.conf", "\n".join(lines) + "\n")
         with judge(str(path)):
-            if fault is None:
+            with spoiled(path, fault):
                 found = device_addresses(wanted, path)
-            else:
-                with spoiled(path, fault, lambda content, fault: content):
-                    found = device_addresses(wanted, path)
             text = path.read_bytes().decode("utf-8", "replace")
             for device, address in found.items():
                 line = rf"(?im)^\s*(?:ipv6)?address_0*{device}\s*=(.*)$"
-                words = [word.strip() for word in re.findall(line, text)]
-                assert address in words or address in [word.lower() for word in words]
+                assert address in [word.strip().lower() for word in re.findall(line, text)]
 
 
 # ---- environment variables ----
@@ -245,7 +165,6 @@ MS_ROLE=MS_WORKER MS_WORKER_NUM=4 MS_NODE_ID=1 DEVICE_ID=1 MS_SCHED_HOST=127.0.0
 MS_ROLE=MS_SCHED MS_WORKER_NUM=4 MS_SCHED_HOST=127.0.0.1 MS_SCHED_PORT=8118
 RANK_ID=1 RANK_SIZE=4 DEVICE_ID=1 ASCEND_DEVICE_ID=1
 RANK_ID=0 DEVICE_ID=0 MA_NUM_HOSTS=1
-RANK_ID=1 RANK_SIZE=4 MA_NUM_HOSTS=2 VC_WORKER_HOSTS=a,b
 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4
 PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 MASTER_ADDR=a
 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=4 SLURM_STEP_NODELIST=gpu[03-05,9],login1 SLURM_STEP_ID=0 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=0 SLURM_LOCALID=1 SLURM_JOB_ID=123
@@ -255,8 +174,8 @@ RANK_TABLE_FILE=TABLE RANK_ID=1 RANK_SIZE=4 DEVICE_ID=1 HCCL_CONNECT_TIMEOUT=0
 ODD = (
     "", " ", "-1", "0", "1", "3", "4", "5", "64", "99999999999", "9" * 5000, "1.0", "1e3", "0x4",
     "+1", " 1", "1 ", "\u0663", "\u00b2", "abc", "a b", "[", "]", "gpu[", "gpu[1-", "[1-2]",
-    "gpu[1-3],", ",", "a,b", "4(x", "2(x3)", "4(x99999999999)", "1(x9999999)", "127.0.0.1", "::1",
-    "a:b", "true", "MS_SCHED", "x" * 5000, "4294967280", "65535", "65536", "\u202e",
+    "gpu[1-3],", ",", "a,b", "4(x", "2(x3)", "4(x99999999999)", "127.0.0.1", "::1", "a:b",
+    "MS_SCHED", "x" * 5000, "4294967280", "65535", "65536", "\u202e",
 )  # fmt: skip
 ADDED = ("MASTER_PORT", "MASTER_ADDR", "RANK_ID", "MS_ROLE", "WORLD_SIZE", "RANK")
 
@@ -275,7 +194,7 @@ def _environments() -> st.SearchStrategy[dict[str, str]]:
     return st.one_of(families, families, both).flatmap(changed)
 
 
-@given(environ=_environments(), table=st.one_of(st.just([]), TREE_FAULTS))
+@given(environ=_environments(), table=st.one_of(st.just([]), SOME_FAULTS))
 @example(environ=FAMILIES[2] | {"MS_SCHED_PORT": "65536"}, table=[])
 @example(environ=FAMILIES[0] | {"RANK": "4"}, table=[])
 @example(environ=FAMILIES[0] | {"WORLD_SIZE": "\u0663"}, table=[])
@@ -283,7 +202,7 @@ def test_variables_of_launchers(judge, environ, table) -> None:
     with judge.folder() as folder:
         names = [*environ, "environment: ", f"{environ.get('RANK_TABLE_FILE', '?')}: ", str(folder)]
         if environ.get("RANK_TABLE_FILE") == "TABLE":
-            path = write(folder / "table.json", with_faults("1.0 2x2", table))
+            path = write(folder / "table.json", to_json(changed_tree(WHOLE["1.0 2x2"], *table)))
             environ = environ | {"RANK_TABLE_FILE": str(path)}
         with judge(*names):
             given_port(environ)
@@ -293,26 +212,17 @@ def test_variables_of_launchers(judge, environ, table) -> None:
             assert 0 <= process.rank < process.world_size
             assert 0 <= process.local_rank < process.local_world_size <= process.world_size
             assert process.port is None or 0 < process.port < 65536
-            assert process.master != ""
+            assert process.master is None or re.fullmatch(r"[^\[\], ]+", process.master)
             port = environ.get("MASTER_PORT", "")
             assert not port or (port.isascii() and port.isdigit()), "which was taken"
 
 
-@given(text=st.builds(str.__add__, st.sampled_from(ODD),
-       st.sampled_from(("", "[1-3]", "[", "]", ",x", "[01,5-7]y"))))  # fmt: skip
-def test_a_list_of_slurms_nodes(judge, text) -> None:
-    with judge("SLURM_STEP_NODELIST"):
-        name = first_node(text)
-        assert name and not re.search(r"[\[\],]", name)
-
-
-# ---- ranges, hosts, tools ----
+# ---- ranges, hosts ----
 
 RANGES = (
     "[0,8)", "[0,8]", "[0,4)", "[4,8)", "[0,2)", "[2,4)", "[0,1)", "[8,0)", "[0,0)", "(0,8)",
-    "[0,8", "0,8", "0", "", "[,]", "[a,b)", "[0,99999999999)", "[0,999999999)", "[ 0 , 8 )",
-    "[0,8)x", "[\u0660,\u0668)", "[-1,3)", "[0,8,9)", "[0.0,8)", "[" + "9" * 5000 + ",1)",
-    "[0,65537)", "[1000,1008)", "[]",
+    "[0,8", "0,8", "0", "", "[,]", "[a,b)", "[0,999999999)", "[ 0 , 8 )", "[0,8)x",
+    "[\u0660,\u0668)", "[-1,3)", "[0,8,9)", "[0.0,8)", "[" + "9" * 5000 + ",1)", "[1000,1008)",
 )  # fmt: skip
 NUMBERS = st.sampled_from((None, None, None, 1, 2, 4, 8, 0, -1, 3, 16, 65536, 65537, 2**31, 2**63))
 MASTERS = (
@@ -321,11 +231,10 @@ MASTERS = (
 )  # fmt: skip
 FLAGS = ("DEVICE_RANGE", "start_device", "end_device", "RANK_SIZE", "--nnodes", "--node_rank",
          "--master", "rank table", "launcher starts")  # fmt: skip
-PLAIN = st.sampled_from(RANGES[:7])
 
 
-@given(text=PLAIN | st.sampled_from(RANGES), size=NUMBERS, nodes=NUMBERS, node=NUMBERS,
-       address=st.sampled_from(MASTERS[:4]) | st.sampled_from(MASTERS),
+@given(text=st.sampled_from(RANGES[:7]) | st.sampled_from(RANGES), size=NUMBERS, nodes=NUMBERS,
+       node=NUMBERS, address=st.sampled_from(MASTERS[:4]) | st.sampled_from(MASTERS),
        name=st.none() | NAMES)  # fmt: skip
 def test_ranges_of_devices(judge, text, size, nodes, node, address, name) -> None:
     with judge.folder() as folder, judge(*FLAGS):
@@ -349,7 +258,7 @@ LISTS = st.lists(st.sampled_from(HOSTS[:8]) | st.sampled_from(HOSTS), min_size=1
 
 
 @given(text=st.just("10.155.111.140,10.155.111.141") | LISTS.map(",".join),
-       name=st.none() | st.sampled_from(("1.0 2x2", "1.0 1x8", "1.0 4x2")),
+       name=st.sampled_from((None, None, "1.0 2x2", "1.0 1x8", "1.0 4x2")),
        size=st.sampled_from((None, 4, 8, 7, 16)), first=st.sampled_from((0, 2)),
        count=st.sampled_from((1, 2, 4, 8)),
        master=st.sampled_from((None, None, "10.0.0.9", "fe80::1")))  # fmt: skip
@@ -365,33 +274,3 @@ def test_lists_of_hosts(judge, text, name, size, first, count, master) -> None:
         assert {part.host for part in parts} == set(hosts)
         if size is not None and table is None:
             assert [rank for part in parts for rank in part.numbers] == list(range(size))
-
-
-COUNTS = ("8", "1", "0", "-1", "16", "99999999999999", "x", "9" * 30, "4096")
-VISIBLE = ("0,1,2,3", "4,5,6,7", "0,0", "", "a", "0,", "999999999", "\u0663", "0,1,2,3,4,5,6,7")
-
-
-@given(text=PLAIN | st.sampled_from(RANGES), count=st.none() | st.sampled_from(COUNTS),
-       visible=st.none() | st.sampled_from(VISIBLE),
-       host=st.sampled_from(("10.0.0.1", "10.0.0.1", "::1", "x", "127.0.0.1", "fe80::1",
-                             "")))  # fmt: skip
-def test_words_of_hccl_tools(judge, capsys, text, count, visible, host) -> None:
-    """Exit code 0 and one table, or 2, one message and none. It writes its own message."""
-    judge.needed = {"accepted"}
-    with judge.folder() as folder, judge("no error leaves it"):
-        conf = write(folder / "hccn.conf", "\n".join(HCCN) + "\n")
-        words = ["--device_num", text, "--server_ip", host, "--hccn_conf", str(conf)]
-        words += ["--output_dir", str(folder)]
-        words += [] if count is None else ["--device_num_per_node", count]
-        words += [] if visible is None else ["--visible_devices", visible]
-        try:
-            code = hccl_tools.main(words)
-        except SystemExit as error:
-            code = int(error.code or 0)
-        message = capsys.readouterr().err
-        tables = list(folder.glob("hccl_*.json"))
-        assert (code, len(tables)) in ((0, 1), (2, 0))
-        if code == 0:
-            assert read_table(tables[0]).world_size
-        else:
-            assert 0 < len(message) < 3000 and "Traceback" not in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,11 +10,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
+
+import pytest
 
 from tests.pages.blocks import ROOT
 from tests.ranks import free_port
@@ -125,6 +128,19 @@ def make_project(home: Path) -> Project:
         " --vocab-file data/quickstart/vocab.json --merge-file data/quickstart/merges.txt"
     )
     return project
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that one of the processes of the tests makes, for all of them."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / name).exists():
+            make(base / f"{name}.unfinished")
+            (base / f"{name}.unfinished").rename(base / name)
+    return base / name
 
 
 def copy_project(project: Project, home: Path) -> Project:

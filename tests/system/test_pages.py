@@ -30,7 +30,14 @@ from tests.pages.blocks import (
     twin,
 )
 from tests.pages.inputs import inputs_of, made_by
-from tests.pages.project import Project, Unavailable, copy_project, make_project, rename_run
+from tests.pages.project import (
+    Project,
+    Unavailable,
+    copy_project,
+    made_once,
+    make_project,
+    rename_run,
+)
 from tests.pages.reader import Reader
 
 PAGES = pages()
@@ -48,7 +55,7 @@ FIRST = (
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """The project with the quickstart's data."""
     try:
-        return make_project(tmp_path_factory.mktemp("pages") / "home")
+        return Project(made_once(tmp_path_factory, "prepared", make_project) / "gpt2")
     except Unavailable as reason:
         pytest.skip(str(reason))
 
@@ -56,10 +63,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Project:
 @pytest.fixture(scope="module")
 def trained(prepared: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """It with two runs of the tiny preset, for pages that take them as given."""
-    project = copy_project(prepared, tmp_path_factory.mktemp("trained") / "home")
-    project.run(FIRST)
-    rename_run(project.folder, "output/first", "output/quickstart")
-    return project
+
+    def train(home: Path) -> None:
+        project = copy_project(prepared, home)
+        project.run(FIRST)
+        rename_run(project.folder, "output/first", "output/quickstart")
+
+    return Project(made_once(tmp_path_factory, "trained", train) / "gpt2")
 
 
 def given_runs(page: str) -> list[str]:

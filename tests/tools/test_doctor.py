@@ -18,6 +18,7 @@ import pytest
 from common.cluster import hccn
 from common.doctor import machine, software
 from common.processes.addresses import free_port
+from tests.cluster_tables import devices, table_1, tutorial_servers
 from tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,20 +77,9 @@ needs_torch = pytest.mark.skipif(
 @needs_torch
 def test_the_doctors_of_two_hosts() -> None:
     """Both of this machine; both say the same."""
-    words = [
-        "--master",
-        f"127.0.0.1:{free_port()}",
-        "--nnodes",
-        "2",
-        "--ranks",
-        "1",
-        "--backend",
-        "torch",
-        "--json",
-        "--time_limit",
-        "100",
-    ]
-    processes = [start(*words, "--node_rank", str(host)) for host in range(2)]
+    words = f"--master 127.0.0.1:{free_port()} --nnodes 2 --ranks 1 --backend torch --json"
+    words += " --time_limit 100"
+    processes = [start(*words.split(), "--node_rank", str(host)) for host in range(2)]
     reports = [finish(process)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], reports
     found = [check_of(report, "all-reduce") for report in reports]
@@ -100,15 +90,8 @@ def test_the_doctors_of_two_hosts() -> None:
 
 @needs_torch
 def test_a_rank_that_is_stopped_is_named_and_no_process_stays(tmp_path: Path) -> None:
-    process = start(
-        "--ranks",
-        "2",
-        "--backend",
-        "torch",
-        "--time_limit",
-        "5",
-        environment={"TMPDIR": str(tmp_path)},
-    )
+    words = "--ranks 2 --backend torch --time_limit 5"
+    process = start(*words.split(), environment={"TMPDIR": str(tmp_path)})
     pids = pids_of(process)
     os.kill(pids[1], signal.SIGSTOP)
     report, _ = finish(process)
@@ -206,35 +189,10 @@ def test_an_accelerator_that_is_asked_for_and_not_there(
     assert all(check["remedy"] for check in checks if check["state"] == "error")
 
 
-def test_no_framework_is_imported() -> None:
-    program = (
-        "import sys; sys.path.insert(0, '.'); import tools.doctor; sys.exit(bool({'torch',"
-        " 'mindspore'} & sys.modules.keys()))"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
-
-
 @pytest.fixture
 def without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "check_imports", lambda names, limit: ([], {}))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-
-def rank_table(*servers: str) -> dict[str, Any]:
-    return {
-        "version": "1.0",
-        "server_count": str(len(servers)),
-        "server_list": [
-            {
-                "server_id": server,
-                "device": [
-                    {"device_id": "4", "device_ip": f"192.168.4.{rank + 1}", "rank_id": str(rank)}
-                ],
-            }
-            for rank, server in enumerate(servers)
-        ],
-        "status": "completed",
-    }
 
 
 @pytest.mark.usefixtures("without_imports")
@@ -242,7 +200,7 @@ def test_a_table_that_is_wrong_is_one_error_of_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.json"
-    path.write_text(json.dumps({**rank_table("10.0.0.1"), "server_count": "3"}))
+    path.write_text(json.dumps(table_1(*tutorial_servers(1, 1)) | {"server_count": "3"}))
     assert doctor.main(["--rank_table", str(path), "--json"]) == 2
     check = check_of(capsys.readouterr().out, "rank table")
     assert check["state"] == "error" and "server_count" in check["found"]
@@ -252,7 +210,9 @@ def test_a_table_that_is_wrong_is_one_error_of_the_report(
 def test_a_table_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """203.0.113.x are reserved for documentation (TEST-NET-3 of RFC 5737)."""
     path = tmp_path / "table.json"
-    path.write_text(json.dumps(rank_table("203.0.113.1", "203.0.113.2")))
+    there = [devices([f"192.168.4.{rank + 1}"], first_rank=rank) for rank in range(2)]
+    servers = zip(("203.0.113.1", "203.0.113.2"), there, strict=True)
+    path.write_text(json.dumps(table_1(*servers)))
     assert doctor.main(["--rank_table", str(path), "--json"]) == 2
     report = capsys.readouterr().out
     assert "2 ranks on 2 servers, sha256 " in check_of(report, "rank table")["found"]
@@ -260,22 +220,8 @@ def test_a_table_of_other_machines(tmp_path: Path, capsys: pytest.CaptureFixture
         "none of 203.0.113.1, 203.0.113.2 is this machine's; name the server of the rank table"
         " with --node_rank 0 to 1"
     )
-    assert (
-        doctor.main(
-            [
-                "--rank_table",
-                str(path),
-                "--node_rank",
-                "1",
-                "--time_limit",
-                "1",
-                "--device",
-                "cuda",
-                "--json",
-            ]
-        )
-        == 2
-    )
+    words = f"--rank_table {path} --node_rank 1 --time_limit 1 --device cuda --json"
+    assert doctor.main(words.split()) == 2
     report = capsys.readouterr().out
     assert check_of(report, "address")["found"] == "203.0.113.2 is not an address of this machine"
     assert "not tried" in check_of(report, "all-reduce")["found"]

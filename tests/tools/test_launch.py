@@ -22,12 +22,18 @@ from common.launcher import attempts, launch as launching
 from common.launcher.supervisor import Job, Outcome
 from common.run_config import load_config
 from common.run_folder import owned_folder
-from tests.cluster_tables import write_tutorial_table
+from tests.cluster_tables import table_1, write_tutorial_table
 from tests.run_scripts import clean_environment
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")
+BATCH = "train.global_batch_size=null"
+TRAIN = ["none", CONFIG, "[0,2]", "train", BATCH]
+
+
+def distribute(*options: str, words: list[str] = TRAIN) -> int:
+    return launch.main(["distribute", *options, *words])
 
 
 @pytest.fixture
@@ -56,36 +62,20 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
 
 
 def test_a_job_is_what_the_words_and_the_config_say(jobs: list[Job], tmp_path: Path) -> None:
-    words = [
-        "distribute",
-        "none",
-        CONFIG,
-        "[2,4]",
-        "train",
-        "output_dir=here",
-        "runtime.stall_limit=50",
-        "train.global_batch_size=null",
-    ]
-    assert launch.main(words) == 7
+    more = ["output_dir=here", "runtime.stall_limit=50", BATCH]
+    words = ["none", CONFIG, "[2,4]", "train", *more]
+    assert distribute(words=words) == 7
     (job,) = jobs
-    assert (job.log_folder, job.stall_limit, job.follow, job.hosts) == (
-        tmp_path / "here",
-        50.0,
-        True,
-        None,
-    )
-    assert [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] == [
-        (0, "2"),
-        (1, "3"),
-    ]
-    assert launch.main(["distribute", "--log_dir", "logs", "--quiet", *words[1:]]) == 7
+    assert (job.log_folder, job.stall_limit) == (tmp_path / "here", 50.0)
+    assert (job.follow, job.hosts) == (True, None)
+    devices = [(child.rank, child.environment["DEVICE_ID"]) for child in job.children]
+    assert devices == [(0, "2"), (1, "3")]
+    assert distribute("--log_dir", "logs", "--quiet", words=words) == 7
     assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", False)
-    launch.main(["distribute", *words[1:4], "eval", *words[5:]])
+    distribute(words=[*words[:3], "eval", *more])
     assert jobs[2].follow, "what an evaluation finds is its output"
-    launch.main(["distribute", "--follow", *words[1:]])
-    assert jobs[3].follow and jobs[3].steps == load_config(Path(CONFIG)).train.max_steps, (
-        "an option of earlier versions"
-    )
+    distribute("--follow", words=words)  # an option of earlier versions
+    assert jobs[3].follow and jobs[3].steps == load_config(Path(CONFIG)).train.max_steps
 
 
 @pytest.fixture
@@ -98,7 +88,7 @@ def held(tmp_path: Path) -> Iterator[Path]:
 def test_a_second_run_in_the_same_folder_is_told_why_and_does_not_disturb_the_first(
     jobs: list[Job], held: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["none", CONFIG, "[0,2]", "train", "output_dir=here", "train.global_batch_size=null"]
+    words = [*TRAIN, "output_dir=here"]
     before = sorted(held.rglob("*"))
     for kind, more in (
         ("distribute", words),
@@ -107,42 +97,23 @@ def test_a_second_run_in_the_same_folder_is_told_why_and_does_not_disturb_the_fi
     ):
         assert launch.main([kind, *more]) == 2
         error = capsys.readouterr().err
-        assert (
-            error.endswith(
-                "here: another run is writing here; wait for it or choose another folder\n"
-            )
-            and error.count("error:") == 1
-        )
+        said = "here: another run is writing here; wait for it or choose another folder\n"
+        assert error.endswith(said) and error.count("error:") == 1
     monkeypatch.setenv("DETACH", "1")
-    assert launch.main(["distribute", *words]) == 2, "not in the background's log alone"
+    assert distribute(words=words) == 2, "not in the background's log alone"
     monkeypatch.delenv("DETACH")
     assert jobs == [] and sorted(held.rglob("*")) == before
-    two = ["--master", "127.0.0.1:29511", "--nnodes", "2", "--node_rank"]
-    assert launch.main(["distribute", *two, "1", *words]) == 7, (
-        "it may be its own run's rank 0 that holds it, on the other host"
-    )
-    assert launch.main(["distribute", *words[:3], "eval", *words[4:]]) == 7, "reads alone"
+    two = ["--master", "127.0.0.1:29511", "--nnodes", "2", "--node_rank", "1"]
+    assert distribute(*two, words=words) == 7, "it may be its own run's rank 0, on the other host"
+    assert distribute(words=[*words[:3], "eval", *words[4:]]) == 7, "reads alone"
     monkeypatch.setenv("DRY_RUN", "1")
-    assert launch.main(["distribute", *words]) == 0
+    assert distribute(words=words) == 0
 
 
 def test_a_folder_of_a_run_that_has_ended_is_free(jobs: list[Job], tmp_path: Path) -> None:
     with owned_folder(tmp_path / "here"):
         pass
-    assert (
-        launch.main(
-            [
-                "distribute",
-                "none",
-                CONFIG,
-                "[0,2]",
-                "train",
-                "output_dir=here",
-                "train.global_batch_size=null",
-            ]
-        )
-        == 7
-    )
+    assert distribute(words=[*TRAIN, "output_dir=here"]) == 7
 
 
 def test_a_table_of_ascends_on_a_machine_without_one(
@@ -177,34 +148,17 @@ def test_a_table_of_ascends_on_a_machine_without_one(
 def test_full_streams_do_not_prevent_the_start(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [
-        "distribute",
-        "none",
-        CONFIG,
-        "[0,2]",
-        "train",
-        "train.global_batch_size=null",
-        "parallel.pipeline_stage=2",
-    ]
     # a flush at the end would fail too
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         patch.setattr(sys, "stderr", full)
-        assert launch.main(words) == 7
+        assert distribute(words=[*TRAIN, "parallel.pipeline_stage=2"]) == 7
     assert len(jobs) == 1
 
 
 def test_runs_that_cannot_be_shown_are_an_error(tmp_path: Path) -> None:
     """Output of a dry run, which is all that it is for."""
-    words = [
-        "distribute",
-        "none",
-        CONFIG,
-        "[0,2]",
-        "train",
-        "train.global_batch_size=null",
-        f"output_dir={tmp_path}",
-    ]
+    words = ["distribute", *TRAIN, f"output_dir={tmp_path}"]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, launch.__file__, *words],
@@ -245,8 +199,6 @@ def test_a_table_that_the_platform_is_filling_is_waited_for(
 ) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"status": "initializing"}')
-    words = ["distribute", str(path), CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
-
     waits = threading.Event()
     wait = launching.wait_for_table
 
@@ -262,7 +214,7 @@ def test_a_table_that_the_platform_is_filling_is_waited_for(
 
     filler = threading.Thread(target=fill)
     filler.start()
-    assert launch.main(words) == 7
+    assert distribute(words=[str(path), *TRAIN[1:]]) == 7
     filler.join()
     assert "waiting up to 1800 s" in capsys.readouterr().err
     assert {child.environment["RANK_TABLE_FILE"] for child in jobs[0].children} == {str(path)}
@@ -320,17 +272,8 @@ def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], samples: Path) -> Non
     from common.cluster.rank_table_files import read_table
 
     source = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    words = [
-        "--log_dir",
-        "logs",
-        str(source),
-        CONFIG,
-        "[8,16)",
-        "train",
-        "16",
-        "train.global_batch_size=null",
-    ]
-    assert launch.main(["distribute", *words]) == 7
+    words = [str(source), CONFIG, "[8,16)", "train", "16", BATCH]
+    assert distribute("--log_dir", "logs", words=words) == 7
     written, given = read_table(Path("logs/rank_table.json")), read_table(source)
     assert written.version == "1.0" and [device for _, device in written.places()] == [
         device for _, device in given.places()
@@ -346,25 +289,16 @@ def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], samples: Path) -> Non
 def test_one_process(jobs: list[Job]) -> None:
     assert launch.main(["standalone", CONFIG, "3", "predict", "predict.prompt=x"]) == 7
     (child,) = jobs[0].children
-    assert (child.log_folder, child.environment["DEVICE_ID"], child.environment["RANK_SIZE"]) == (
-        "mf_standalone",
-        "3",
-        "1",
-    )
-    assert child.command[-4:] == (
-        "--run_mode",
-        "predict",
-        "context.device_id=3",
-        "predict.prompt=x",
-    )
+    found = child.environment["DEVICE_ID"], child.environment["RANK_SIZE"]
+    assert (child.log_folder, *found) == ("mf_standalone", "3", "1")
+    words = ("--run_mode", "predict", "context.device_id=3", "predict.prompt=x")
+    assert child.command[-4:] == words
     assert jobs[0].follow
 
 
 def test_over_ssh_each_host_is_a_rank_that_tells_no_progress(jobs: list[Job]) -> None:
-    assert (
-        launch.main(["distribute", "--hosts", "me@a,b", "--ssh", "none", CONFIG, "[0,4)", "train"])
-        == 7
-    )
+    words = ["none", CONFIG, "[0,4)", "train"]
+    assert distribute("--hosts", "me@a,b", "--ssh", words=words) == 7
     (job,) = jobs
     assert [child.log_folder for child in job.children] == [
         "host_me@a",
@@ -436,87 +370,47 @@ def test_a_stop_is_ctrl_c_there() -> None:
     assert "saved" in process.communicate(timeout=60)[0] and process.returncode == 130
 
 
-def test_a_list_of_devices_in_place_of_the_range(
-    jobs: list[Job], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["train", "train.global_batch_size=null"]
+def test_a_list_of_devices_in_place_of_the_range(jobs: list[Job]) -> None:
     for option in ("0,1,4", " 4, 0,1"):
-        assert launch.main(["distribute", "--devices", option, "none", CONFIG, *words]) == 7
+        assert distribute("--devices", option, words=["none", CONFIG, "train", BATCH]) == 7
     assert [
         [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] for job in jobs
     ] == [[(0, "0"), (1, "1"), (2, "4")], [(0, "4"), (1, "0"), (2, "1")]]
-    for options, found, message in (
-        (["--devices", "0,1"], ["[0,8]", *words], "--devices 0,1 and DEVICE_RANGE [0,8] both"),
-        (["--devices", "0,1"], ["train", "2"], "RANK_SIZE makes the range one of ranks"),
-        (["--devices", "0,a"], words, "expected device numbers with commas between"),
-        (["--devices", "0,1,0"], words, "0 is given twice"),
-        ([], ["[0,2,5]", *words], "give --devices 0,2,5 instead of the range"),
-    ):
-        assert launch.main(["distribute", *options, "none", CONFIG, *found]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_a_list_of_devices_and_a_rank_table_of_them(
     jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    devices = [
+    chips = [
         {"device_id": str(device), "device_ip": f"10.0.0.{device}", "rank_id": str(rank)}
         for rank, device in enumerate((0, 1, 4))
     ]
     table = tmp_path / "table.json"
-    server = {"server_id": "127.0.0.1", "device": devices, "host_nic_ip": "reserve"}
-    table.write_text(
-        json.dumps(
-            {
-                "version": "1.0",
-                "server_count": "1",
-                "server_list": [server],
-                "status": "completed",
-            }
-        )
-    )
-    words = [str(table), CONFIG, "train", "train.global_batch_size=null"]
-    assert launch.main(["distribute", "--devices", "0,1,4", *words]) == 7
+    table.write_text(json.dumps(table_1(("127.0.0.1", chips))))
+    words = [str(table), CONFIG, "train", BATCH]
+    assert distribute("--devices", "0,1,4", words=words) == 7
     assert [child.environment["DEVICE_ID"] for child in jobs[0].children] == ["0", "1", "4"]
     assert jobs[0].children[2].environment["RANK_TABLE_FILE"] == str(table)
-    assert launch.main(["distribute", "--devices", "0,1,5", *words]) == 2
+    assert distribute("--devices", "0,1,5", words=words) == 2
     assert "--device_num '[0,3)' --visible_devices 0,1,5" in capsys.readouterr().err
 
 
-def test_hosts_find_their_own_address_in_a_list(
-    jobs: list[Job], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["none", CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
-    assert launch.main(["distribute", "--node-ips", "198.51.100.1,127.0.0.1", *words]) == 7
+def test_hosts_find_their_own_address_in_a_list(jobs: list[Job]) -> None:
+    assert distribute("--node-ips", "198.51.100.1,127.0.0.1") == 7
     assert [child.rank for child in jobs[0].children] == [2, 3]
     assert jobs[0].children[0].environment["MASTER_ADDR"] == "198.51.100.1"
     assert "NCCL_NET" not in jobs[0].children[0].environment
-    rdma = ["--use-rdma", "--num-nodes", "2", "--node_ips", "127.0.0.1,198.51.100.1"]
-    assert launch.main(["distribute", *rdma, *words]) == 7
+    assert distribute("--use-rdma", "--num-nodes", "2", "--node_ips", "127.0.0.1,198.51.100.1") == 7
     assert [child.rank for child in jobs[1].children] == [0, 1]
     assert jobs[1].children[0].environment["NCCL_NET"] == "IB"
-    for options, message in (
-        (["--node_ips", "198.51.100.1,198.51.100.2"], "none of them is an address of this machine"),
-        (["--node_ips", "127.0.0.1,localhost"], "127.0.0.1, localhost of them is"),
-        (["--node_ips", "127.0.0.1,"], "expected addresses with commas between"),
-        (["--node_ips", "127.0.0.1:29500,b"], "expected addresses with commas between"),
-        (["--node_ips", "198.51.100.1,198.51.100.1"], "198.51.100.1 is there twice"),
-        (["--node_ips", "127.0.0.1,198.51.100.1", "--nnodes", "3"], "--node_ips names 2 hosts"),
-        (["--nnodes", "2"], "2 hosts need a common address: give --master IP:PORT"),
-    ):
-        assert launch.main(["distribute", *options, *words]) == 2
-        assert message in capsys.readouterr().err
-    assert len(jobs) == 2
 
 
 def test_a_dry_run_meets_nobody(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
-    words = ["none", CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
     for master, rank in (("127.0.0.1", "RANK=0 "), ("198.51.100.1", "RANK=2 ")):
-        begin = ["distribute", "--master", f"{master}:29511", "--nnodes", "3"]
-        assert launch.main([*begin, *words]) == 0
+        assert distribute("--master", f"{master}:29511", "--nnodes", "3") == 0
         assert rank in capsys.readouterr().out
     assert jobs == []
 
@@ -524,35 +418,45 @@ def test_a_dry_run_meets_nobody(
 def test_horovods_ranks_are_horovodruns_to_start(
     jobs: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["none", CONFIG, "[0,2]", "train", "train.global_batch_size=null"]
-    more = ["parallel.strategy=horovod"]
-    assert launch.main(["distribute", *words, *more]) == 2
+    words = [*TRAIN, "parallel.strategy=horovod"]
+    assert distribute(words=words) == 2
     command = f"{sys.executable} {ROOT}/run_gpt2.py --config {CONFIG} --run_mode train"
     assert f"horovodrun -np 2 -H localhost:2 {command}" in capsys.readouterr().err
-    hosts = ["--node_ips", "127.0.0.1,198.51.100.2"]
-    assert launch.main(["distribute", *hosts, *words, *more]) == 2
+    assert distribute("--node_ips", "127.0.0.1,198.51.100.2", words=words) == 2
     assert "horovodrun -np 4 -H 127.0.0.1:2,198.51.100.2:2" in capsys.readouterr().err
     assert jobs == []
 
 
-def test_bad_words(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
-    cases: list[tuple[list[Any], str]] = [
-        (["standalone", CONFIG, "0"], "expected CONFIG_PATH DEVICE_ID RUN_MODE"),
-        (["standalone", CONFIG, "0", "fly"], "RUN_MODE is 'fly'"),
-        (
-            ["distribute", "--hosts", "a,b", "--nnodes", "2", "none", CONFIG, "[0,4)", "train"],
-            "follow from --hosts",
-        ),
-        (["distribute", "--master", "a", "none", CONFIG, "[0,4)", "train"], "expected IP:PORT"),
-        (
-            ["distribute", "-", CONFIG, "[0,8)", "train", "parallel.model_parallel=3"],
-            "= 3 does not divide the 8 running processes",
-        ),
-    ]
-    for words, message in cases:
-        assert launch.main(words) == 2
-        assert message in capsys.readouterr().err
-    assert jobs == []
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("standalone CONFIG 0", "expected CONFIG_PATH DEVICE_ID RUN_MODE"),
+        ("standalone CONFIG 0 fly", "RUN_MODE is 'fly'"),
+        ("--hosts a,b --nnodes 2 none CONFIG [0,4) train", "follow from --hosts"),
+        ("--master a none CONFIG [0,4) train", "expected IP:PORT"),
+        ("- CONFIG [0,8) train parallel.model_parallel=3",
+            "= 3 does not divide the 8 running processes"),
+        ("--devices 0,1 none CONFIG [0,8] train", "--devices 0,1 and DEVICE_RANGE [0,8] both"),
+        ("--devices 0,1 none CONFIG train 2", "RANK_SIZE makes the range one of ranks"),
+        ("--devices 0,a none CONFIG train", "expected device numbers with commas between"),
+        ("--devices 0,1,0 none CONFIG train", "0 is given twice"),
+        ("none CONFIG [0,2,5] train", "give --devices 0,2,5 instead of the range"),
+        ("--node_ips 198.51.100.1,198.51.100.2 TRAIN", "none of them is an address of this"),
+        ("--node_ips 127.0.0.1,localhost TRAIN", "127.0.0.1, localhost of them is"),
+        ("--node_ips 127.0.0.1, TRAIN", "expected addresses with commas between"),
+        ("--node_ips 127.0.0.1:29500,b TRAIN", "expected addresses with commas between"),
+        ("--node_ips 198.51.100.1,198.51.100.1 TRAIN", "198.51.100.1 is there twice"),
+        ("--node_ips 127.0.0.1,198.51.100.1 --nnodes 3 TRAIN", "--node_ips names 2 hosts"),
+        ("--nnodes 2 TRAIN", "2 hosts need a common address: give --master IP:PORT"),
+    ],
+)  # fmt: skip
+def test_bad_words(
+    jobs: list[Job], capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    given = words.replace("TRAIN", " ".join(TRAIN)).replace("CONFIG", CONFIG).split()
+    kind = [] if given[0] == "standalone" else ["distribute"]
+    assert launch.main([*kind, *given]) == 2
+    assert message in capsys.readouterr().err and jobs == []
 
 
 @pytest.mark.parametrize(
@@ -563,8 +467,7 @@ def test_ranks_on_a_cpu_have_no_devices(
 ) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     words = ["--nnodes", "2", "--node_rank", "1", "--master", "198.51.100.1:29500", "none", CONFIG]
-    assert launch.main(["distribute", *words, "[0,2)", "train", f"device={device}",
-        "train.global_batch_size=null"]) == 0  # fmt: skip
+    assert distribute(words=[*words, "[0,2)", "train", f"device={device}", BATCH]) == 0
     said = capsys.readouterr().out
     assert f": {named}; of 4 in all" in said and said.count("OMP_NUM_THREADS") == 1
     assert "# rank 3: logs in " in said

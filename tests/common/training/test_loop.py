@@ -141,6 +141,8 @@ def run_loop(
     last = state.step
     assert (state.consumed_samples, state.sample_hash) == (2 * last, f"hash {last}")
     assert state.skipped_steps == (last >= 3) and summary["step"] == last
+    assert state.updated_samples == 2 * (last - state.skipped_steps)
+    assert state.skipped_in_a_row == (last == 3)
     if not changes.keys() & {"train__exit_interval", "train__exit_minutes"}:
         assert last == 10 and summary["validation_loss"] == 2.0
     return engine

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.config.schema import LossScaleConfig
-from common.training.loss_scale import LossScale
+from common.training.loss_scale import LossScale, clip_factor
 
 
 def test_dynamic_loss_scale_equals_torch_grad_scaler() -> None:
@@ -74,3 +74,9 @@ def test_hysteresis_minimum_and_static() -> None:
     static.update(False)
     assert static.value == 128.0
     assert LossScale(LossScaleConfig(mode="none")).value == 1.0
+
+
+def test_the_clip_only_lowers_gradients() -> None:
+    assert [clip_factor(norm, 2.0) for norm in (0.0, 1.0, 1.9)] == [1.0] * 3
+    assert clip_factor(8.0, 2.0) == pytest.approx(0.25, rel=1e-6)
+    assert clip_factor(8.0, 0.0) == 1.0
