@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +16,37 @@ from torch import Tensor  # noqa: E402
 from common.checkpoint.folders import find_checkpoint  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.errors import ConfigError, DeviceError  # noqa: E402
-from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
 from common.run_config import load_config  # noqa: E402
-from common.training.metrics import read_metrics  # noqa: E402
-from tests.config_overrides import changed  # noqa: E402
-from tests.run_scripts import run_words, start_script  # noqa: E402
+from tests import emulated_float8  # noqa: E402
+from tests.tiny import rows_of, tiny_run, train_here  # noqa: E402
 from torch_gpt2 import float8  # noqa: E402
 from torch_gpt2.device import TorchDevice, check_support, select_device  # noqa: E402
 from torch_gpt2.model import GPT2  # noqa: E402
-from torch_gpt2.train import train  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-PIPELINE = "parallel.pipeline_stage=2"
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "EMULATED", True)
-    monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (9, 0)))
+def emulated() -> Iterator[None]:
+    with emulated_float8.watch():
+        yield
 
 
-def run(folder: Path, corpus: Path, **changes: Any) -> Any:
-    tree = {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "seq_length": 32,
-            "vocab_size": 101,
-        },
+def run(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
+    wide: dict[str, Any] = {
+        "model__hidden_size": 64,
+        "model__seq_length": 32,
         "train": {"max_steps": 40, "micro_batch_size": 8},
         "optimizer": {"learning_rate": 0.001},
-        "data": {"train": str(corpus), "split": "100,0,0"},
-        "logging": {"tensorboard": False, "plot": False},
+        "data__split": "100,0,0",
     }
-    return resolve_config(build_config(changed(tree, changes)))
+    return tiny_run(folder, corpus, **(wide | changes))
 
 
 def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    return [row["loss"] for row in rows_of(folder)]
 
 
 def rounded(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
@@ -75,7 +64,7 @@ def test_a_layer_is_the_closed_form(
     scaling: str, emulated: None, tmp_path: Path, corpus_prefix: Path
 ) -> None:
     precision = {"compute": "bfloat16", "float8": scaling}
-    config = run(tmp_path, corpus_prefix, precision=precision)
+    config = resolve_config(build_config(run(tmp_path, corpus_prefix, precision=precision)))
     torch.manual_seed(0)
     model = GPT2(config.model, config.precision, config.vocab_rows)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
@@ -110,7 +99,7 @@ def test_losses_follow_bf16_and_runs_change_precision(
     """
     rowwise = {"compute": "bfloat16", "float8": "rowwise"}
     for name, precision in (("bf16", "bf16"), ("fp8", "fp8"), ("rowwise", rowwise)):
-        train(*make_run(run(tmp_path / name, corpus_prefix, precision=precision)))
+        train_here(run(tmp_path / name, corpus_prefix, precision=precision))
     plain, in_float8, by_row = (losses(tmp_path / name) for name in ("bf16", "fp8", "rowwise"))
     assert len({*plain, *in_float8, *by_row}) > 2 * len(plain), "three runs of one precision"
     assert plain[-1] < plain[0] - 0.5
@@ -122,42 +111,9 @@ def test_losses_follow_bf16_and_runs_change_precision(
     resumed = {"checkpoint__resume": str(checkpoint), "train__max_steps": 44}
     for name in ("bf16", "fp8"):
         folder = tmp_path / f"resumed {name}"
-        train(*make_run(run(folder, corpus_prefix, precision=name, **resumed)))
+        train_here(run(folder, corpus_prefix, precision=name, **resumed))
         assert len(losses(folder)) == 4
         assert losses(folder)[0] == pytest.approx(in_float8[-1], rel=0.05)
-
-
-PROGRAM = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from torch_gpt2 import float8
-from torch_gpt2.device import TorchDevice
-float8.EMULATED = True
-TorchDevice.capability = property(lambda device: (9, 0))
-import run_gpt2
-sys.exit(run_gpt2.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout", ["parallel.data_parallel=2", pytest.param(PIPELINE, marks=pytest.mark.campaign)]
-)
-def test_two_ranks_equal_one_process(tmp_path: Path, corpus_prefix: Path, layout: str) -> None:
-    """With the same micro batches, whose largest values make the scales."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    keys = {"train__max_steps": 6, "precision": "fp8"}
-    for ranks in (1, 2):
-        run = tmp_path / f"on_{ranks}"
-        words = [*run_words(run, corpus_prefix, **keys), *([layout] if ranks == 2 else [])]
-        launcher = start_script(
-            "--program", str(program), "none", "configs/gpt2/run_gpt2_tiny.yaml", f"[0,{ranks})",
-            "train", *words, log=tmp_path / f"log_{ranks}.txt",
-        )  # fmt: skip
-        assert launcher.wait(timeout=300) == 0, (tmp_path / f"log_{ranks}.txt").read_text()
-    one, two = (losses(tmp_path / f"on_{ranks}") for ranks in (1, 2))
-    assert len(one) == 6 and two == [pytest.approx(loss, rel=1e-6) for loss in one]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +147,10 @@ def test_devices_without_float8_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     by_row = {"compute": "bfloat16", "float8": "rowwise"}
-    fp8, rowwise = (run(tmp_path, tmp_path, precision=each) for each in ("fp8", by_row))
+    fp8, rowwise = (
+        resolve_config(build_config(run(tmp_path, tmp_path, precision=each)))
+        for each in ("fp8", by_row)
+    )
     with pytest.raises(DeviceError, match=r"needs a CUDA GPU of compute capability 8\.9"):
         check_support(fp8, select_device("cpu"))
     monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (8, 9)))
