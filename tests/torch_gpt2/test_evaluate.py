@@ -5,7 +5,6 @@ what they refuse.
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.tokenizer import load_tokenizer
 from tests.reference import hugging_face_model
+from tests.tiny import tiny_run
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
 
@@ -158,30 +158,20 @@ def trained(
 ) -> Path:
     """The config of a run that has a checkpoint, GPT-2's vocabulary and windows of 32."""
     folder = tmp_path_factory.mktemp("trained")
-    tree: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "device": "cpu",
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "seq_length": 32,
-            "max_positions": 64,
-            "vocab_size": 50257,
-        },
-        "train": {"max_steps": 1, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.01},
-        "data": {
-            "train": str(corpus_prefix),
-            "split": "90,10,0",
-            "tokenizer": {
-                "vocab_file": str(gpt2_vocab_files[0]),
-                "merge_file": str(gpt2_vocab_files[1]),
-            },
-        },
-        "validation": {"max_samples": 2},
-        "logging": {"tensorboard": False, "plot": False},
-    }
+    files = {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])}
+    tree = tiny_run(
+        folder / "run",
+        corpus_prefix,
+        model__num_layers=1,
+        model__hidden_size=16,
+        model__num_heads=2,
+        model__seq_length=32,
+        model__max_positions=64,
+        model__vocab_size=50257,
+        train={"max_steps": 1, "micro_batch_size": 2},
+        data__tokenizer=files,
+        validation={"max_samples": 2},
+    )
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert run_gpt2.main(["--config", str(path), "--run_mode", "train"]) == 0

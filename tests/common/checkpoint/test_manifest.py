@@ -16,25 +16,17 @@ from common.checkpoint.manifest import MANIFEST, read_manifest, seal, unseal, wr
 from common.checkpoint.snapshot import EngineState, make_snapshot
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.config.load import build_config
 from common.errors import CheckpointError
-from common.resolve.derive import resolve_config
+from tests.tiny import tiny_config
 
 
 def record(step: int = 10) -> dict[str, Any]:
     """The manifest of a small run on two ranks of torch, as an engine makes it."""
-    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50}
-    tree = {
-        "output_dir": "run",
-        "model": model,
-        "train": {"max_steps": 10, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
-    }
     states = [
         {"cpu": base64.b64encode(random.Random(rank).randbytes(5056)).decode()} for rank in range(2)
     ]
     snapshot = make_snapshot(
-        resolve_config(build_config(tree), world_size=2),
+        tiny_config(ranks=2),
         TrainState(
             step=step,
             consumed_samples=4 * step,
@@ -125,84 +117,31 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return values
 
 
+FILE = "files/model.safetensors"
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("state/step", -1, r"state\.step: Input should be greater than or equal to 0, found -1"),
-        ("state/step", 10.5, r"state\.step: Input should be a valid integer, found 10\.5"),
-        ("state/step", True, r"state\.step: Input should be a valid integer, found True"),
-        (
-            "state/skipped_steps",
-            [1],
-            r"state\.skipped_steps: Input should be a valid integer, found \[1\]",
-        ),
+        ("state/step", -1, r"state\.step: .*greater than or equal to 0, found -1"),
+        ("state/step", 10.5, r"state\.step: .*valid integer, found 10\.5"),
         ("state/skipped_steps", 11, r"state: .*skipped_steps=11 and step=10 contradict"),
-        (
-            "state/consumed_samples",
-            "",
-            r"state\.consumed_samples: Input should be a valid integer, found ''",
-        ),
-        ("state/sample_hash", 7, r"state\.sample_hash: Input should be a valid string, found 7"),
+        ("state/sample_hash", 7, r"state\.sample_hash: .*valid string, found 7"),
         ("state/losses", [1.0], r"state: 1 losses and 2 gradient norms"),
-        (
-            "engine/loss_scale/value",
-            float("inf"),
-            r"engine\.loss_scale\.value: Input should be a finite number, found inf",
-        ),
-        (
-            "engine/loss_scale/value",
-            0.0,
-            r"engine\.loss_scale\.value: Input should be greater than 0",
-        ),
+        ("engine/loss_scale/value", float("inf"), r"\.value: .*finite number, found inf"),
+        ("engine/loss_scale/value", 0.0, r"engine\.loss_scale\.value: .*greater than 0"),
         ("engine/optimizer_steps", 11, r"engine\.optimizer_steps=11 is more than state\.step=10"),
-        ("engine/rng/torch", [], r"engine\.rng\.torch: List should have at least 1 item"),
-        (
-            "engine/rng/torch",
-            [{"cpu": "AAAA"}],
-            r"random generators of 1 ranks, and config\.parallel is of 2",
-        ),
+        ("engine/rng/torch", [{"cpu": "AAAA"}], "generators of 1 ranks, and config.parallel is of"),
         ("engine/rng/torch", [{"cpu": "AA!A"}] * 2, r"engine\.rng\.torch\.0\.cpu: not base64"),
-        ("config/model", 40, r"config\.model: Input should be a valid dictionary, found 40"),
-        ("config", None, r"config: Input should be .*dictionary.*, found None"),
-        ("tokenizer", "gpt2", r"tokenizer: Input should be .*dictionary.*, found 'gpt2'"),
+        ("config/model", 40, r"config\.model: .*valid dictionary, found 40"),
+        ("tokenizer", "gpt2", r"tokenizer: .*dictionary.*, found 'gpt2'"),
         ("samples_per_epoch", -5, r"samples_per_epoch: Input should be greater"),
-        (
-            "files",
-            {"../x": {"bytes": 1, "crc32": 1}},
-            r"files\.\.\./x.*: expected the name of a file .* without a separator",
-        ),
-        (
-            "files",
-            {"model.rank_../../x.safetensors": {"bytes": 1, "crc32": 1}},
-            r"without a separator",
-        ),
-        ("files", {"": {"bytes": 1, "crc32": 1}}, r"without a separator"),
-        ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, r"without a separator"),
-        (
-            "files/model.safetensors/bytes",
-            "12",
-            r"files\.model\.safetensors\.bytes: Input should be a valid integer",
-        ),
-        (
-            "files/model.safetensors/crc32",
-            2**32,
-            r"files\.model\.safetensors\.crc32: Input should be less than",
-        ),
-        (
-            "files/model.safetensors/pieces",
-            {"wte.weight": None},
-            r"pieces\.wte\.weight: Input should be a valid list, found None",
-        ),
-        (
-            "files/model.safetensors/pieces",
-            {"w": [[3, 0]]},
-            r"pieces\.w\.0: expected \[first, end\] with first <= end, found \[3, 0\]",
-        ),
-        (
-            "files/model.safetensors/pieces",
-            {"w": [[0, 3], [0, 3], [0, 3]]},
-            r"pieces\.w: List should have at most 2 items",
-        ),
+        ("files", {"../x": {"bytes": 1, "crc32": 1}}, r"files\.\.\./x.*: .*without a separator"),
+        (f"{FILE}/bytes", "12", r"files\.model\.safetensors\.bytes: .*valid integer"),
+        (f"{FILE}/crc32", 2**32, r"files\.model\.safetensors\.crc32: Input should be less than"),
+        (f"{FILE}/pieces", {"wte": None}, r"pieces\.wte: .*valid list, found None"),
+        (f"{FILE}/pieces", {"w": [[3, 0]]}, r"expected \[first, end\] with first <= end, found"),
+        (f"{FILE}/pieces", {"w": [[0, 3]] * 3}, r"pieces\.w: List should have at most 2 items"),
     ],
 )
 def test_values_of_an_old_manifest_are_judged(

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
 from common.log import LOG, start_log
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
 from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream
+from tests.tiny import tiny_config
 
 END = 256
 
@@ -80,15 +79,9 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def config(**predict: Any) -> RunConfig:
-    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 64, "vocab_size": 257}
-    tree = {
-        "output_dir": "out",
-        "model": model,
-        "train": {"micro_batch_size": 1},
-        "optimizer": {"learning_rate": 1.0},
-    }
-    return resolve_config(build_config(tree | {"predict": predict}))
+def config(**predict: Any) -> Run:
+    sizes = {"model__seq_length": 64, "model__vocab_size": 257}
+    return tiny_config("out", **sizes, predict=predict)
 
 
 def say(

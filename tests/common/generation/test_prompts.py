@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError, UserError
 from common.generation.prompts import encode_prompts, read_prompts, sliding_window
-from common.resolve.derive import resolve_config, resolve_mode
+from common.parallel.run import Run
+from common.resolve.derive import resolve_mode
 from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream
+from tests.tiny import tiny_config, tiny_run
 
 
 class Letters:
@@ -30,21 +31,8 @@ class Letters:
         return ByteStream(bytes)
 
 
-def config(positions: int = 16, **predict: Any) -> RunConfig:
-    model = {
-        "num_layers": 1,
-        "hidden_size": 8,
-        "num_heads": 1,
-        "seq_length": positions,
-        "vocab_size": 256,
-    }
-    tree = {
-        "output_dir": "out",
-        "model": model,
-        "train": {"micro_batch_size": 1},
-        "optimizer": {"learning_rate": 1.0},
-    }
-    return resolve_config(build_config(tree | {"predict": predict}))
+def config(positions: int = 16, **predict: Any) -> Run:
+    return tiny_config(model__seq_length=positions, model__vocab_size=256, predict=predict)
 
 
 def read(**words: Any) -> list[Any]:
@@ -107,16 +95,8 @@ def test_the_window_slides_for_more_tokens_than_positions() -> None:
 
 
 def test_an_exported_program_cannot_slide() -> None:
-    tree = {
-        "output_dir": "out",
-        "backend": "mindspore",
-        "model": {
-            "num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16, "vocab_size": 256,
-        },
-        "optimizer": {"learning_rate": 1.0},
-    }  # fmt: skip
     for words in ({"window": 16}, {"max_new_tokens": 17}):
-        made = build_config(tree | {"predict": words})
+        made = build_config(tiny_run(backend="mindspore", predict=words))
         with pytest.raises(ConfigError, match="has the fixed shape of 16 positions"):
             resolve_mode(made, "export", world_size=1)
         resolve_mode(made, "predict", world_size=1)

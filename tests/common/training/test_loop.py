@@ -1,6 +1,5 @@
 """The loop with an engine of a few lines that takes several steps at once, as a data sink does."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -15,16 +14,16 @@ import pytest
 from common.checkpoint.folders import whole_checkpoints
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.config.load import build_config
 from common.dataset import Batch, Tokens
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.training.engine import StepResult
 from common.training.loop import perplexity, train
 from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow
 from common.training.steps import Agreements, TrainingParts
-from tests.config_overrides import changed
+from tests.tiny import tiny_config
 
 
 class FakeEngine:
@@ -106,21 +105,14 @@ def batches() -> Iterator[Batch]:
 def run_loop(
     folder: Path, steps_per_run: int, kind: type[FakeEngine] = FakeEngine, **changes: Any
 ) -> FakeEngine:
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_heads": 2,
-            "seq_length": 4,
-            "vocab_size": 50,
-        },
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50}
+    usual: dict[str, Any] = {
+        "model": model,
         "train": {"max_steps": 10, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1},
         "validation": {"interval": 4},
         "checkpoint": {"interval": 3},
     }
-    config = resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
+    config = tiny_config(folder, **(usual | changes))
     engine = kind(steps_per_run)
     state = TrainState()
     folder.mkdir(exist_ok=True)
@@ -157,12 +149,10 @@ def test_several_steps_at_once_never_cross_a_boundary(
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 10]
-    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == [
-        "03",
-        "06",
-        "09",
-        "10",
-    ]
+    saved = [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")]
+    assert saved == ["03", "06", "09", "10"]
+    assert [row["loss"] for row in rows if "loss" in row] == [1.0 / step for step in range(1, 11)]
+    assert rows[0]["grad_norm"] == 0.1 + 0.2, "floats read back exactly"
 
 
 @pytest.mark.parametrize("kind", [FakeEngine, LateEngine])
@@ -305,35 +295,8 @@ def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_pat
     )
 
 
-def test_floats_read_back_exactly(tmp_path: Path) -> None:
-    run_loop(tmp_path, 1)
-    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
-    assert losses == [1.0 / step for step in range(1, 11)]
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0.1 + 0.2
-
-
-def test_taking_up_a_run_drops_rows_that_will_come_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 8))
-        + '{"step": 8, "lo'
-    )
-    with MetricsWriter(tmp_path, step=5, tensorboard=False) as metrics:
-        metrics.write({"step": 6, "loss": 2.0})
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 1.0),
-        (4, 1.0),
-        (5, 1.0),
-        (6, 2.0),
-    ]
-
-
 def test_gpt2_flops_per_token_are_the_published_figure() -> None:
     """0.855 GFLOP a token for 124M at 1024 (6 (N - positions) + 12 L h T)."""
-    from common.run_config import load_config
-
     root = Path(__file__).resolve().parents[3]
     model = resolve_config(load_config(root / "configs" / "gpt2" / "run_gpt2_124m.yaml")).model
     assert flops_per_token(model) == pytest.approx(0.855e9, rel=1e-3)

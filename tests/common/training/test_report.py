@@ -13,68 +13,42 @@ from typing import Any
 
 import pytest
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG, start_log
 from common.parallel.ramp import batch_sizes, epochs_done
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
 from common.training.loop import validation_figures
 from common.training.report import STYLES, make_report, use_style
-from tests.config_overrides import changed
+from tests.tiny import tiny_config
 
 
-def make_config(style: str, world_size: int = 1, **changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
-        "model": {
-            "num_layers": 24,
-            "hidden_size": 1024,
-            "num_heads": 16,
-            "seq_length": 1024,
-            "vocab_size": 50257,
-        },
+def make_config(style: str, world_size: int = 1, **changes: Any) -> Run:
+    model = {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "seq_length": 1024}
+    usual: dict[str, Any] = {
+        "model": model | {"vocab_size": 50257},
         "train": {"max_steps": 500000, "micro_batch_size": 1, "global_batch_size": 8},
         "optimizer": {"learning_rate": 1e-5},
         "logging": {"style": style},
     }
-    return resolve_config(
-        build_config(changed(tree, changes)), world_size=world_size, samples_per_epoch=800
-    )
+    return tiny_config(ranks=world_size, **(usual | changes))
 
 
 def make_row(step: int, **values: Any) -> dict[str, Any]:
     seconds = values.get("step_time", 2.0)
     row = {
-        "loss": 3.25,
-        "learning_rate": 1.5e-4,
-        "global_batch_size": 8,
-        "grad_norm": 1.25,
-        "step_time": seconds,
-        "data_wait": 0.25,
-        "mfu": 0.0,
-    }
-    row |= {
-        "tokens_per_second": 8192 / seconds,
-        "peak_memory": 3 * 2**29,
-        "loss_scale": 65536.0,
-        "skipped": False,
-        "outlier": False,
-    }
-    return (
-        row
-        | {"step": step, "consumed_samples": 8 * step, "sample_hash": "0123456789abcdef"}
-        | values
-    )
+        "loss": 3.25, "learning_rate": 1.5e-4, "global_batch_size": 8, "grad_norm": 1.25,
+        "step_time": seconds, "data_wait": 0.25, "mfu": 0.0, "tokens_per_second": 8192 / seconds,
+        "peak_memory": 3 * 2**29, "loss_scale": 65536.0, "skipped": False, "outlier": False,
+        "step": step, "consumed_samples": 8 * step, "sample_hash": "0123456789abcdef",
+    }  # fmt: skip
+    return row | values
 
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Lines that the report of a config prints for rows."""
 
-    def say(
-        config: RunConfig, rows: list[dict[str, Any]], samples_per_epoch: int = 800
-    ) -> list[str]:
+    def say(config: Run, rows: list[dict[str, Any]], samples_per_epoch: int = 800) -> list[str]:
         start_log()
         report = make_report(config, samples_per_epoch)
         LOG.handlers[0].setFormatter(logging.Formatter("%(message)s"))
@@ -97,12 +71,8 @@ def test_megatron(lines: Any) -> None:
     ]
     found = lines(make_config("megatron", logging__interval=3), rows)
     seconds = (1.0 + 2.0 + 2.0) / 3
-    tera = (
-        (6 * (50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024) + 12 * 24 * 1024 * 1024)
-        * 8192
-        / seconds
-        / 1e12
-    )
+    parameters = 50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024
+    tera = (6 * parameters + 12 * 24 * 1024 * 1024) * 8192 / seconds / 1e12
     parts = [
         (" iteration {:8d}/{:8d} |", (3, 500000)),
         (" consumed samples: {:12d} |", (24,)),
@@ -356,13 +326,8 @@ def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
     counts only the rest.
     """
     config = make_config("gpt2", train__max_steps=1000, logging__hash_interval=0)
-    validation = {
-        "step": 903,
-        "validation_loss": 3.0,
-        "validation_perplexity": 20.0,
-        "validation_tokens": 8,
-        "validation_time": 500.0,
-    }
+    validation = {"step": 903, "validation_loss": 3.0, "validation_perplexity": 20.0}
+    validation |= {"validation_tokens": 8, "validation_time": 500.0}
     seconds = [60.0, 1.0, 2.0, 9.0]
     rows = [make_row(900 + n, step_time=time) for n, time in enumerate(seconds, 1)]
     first, *found = lines(config, [*rows[:3], validation, rows[3], make_row(1000)])
@@ -370,14 +335,8 @@ def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
     times = [re.search(r"eta ([\d:]+)", line) for line in found]
     # 98 steps of 1 s, 97 of 1.5 s, 96 of 2 s; none before the second step, of a validation and at
     # the end
-    assert [time and time[1] for time in times] == [
-        None,
-        "0:01:38",
-        "0:02:26",
-        None,
-        "0:03:12",
-        None,
-    ]
+    left = [time and time[1] for time in times]
+    assert left == [None, "0:01:38", "0:02:26", None, "0:03:12", None]
 
 
 def test_the_time_left_follows_a_run_whose_speed_changes(lines: Any) -> None:

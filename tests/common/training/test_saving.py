@@ -16,14 +16,11 @@ import pytest
 
 from common import run_folder
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints
-from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import EngineState, make_snapshot
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.config.load import build_config
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
-from common.resolve.derive import resolve_config
 from common.training.engine import StepResult
 from common.training.loop import train
 from common.training.loss_scale import LossScale
@@ -32,7 +29,7 @@ from common.training.opened_checkpoint import Checkpoint
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.saving import Saver
 from common.training.steps import TrainingParts
-from tests.config_overrides import changed
+from tests.tiny import tiny_config
 
 NAN = math.nan
 
@@ -120,21 +117,12 @@ def start(
     **changes: Any,
 ) -> dict[str, Any]:
     """Go on from the newest checkpoint of ``folder``, as both backends do."""
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_heads": 2,
-            "seq_length": 4,
-            "vocab_size": 50,
-        },
+    usual: dict[str, Any] = {
         "train": {"max_steps": 20, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
         "validation": {"interval": 0},
         "checkpoint": {"interval": 5, "keep": 2},
     }
-    config = resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
+    config = tiny_config(folder, **(usual | changes))
     with run_folder.owned_folder(folder):
         found = find_checkpoint(folder)
         state = (
@@ -179,17 +167,17 @@ def saved(folder: Path) -> list[int]:
 # ---- divergence ----
 
 
+def broken_at(first: int, value: float = NAN) -> Callable[[int], float]:
+    return lambda step: falling(step) if step < first else value
+
+
 def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None:
     """The update of step 11 breaks the weights: from step 12 on the loss is not finite, and nothing
     learns from it.
     """
+    changes = {"train__max_steps": 90, "train__max_skipped_steps": 20}
     with pytest.raises(DivergedError, match="step 31: 20 steps in a row"):
-        start(
-            tmp_path,
-            loss=lambda step: falling(step) if step < 12 else NAN,
-            train__max_steps=90,
-            train__max_skipped_steps=20,
-        )
+        start(tmp_path, loss=broken_at(12), **changes)
     assert saved(tmp_path) == [5, 10]
     # with another rate it resumes from there, and has all its patience again
     assert start(tmp_path)["step"] == 20
@@ -198,26 +186,13 @@ def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None
 
 def test_weights_broken_by_the_very_step_that_is_saved(tmp_path: Path) -> None:
     """keep=1: the checkpoint of step 10 is bad, which only step 11 shows, and must not be all that
-    is left.
+    is left. So it is with a loss that is finite and huge.
     """
     with pytest.raises(DivergedError):
-        start(
-            tmp_path,
-            loss=lambda step: falling(step) if step < 11 else NAN,
-            checkpoint__keep=1,
-            train__max_steps=90,
-        )
-    assert saved(tmp_path) == [5, 10]
-
-
-def test_a_loss_that_is_finite_and_huge_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
-    start(
-        tmp_path,
-        loss=lambda step: falling(step) if step < 12 else 1e30,
-        train__max_steps=40,
-        checkpoint__keep=1,
-    )
-    assert saved(tmp_path) == [10, 40]
+        start(tmp_path / "nan", loss=broken_at(11), checkpoint__keep=1, train__max_steps=90)
+    assert saved(tmp_path / "nan") == [5, 10]
+    start(tmp_path / "huge", loss=broken_at(12, 1e30), checkpoint__keep=1, train__max_steps=40)
+    assert saved(tmp_path / "huge") == [10, 40]
 
 
 def test_a_save_is_postponed_to_the_next_finite_loss(
@@ -253,7 +228,7 @@ def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
         StopRequested,
         match="by SIGTERM after step 8; not saved: the loss is nan; the same command resumes",
     ) as stopped:
-        start(tmp_path, loss=lambda step: falling(step) if step < 7 else NAN, act=stop)
+        start(tmp_path, loss=broken_at(7), act=stop)
     assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]
 
 
@@ -388,16 +363,13 @@ def test_rows_of_later_steps_stay_until_the_run_has_begun(tmp_path: Path) -> Non
         MetricsWriter(tmp_path)
 
 
-def test_a_last_row_without_its_newline_is_not_torn(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
-    with MetricsWriter(tmp_path, step=2, tensorboard=False) as metrics:
-        metrics.write({"step": 3})
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-
-
-def test_a_manifest_of_the_loop_is_whole(tmp_path: Path) -> None:
-    start(tmp_path)
-    assert read_manifest(tmp_path / "checkpoints" / "step_00000020")["state"]["step"] == 20
+def test_a_last_row_that_is_torn_or_lacks_its_newline(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for last in ('{"step": 2, "loss": 1.0}', '{"step": 2, "loss": 1.0}\n{"step": 3, "lo'):
+        path.write_text('{"step": 1, "loss": 2.0}\n' + last)
+        with MetricsWriter(tmp_path, step=2, tensorboard=False) as metrics:
+            metrics.write({"step": 3})
+        assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
 def test_a_snapshot_waits_for_the_save_before_it() -> None:

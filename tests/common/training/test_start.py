@@ -1,6 +1,7 @@
 """Restarts that a run knows of by the variables of torchrun and Slurm."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from common.config.load import build_config
 from common.training.start import _counts_restarts, _log_changes
+from tests.tiny import tiny_run
 
 
 @pytest.mark.parametrize(
@@ -34,9 +36,7 @@ def test_restarts(environ: dict[str, str], expected: bool, monkeypatch: pytest.M
 def test_a_resume_names_the_schedule_of_an_older_version(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8, "vocab_size": 11}
-    tree = {"output_dir": "x", "model": sizes, "optimizer": {"learning_rate": 0.1}}
-    config: Any = build_config({**tree, "data": {"train": "x"}})
+    config: Any = build_config(tiny_run(corpus=Path("x")))
     data: Any = SimpleNamespace(fingerprint="f")
     for state, said in (({"step": 3}, True), ({"step": 3, "updated_samples": 6}, False)):
         caplog.clear()
