@@ -24,6 +24,7 @@ from common.config.load import build_config  # noqa: E402
 from common.evaluation import ScoredRow, score_rows  # noqa: E402
 from common.inputs import make_run  # noqa: E402
 from tests.tiny import tiny_config, tiny_run, train_here  # noqa: E402
+from tests.twins import mindspore_twin  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
@@ -37,9 +38,7 @@ def test_every_row_has_the_same_loss_and_hits(monkeypatch: pytest.MonkeyPatch, m
     for parameter in one.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     device = mindformers_gpt2.device.select_device("cpu")
-    other = mindformers_gpt2.model.build_model(config, device)
-    for parameter in other.get_parameters():
-        ms.ops.assign(parameter, ms.Tensor(one.get_parameter(parameter.name).detach().numpy()))
+    other = mindspore_twin(config, one)
     generator = np.random.default_rng(0)
     rows = []
     for number in range(9):

@@ -24,6 +24,7 @@ from common.inputs import make_run  # noqa: E402
 from common.run_config import load_config  # noqa: E402
 from tests.reference import hugging_face_model, hugging_face_names  # noqa: E402
 from tests.tiny import SGD, require_equal, results_of, rows_of, tiny_config, tiny_run, train_here  # noqa: E402
+from tests.twins import mindspore_twin  # noqa: E402
 
 VOCABULARY = 101
 
@@ -47,10 +48,7 @@ def twins() -> tuple[Any, Any]:
     torch.manual_seed(0)
     for parameter in one.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    other = mindformers_gpt2.model.build_model(config, mindformers_gpt2.device.select_device("cpu"))
-    for parameter in other.get_parameters():
-        ms.ops.assign(parameter, ms.Tensor(one.get_parameter(parameter.name).detach().numpy()))
-    return one, other
+    return one, mindspore_twin(config, one)
 
 
 @pytest.mark.parametrize("mode", ["graph", "pynative"])

@@ -27,8 +27,6 @@ from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
 from common.config.schema import (
-    ModelConfig,
-    PrecisionConfig,
     PredictConfig,
     QuantizationConfig,
 )
@@ -47,12 +45,12 @@ from tests import tiny
 from tests.host_waits import counted
 from tests.mixed_load import prompts as mixed_load, run
 from tests.tiny import tiny_config
+from tests.twins import random_model
 from torch_gpt2 import offload
 from torch_gpt2.device import TorchDevice, open_device, select_device
 from torch_gpt2.device_step import DeviceStep
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
-from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer
 from torch_gpt2.predict import Decoder, predict
 from torch_gpt2.quantize import LinearQuantizer
@@ -618,21 +616,7 @@ def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | 
     """The CPU's are held against transformers elsewhere; here transformers would look for more of
     torch_npu than is simulated.
     """
-    settings = ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        seq_length=48,
-        vocab_size=101,
-        ffn_hidden_size=128,
-        max_positions=48,
-    )
-    torch.manual_seed(0)
-    model = GPT2(settings, PrecisionConfig(), vocab_rows=128)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    # or a tied model of random weights repeats itself
-    torch.nn.init.normal_(model.wpe.weight, std=2.0)
+    model = random_model()
     rows = [
         np.random.default_rng(length).integers(0, 101, length).tolist() for length in (18, 1, 7)
     ]
@@ -644,7 +628,7 @@ def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | 
             [each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, ends=())]
         )
         slots = Slots(copy.deepcopy(model).to(device.torch_device), device, 3)
-        tokens[-1] += run(slots, mixed_load(101, settings.max_positions)[:6], None)[0]
+        tokens[-1] += run(slots, mixed_load(101, model.config.max_positions)[:6], None)[0]
     assert tokens[0] == tokens[1]
     assert masks == {None, torch.bool}
     slots = Slots(copy.deepcopy(model).to(device.torch_device), device, 3)

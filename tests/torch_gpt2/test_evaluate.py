@@ -17,39 +17,25 @@ from transformers import GPT2LMHeadModel
 import run_gpt2
 import torch_gpt2.evaluate
 from common.checkpoint.folders import find_checkpoint
-from common.config.schema import ModelConfig, PrecisionConfig
 from common.evaluation import ScoredRow, score_rows, sliding_windows
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.tokenizer import load_tokenizer
 from tests.reference import hugging_face_model
 from tests.tiny import tiny_run
+from tests.twins import random_model
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
-
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    seq_length=12,
-    vocab_size=101,
-    ffn_hidden_size=128,
-    max_positions=16,
-)
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT2:
-    torch.manual_seed(0)
-    made = GPT2(MODEL, PrecisionConfig(), vocab_rows=128)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return made
+    return random_model(positions=None, seq_length=12, max_positions=16)
 
 
 @pytest.fixture(scope="module")
 def reference(model: GPT2) -> GPT2LMHeadModel:
-    return hugging_face_model(MODEL, dict(model.named_parameters()))
+    return hugging_face_model(model.config, dict(model.named_parameters()))
 
 
 @torch.no_grad()
@@ -266,20 +252,8 @@ def test_the_three_tasks_as_commands(
         ("text", b" \n \n", (), "is empty"),
         ("text", b"a\xff\xe9 word", (), "is not UTF-8"),
         ("text", b"Hello", (), "holds a single token"),
-        (
-            "text",
-            b'{"text": "a b"}\n{"body": "c"}\n',
-            (),
-            "line 2, column 1: the key 'text' is missing",
-        ),
+        ("text", b'{"text": "a b"}\n{"body": "c"}\n', (), "line 2, column 1: the key 'text' is"),
         ("text", b'{"text": "a b"}\n{"text": \n', (), "line 2, column 10"),
-        ("text", b'{"text": "a b"}\n' + b"[" * 200_000, (), "line 2, column 1: nested too deeply"),
-        (
-            "text",
-            b'{"n": ' + b"9" * 5000 + b"}",
-            (),
-            "line 1, column 1: Exceeds the limit (4300 digits)",
-        ),
         (
             "text",
             b"some text",

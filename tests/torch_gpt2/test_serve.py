@@ -29,8 +29,9 @@ from common.serving.engine import Engine
 from common.serving.server import HttpThread, listen
 from common.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import tiny_config
+from tests.twins import random_model
 from torch_gpt2.device import select_device
-from torch_gpt2.model import GPT2, build_model
+from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
 from torch_gpt2.slots import Slots
 
@@ -141,12 +142,7 @@ def tokenizer(gpt2_vocab_files: tuple[Path, Path]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> GPT2:
-    made = build_model(tiny_config(**MODEL), select_device("cpu"))
-    torch.manual_seed(0)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(made.wpe.weight, std=2.0)
-    return made
+    return random_model(seq_length=POSITIONS, vocab_size=50257).eval()
 
 
 @pytest.fixture(scope="module")

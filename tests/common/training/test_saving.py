@@ -6,87 +6,24 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common import run_folder
-from common.checkpoint.folders import find_checkpoint, whole_checkpoints
-from common.checkpoint.snapshot import EngineState, make_snapshot
+from common.checkpoint.folders import whole_checkpoints
 from common.checkpoint.state import TrainState
-from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
-from common.training.engine import StepResult
-from common.training.loop import train
-from common.training.loss_scale import LossScale
 from common.training.metrics import MetricsWriter, read_metrics
-from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import NO_LIMITS, Limits
 from common.training.saving import Saver
-from common.training.steps import TrainingParts
-from tests.tiny import tiny_config
+from tests.common.training import scripted
+from tests.common.training.scripted import Scripted, falling
 
 NAN = math.nan
-
-
-class Scripted:
-    """loss(step), skipped where it is not finite or ``skips``; a signal to this process where
-    ``stops`` says so.
-    """
-
-    steps_per_run = 1
-
-    def __init__(
-        self,
-        config: Any,
-        step: int,
-        loss: Callable[[int], float],
-        skips: range,
-        stop_in_validation: int,
-        act: Any,
-    ) -> None:
-        self.config, self.step, self.loss, self.skips, self.act = config, step, loss, skips, act
-        self.stop_in_validation = stop_in_validation
-
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
-        next(batches)
-        self.step += 1
-        self.act(self.step)
-        loss = self.loss(self.step)
-        skipped = self.step in self.skips or not math.isfinite(loss)
-        return [
-            StepResult(loss=loss, grad_norm=1.0, learning_rate=0.1, loss_scale=1.0, skipped=skipped)
-        ]
-
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        if self.step == self.stop_in_validation:
-            os.kill(os.getpid(), signal.SIGTERM)
-        tokens = sum(batch.size for batch in batches)
-        return tokens * self.loss(self.step), tokens
-
-    def snapshot(self, state: TrainState) -> Snapshot:
-        return make_snapshot(
-            self.config,
-            state,
-            weights={"w": np.full(3, state.step, np.float32)},
-            moments={},
-            engine=EngineState(
-                optimizer_steps=0, loss_scale=LossScale(self.config.loss_scale).state(), rng={}
-            ),
-            versions={},
-            extra={},
-        )
-
-
-def falling(step: int) -> float:
-    return 3.0 / (step + 1)
+ENGINE = {"loss", "skips", "stop_in_validation", "act"}
 
 
 @pytest.mark.parametrize("kept", [None, "notes.txt", "checkpoints/step_1"])
@@ -107,57 +44,9 @@ def test_a_refusal_leaves_nothing_in_the_run_folder(kept: str | None, tmp_path: 
     assert (tmp_path / "a").exists() == (kept is not None)
 
 
-def start(
-    folder: Path,
-    *,
-    loss: Callable[[int], float] = falling,
-    skips: range = range(0),
-    stop_in_validation: int = -1,
-    act: Callable[[int], None] = lambda step: None,
-    **changes: Any,
-) -> dict[str, Any]:
-    """Go on from the newest checkpoint of ``folder``, as both backends do."""
-    usual: dict[str, Any] = {
-        "train": {"max_steps": 20, "micro_batch_size": 2},
-        "validation": {"interval": 0},
-        "checkpoint": {"interval": 5, "keep": 2},
-    }
-    config = tiny_config(folder, **(usual | changes))
-    with run_folder.owned_folder(folder):
-        found = find_checkpoint(folder)
-        state = (
-            TrainState()
-            if found is None
-            else Checkpoint(found).states(config, LossScale(config.loss_scale))[0]
-        )
-        with (
-            CheckpointWriter(
-                folder / "checkpoints",
-                keep=config.checkpoint.keep,
-                asynchronous=config.checkpoint.asynchronous,
-                require_folder=run_folder.keeper(folder, [run_folder.holder(folder)], 0),
-            ) as checkpoints,
-            MetricsWriter(folder, step=state.step, tensorboard=False) as metrics,
-        ):
-            run = TrainingParts(
-                config=config,
-                engine=Scripted(config, state.step, loss, skips, stop_in_validation, act),
-                batches=iter(
-                    lambda: Batch(
-                        tokens=np.zeros((2, 5), np.int32),
-                        samples=2,
-                        consumed_samples=0,
-                        sample_hash="",
-                    ),
-                    None,
-                ),
-                validation={"all": lambda: [np.zeros((1, 3), np.int32)] * 3},
-                checkpoints=checkpoints,
-                metrics=metrics,
-                peak_flops=0.0,
-                resumed=found is not None,
-            )
-            return train(run, state)
+def start(folder: Path, **words: Any) -> dict[str, Any]:
+    of_engine = {key: words.pop(key) for key in ENGINE & words.keys()}
+    return scripted.start(folder, Scripted(**of_engine), **words).summary
 
 
 def saved(folder: Path) -> list[int]:
