@@ -209,10 +209,7 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         export(*to_export(config_of(tmp_path)))
     message = str(caught.value)
-    assert (
-        "model.safetensors: does not fit the model: of wte.weight [101, 32] only 1056 elements are"
-        " there; of wpe.weight [16, 32]" in message
-    )
+    assert "does not fit the model: of wte.weight [101, 32] only 1056 elements are there" in message
     assert "and 30 more. Use another checkpoint: a rank's part is lost" in message
     manifest["files"]["model.rank_00001.safetensors"] = lost
     write_manifest(path.parent, manifest)
@@ -256,11 +253,8 @@ def test_a_full_disk_leaves_nothing_half(tmp_path: Path, small_disk: Callable[[i
     write_parts(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     small_disk(50_000)
-    with pytest.raises(
-        StorageError,
-        match="weights: the export could not be written: File too large; an older export is"
-        " untouched",
-    ):
+    message = "weights: the export could not be written: File too large; an older export is"
+    with pytest.raises(StorageError, match=f"{message} untouched"):
         export(*to_export(config_of(tmp_path)))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", *names])
     small_disk(resource.RLIM_INFINITY)
@@ -319,10 +313,8 @@ def test_a_checkpoint_to_resume_is_not_the_one_exported(
     export(*to_export(config_of(tmp_path, checkpoint={"resume": "latest"})))
     assert "is for training" not in caplog.text
     export(*to_export(config_of(tmp_path, checkpoint={"resume": "elsewhere"})))
-    assert (
-        f"checkpoint.resume=elsewhere is for training; the weights are those of {checkpoint}"
-        in caplog.text
-    )
+    remark = f"checkpoint.resume=elsewhere is for training; the weights are those of {checkpoint}"
+    assert remark in caplog.text
 
 
 def test_case_added_tokens_and_ends_of_a_tokenizer_stay(tmp_path: Path) -> None:

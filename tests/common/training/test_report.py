@@ -141,12 +141,8 @@ def test_fleetx_says_the_line_of_its_documentation(lines: Any) -> None:
 
 def test_fleetx_counts_epochs_and_validates(lines: Any) -> None:
     """release/2.4's validation_step_end; 100 steps an epoch."""
-    row = {
-        "step": 250,
-        "validation_loss": 3.5,
-        "validation_tokens": 5 * 1024,
-        "validation_time": 2.0,
-    }
+    row = {"step": 250, "validation_loss": 3.5, "validation_tokens": 5 * 1024}
+    row |= {"validation_time": 2.0}
     first, second = lines(make_config("fleetx", logging__interval=250), [make_row(250), row])
     assert first.startswith("global step 250, epoch: 2, batch: 49, loss: 3.250000000,")
     form = "[eval] epoch: %d, batch: %d, loss: %.9f, avg_eval_cost: %.5f sec, speed: %.2f step/s"
@@ -218,14 +214,9 @@ def test_gpt2_chinese(lines: Any) -> None:
     """The format strings of train.py and eval.py. Of 17 samples in batches of 4 an epoch has 4
     steps, and the fourth one 5; the loss is the mean since the line before.
     """
-    config = make_config(
-        "gpt2-chinese",
-        train__max_steps=17,
-        train__global_batch_size=4,
-        train__micro_batch_size=4,
-        logging__interval=2,
-        logging__hash_interval=0,
-    )
+    train = {"max_steps": 17, "global_batch_size": 4, "micro_batch_size": 4}
+    quiet = {"logging__interval": 2, "logging__hash_interval": 0}
+    config = make_config("gpt2-chinese", train=train, **quiet)
     rows = [make_row(step, loss=float(step)) for step in range(1, 18)]
     found = lines(config, rows, samples_per_epoch=17)
     parts = re.compile(r"now time: (\d+):(\d+)\. Step (\d+) of piece 0 of epoch (\d+), loss (.+)")
@@ -300,18 +291,14 @@ def test_oneflow_writes_a_line(lines: Any) -> None:
 
 def test_our_words(lines: Any) -> None:
     config = make_config("gpt2", logging__interval=2)
-    waiting, skipped = (
-        make_row(2, data_wait=0.3, mfu=0.25),
-        make_row(3, skipped=True, outlier=True, data_wait=0.09),
-    )
+    waiting = make_row(2, data_wait=0.3, mfu=0.25)
+    skipped = make_row(3, skipped=True, outlier=True, data_wait=0.09)
     begins, first, second = lines(config, [make_row(1), waiting, skipped])
     assert begins.startswith("step 1/500000 | loss "), "at any interval"
-    head = "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
     # 499998 steps of 2 s
-    assert (
-        first
-        == head
-        + " | data wait 15% | MFU 25.0% | 1.50 GiB | eta 11 days, 13:46:36 | loss scale 65536"
+    assert first == (
+        "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
+        " | data wait 15% | MFU 25.0% | 1.50 GiB | eta 11 days, 13:46:36 | loss scale 65536"
     )
     assert "data wait" not in second and second.endswith("SKIPPED (outlier)")
 
@@ -367,17 +354,14 @@ def test_the_hash_of_the_data_has_its_own_interval(lines: Any, style: str) -> No
     ]
 
 
+STEP = r"(?:[Ss]tep |iteration +|step:\[ *|^\| |^step=)(\d+)"
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: str) -> None:
     config = make_config(style, logging__interval=4, train__max_steps=10)
     says = lines(config, [make_row(step) for step in range(1, 11)])
-    numbers = [
-        int(match[1])
-        for match in (
-            re.search(r"(?:[Ss]tep |iteration +|step:\[ *|^\| |^step=)(\d+)", line) for line in says
-        )
-        if match
-    ]
+    numbers = [int(match[1]) for match in (re.search(STEP, line) for line in says) if match]
     assert numbers == ([1, 4, 8, 10] if style == "gpt2" else [4, 8, 10])
 
 
@@ -406,9 +390,8 @@ def test_prefix_of_a_line(
 
 
 def test_an_unknown_style_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx', 'mindformers'"
-    ):
+    names = r"logging\.style.*'gpt2', 'megatron', 'fleetx', 'mindformers'"
+    with pytest.raises(ConfigError, match=names):
         make_config("nanogpt")
 
 
