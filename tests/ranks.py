@@ -5,8 +5,9 @@ them.
                                   (fork) when it has imported the framework
     start_ranks(2, [job, job])    starts it twice, for tests that meddle with single ranks
 
-A job is the tree of a configuration, with "run_mode" where that is not train. With "ranks" it is
-for the first ranks only, while the others wait for the next. One start serves many jobs, and
+A job is the tree of a configuration, with "run_mode" where that is not train, and "watched" where
+it has a watch of its own. With "ranks" it is for the first ranks only. No rank begins a job before
+all have ended the last one. One start serves many jobs, and
 all ranks, since importing the framework takes longer than they do. All jobs of a start have one
 backend; on mindspore its scheduler is started too, and each rank by itself.
 """
@@ -24,7 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,9 @@ def main() -> None:
         import_module("deepspeed")
     ranks, watched = several
     fork = multiprocessing.get_context("fork")
+    meet = fork.Barrier(ranks).wait
     children = [
-        fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched))
+        fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched, meet))
         for rank in range(ranks)
     ]
     for child in children:
@@ -190,12 +192,16 @@ def main() -> None:
     sys.exit(int(any(child.exitcode for child in children)))
 
 
-def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: str) -> None:
+def _as_rank(
+    rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: str, meet: Callable[[], int]
+) -> None:
     os.environ.update(rank_environment(rank, ranks, ports[0]))
-    go_through(ports, jobs, watched=watched)
+    go_through(ports, jobs, watched, meet)
 
 
-def go_through(ports: list[int], jobs: list[Job], *, watched: str = "") -> None:
+def go_through(
+    ports: list[int], jobs: list[Job], watched: str = "", meet: Callable[[], int] = lambda: 0
+) -> None:
     from common.cluster.environment import find_process
     from common.config.load import build_config
     from common.errors import GPT2Error
@@ -204,20 +210,17 @@ def go_through(ports: list[int], jobs: list[Job], *, watched: str = "") -> None:
 
     package = {"mindspore": "mindformers_gpt2"}.get(jobs[0].get("backend", ""), "torch_gpt2")
     for port, tree in zip(ports, jobs, strict=True):
+        meet()
         rank, ranks = int(os.environ["RANK"]), tree.pop("ranks", int(os.environ["WORLD_SIZE"]))
         if rank >= ranks:
             continue
         process = find_process(rank_environment(rank, ranks, port))
         start_log(rank=process.rank)
-        mode = tree.pop("run_mode", "train")
+        mode, watch = tree.pop("run_mode", "train"), tree.pop("watched", watched)
         note = Path(tree["output_dir"]) / f"watched_{process.rank}.json"
         try:
             run = {"train": "train", "eval": "evaluate"}[mode]
-            with (
-                import_module(f"tests.{watched}").watch(note)
-                if watched
-                else contextlib.nullcontext()
-            ):
+            with import_module(f"tests.{watch}").watch(note) if watch else contextlib.nullcontext():
                 made = make_run(build_config(tree), mode, process)
                 getattr(import_module(f"{package}.{run}"), run)(*made, process)
         except GPT2Error as error:

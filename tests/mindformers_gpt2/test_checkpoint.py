@@ -13,24 +13,26 @@ ms = pytest.importorskip(
 )
 
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints  # noqa: E402
+from common.config.load import build_config  # noqa: E402
 from common.errors import StorageError  # noqa: E402
-from common.inputs import make_run  # noqa: E402
+from common.resolve.derive import resolve_config  # noqa: E402
 from common.systems.mindformers import rank_files  # noqa: E402
 from common.tensor_files.safetensors_file import open_safetensors  # noqa: E402
-from mindformers_gpt2.train import train  # noqa: E402
+from common.training.data import open_corpus  # noqa: E402
 from tests.common.systems.mindformers.test_rank_files import theirs as theirs_of  # noqa: E402
-from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
+from tests.tiny import tiny_run, train_here  # noqa: E402
 
 
-def config_of(folder: Path, prefix: Path, **changes: Any) -> Any:
-    return make_config(
-        output_dir=str(folder),
-        data={"train": str(prefix), "split": "90,10,0"},
-        validation__max_samples=2,
-        logging={"tensorboard": False, "plot": False},
-        **{"checkpoint__ckpt_prefix": "gpt2", "checkpoint__interval": 1, "checkpoint__keep": 2}
-        | changes,
-    )
+def train(folder: Path, corpus: Path, **changes: Any) -> None:
+    usual: dict[str, Any] = {
+        "backend": "mindspore",
+        "model__num_layers": 1,
+        "validation__max_samples": 2,
+        "checkpoint__ckpt_prefix": "gpt2",
+        "checkpoint__interval": 1,
+        "checkpoint__keep": 2,
+    }
+    train_here(tiny_run(folder, corpus, **(usual | changes)))
 
 
 def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Path) -> None:
@@ -40,16 +42,7 @@ def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Pat
     foreign = tmp_path / "checkpoints" / "rank_0" / "gpt2_rank_0-of_mine.ckpt"
     foreign.parent.mkdir(parents=True)
     foreign.touch()
-    train(
-        *make_run(
-            config_of(
-                tmp_path,
-                corpus_prefix,
-                optimizer={"learning_rate": 0.01, "decay_steps": 4},
-                model__num_layers=1,
-            )
-        )
-    )
+    train(tmp_path, corpus_prefix, optimizer={"learning_rate": 0.01, "decay_steps": 4})
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in (folder / "rank_0").iterdir()) == [
         "gpt2_rank_0-1_3.ckpt",
@@ -81,20 +74,16 @@ def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Pat
 
 def test_epochs_count_from_one(tmp_path: Path, corpus_prefix: Path) -> None:
     """Steps of an epoch: samples // global batch."""
-    from common.training.data import open_corpus
-
-    config = config_of(
-        tmp_path,
-        corpus_prefix,
-        train__global_batch_size=700,
-        train__micro_batch_size=350,
-        model__num_layers=1,
-    )
-    samples = open_corpus(config).samples
+    batch = {"train__global_batch_size": 700, "train__micro_batch_size": 350}
+    samples = open_corpus(
+        resolve_config(
+            build_config(tiny_run(tmp_path, corpus_prefix, backend="mindspore", **batch))
+        )
+    ).samples
     assert samples is not None
     steps = samples.samples_per_epoch // 700
     assert 1 <= steps < 4
-    train(*make_run(config))
+    train(tmp_path, corpus_prefix, **batch)
     names = sorted(path.name for path in (tmp_path / "checkpoints" / "rank_0").iterdir())
     assert names == [
         f"gpt2_rank_0-{(step - 1) // steps + 1}_{(step - 1) % steps + 1}.ckpt" for step in (3, 4)
@@ -105,7 +94,7 @@ def test_a_ckpt_that_cannot_be_written_is_one_error(tmp_path: Path, corpus_prefi
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "rank_0").write_text("in the way")
     with pytest.raises(StorageError, match=r"rank_0-1_1\.ckpt: cannot be written: File exists"):
-        train(*make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1)))
+        train(tmp_path, corpus_prefix)
     assert whole_checkpoints(tmp_path / "checkpoints"), "the checkpoint itself is whole"
 
 
@@ -123,12 +112,10 @@ def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
     with pytest.raises(
         StorageError, match="No space left on device; the checkpoint beside it is whole"
     ):
-        train(
-            *make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=1))
-        )
+        train(tmp_path, corpus_prefix, train__max_steps=1)
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(rank_files, "stream_mindspore", real)
-    train(*make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1, train__max_steps=3)))
+    train(tmp_path, corpus_prefix, train__max_steps=3)
     assert sorted(path.name for path in folder.iterdir()) == [
         "gpt2_rank_0-1_2.ckpt",
         "gpt2_rank_0-1_3.ckpt",
@@ -140,5 +127,5 @@ def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
         "checkpoint__interval": 0,
         "checkpoint__keep": 1,
     }
-    train(*make_run(config_of(tmp_path, corpus_prefix, model__num_layers=1, **changes)))
+    train(tmp_path, corpus_prefix, **changes)
     assert sorted(path.name for path in folder.iterdir()) == ["gpt2_rank_0-1_4.ckpt"]

@@ -25,8 +25,9 @@ import torch_gpt2.device  # noqa: E402
 import torch_gpt2.engine  # noqa: E402
 from common.checkpoint.state import TrainState  # noqa: E402
 from common.checkpoint.writer import CheckpointWriter  # noqa: E402
-from common.config.schema import LoggingConfig, LossScaleConfig, RunConfig  # noqa: E402
+from common.config.schema import LoggingConfig, LossScaleConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
+from common.parallel.run import Run  # noqa: E402
 from common.training.engine import StepResult  # noqa: E402
 from common.training.loss_scale import LossScale  # noqa: E402
 from common.training.opened_checkpoint import Checkpoint  # noqa: E402
@@ -36,32 +37,27 @@ from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.engine import Engine  # noqa: E402
 from mindformers_gpt2.optimizer import DeviceLossScale  # noqa: E402
 from tests.mindformers_gpt2.test_model import make_config as base_config  # noqa: E402
+from tests.tiny import SGD  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 HALF_WEIGHTS = {"parameters": "float16", "compute": "float16"}
 
 
-def make_config(**changes: Any) -> RunConfig:
-    changes = {
-        "optimizer": {
-            "learning_rate": 0.01,
-            "warmup_steps": 2,
-            "decay_steps": 8,
-            "weight_decay": 0.1,
-        },
-        **changes,
-    }
-    return base_config(train__max_steps=8, model__num_layers=1, **changes)
+ADAMW = {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 8, "weight_decay": 0.1}
 
 
-def make_engine(config: RunConfig) -> Engine:
-    device = open_device(config)
-    engine = Engine(config, device)
+def make_config(**changes: Any) -> Run:
+    usual = {"optimizer": ADAMW, "train__max_steps": 8, "model__num_layers": 1}
+    return base_config(**(usual | changes))
+
+
+def make_engine(config: Run) -> Engine:
+    engine = Engine(config, open_device(config))
     engine.begin(Start())
     return engine
 
 
-def make_torch_engine(config: RunConfig) -> torch_gpt2.engine.Engine:
+def make_torch_engine(config: Run) -> torch_gpt2.engine.Engine:
     device = torch_gpt2.device.select_device("cpu")
     engine = torch_gpt2.engine.Engine(config, device)
     engine.begin(Start())
@@ -191,14 +187,7 @@ def test_float16_follows_torch(precision: Any) -> None:
     finite. SGD without a clip: Adam, and a clip that always acts, would hide gradients that keep
     the scale.
     """
-    sgd = {
-        "name": "sgd",
-        "learning_rate": 0.3,
-        "momentum": 0.9,
-        "schedule": "constant",
-        "clip_grad": 0.0,
-        "warmup_steps": 0,
-    }
+    sgd = SGD | {"learning_rate": 0.3, "warmup_steps": 0}
     config = make_config(
         precision=precision,
         loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2},

@@ -30,11 +30,10 @@ import mindformers_gpt2.predict  # noqa: E402
 import torch_gpt2.checkpoint  # noqa: E402
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.model  # noqa: E402
-import torch_gpt2.train  # noqa: E402
 from common.checkpoint.folders import require_checkpoint  # noqa: E402
 from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.load import build_config  # noqa: E402
-from common.config.schema import PredictConfig, RunConfig  # noqa: E402
+from common.config.schema import PredictConfig  # noqa: E402
 from common.errors import (  # noqa: E402
     CheckpointError,
     ConfigError,
@@ -45,36 +44,36 @@ from common.errors import (  # noqa: E402
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
 from common.inputs import make_run  # noqa: E402
+from common.parallel.run import Run  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from common.run_folder import owned_folder  # noqa: E402
 from common.tensor_files.safetensors_file import write_safetensors  # noqa: E402
 from common.training.opened_checkpoint import Checkpoint  # noqa: E402
 from gpt2_toolkit import load_model  # noqa: E402
-from tests.config_overrides import changed  # noqa: E402
+from tests.tiny import tiny_run, train_here  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, WINDOW, POSITIONS = 101, 16, 20
 
 
-def make_config(folder: Path, **changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
+def make_tree(folder: Path, corpus: Path | None = None, **changes: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {
         "backend": "mindspore",
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": WINDOW,
-            "max_positions": POSITIONS,
-            "vocab_size": VOCABULARY,
-        },
+        "model__max_positions": POSITIONS,
         "train": {"max_steps": 1, "micro_batch_size": 2, "global_batch_size": 2},
         "optimizer": {"learning_rate": 0.1},
-        "logging": {"tensorboard": False, "plot": False},
         "export": {"overwrite": True},
     }
-    return resolve_config(build_config(changed(tree, changes)))
+    return tiny_run(folder, corpus, **(usual | changes))
+
+
+def make_config(folder: Path, **changes: Any) -> Run:
+    return resolve_config(build_config(make_tree(folder, **changes)))
+
+
+def export(folder: Path, **changes: Any) -> None:
+    run = make_run(build_config(make_tree(folder, **changes)), "export")
+    mindformers_gpt2.export.export(*run)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +82,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) ->
     MindSpore would refuse its path.
     """
     folder = tmp_path_factory.mktemp("export") / "ein Lauf 跑"
-    torch_gpt2.train.train(
-        *make_run(make_config(folder, backend="torch", data={"train": str(corpus_prefix)}))
-    )
+    train_here(make_tree(folder, corpus_prefix, backend="torch"))
     checkpoint, random = require_checkpoint(folder, "test"), np.random.default_rng(0)
     file, manifest = (
         checkpoint / "model.safetensors",
@@ -109,7 +106,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) ->
 
 @pytest.fixture(scope="module")
 def exported(run_folder: Path) -> Path:
-    mindformers_gpt2.export.export(*make_run(make_config(run_folder), "export"))
+    export(run_folder)
     return run_folder / "export"
 
 
@@ -267,17 +264,12 @@ def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
     monkeypatch.setattr("mindspore.train.serialization.TOTAL_SAVE", 0)
     other = run_folder.parent / "half"
     types = dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16")
-    mindformers_gpt2.export.export(
-        *make_run(
-            make_config(
-                other,
-                checkpoint__load=str(run_folder),
-                precision=types,
-                export__batch_size=2,
-                context__mode="pynative",
-            ),
-            "export",
-        )
+    export(
+        other,
+        checkpoint__load=str(run_folder),
+        precision=types,
+        export__batch_size=2,
+        context__mode="pynative",
     )
     record = json.loads((other / "export" / "export.json").read_text())
     assert {
@@ -314,18 +306,13 @@ def build_torch(run_folder: Path) -> Any:
 
 def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no whole checkpoint here .*checkpoint\.load"):
-        mindformers_gpt2.export.export(*make_run(make_config(tmp_path / "none"), "export"))
+        export(tmp_path / "none")
     with pytest.raises(
         CheckpointError,
         match=r"vocab_size is 101 there and 90 in the config\. To use it, add:"
         r" model=from_checkpoint, or model\.vocab_size=101$",
     ):
-        mindformers_gpt2.export.export(
-            *make_run(
-                make_config(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90),
-                "export",
-            )
-        )
+        export(tmp_path, checkpoint__load=str(run_folder), model__vocab_size=90)
 
 
 def test_on_a_full_disk_the_old_export_stays(
@@ -335,7 +322,7 @@ def test_on_a_full_disk_the_old_export_stays(
     killed between two renames is put back.
     """
     shutil.copytree(exported, tmp_path / "export")
-    config = make_config(tmp_path, checkpoint__load=str(run_folder))
+    load = {"checkpoint__load": str(run_folder)}
     before = fingerprints(tmp_path / "export")
 
     def full(*_: Any, **words: Any) -> None:
@@ -344,7 +331,7 @@ def test_on_a_full_disk_the_old_export_stays(
 
     def refused(error: type[GPT2Error]) -> None:
         with pytest.raises(error, match="No space left on device; an older export is untouched"):
-            mindformers_gpt2.export.export(*make_run(config, "export"))
+            export(tmp_path, **load)
         assert fingerprints(tmp_path / "export") == before
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "export"]
 
@@ -369,25 +356,19 @@ def test_on_a_full_disk_the_old_export_stays(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", not_the_new_one)
         refused(StorageError)
-    mindformers_gpt2.export.export(*make_run(config, "export"))
+    export(tmp_path, **load)
     assert (tmp_path / "export" / "model.mindir").read_bytes() == b"whole" and len(
         list(tmp_path.iterdir())
     ) == 2
 
 
-def test_two_exports_at_once_are_refused(tmp_path: Path, run_folder: Path) -> None:
+def test_folders_that_cannot_be_used(tmp_path: Path, run_folder: Path) -> None:
+    load = {"checkpoint__load": str(run_folder)}
     with owned_folder(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
-        mindformers_gpt2.export.export(
-            *make_run(make_config(tmp_path, checkpoint__load=str(run_folder)), "export")
-        )
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, run_folder: Path) -> None:
+        export(tmp_path, **load)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used: File exists"):
-        mindformers_gpt2.export.export(
-            *make_run(make_config(tmp_path / "file", checkpoint__load=str(run_folder)), "export")
-        )
+        export(tmp_path / "file", **load)
 
 
 def test_a_file_that_differs_from_the_model_is_refused(
@@ -407,10 +388,5 @@ def test_a_file_that_differs_from_the_model_is_refused(
     with pytest.raises(
         RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"
     ):
-        mindformers_gpt2.export.export(
-            *make_run(
-                make_config(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative"),
-                "export",
-            )
-        )
+        export(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative")
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]

@@ -17,38 +17,21 @@ ms = pytest.importorskip(
     "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
 )
 
-from common.config.load import build_config  # noqa: E402
-from common.config.schema import RunConfig  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
+from common.parallel.run import Run  # noqa: E402
 from mindformers_gpt2.device import open_device  # noqa: E402
 from mindformers_gpt2.layers import GELU, Dropout, dropout_keys  # noqa: E402
 from mindformers_gpt2.model import CoreAttention, build_model, initialise  # noqa: E402
-from tests.config_overrides import changed  # noqa: E402
+from tests.tiny import SGD, tiny_config  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_config(**changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
+def make_config(**changes: Any) -> Run:
+    usual: dict[str, Any] = {
         "backend": "mindspore",
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": 16,
-            "vocab_size": 101,
-        },
-        "train": {"max_steps": 4, "micro_batch_size": 2, "global_batch_size": 4},
-        "optimizer": {
-            "name": "sgd",
-            "learning_rate": 0.3,
-            "schedule": "constant",
-            "clip_grad": 0.0,
-        },
+        "optimizer": SGD | {"learning_rate": 0.3, "momentum": 0.0},
     }
-    return resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
+    return tiny_config(**(usual | changes))
 
 
 def keep_by_numpy(count: int, key: np.ndarray, rate: float) -> np.ndarray:

@@ -1,21 +1,20 @@
 """Signals to a run on MindSpore, which handles Ctrl-C itself unless it is kept from it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
 from common.checkpoint.folders import find_checkpoint
-from common.config.load import dump_config
-from common.training.metrics import read_metrics
-from tests.mindformers_gpt2.test_model import make_config
+from tests.tiny import rows_of, tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,27 +24,12 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
     tmp_path: Path, corpus_prefix: Path, number: signal.Signals
 ) -> None:
     """Exit code 128 + n, finished steps are saved, and the same command resumes from there."""
-    tree = yaml.safe_load(
-        dump_config(
-            make_config(
-                output_dir=str(tmp_path / "run"),
-                model__num_layers=1,
-                data={"train": str(corpus_prefix), "split": "100,0,0"},
-                logging={"tensorboard": False, "plot": False},
-                optimizer__decay_steps=100000,
-            )
-        )
-    )
+    changes: dict[str, Any] = {"model__num_layers": 1, "optimizer__decay_steps": 100000}
+    tree = tiny_run(tmp_path / "run", corpus_prefix, backend="mindspore", **changes)
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(tree))
-    command = [
-        sys.executable,
-        str(ROOT / "run_gpt2.py"),
-        "--config",
-        str(config),
-        "--run_mode",
-        "train",
-    ]
+    config.write_text(json.dumps(tree))  # JSON is YAML
+    command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(config)]
+    command += ["--run_mode", "train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     rows = tmp_path / "run" / "metrics.jsonl"
     # a shell that starts this suite in the background makes children ignore SIGINT
@@ -68,7 +52,7 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
         "attention written out; layer norm LayerNorm in float32; optimizer ApplyGradientDescent"
     )
     assert f"# kernels: {kernels}\n" in (tmp_path / "run" / "config.yaml").read_text()
-    done = len([row for row in read_metrics(rows) if "loss" in row])
+    done = len(rows_of(tmp_path / "run"))
     checkpoint = find_checkpoint(tmp_path / "run")
     assert checkpoint is not None and checkpoint.name == f"step_{done:08d}"
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
@@ -85,6 +69,5 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
             timeout=120,
             env=environment,
         )
-        assert [row["step"] for row in read_metrics(rows) if "loss" in row] == list(
-            range(1, done + 3)
-        )
+        steps = [row["step"] for row in rows_of(tmp_path / "run")]
+        assert steps == list(range(1, done + 3))

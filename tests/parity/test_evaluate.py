@@ -20,49 +20,25 @@ import mindformers_gpt2.model  # noqa: E402
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.evaluate  # noqa: E402
 import torch_gpt2.model  # noqa: E402
-import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
-from common.config.schema import RunConfig  # noqa: E402
 from common.evaluation import ScoredRow, score_rows  # noqa: E402
 from common.inputs import make_run  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
-
-
-def make_config(folder: Path, model: dict[str, Any], **sections: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": 24,
-            "vocab_size": 101,
-        }
-        | model,
-        "train": {"max_steps": 1, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.01},
-        "logging": {"tensorboard": False, "plot": False},
-    }
-    return resolve_config(build_config(tree | sections))
+from tests.tiny import tiny_config, tiny_run, train_here  # noqa: E402
+from tests.twins import mindspore_twin  # noqa: E402
 
 
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_every_row_has_the_same_loss_and_hits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_every_row_has_the_same_loss_and_hits(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """float32: 1e-5. Chunks of 7 of 4 x 5 targets, a last batch of 1 row. Half of the rows end as
     the model continues.
     """
-    config = make_config(tmp_path, {})
+    config = tiny_config(model__seq_length=24)
     one = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
     torch.manual_seed(0)
     for parameter in one.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     device = mindformers_gpt2.device.select_device("cpu")
-    other = mindformers_gpt2.model.build_model(config, device)
-    for parameter in other.get_parameters():
-        ms.ops.assign(parameter, ms.Tensor(one.get_parameter(parameter.name).detach().numpy()))
+    other = mindspore_twin(config, one)
     generator = np.random.default_rng(0)
     rows = []
     for number in range(9):
@@ -102,16 +78,17 @@ def test_a_checkpoint_has_the_same_figures(
     (tmp_path / "passages.jsonl").write_text(
         "".join(json.dumps({"text": passage}) + "\n" for passage in passages)
     )
-    data = {
-        "train": str(corpus_prefix),
-        "split": "90,10,0",
-        "tokenizer": {
-            "vocab_file": str(gpt2_vocab_files[0]),
-            "merge_file": str(gpt2_vocab_files[1]),
-        },
+    files = {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])}
+    keys: dict[str, Any] = {
+        "model__hidden_size": 16,
+        "model__num_layers": 1,
+        "model__num_heads": 2,
+        "model__seq_length": 24,
+        "model__vocab_size": 50257,
+        "train__max_steps": 1,
+        "data__tokenizer": files,
     }
-    model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50257}
-    torch_gpt2.train.train(*make_run(make_config(tmp_path / "run", model, data=data)))
+    run = train_here(tiny_run(tmp_path / "run", corpus_prefix, **keys))
     tasks: dict[str, dict[str, Any]] = {
         "text": {"file": str(tmp_path / "text.txt"), "stride": 10, "batch_size": 4},
         "lambada": {"file": str(tmp_path / "passages.jsonl"), "batch_size": 2},
@@ -122,19 +99,10 @@ def test_a_checkpoint_has_the_same_figures(
             (torch_gpt2.evaluate, "torch"),
             (mindformers_gpt2.evaluate, "mindspore"),
         ):
-            module.evaluate(
-                *make_run(
-                    make_config(
-                        tmp_path / "run",
-                        model,
-                        data=data,
-                        evaluation={"task": task} | settings,
-                        backend=backend,
-                    ),
-                    "eval",
-                )
-            )
-            results.append(json.loads((tmp_path / "run" / f"evaluation_{task}.json").read_text()))
+            words = {"evaluation": {"task": task} | settings, "backend": backend}
+            tree = tiny_run(run, corpus_prefix, **keys, **words)
+            module.evaluate(*make_run(build_config(tree), "eval"))
+            results.append(json.loads((run / f"evaluation_{task}.json").read_text()))
         assert results[0] == {
             key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
             for key, value in results[1].items()

@@ -19,6 +19,7 @@ from common.config.load import build_config  # noqa: E402
 from common.conversion.convert import REPORT  # noqa: E402
 from common.inputs import make_run  # noqa: E402
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
+from tests.tiny import tiny_run  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 from torch_gpt2.train import train  # noqa: E402
 
@@ -27,26 +28,14 @@ NEW_TOKENS = 12
 
 
 def tree(folder: Path, size: int, vocabulary: Path, **sections: Any) -> dict[str, Any]:
-    model = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "seq_length": POSITIONS,
-        "vocab_size": size,
-    }
-    quiet: dict[str, Any] = {
-        "logging": {"tensorboard": False, "plot": False},
+    usual: dict[str, Any] = {
+        "model__seq_length": POSITIONS,
+        "model__vocab_size": size,
         "train": {"micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.001, "clip_grad": 1.0},
     }
-    optimizer = {"learning_rate": 0.001, "clip_grad": 1.0}
-    return {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": model,
-        "optimizer": optimizer,
-        **quiet,
-        **sections,
-    } | {"data": {"tokenizer": str(vocabulary), **sections.get("data", {})}}
+    data = {"tokenizer": str(vocabulary), **sections.pop("data", {})}
+    return tiny_run(folder, **usual, data=data, **sections)
 
 
 def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple[list[int], str]]:

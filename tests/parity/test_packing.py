@@ -19,16 +19,12 @@ import mindformers_gpt2.device  # noqa: E402
 import mindformers_gpt2.model  # noqa: E402
 from tests.packed_corpus import FLAGS  # noqa: E402
 from tests.torch_gpt2.test_packing import documents, make_config, make_model, windows  # noqa: E402
+from tests.twins import mindspore_twin  # noqa: E402
 from torch_gpt2.data import split  # noqa: E402
 
 
 def make_twin(one: Any, **changes: Any) -> Any:
-    """The model of MindSpore with the weights of torch's."""
-    config = make_config(backend="mindspore", **changes)
-    other = mindformers_gpt2.model.build_model(config, mindformers_gpt2.device.select_device("cpu"))
-    for parameter in other.get_parameters():
-        ms.ops.assign(parameter, ms.Tensor(one.get_parameter(parameter.name).detach().numpy()))
-    return other
+    return mindspore_twin(make_config(backend="mindspore", **changes), one)
 
 
 KEYS = [key for key in FLAGS if key != "data__eod_id"]

@@ -4,7 +4,6 @@ batches.
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,47 +21,25 @@ import mindformers_gpt2.predict  # noqa: E402
 import torch_gpt2.device  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 import torch_gpt2.predict  # noqa: E402
-from common.config.load import build_config  # noqa: E402
 from common.config.schema import PredictConfig  # noqa: E402
 from common.generation.beam_search import search_beams  # noqa: E402
 from common.generation.generate import generate  # noqa: E402
 from common.generation.prompts import Prompt  # noqa: E402
 from common.generation.stop_strings import GrowingText  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
 from common.tokenizer.streams import ByteStream  # noqa: E402
+from tests.tiny import tiny_config  # noqa: E402
+from tests.twins import mindspore_twin, random_model  # noqa: E402
 
 VOCABULARY, POSITIONS = 101, 24
 
 
 @pytest.fixture(scope="module")
-def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def decoders() -> dict[str, Any]:
     """By backend and rows, of one set of random weights."""
-    folder: Path = tmp_path_factory.mktemp("twins")
-    model = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "seq_length": POSITIONS,
-        "vocab_size": VOCABULARY,
-    }
-    tree = {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": model,
-        "train": {"micro_batch_size": 1},
-    }
-    config = resolve_config(build_config(tree | {"optimizer": {"learning_rate": 1.0}}))
+    config = tiny_config(model__seq_length=POSITIONS)
     device = torch_gpt2.device.select_device("cpu")
-    one = torch_gpt2.model.build_model(config, device)
-    torch.manual_seed(0)
-    for parameter in one.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    # or a tied model of random weights repeats itself
-    torch.nn.init.normal_(one.wpe.weight, std=2.0)
-    other_device = mindformers_gpt2.device.select_device("cpu")
-    other = mindformers_gpt2.model.build_model(config, other_device)
-    for parameter in other.get_parameters():
-        ms.ops.assign(parameter, ms.Tensor(one.get_parameter(parameter.name).detach().numpy()))
+    one = random_model(seq_length=POSITIONS, vocab_size=VOCABULARY)
+    other, other_device = mindspore_twin(config, one), mindformers_gpt2.device.select_device("cpu")
     return {f"torch {rows}": torch_gpt2.predict.Decoder(one, device, rows) for rows in (1, 4)} | {
         "mindspore 4": mindformers_gpt2.predict.Decoder(other, other_device, 4),
         "mindspore 1": mindformers_gpt2.predict.Decoder(other, other_device, 1),

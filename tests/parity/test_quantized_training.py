@@ -12,9 +12,8 @@ os.environ.setdefault("GLOG_v", "3")
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 pytest.importorskip("torch")
 
+from tests.layouts import PIPELINE, TENSOR, TORCH, averages, figures
 from tests.ranks import run_ranks
-from tests.torch_gpt2.parallel.test_layouts import PIPELINE, TENSOR
-from tests.torch_gpt2.parallel.test_quantized_layouts import averages, figures, job
 
 pytestmark = pytest.mark.long
 
@@ -23,22 +22,26 @@ pytestmark = pytest.mark.long
 TOLERANCE = 1e-4
 SMALL: dict[str, Any] = {"model__num_layers": 2}  # its compiler takes seconds a layer
 LAYOUTS = {
-    "tp2": TENSOR | SMALL,
-    "dp2": SMALL | {"train__micro_batch_size": 2},
-    "pp2": PIPELINE | SMALL | {"parallel__pipeline_schedule": "1f1b"},
+    "tp2": TENSOR,
+    "dp2": {"train__micro_batch_size": 2},
+    "pp2": PIPELINE | {"parallel__pipeline_schedule": "1f1b"},
 }
 
 
-def on_mindspore(folder: Path, corpus: Path, name: str, **changes: Any) -> dict[str, Any]:
+def job(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
+    return TORCH.job(folder, corpus, **TORCH.numerics["quantized"], **SMALL, **changes)
+
+
+def on_mindspore(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
     settings = {"backend": "mindspore", "train__micro_batch_size": 4}
-    return job(folder, corpus, name, "averages", **(settings | changes))
+    return job(folder, corpus, **(settings | changes))
 
 
 @pytest.fixture(scope="module")
 def torch_run(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
     folder = tmp_path_factory.mktemp("quantized")
-    run_ranks(1, [job(folder, corpus_prefix, "torch", "averages", checkpoint__interval=2, **SMALL)])
-    return folder / "torch" / "averages"
+    run_ranks(1, [job(folder, corpus_prefix, checkpoint__interval=2)])
+    return folder
 
 
 def equals(expected: Path, found: Path) -> None:
@@ -54,15 +57,14 @@ def equals(expected: Path, found: Path) -> None:
 def test_two_ranks_of_mindspore_equal_torch(
     torch_run: Path, tmp_path: Path, corpus_prefix: Path, layout: str
 ) -> None:
-    run_ranks(2, [on_mindspore(tmp_path, corpus_prefix, layout, **LAYOUTS[layout])])
-    assert len(figures(tmp_path / layout / "averages")) == 7
-    equals(torch_run, tmp_path / layout / "averages")
+    run_ranks(2, [on_mindspore(tmp_path, corpus_prefix, **LAYOUTS[layout])])
+    assert len(figures(tmp_path)) == 7
+    equals(torch_run, tmp_path)
 
 
 def test_a_run_moves_between_the_frameworks(
     torch_run: Path, tmp_path: Path, corpus_prefix: Path
 ) -> None:
     second = torch_run / "checkpoints" / "step_00000002"
-    changes = SMALL | {"checkpoint__resume": str(second)}
-    run_ranks(1, [on_mindspore(tmp_path, corpus_prefix, "moved", **changes)])
-    equals(torch_run, tmp_path / "moved" / "averages")
+    run_ranks(1, [on_mindspore(tmp_path, corpus_prefix, checkpoint__resume=str(second))])
+    equals(torch_run, tmp_path)

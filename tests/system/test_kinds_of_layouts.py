@@ -11,21 +11,12 @@ from typing import Any
 
 import pytest
 
-from common.training.metrics import read_metrics
+from tests.layouts import MINDSPORE, PIPELINE, SEQUENCE, SPLIT, STEPS, TENSOR, TOLERANCE, TORCH
 from tests.ranks import run_ranks
-from tests.torch_gpt2.parallel.test_layouts import (
-    PIPELINE,
-    SEQUENCE,
-    SPLIT,
-    STEPS,
-    TENSOR,
-    TOLERANCE,
-    VARIANTS,
-    tree,
-)
+from tests.tiny import require_equal, rows_of
 
 pytestmark = pytest.mark.representative
-CLIPPED = VARIANTS["clip"]
+CLIPPED = TORCH.numerics["clip"]
 HALF = STEPS // 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
@@ -41,59 +32,39 @@ if importlib.util.find_spec("deepspeed"):
 @pytest.fixture(scope="module")
 def torch_runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
     folder = tmp_path_factory.mktemp("torch")
-    run_ranks(1, [tree(folder / "one", corpus_prefix, **CLIPPED)])
-    jobs = [
-        tree(folder / name, corpus_prefix, **layout, **CLIPPED) for name, layout in LAYOUTS.items()
-    ]
-    first = tree(folder / "first half", corpus_prefix, **SEQUENCE, **CLIPPED, train__max_steps=HALF)
-    second = {**PIPELINE, **CLIPPED, "checkpoint__resume": str(folder / "first half")}
-    run_ranks(2, [*jobs, first, tree(folder / "second half", corpus_prefix, **second)])
+
+    def job(name: str, **changes: Any) -> dict[str, Any]:
+        return TORCH.job(folder / name, corpus_prefix, **{**CLIPPED, **changes})
+
+    jobs = [job("one", ranks=1), *(job(name, **layout) for name, layout in LAYOUTS.items())]
+    jobs += [job("first half", **SEQUENCE, train__max_steps=HALF)]
+    jobs += [job("second half", **PIPELINE, checkpoint__resume=str(folder / "first half"))]
+    run_ranks(2, jobs)
     return folder
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
-
-
-def require_equal(
-    found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float
-) -> None:
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    assert [row["sample_hash"] for row in found] == [row["sample_hash"] for row in expected]
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in found] == [
-            pytest.approx(row[key], rel=tolerance) for row in expected
-        ], key
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_of_torch_equal_one_process(torch_runs: Path, layout: str) -> None:
-    expected = rows_of(torch_runs / "one")
-    assert len(expected) == STEPS
-    require_equal(rows_of(torch_runs / layout), expected, TOLERANCE)
+    assert len(rows_of(torch_runs / "one")) == STEPS
+    require_equal(torch_runs / layout, torch_runs / "one", TOLERANCE)
 
 
 def test_a_run_changes_its_layout(torch_runs: Path) -> None:
-    found = rows_of(torch_runs / "second half")
-    assert [row["step"] for row in found] == list(range(HALF + 1, STEPS + 1)), (
-        "it resumes, and does not start over"
-    )
-    require_equal(found, rows_of(torch_runs / "one")[HALF:], TOLERANCE)
+    steps = [row["step"] for row in rows_of(torch_runs / "second half")]
+    assert steps == list(range(HALF + 1, STEPS + 1)), "it resumes, and does not start over"
+    # five steps and a validation
+    require_equal(torch_runs / "second half", torch_runs / "one", TOLERANCE, last=HALF + 1)
 
 
 def test_two_ranks_of_mindspore_equal_one_process(tmp_path: Path, corpus_prefix: Path) -> None:
     pytest.importorskip(
         "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
     )
-    from tests.mindformers_gpt2.parallel.test_layouts import PIPELINE, TENSOR, TOLERANCE, tree
-
-    run_ranks(1, [tree(tmp_path / "one", corpus_prefix)])
+    run_ranks(1, [MINDSPORE.job(tmp_path / "one", corpus_prefix)])
+    layouts = {"tensor": TENSOR, "pipeline": PIPELINE}
     run_ranks(
         2,
-        [
-            tree(tmp_path / name, corpus_prefix, **layout)
-            for name, layout in (("tensor", TENSOR), ("pipeline", PIPELINE))
-        ],
+        [MINDSPORE.job(tmp_path / name, corpus_prefix, **each) for name, each in layouts.items()],
     )
-    for name in ("tensor", "pipeline"):
-        require_equal(rows_of(tmp_path / name), rows_of(tmp_path / "one"), TOLERANCE)
+    for name in layouts:
+        require_equal(tmp_path / name, tmp_path / "one", TOLERANCE)

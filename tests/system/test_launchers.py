@@ -95,7 +95,7 @@ def test_horovodrun_and_run_distribute_train_alike(corpus_prefix: Path, tmp_path
     its package, against two ranks of DDP. A sum of two terms has one order: equal to the last bit.
     """
     pytest.importorskip("torch")
-    from tests.torch_gpt2.parallel.test_replica_strategies import HOROVOD
+    from tests.torch_gpt2.parallel.test_layouts import HOROVOD
 
     package = tmp_path / "site" / "horovod" / "torch"
     package.mkdir(parents=True)

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.dataset import Batch
 from common.parallel.packing import KEYS
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
 from common.training.start import Start
-from tests.config_overrides import changed
 from tests.fake_cuda.device import fake_device
 from tests.host_waits import counted
+from tests.tiny import tiny_config
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import build_model
@@ -46,24 +44,18 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(**changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
+def make_config(**changes: Any) -> Run:
+    usual: dict[str, Any] = {
         "device": "cuda",
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "seq_length": 16,
-            "vocab_size": 101,
-        },
-        "train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 4},
+        "model__num_layers": 1,
+        "model__num_heads": 2,
+        "train__max_steps": 2,
         "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
     }
-    return resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
+    return tiny_config(**(usual | changes))
 
 
-def train(config: RunConfig) -> list[Any]:
+def train(config: Run) -> list[Any]:
     """Two steps of two micro batches; what waited in each."""
     tokens = np.zeros((4, 17), np.int32)
     batch = Batch(tokens=tokens, samples=4, consumed_samples=0, sample_hash="")

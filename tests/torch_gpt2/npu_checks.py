@@ -28,14 +28,9 @@ from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
 from common.cluster.environment import ALONE
-from common.config.load import build_config
-from common.config.resolved import as_run
 from common.config.schema import (
-    ModelConfig,
-    PrecisionConfig,
     PredictConfig,
     QuantizationConfig,
-    RunConfig,
 )
 from common.dataset import Batch
 from common.errors import DeviceError
@@ -44,20 +39,20 @@ from common.generation.prompts import Prompt
 from common.inputs import make_run
 from common.parallel.packing import KEYS
 from common.parallel.run import Run
-from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.training.metrics import read_metrics
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start as StartOfRun
-from tests.config_overrides import changed
+from tests import tiny
 from tests.host_waits import counted
 from tests.mixed_load import prompts as mixed_load, run
+from tests.tiny import tiny_config
+from tests.twins import random_model
 from torch_gpt2 import offload
 from torch_gpt2.device import TorchDevice, open_device, select_device
 from torch_gpt2.device_step import DeviceStep
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
-from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer
 from torch_gpt2.predict import Decoder, Slots
 from torch_gpt2.quantize import LinearQuantizer
@@ -65,15 +60,7 @@ from torch_gpt2.train import train
 
 Start = Callable[..., Path]
 
-SGD = {
-    "optimizer": {
-        "name": "sgd",
-        "learning_rate": 0.1,
-        "momentum": 0.9,
-        "schedule": "constant",
-        "clip_grad": 0.0,
-    }
-}
+SGD = {"optimizer": tiny.SGD}
 BITWISE: dict[str, dict[str, Any]] = {
     "sgd": SGD,
     # the norms lie between 3.1 and 1.8: acts on some steps
@@ -91,38 +78,27 @@ BITWISE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def config(corpus_prefix: Path, tmp_path: Path) -> Callable[..., RunConfig]:
-    def make(name: str, device: str, **changes: Any) -> RunConfig:
-        tree: dict[str, Any] = {
-            "output_dir": str(tmp_path / name),
+def config(corpus_prefix: Path, tmp_path: Path) -> Callable[..., Run]:
+    def make(name: str, device: str, **changes: Any) -> Run:
+        usual: dict[str, Any] = {
             "device": device,
-            "model": {
-                "num_layers": 2,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "seq_length": 16,
-                "vocab_size": 101,
-            },
-            "train": {"max_steps": 8, "micro_batch_size": 2, "global_batch_size": 4},
+            "model__num_heads": 2,
+            "train__max_steps": 8,
             "optimizer": {
                 "learning_rate": 0.01,
                 "warmup_steps": 4,
                 "decay_steps": 8,
                 "weight_decay": 0.1,
             },
-            "data": {"train": str(corpus_prefix), "split": "90,10,0"},
             "validation": {"max_samples": 8, "interval": 4},
-            "logging": {"tensorboard": False, "plot": False},
         }
-        return resolve_config(
-            build_config(changed(json.loads(json.dumps(tree)), json.loads(json.dumps(changes))))
-        )
+        return tiny_config(tmp_path / name, corpus_prefix, **(usual | changes))
 
     return make
 
 
 @pytest.fixture
-def start(config: Callable[..., RunConfig], tmp_path: Path) -> Start:
+def start(config: Callable[..., Run], tmp_path: Path) -> Start:
     def run(name: str, device: str, **changes: Any) -> Path:
         # attention in the simulated NPU's only form, accelerators' norm and an NPU's float32: a CPU
         # has others, which round otherwise
@@ -157,20 +133,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def bits_of(folder: Path) -> dict[str, bytes]:
-    checkpoint = find_checkpoint(folder)
-    assert checkpoint is not None
-    files = ("model.safetensors", "optimizer.safetensors")
-    return {
-        f"{file}/{name}": array.tobytes()
-        for file in files
-        for name, array in load_file(checkpoint / file).items()
-    }
-
-
 def assert_same_run(one: Path, other: Path) -> None:
     assert rows_of(one) == rows_of(other)
-    assert bits_of(one) == bits_of(other)
+    tiny.require_same_bits(one, other)
 
 
 def test_auto_loads_torch_npu_where_cann_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +192,7 @@ def test_random_state_is_the_device_s_own() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_memory_limit(config: Callable[..., RunConfig]) -> None:
+def test_a_memory_limit(config: Callable[..., Run]) -> None:
     open_device(config("run", "npu", context={"max_device_memory": "2GB"}))
     assert torch.npu.get_per_process_memory_fraction() == 0.25  # of 8 GiB
 
@@ -315,7 +280,7 @@ def test_adam(start: Start, name: str, kernel: bool, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize(("kernel", "launched"), [(True, 8), (False, 6 * 36 + 14 + 50)])
 def test_operators_of_an_update(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, kernel: bool, launched: int
+    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, kernel: bool, launched: int
 ) -> None:
     """A list of tensors times a tensor takes one for each, since Ascend has no kernel; times a
     number of the host one in all. Adam's own kernels are not counted.
@@ -323,7 +288,7 @@ def test_operators_of_an_update(
     import _simulated_npu as simulated
 
     monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
-    engine = Engine(as_run(Run, config("none", "npu")), select_device("npu"))
+    engine = Engine(config("none", "npu"), select_device("npu"))
     engine.begin(StartOfRun())
     assert len(engine.master.tensors) == 36
     applied, factor = torch.ones((), device="npu") > 0, torch.full((), 0.5, device="npu")
@@ -336,9 +301,7 @@ def test_operators_of_an_update(
     assert simulated.launched() - before <= launched
 
 
-def test_bias_corrections_are_exact(
-    config: Callable[..., RunConfig], without_adam_kernel: None
-) -> None:
+def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_kernel: None) -> None:
     """A gradient that stays gives updates of the whole rate. 1 - 0.999^n in float32 is 1e-5 off."""
     settings = config("none", "npu", optimizer__epsilon=1e-12, optimizer__weight_decay=0.0)
     weight = torch.nn.Parameter(torch.zeros(3, device=select_device("npu").torch_device))
@@ -353,11 +316,11 @@ def test_bias_corrections_are_exact(
 
 
 def test_adam_s_kernel_updates_the_float32_copies(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one step, since later ones begin with weights that rounding to bfloat16 tells apart."""
     precision = {"parameters": "bfloat16", "compute": "bfloat16"}
-    settings = as_run(Run, config("none", "npu", precision=precision, optimizer__warmup_steps=0))
+    settings = config("none", "npu", precision=precision, optimizer__warmup_steps=0)
     found = []
     for kernel in (True, False):
         monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
@@ -386,10 +349,10 @@ BATCH = Batch(
 
 
 def test_kernels_that_config_yaml_names(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kernels(**changes: Any) -> dict[str, str]:
-        engine = Engine(as_run(Run, config("none", "npu", **changes)), select_device("npu"))
+        engine = Engine(config("none", "npu", **changes), select_device("npu"))
         engine.begin(StartOfRun())
         return engine.kernels()
 
@@ -447,7 +410,7 @@ def changed_adamw(
 
 
 def test_adam_s_state_is_the_same_with_its_kernel_and_without(
-    start: Start, config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    start: Start, config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint of either one is loaded by the other, and written again bit for bit. The next
     steps of both agree, also after going back to it, as a rewind does.
@@ -457,7 +420,7 @@ def test_adam_s_state_is_the_same_with_its_kernel_and_without(
         folder = start(f"by {written_by}", "npu", train__max_steps=4)
         checkpoint = find_checkpoint(folder)
         assert checkpoint is not None
-        settings = as_run(Run, config("next", "npu"))
+        settings = config("next", "npu")
         losses = []
         for read_by in (True, False):
             monkeypatch.setattr(TorchDevice, "adam_kernel", read_by)
@@ -511,12 +474,12 @@ def test_rounding_to_few_bits_copies_nothing_from_the_host(activations: str) -> 
     assert torch.allclose(y.cpu(), torch.full((3, 5), 4.0))
 
 
-def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., RunConfig]) -> None:
+def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., Run]) -> None:
     """The host reads one number and waits for no copy, the next step comes after all of them, and
     the next save takes the same memory, also where the writer is slow. The rows of the token table
     that pad the vocabulary are cut off; parts of a block are pinned as it is.
     """
-    settings = as_run(Run, config("run", "npu", precision="bf16"))
+    settings = config("run", "npu", precision="bf16")
     engine = Engine(settings, select_device("npu"))
     engine.begin(StartOfRun())
     with counted() as waits, patch("torch.empty", wraps=torch.empty) as empty:
@@ -653,21 +616,7 @@ def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | 
     """The CPU's are held against transformers elsewhere; here transformers would look for more of
     torch_npu than is simulated.
     """
-    settings = ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        seq_length=48,
-        vocab_size=101,
-        ffn_hidden_size=128,
-        max_positions=48,
-    )
-    torch.manual_seed(0)
-    model = GPT2(settings, PrecisionConfig(), vocab_rows=128)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    # or a tied model of random weights repeats itself
-    torch.nn.init.normal_(model.wpe.weight, std=2.0)
+    model = random_model()
     rows = [
         np.random.default_rng(length).integers(0, 101, length).tolist() for length in (18, 1, 7)
     ]
@@ -679,7 +628,7 @@ def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | 
             [each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, ends=())]
         )
         slots = Slots(copy.deepcopy(model).to(device.torch_device), device, 3)
-        tokens[-1] += run(slots, mixed_load(101, settings.max_positions)[:6], None)[0]
+        tokens[-1] += run(slots, mixed_load(101, model.config.max_positions)[:6], None)[0]
     assert tokens[0] == tokens[1]
     assert masks == {None, torch.bool}
     slots = Slots(copy.deepcopy(model).to(device.torch_device), device, 3)
@@ -712,7 +661,7 @@ def test_a_trace(start: Start) -> None:
 
 
 def test_an_optimizer_of_plain_tensors_and_of_sharded_ones(
-    config: Callable[..., RunConfig],
+    config: Callable[..., Run],
 ) -> None:
     """torch's loops over lists take no list of both, which a CPU, where they are not the default,
     does not show.

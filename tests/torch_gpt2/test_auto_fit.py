@@ -17,7 +17,8 @@ from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, resolve_other
 from common.run_config import load_config
 from tests.ranks import run_ranks
-from tests.torch_gpt2.test_ramp import make_tree, require_equal, rows_of
+from tests.tiny import require_equal, rows_of
+from tests.torch_gpt2.test_ramp import make_tree
 
 AUTO: dict[str, Any] = {
     "train__max_steps": 3,
@@ -152,8 +153,8 @@ def test_two_ranks_take_the_same_one(corpus_prefix: Path, tmp_path: Path) -> Non
     def job(name: str, **changes: Any) -> dict[str, Any]:
         return make_tree(tmp_path / name, corpus_prefix, **{**AUTO, **changes})
 
-    run_ranks(1, [job("one", train__micro_batch_size=2)])
-    run_ranks(2, [job("auto"), job("pipeline", parallel__pipeline_stage=2)])
+    one = job("one", train__micro_batch_size=2, ranks=1)
+    run_ranks(2, [one, job("auto"), job("pipeline", parallel__pipeline_stage=2)])
     for name, size in (("auto", 6), ("pipeline", 6)):
         assert load_config(tmp_path / name / "config.yaml").train.micro_batch_size == size
         require_equal(tmp_path / name, tmp_path / "one", 1e-6)

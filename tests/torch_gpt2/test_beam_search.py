@@ -6,31 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
+from common.config.schema import PredictConfig
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation
 from common.generation.prompts import Prompt
 from tests.reference import hugging_face_model
+from tests.twins import random_model
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
 
 VOCABULARY, PADDING = 40, 0
-MODEL = ModelConfig(
-    num_layers=2, hidden_size=32, num_heads=4, seq_length=64, vocab_size=VOCABULARY,
-    ffn_hidden_size=128,
-    max_positions=64,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT2:
-    torch.manual_seed(0)
-    made = GPT2(MODEL, PrecisionConfig(), vocab_rows=48)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(made.wpe.weight, std=2.0)
-    return made.eval()
+    return random_model(seq_length=64, vocab_size=VOCABULARY).eval()
 
 
 def ours(
@@ -65,7 +56,7 @@ def first_of(ends: list[int], row: list[int]) -> int:
 
 
 def test_150_random_cases_equal_transformers(model: GPT2) -> None:
-    net = hugging_face_model(MODEL, dict(model.named_parameters()))
+    net = hugging_face_model(model.config, dict(model.named_parameters()))
     random = np.random.default_rng(0)
     ended = 0
     for case in range(150):

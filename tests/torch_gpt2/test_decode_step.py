@@ -20,7 +20,8 @@ from common.config.schema import PredictConfig
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from tests.mixed_load import prompts as mixed_prompts, run
-from tests.torch_gpt2.test_predict import make_model, prompts, theirs
+from tests.torch_gpt2.test_predict import prompts, theirs
+from tests.twins import random_model
 from torch_gpt2 import decode_step
 from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.model import GPT2
@@ -53,7 +54,7 @@ ACCELERATOR, COMPILING = (
 def model(monkeypatch: pytest.MonkeyPatch) -> GPT2:
     monkeypatch.setattr(decode_step, "_MIN_KEYS", 8)
     captured.clear()
-    return make_model()
+    return random_model()
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

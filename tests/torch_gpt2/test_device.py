@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from common.cluster.environment import Process
-from common.config.load import build_config
 from common.device import device_index
 from common.errors import ConfigError, DeviceError
-from common.resolve.derive import resolve_config
+from tests.tiny import tiny_config
 from torch_gpt2 import checkpoint
 from torch_gpt2.device import TorchDevice, check_support, open_device, select_device
 
@@ -95,18 +94,12 @@ def test_rounded_products_of_float32_are_said(
     module = SimpleNamespace(is_bf16_supported=lambda **_: name != "Ascend910")
     kind = "npu" if name.startswith("Ascend") else "cuda"
     device = TorchDevice(kind=kind, index=0, name=name, module=module)
-    tree = {
-        "output_dir": "out",
-        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
-        "train": {"micro_batch_size": 1},
-    }
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(setting)
         for precision, said in (("float32", words), ("fp16", "")):
             caplog.clear()
-            config = {**tree, "precision": precision, "optimizer": {"learning_rate": 0.1}}
-            check_support(resolve_config(build_config(config)), device)
+            check_support(tiny_config(device="auto", precision=precision), device)
             assert said in caplog.text and bool(caplog.text) is bool(said)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -119,12 +112,7 @@ def test_lengths_that_vary_leave_out_cudnns_attention(
     gpu = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=SimpleNamespace())
     monkeypatch.setattr("torch_gpt2.device.select_device", lambda *_, **__: gpu)
     monkeypatch.setattr("torch_gpt2.device.check_support", lambda *_: None)
-    tree = {
-        "output_dir": "out",
-        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
-    }
-    needed = {"optimizer": {"learning_rate": 0.1}, "train": {"micro_batch_size": 1}}
-    config = resolve_config(build_config({**tree, **needed}))
+    config = tiny_config(device="auto")
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
@@ -135,12 +123,7 @@ def test_lengths_that_vary_leave_out_cudnns_attention(
 
 
 def test_each_process_has_its_device() -> None:
-    tree = {
-        "output_dir": "out",
-        "model": dict(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=9),
-    }
-    free = build_config({**tree, "optimizer": {"learning_rate": 0.1}})
-    fixed = build_config({**tree, "optimizer": {"learning_rate": 0.1}, "context": {"device_id": 2}})
+    free, fixed = tiny_config(), tiny_config(context={"device_id": 2})
     assert device_index(free, Process()) == 0 and device_index(fixed, Process()) == 2
     assert device_index(free, Process(rank=9, world_size=16, local_rank=1)) == 1
     assert device_index(free, Process(rank=9, world_size=16, local_rank=1, device_id=5)) == 5

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
+from tests.tiny import tiny_config
 from torch_gpt2.device import select_device
 from torch_gpt2.parallel.layout import build_parts, seed_offset
 from torch_gpt2.parallel.world import World, _make_groups
@@ -27,25 +26,19 @@ RATE, RANKS, BATCH, LENGTH, WIDTH, HEADS = 0.25, 4, 4, 32, 64, 8
 HEAD_SIZE = WIDTH // HEADS
 
 
-def make_config(**parallel: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": WIDTH,
-            "num_heads": HEADS,
-            "seq_length": LENGTH,
-            "vocab_size": 101,
-            "dropout": RATE,
-        },
-        "train": {"max_steps": 1, "micro_batch_size": BATCH},
-        "optimizer": {"learning_rate": 0.1},
-        "parallel": parallel,
-    }
-    return resolve_config(build_config(tree), world_size=RANKS)
+def make_config(parallel: dict[str, Any]) -> Run:
+    return tiny_config(
+        ranks=RANKS,
+        model__hidden_size=WIDTH,
+        model__num_heads=HEADS,
+        model__seq_length=LENGTH,
+        model__dropout=RATE,
+        train={"max_steps": 1, "micro_batch_size": BATCH},
+        parallel=parallel,
+    )
 
 
-def masks_of(config: RunConfig, rank: int) -> dict[str, Tensor]:
+def masks_of(config: Run, rank: int) -> dict[str, Tensor]:
     """For two forward passes of this rank's layers: whether an element was kept, (elements,); of
     attention, how far the weights kept by each query of each head are from their mean, in standard
     deviations of a single key.
@@ -139,7 +132,7 @@ def no_group_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=["tensor", "sequence", "data", "pipeline"],
 )
 def test_masks(parallel: dict[str, Any]) -> None:
-    config = make_config(**parallel)
+    config = make_config(parallel)
     masks = [masks_of(config, rank) for rank in range(RANKS)]
     topology = config.topology
     for of_rank in masks:

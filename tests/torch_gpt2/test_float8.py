@@ -1,7 +1,11 @@
-"""precision=fp8: torchao's products, emulated on the CPU, against a closed form and bf16."""
+"""precision=fp8: torchao's products, emulated on the CPU, against a closed form; runs of it, and of
+precision.float8_head, against bf16.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +16,35 @@ pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[
 
 from torch import Tensor  # noqa: E402
 
-from common.checkpoint.folders import find_checkpoint  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.errors import ConfigError, DeviceError  # noqa: E402
-from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
 from common.run_config import load_config  # noqa: E402
-from common.training.metrics import read_metrics  # noqa: E402
-from tests.config_overrides import changed  # noqa: E402
-from tests.run_scripts import run_words, start_script  # noqa: E402
+from tests import emulated_float8  # noqa: E402
+from tests.tiny import rows_of, tiny_run, train_here  # noqa: E402
 from torch_gpt2 import float8  # noqa: E402
 from torch_gpt2.device import TorchDevice, check_support, select_device  # noqa: E402
 from torch_gpt2.model import GPT2  # noqa: E402
-from torch_gpt2.train import train  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-PIPELINE = "parallel.pipeline_stage=2"
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "EMULATED", True)
-    monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (9, 0)))
+def emulated() -> Iterator[None]:
+    with emulated_float8.watch():
+        yield
 
 
-def run(folder: Path, corpus: Path, **changes: Any) -> Any:
-    tree = {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "seq_length": 32,
-            "vocab_size": 101,
-        },
+def run(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
+    wide: dict[str, Any] = {
+        "model__hidden_size": 64,
+        "model__seq_length": 32,
         "train": {"max_steps": 40, "micro_batch_size": 8},
         "optimizer": {"learning_rate": 0.001},
-        "data": {"train": str(corpus), "split": "100,0,0"},
-        "logging": {"tensorboard": False, "plot": False},
+        "data__split": "100,0,0",
     }
-    return resolve_config(build_config(changed(tree, changes)))
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    return tiny_run(folder, corpus, **(wide | changes))
 
 
 def rounded(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
@@ -75,7 +62,7 @@ def test_a_layer_is_the_closed_form(
     scaling: str, emulated: None, tmp_path: Path, corpus_prefix: Path
 ) -> None:
     precision = {"compute": "bfloat16", "float8": scaling}
-    config = run(tmp_path, corpus_prefix, precision=precision)
+    config = resolve_config(build_config(run(tmp_path, corpus_prefix, precision=precision)))
     torch.manual_seed(0)
     model = GPT2(config.model, config.precision, config.vocab_rows)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
@@ -102,99 +89,119 @@ def test_a_layer_is_the_closed_form(
     assert (expected - plain).abs().max() > 4 * (out.double() - expected).abs().max()
 
 
-def test_losses_follow_bf16_and_runs_change_precision(
-    emulated: None, tmp_path: Path, corpus_prefix: Path
-) -> None:
-    """Over 40 steps losses differed by 5e-4 (tensorwise) and 6e-4 (rowwise) at most; those of
-    float32 and bf16 by 1e-4.
-    """
-    rowwise = {"compute": "bfloat16", "float8": "rowwise"}
-    for name, precision in (("bf16", "bf16"), ("fp8", "fp8"), ("rowwise", rowwise)):
-        train(*make_run(run(tmp_path / name, corpus_prefix, precision=precision)))
-    plain, in_float8, by_row = (losses(tmp_path / name) for name in ("bf16", "fp8", "rowwise"))
-    assert len({*plain, *in_float8, *by_row}) > 2 * len(plain), "three runs of one precision"
+PRESET = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
+HEAD: dict[str, Any] = {"compute": "bfloat16", "float8_head": True}
+ROWWISE: dict[str, Any] = {"compute": "bfloat16", "float8": "rowwise"}
+# over 40 steps losses differed by 5e-4, 6e-4, 9e-4 and 1.2e-3 at most; those of float32 by 1e-4
+PRECISIONS: dict[str, tuple[Any, float]] = {
+    "bf16": ("bf16", 0.0),
+    "fp8": ("fp8", 2e-3),
+    "rowwise": (ROWWISE, 2e-3),
+    "head": (HEAD, 3e-3),
+    "head and layers": (HEAD | ROWWISE, 4e-3),
+}
+
+
+class Runs:
+    """Losses of 40 steps or more with a precision, each trained once."""
+
+    def __init__(self, root: Path, corpus: Path) -> None:
+        self.root, self.corpus = root, corpus
+
+    def losses(self, name: str, folder: str = "", **changes: Any) -> list[float]:
+        target = self.root / (folder or name)
+        if not target.exists():
+            with emulated_float8.watch():
+                train_here(run(target, self.corpus, precision=PRECISIONS[name][0], **changes))
+        return [row["loss"] for row in rows_of(target)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("float8"), corpus_prefix)
+
+
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "bf16"])
+def test_losses_follow_bf16(runs: Runs, name: str) -> None:
+    plain, found = runs.losses("bf16"), runs.losses(name)
+    assert len({*plain, *found}) > 1.5 * len(plain), "two runs of one precision"
     assert plain[-1] < plain[0] - 0.5
-    for found in (in_float8, by_row):
-        assert found == [pytest.approx(loss, rel=2e-3) for loss in plain]
-
-    checkpoint = find_checkpoint(tmp_path / "fp8")
-    assert checkpoint is not None
-    resumed = {"checkpoint__resume": str(checkpoint), "train__max_steps": 44}
-    for name in ("bf16", "fp8"):
-        folder = tmp_path / f"resumed {name}"
-        train(*make_run(run(folder, corpus_prefix, precision=name, **resumed)))
-        assert len(losses(folder)) == 4
-        assert losses(folder)[0] == pytest.approx(in_float8[-1], rel=0.05)
-
-
-PROGRAM = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from torch_gpt2 import float8
-from torch_gpt2.device import TorchDevice
-float8.EMULATED = True
-TorchDevice.capability = property(lambda device: (9, 0))
-import run_gpt2
-sys.exit(run_gpt2.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout", ["parallel.data_parallel=2", pytest.param(PIPELINE, marks=pytest.mark.campaign)]
-)
-def test_two_ranks_equal_one_process(tmp_path: Path, corpus_prefix: Path, layout: str) -> None:
-    """With the same micro batches, whose largest values make the scales."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    keys = {"train__max_steps": 6, "precision": "fp8"}
-    for ranks in (1, 2):
-        run = tmp_path / f"on_{ranks}"
-        words = [*run_words(run, corpus_prefix, **keys), *([layout] if ranks == 2 else [])]
-        launcher = start_script(
-            "--program", str(program), "none", "configs/gpt2/run_gpt2_tiny.yaml", f"[0,{ranks})",
-            "train", *words, log=tmp_path / f"log_{ranks}.txt",
-        )  # fmt: skip
-        assert launcher.wait(timeout=300) == 0, (tmp_path / f"log_{ranks}.txt").read_text()
-    one, two = (losses(tmp_path / f"on_{ranks}") for ranks in (1, 2))
-    assert len(one) == 6 and two == [pytest.approx(loss, rel=1e-6) for loss in one]
+    assert found == [pytest.approx(loss, rel=PRECISIONS[name][1]) for loss in plain]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "precision.compute=float16",
-        "engine=deepspeed",
-        "parallel.strategy=parameter_server parallel.data_parallel=2",
-        "quantization.weight_bits=8",
-        "parallel.model_parallel=2",
-        "parallel.zero_stage=1 parallel.data_parallel=2",
-        "model.hidden_size=24 model.num_heads=2",
-    ],
+    ("first", "then"), [("fp8", "bf16"), ("fp8", "fp8"), ("head", "bf16"), ("bf16", "head")]
 )
-def test_other_runs_are_refused(words: str) -> None:
-    preset = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
-    config = load_config(preset, ["precision=fp8", "device=cpu", *words.split()])
-    with pytest.raises(ConfigError, match=r"precision\.float8=tensorwise needs .*precision=bf16"):
+def test_runs_change_precision(runs: Runs, first: str, then: str) -> None:
+    before = runs.losses(first)
+    changes = {"checkpoint__resume": str(runs.root / first), "train__max_steps": 44}
+    later = runs.losses(then, f"{first}, {then}", **changes)
+    assert len(later) == 4 and later[0] == pytest.approx(before[-1], rel=0.05)
+
+
+FP8 = r"precision\.float8=tensorwise needs .*precision=bf16"
+REFUSED = [
+    *(
+        ("precision=fp8", words, FP8)
+        for words in (
+            "precision.compute=float16",
+            "engine=deepspeed",
+            "parallel.strategy=parameter_server parallel.data_parallel=2",
+            "quantization.weight_bits=8",
+            "parallel.model_parallel=2",
+            "parallel.zero_stage=1 parallel.data_parallel=2",
+            "model.hidden_size=24 model.num_heads=2",
+        )
+    ),
+    *(
+        ("precision=bf16 precision.float8_head=true", words, f"float8_head=true {needed}.*set")
+        for words, needed in (
+            ("precision.compute=float16", "needs precision.compute=bfloat16"),
+            ("precision.compute=float32", "needs precision.compute=bfloat16"),
+            ("engine=deepspeed", "needs engine=native"),
+            ("quantization.weight_bits=8", "needs no section quantization"),
+            ("parallel.model_parallel=2", "needs parallel.model_parallel=1"),
+            ("model.hidden_size=24 model.num_heads=2", "needs multiples of 16, not model.hidden"),
+            ("model.vocab_multiple=1", "needs multiples of 16, not the padded vocabulary=50257"),
+            ("train.loss_rows=1000", "needs multiples of 16, not train.loss_rows=1000"),
+            ("model.seq_length=1000", "needs multiples of 16, not model.seq_length=1000"),
+            ("backend=mindspore", "is for backend torch"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("precision", "words", "message"), REFUSED)
+def test_other_runs_are_refused(precision: str, words: str, message: str) -> None:
+    config = load_config(PRESET, [*precision.split(), "device=cpu", *words.split()])
+    with pytest.raises(ConfigError, match=message):
         resolve_config(config, world_size=2 if "=2" in words and "parallel" in words else 1)
 
 
 @pytest.mark.parametrize("mode", ["eval", "predict"])
 def test_other_modes_compute_as_in_bf16(mode: str, tmp_path: Path) -> None:
-    preset = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
-    config = load_config(preset, ["precision=fp8", "device=cpu", f"output_dir={tmp_path}"])
-    precision = resolve_mode(config, mode, world_size=1).precision
-    assert (precision.compute, precision.float8) == ("bfloat16", "none")
+    words = ["precision=fp8", "precision.float8_head=true", "device=cpu", f"output_dir={tmp_path}"]
+    config = load_config(PRESET, words)
+    assert resolve_config(config).precision.float8_head
+    found = resolve_mode(config, mode, world_size=1).precision
+    assert (found.compute, found.float8, found.float8_head) == ("bfloat16", "none", False)
 
 
+@pytest.mark.parametrize(
+    ("precision", "capability", "message"),
+    [
+        ("fp8", None, r"needs a CUDA GPU of compute capability 8\.9"),
+        ("fp8", (8, 9), None),
+        (ROWWISE, (8, 9), r"compute capability 8\.9, and .* 9\.0 or newer"),
+        (HEAD, None, r"float8_head=true: .* compute capability 8\.9"),
+        (HEAD, (8, 9), None),
+    ],
+)
 def test_devices_without_float8_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, precision: Any, capability: Any, message: str | None
 ) -> None:
-    by_row = {"compute": "bfloat16", "float8": "rowwise"}
-    fp8, rowwise = (run(tmp_path, tmp_path, precision=each) for each in ("fp8", by_row))
-    with pytest.raises(DeviceError, match=r"needs a CUDA GPU of compute capability 8\.9"):
-        check_support(fp8, select_device("cpu"))
-    monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (8, 9)))
-    check_support(fp8, select_device("cpu"))
-    with pytest.raises(DeviceError, match=r"compute capability 8\.9, and .* 9\.0 or newer"):
-        check_support(rowwise, select_device("cpu"))
+    config = resolve_config(build_config(run(Path("run"), Path("data"), precision=precision)))
+    if capability:
+        monkeypatch.setattr(TorchDevice, "capability", property(lambda device: capability))
+    with pytest.raises(DeviceError, match=message) if message else nullcontext():
+        check_support(config, select_device("cpu"))

@@ -1,9 +1,6 @@
-"""precision.float8_head: the loss on a CPU against float64 formulas, and runs against bf16."""
+"""precision.float8_head: the loss on a CPU against float64 formulas. Runs: test_float8.py."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,24 +8,9 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from common.checkpoint.folders import find_checkpoint  # noqa: E402
-from common.config.load import build_config  # noqa: E402
-from common.errors import ConfigError, DeviceError  # noqa: E402
-from common.inputs import make_run as settle  # noqa: E402
 from common.parallel.packing import UNCOUNTED  # noqa: E402
-from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
-from common.run_config import load_config  # noqa: E402
-from common.training.metrics import read_metrics  # noqa: E402
-from tests.config_overrides import changed  # noqa: E402
-from tests.run_scripts import run_words, start_script  # noqa: E402
-from torch_gpt2 import float8  # noqa: E402
-from torch_gpt2.device import TorchDevice, check_support, select_device  # noqa: E402
 from torch_gpt2.loss import cross_entropy_sum  # noqa: E402
-from torch_gpt2.train import train  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-PRESET = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
-HEAD = {"compute": "bfloat16", "float8_head": True}
 WINDOW, WIDTH, ROWS, VOCAB = 208, 48, 144, 131
 
 
@@ -166,160 +148,3 @@ def test_compiled_it_is_one_graph_with_the_same_numbers() -> None:
     for eager, compiled in zip(*found, strict=True):
         # an exponential that is one digit off may be rounded to the next number of e5m2
         assert (eager - compiled).abs().max() < 2**-7 * eager.abs().max()
-
-
-def make_run(folder: Path, corpus: Path, **changes: Any) -> Any:
-    tree = {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "seq_length": 32,
-            "vocab_size": 101,
-        },
-        "train": {"max_steps": 40, "micro_batch_size": 8},
-        "optimizer": {"learning_rate": 0.001},
-        "validation": {"interval": 40, "max_samples": 8},
-        "data": {"train": str(corpus), "split": "90,10,0"},
-        "logging": {"tensorboard": False, "plot": False},
-    }
-    return resolve_config(build_config(changed(tree, changes)))
-
-
-def losses_of(folder: Path, name: str = "loss") -> list[float]:
-    return [row[name] for row in read_metrics(folder / "metrics.jsonl") if name in row]
-
-
-@pytest.fixture
-def able(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "EMULATED", True)
-    monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (9, 0)))
-
-
-def test_losses_follow_bf16_and_checkpoints_are_the_same(
-    able: None, tmp_path: Path, corpus_prefix: Path
-) -> None:
-    """Over 40 steps losses differed by 9e-4 at most."""
-    for name, precision in (("bf16", "bf16"), ("head", HEAD)):
-        train(*settle(make_run(tmp_path / name, corpus_prefix, precision=precision)))
-    plain, found = (losses_of(tmp_path / name) for name in ("bf16", "head"))
-    assert len({*plain, *found}) > 1.5 * len(plain), "two runs of one precision"
-    assert plain[-1] < plain[0] - 0.5
-    assert found == [pytest.approx(loss, rel=3e-3) for loss in plain]
-
-    checkpoints = [find_checkpoint(tmp_path / name) for name in ("bf16", "head")]
-    files = [
-        sorted(
-            (path.name, path.stat().st_size)
-            for path in checkpoint.iterdir()
-            if path.suffix != ".json"
-        )
-        for checkpoint in checkpoints
-    ]
-    assert files[0] == files[1]
-    for name, precision in (("head", "bf16"), ("bf16", HEAD)):
-        checkpoint = checkpoints[name == "head"]
-        folder = tmp_path / f"resumed {name}"
-        train(
-            *settle(
-                make_run(
-                    folder,
-                    corpus_prefix,
-                    precision=precision,
-                    checkpoint__resume=str(checkpoint),
-                    train__max_steps=44,
-                )
-            )
-        )
-        assert len(losses_of(folder)) == 4
-        assert losses_of(folder)[0] == pytest.approx(plain[-1], rel=0.05)
-
-
-def test_head_and_layers_in_float8(able: None, tmp_path: Path, corpus_prefix: Path) -> None:
-    """Over 40 steps losses differed by 1.2e-3 at most."""
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[fp8]'")
-    for name, precision in (("bf16", "bf16"), ("both", {**HEAD, "float8": "rowwise"})):
-        train(*settle(make_run(tmp_path / name, corpus_prefix, precision=precision)))
-    plain, found = (losses_of(tmp_path / name) for name in ("bf16", "both"))
-    assert found != plain and found == [pytest.approx(loss, rel=4e-3) for loss in plain]
-
-
-PROGRAM = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from torch_gpt2.device import TorchDevice
-TorchDevice.capability = property(lambda device: (9, 0))
-import run_gpt2
-sys.exit(run_gpt2.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "parallel.data_parallel=2",
-        "parallel.pipeline_stage=2",
-        pytest.param("parallel.zero_stage=3", marks=pytest.mark.campaign),
-        pytest.param("parallel.strategy=parameter_server", marks=pytest.mark.campaign),
-    ],
-)
-def test_two_ranks_equal_one_process(tmp_path: Path, corpus_prefix: Path, layout: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    keys = {
-        "train__max_steps": 6,
-        "precision": "{compute: bfloat16, float8_head: true}",
-    }
-    for ranks in (1, 2):
-        words = run_words(tmp_path / f"on_{ranks}", corpus_prefix, **keys)
-        launcher = start_script(
-            "--program", str(program), "none", "configs/gpt2/run_gpt2_tiny.yaml", f"[0,{ranks})",
-            "train", *words, *([layout] if ranks == 2 else []), log=tmp_path / f"log_{ranks}.txt",
-        )  # fmt: skip
-        assert launcher.wait(timeout=300) == 0, (tmp_path / f"log_{ranks}.txt").read_text()
-    one, two = (losses_of(tmp_path / f"on_{ranks}") for ranks in (1, 2))
-    assert len(one) == 6 and two == [pytest.approx(loss, rel=1e-5) for loss in one]
-
-
-@pytest.mark.parametrize(
-    ("words", "needed"),
-    [
-        ("precision.compute=float16", "precision.compute=bfloat16"),
-        ("precision.compute=float32", "precision.compute=bfloat16"),
-        ("engine=deepspeed", "engine=native"),
-        ("quantization.weight_bits=8", "no section quantization"),
-        ("parallel.model_parallel=2", "parallel.model_parallel=1"),
-        ("model.hidden_size=24 model.num_heads=2", "multiples of 16, not model.hidden_size=24"),
-        ("model.vocab_multiple=1", "multiples of 16, not the padded vocabulary=50257"),
-        ("train.loss_rows=1000", "multiples of 16, not train.loss_rows=1000"),
-        ("model.seq_length=1000", "multiples of 16, not model.seq_length=1000"),
-        ("backend=mindspore", "backend torch"),
-    ],
-)
-def test_other_runs_are_refused(words: str, needed: str) -> None:
-    settings = ["precision=bf16", "precision.float8_head=true", "device=cpu", *words.split()]
-    config = load_config(PRESET, settings)
-    with pytest.raises(ConfigError, match=f"float8_head=true (needs|is for) {needed}.*set"):
-        resolve_config(config, world_size=2 if "=2" in words and "parallel" in words else 1)
-
-
-@pytest.mark.parametrize("mode", ["eval", "predict"])
-def test_other_modes_compute_as_in_bf16(mode: str, tmp_path: Path) -> None:
-    settings = ["precision=fp8", "precision.float8_head=true", f"output_dir={tmp_path}"]
-    config = load_config(PRESET, [*settings, "device=cpu"])
-    assert resolve_config(config).precision.float8_head
-    precision = resolve_mode(config, mode, world_size=1).precision
-    assert (precision.compute, precision.float8_head) == ("bfloat16", False)
-
-
-def test_devices_without_float8_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = make_run(tmp_path, tmp_path, precision=HEAD)
-    with pytest.raises(DeviceError, match=r"float8_head=true: .* compute capability 8\.9"):
-        check_support(config, select_device("cpu"))
-    monkeypatch.setattr(TorchDevice, "capability", property(lambda device: (8, 9)))
-    check_support(config, select_device("cpu"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
+from common.config.schema import PredictConfig
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, generate
 from common.generation.logit_rules import Biases
@@ -18,15 +18,12 @@ from common.generation.prompts import Prompt
 from common.generation.stop_strings import GrowingText
 from common.tokenizer.hugging_face import HuggingFaceTokenizer
 from tests.reference import hugging_face_model
+from tests.twins import random_model
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
 
 VOCABULARY, NEW = 60, 12
-MODEL = ModelConfig(
-    num_layers=2, hidden_size=32, num_heads=4, seq_length=64, vocab_size=VOCABULARY,
-    ffn_hidden_size=128, max_positions=64,
-)  # fmt: skip
 STORY = """The café was full and the queen had not come. The king, who had, drank three cups.
 "Where is she?" he said. "In the café, of course!" they all cried, and the king drank a fourth.
 """
@@ -34,17 +31,12 @@ STORY = """The café was full and the queen had not come. The king, who had, dra
 
 @pytest.fixture(scope="module")
 def model() -> GPT2:
-    torch.manual_seed(0)
-    made = GPT2(MODEL, PrecisionConfig(), vocab_rows=64)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(made.wpe.weight, std=2.0)
-    return made.eval()
+    return random_model(seq_length=64, vocab_size=VOCABULARY).eval()
 
 
 @pytest.fixture(scope="module")
 def net(model: GPT2) -> Any:
-    return hugging_face_model(MODEL, dict(model.named_parameters()))
+    return hugging_face_model(model.config, dict(model.named_parameters()))
 
 
 def ours(

@@ -2,7 +2,6 @@
 model against transformers' with rounded inputs, and what is refused.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 import torch_gpt2.int8
 from common.checkpoint.manifest import read_manifest, write_manifest
-from common.config.load import build_config
 from common.config.schema import PredictConfig
 from common.conversion.convert import convert
 from common.errors import CheckpointError, ConfigError
@@ -23,7 +21,6 @@ from common.generation.prompts import Prompt
 from common.inputs import make_run
 from common.parallel.run import Run
 from common.quantization.integers import to_integers
-from common.resolve.derive import resolve_config
 from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
 from common.training.export import export
@@ -32,23 +29,15 @@ from common.training.start import where_to_start
 from common.weights.names import parameter_shapes
 from common.weights.quantized import LayerScheme
 from tests.reference import hugging_face_model
+from tests.tiny import tiny_config
 from torch_gpt2.device import select_device
 from torch_gpt2.int8 import Int8Linear, load_model
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
 
-TREE: dict[str, Any] = {
-    "model": {
-        "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 24, "vocab_size": 101,
-    },
-    "device": "cpu",
-    "train": {"micro_batch_size": 1},
-    "optimizer": {"learning_rate": 1.0},
-}  # fmt: skip
-
 
 def config_at(folder: Path, **more: Any) -> Run:
-    return resolve_config(build_config({**TREE, "output_dir": str(folder), **more}))
+    return tiny_config(folder, model__seq_length=24, **more)
 
 
 @pytest.fixture(scope="module")
@@ -178,49 +167,37 @@ def test_generation_takes_the_tokens_of_whole_passes(folders: dict[str, Path], r
         assert tokens == ids[len(prompt) :]
 
 
-def _without(tensors: dict[str, np.ndarray]) -> None:
-    del tensors["h.0.mlp.c_fc.weight_scale"]
-
-
-def _short(tensors: dict[str, np.ndarray]) -> None:
-    tensors["h.0.mlp.c_fc.weight_scale"] = np.ones(3, np.float32)
-
-
-def _infinite(tensors: dict[str, np.ndarray]) -> None:
-    tensors["h.0.mlp.c_fc.weight_scale"][5] = np.inf
-
-
-def _negative(tensors: dict[str, np.ndarray]) -> None:
-    tensors["h.0.attn.c_proj.input_scale"] = np.array([-1.0], np.float32)
-
-
-def _bias(tensors: dict[str, np.ndarray]) -> None:
-    tensors["h.0.mlp.c_fc.bias"] = np.ones(128, np.int8)
-
-
-def _other_shape(tensors: dict[str, np.ndarray]) -> None:
-    tensors["h.0.mlp.c_fc.weight"] = np.ones((128, 31), np.int8)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_bias, r"c_fc.bias \[128\] has 8 bits; expected"),
-        (_other_shape, r"c_fc.weight is \[128, 31\], the model's is \[128, 32\]"),
-        (_without, "lacks h.0.mlp.c_fc.weight_scale"),
-        (_short, r"c_fc.weight_scale is float32 \[3\]; expected float32 \[128\]"),
-        (_infinite, "c_fc.weight_scale holds inf; expected finite numbers above 0"),
-        (_negative, "input_scale holds -1.0; expected finite"),
+        ({"c_fc.bias": np.ones(128, np.int8)}, r"c_fc.bias \[128\] has 8 bits; expected"),
+        (
+            {"c_fc.weight": np.ones((128, 31), np.int8)},
+            r"c_fc.weight is \[128, 31\], the model's is \[128, 32\]",
+        ),
+        ({"c_fc.weight_scale": None}, "lacks h.0.mlp.c_fc.weight_scale"),
+        (
+            {"c_fc.weight_scale": np.ones(3, np.float32)},
+            r"c_fc.weight_scale is float32 \[3\]; expected float32 \[128\]",
+        ),
+        (
+            {"c_fc.weight_scale": np.full(128, np.inf, np.float32)},
+            "c_fc.weight_scale holds inf; expected finite numbers above 0",
+        ),
+        (
+            {"c_fc.input_scale": np.array([-1.0], np.float32)},
+            "input_scale holds -1.0; expected finite",
+        ),
     ],
 )
 def test_broken_scales_are_refused(
-    folders: dict[str, Path],
-    tmp_path: Path,
-    change: Callable[[dict[str, np.ndarray]], None],
-    message: str,
+    folders: dict[str, Path], tmp_path: Path, change: dict[str, np.ndarray | None], message: str
 ) -> None:
     tensors = load_file(folders["int8"] / "model.safetensors")
-    change(tensors)
+    tensors |= {f"h.0.mlp.{name}": each for name, each in change.items() if each is not None}
+    tensors = {
+        name: each for name, each in tensors.items() if change.get(name[8:], each) is not None
+    }
     file = tmp_path / "model.safetensors"
     save_file(tensors, file)
     record = read_manifest(folders["int8"])

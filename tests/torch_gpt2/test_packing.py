@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
+from common.dataset import Batch
+from common.evaluation import ScoredRow, score_rows
 from common.inputs import make_run
+from common.parallel.run import Run
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.systems.config import open_config
 from common.training.metrics import read_metrics
-from tests.config_overrides import changed
+from common.training.start import Start
 from tests.packed_corpus import EOD, FLAGS, write_packed_corpus
 from tests.reference import hugging_face_model, hugging_face_names
+from tests.tiny import require_same_bits, rows_of, tiny_config, tiny_run, train_here
 from torch_gpt2.data import split
 from torch_gpt2.device import attention_mask, select_device
 from torch_gpt2.engine import Engine
@@ -32,37 +35,21 @@ from torch_gpt2.model import GPT2, Attention
 from torch_gpt2.packing import BlockAttention, document_mask, document_numbers, document_positions
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
-from torch_gpt2.train import train
 
 LENGTH = 24
 
 
-def make_config(**changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "seq_length": LENGTH,
-            "vocab_size": 101,
-        },
-        "train": {"max_steps": 4, "micro_batch_size": 2, "global_batch_size": 4},
-        "optimizer": {
-            "name": "sgd",
-            "learning_rate": 0.05,
-            "momentum": 0.9,
-            "schedule": "constant",
-            "clip_grad": 0.0,
-        },
-        "data": {"split": "90,10,0"},
-        "logging": {"tensorboard": False, "plot": False},
+def make_config(**changes: Any) -> Run:
+    usual: dict[str, Any] = {
+        "model__num_heads": 2,
+        "model__seq_length": LENGTH,
+        "optimizer__learning_rate": 0.05,
+        "validation": {},
     }
-    return resolve_config(build_config(changed(tree, FLAGS | changes)))
+    return tiny_config(**(usual | FLAGS | changes))
 
 
-def make_model(config: RunConfig) -> GPT2:
+def make_model(config: Run) -> GPT2:
     [model] = build_parts(config, select_device("cpu"), World())
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -334,9 +321,6 @@ def test_blocks_are_for_devices_with_their_kernels(monkeypatch: pytest.MonkeyPat
 
 def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
     """Two micro batches with different numbers of documents, whose own means differ."""
-    from common.dataset import Batch
-    from common.training.start import Start
-
     config = make_config()
     engine = Engine(config, select_device("cpu"))
     engine.begin(Start())
@@ -364,53 +348,30 @@ def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
     assert total == pytest.approx(model.loss_sum(ids, targets).item(), rel=1e-6)
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return read_metrics(folder / "metrics.jsonl")
-
-
 def test_a_run_resumes_with_the_same_bits_and_samples(tmp_path: Path) -> None:
     corpus = write_packed_corpus(tmp_path)
 
-    def go(name: str, steps: int, **changes: Any) -> list[dict[str, Any]]:
-        train(
-            *make_run(
-                make_config(
-                    output_dir=str(tmp_path / name),
-                    data__train=str(corpus),
-                    train__max_steps=steps,
-                    optimizer__decay_steps=4,
-                    **changes,
-                )
-            )
-        )
-        return [row for row in rows_of(tmp_path / name) if "loss" in row]
+    def go(name: str, steps: int, **changes: Any) -> Path:
+        words = FLAGS | {"train__max_steps": steps, "optimizer__decay_steps": 4} | changes
+        return train_here(tiny_run(tmp_path / name, corpus, **words))
 
     whole = go("whole", 4)
     go("halves", 2)
-    halves = go("halves", 4)
-    keys = ("step", "loss", "grad_norm", "sample_hash")
-    assert [[row[key] for key in keys] for row in halves] == [
-        [row[key] for key in keys] for row in whole
-    ]
+    require_same_bits(go("halves", 4), whole)
     plain = go("plain", 4, **dict.fromkeys(FLAGS, False) | {"data__eod_id": None})
-    assert [row["sample_hash"] for row in plain] == [row["sample_hash"] for row in whole]
-    assert plain[0]["loss"] != whole[0]["loss"]
+    one, other = rows_of(plain), rows_of(whole)
+    assert [row["sample_hash"] for row in one] == [row["sample_hash"] for row in other]
+    assert one[0]["loss"] != other[0]["loss"]
 
-    evaluate(
-        *make_run(make_config(output_dir=str(tmp_path / "whole"), data__train=str(corpus)), "eval")
-    )
-    found = json.loads((tmp_path / "whole" / "evaluation.json").read_text())
-    *_, last = rows_of(tmp_path / "whole")
-    assert (found["validation_loss"], found["tokens"]) == (
-        pytest.approx(last["validation_loss"], rel=1e-6),
-        last["validation_tokens"],
-    )
+    evaluate(*make_run(load_config(whole / "config.yaml"), "eval"))
+    found = json.loads((whole / "evaluation.json").read_text())
+    *_, last = read_metrics(whole / "metrics.jsonl")
+    assert found["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
+    assert found["tokens"] == last["validation_tokens"]
 
 
 def test_rows_of_an_evaluated_text_are_one_document_each() -> None:
     """Their first token may be the end-of-document token, which is context there."""
-    from common.evaluation import ScoredRow, score_rows
-
     model = make_model(make_config())
     rows = [ScoredRow(tokens=np.array([EOD, 9, 10, 11], np.int32), scored=3)]
     found = score_rows(rows, make_scorer(model, select_device("cpu")), 1)

@@ -10,39 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
+from common.config.schema import PrecisionConfig, PredictConfig
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from tests.reference import hugging_face_model
+from tests.twins import random_model
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
 
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    seq_length=48,
-    vocab_size=101,
-    ffn_hidden_size=128,
-    max_positions=48,
-)
 LENGTHS = (18, 1, 7, 12)
-
-
-def make_model(precision: PrecisionConfig | None = None) -> GPT2:
-    torch.manual_seed(0)
-    made = GPT2(MODEL, precision or PrecisionConfig(), vocab_rows=128)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    # or a tied model of random weights repeats itself
-    torch.nn.init.normal_(made.wpe.weight, std=2.0)
-    return made
 
 
 @pytest.fixture
 def model() -> GPT2:
-    return make_model()
+    return random_model()
 
 
 def prompts() -> list[list[int]]:
@@ -84,7 +66,7 @@ def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int
     longest, ends = max(map(len, rows)), settings.get("eos_token_id") or []
     ids = torch.tensor([[50] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    reference = hugging_face_model(MODEL, dict(model.named_parameters()))
+    reference = hugging_face_model(model.config, dict(model.named_parameters()))
     settings = {
         "do_sample": False,
         "max_new_tokens": 30,
@@ -116,7 +98,7 @@ def test_a_sliding_window_equals_a_loop_over_transformers(
     """Each token follows the last window - 1 ones, as GPT2-Chinese's generate.py takes them;
     prompts of 18, 1, 7 and 12 tokens, one of which is above 16 from the start.
     """
-    reference = hugging_face_model(MODEL, dict(model.named_parameters()))
+    reference = hugging_face_model(model.config, dict(model.named_parameters()))
     expected = []
     for prompt in prompts():
         ids = list(prompt)
@@ -181,7 +163,8 @@ def test_narrow_types_give_the_model_s_own_logits(types: str, tolerance: float, 
     units of the last place.
     """
     softmax = "float16" if types == "float16" else "float32"
-    model = make_model(PrecisionConfig.model_validate({"compute": types, "softmax": softmax}))
+    precision = PrecisionConfig.model_validate({"compute": types, "softmax": softmax})
+    model = random_model(precision=precision)
     decoder, text = Decoder(model, select_device("cpu"), batch), prompts()[0]
     with torch.no_grad():
         expected = model.logits(model.eval()(torch.tensor([text]))).numpy()[0]
@@ -207,5 +190,5 @@ def test_a_cpu_without_onednn_generates_the_same(
     expected = theirs(model, prompts())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert ours(model, prompts(), batch) == expected
-    narrow = make_model(PrecisionConfig(compute="bfloat16"))
+    narrow = random_model(precision=PrecisionConfig(compute="bfloat16"))
     assert len(ours(narrow, [[1, 2, 3]], new_tokens=4)[0]) == 4

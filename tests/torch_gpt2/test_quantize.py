@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from common.config.load import build_config
 from common.config.schema import QuantizationConfig
 from common.errors import ConfigError
 from common.quantization import scheme
-from common.resolve.derive import resolve_config
 from common.weights.names import EMBEDDING
 from tests.reference import hugging_face_model
 from tests.torch_gpt2.test_engine import make_config, make_engine, run, token_batches
@@ -218,26 +216,16 @@ def test_activations_that_are_not_finite_set_no_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    ("section", "changes", "message"),
     [
-        ({"skip": ["h.2"]}, "'h.2' names no layer of a model with 2 blocks"),
-        ({"skip": ["linear1"]}, "expected a block"),
-        ({"skip": ["h.0", "attn", "mlp"]}, "leaves no layer"),
-        ({"weight_bits": 9}, "less than or equal to 8"),
+        ({"skip": ["h.2"]}, {}, "'h.2' names no layer of a model with 2 blocks"),
+        ({"skip": ["linear1"]}, {}, "expected a block"),
+        ({"skip": ["h.0", "attn", "mlp"]}, {}, "leaves no layer"),
+        ({"weight_bits": 9}, {}, "less than or equal to 8"),
+        ({}, {"engine": "deepspeed"}, "does not go with quantization-aware training"),
+        ({}, {"parallel__strategy": "parameter_server"}, "does not go with quantization-aware"),
     ],
 )
-def test_bad_sections(section: dict[str, Any], message: str) -> None:
+def test_refusals(section: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_config(quantization=section)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"engine": "deepspeed"}, {"parallel__strategy": "parameter_server"}]
-)
-def test_settings_that_exclude_it_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="does not go with quantization-aware training"):
-        make_config(quantization={}, **changes)
-
-
-def timed(tree: dict[str, Any]) -> Any:
-    return resolve_config(build_config(tree))
+        make_config(quantization=section, **changes)

@@ -14,19 +14,14 @@ from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
 from common.dataset import ShardedSampler, open_samples
 from common.errors import ConfigError
-from common.inputs import make_run
 from common.parallel.ramp import batch_sizes
 from common.resolve.derive import resolve_config
-from common.training.metrics import read_metrics
 from common.training.start import Start
-from tests.config_overrides import changed
-from tests.ranks import run_ranks
+from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here
 from tests.torch_gpt2.test_rewind import write_corpus
-from tests.torch_gpt2.test_train import assert_same_run, steps_of
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import GPT2
-from torch_gpt2.train import train
 
 RAMP = [4, 4, 24]
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
@@ -43,49 +38,26 @@ BY_SAMPLES = {
 
 
 def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "seq_length": 16,
-            "vocab_size": 101,
-            "initializer_range": 0.1,
-        },
-        "train": {
-            "max_steps": 8,
-            "micro_batch_size": 2,
-            "global_batch_size": 12,
-            "rampup_batch_size": RAMP,
-        },
-        "optimizer": {
-            "name": "sgd",
-            "learning_rate": 0.05,
-            "momentum": 0.9,
-            "warmup_steps": 4,
-            "clip_grad": 0.0,
-        },
-        "data": {"train": str(corpus), "split": "90,10,0"},
+    ramp: dict[str, Any] = {
+        "model__num_layers": 4,
+        "model__hidden_size": 16,
+        "model__num_heads": 2,
+        "model__initializer_range": 0.1,
+        "train__max_steps": 8,
+        "train__global_batch_size": 12,
+        "train__rampup_batch_size": RAMP,
+        "optimizer": SGD | {"learning_rate": 0.05, "schedule": "cosine", "warmup_steps": 4},
         "validation": {"interval": 0, "max_samples": 4},
-        "logging": {"tensorboard": False, "plot": False},
     }
-    return changed(tree, changes)
+    return tiny_run(folder, corpus, **(ramp | changes))
 
 
 @pytest.fixture
 def start(corpus_prefix: Path, tmp_path: Path) -> Any:
     def run(name: str, **changes: Any) -> Path:
-        tree = make_tree(tmp_path / name, corpus_prefix, **changes)
-        train(*make_run(build_config(tree)))
-        return tmp_path / name
+        return train_here(make_tree(tmp_path / name, corpus_prefix, **changes))
 
     return run
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.mark.parametrize("ramp", [RAMP, STEPS], ids=str)
@@ -158,7 +130,7 @@ def test_a_resume_within_the_ramp_equals_no_interruption(start: Any, stop: int, 
         "model__dropout": 0.1,
     }
     whole, parts = start("whole", **keys), start("parts", train__max_steps=stop, **keys)
-    assert_same_run(whole, start("parts", **keys))
+    require_same_bits(start("parts", **keys), whole)
     assert [row["global_batch_size"] for row in rows_of(parts)] == SIZES
 
 
@@ -177,30 +149,24 @@ def test_lengths_count_the_growing_batches(start: Any, tmp_path: Path, corpus_pr
 def test_a_rewind_leaves_out_the_batch_of_its_own_size(tmp_path: Path) -> None:
     """Batches of 4 samples up to the outlier, step 17, while the full one has 8."""
     corpus = write_corpus(tmp_path / "corpus", 17)
-    train(
-        *make_run(
-            resolve_config(
-                build_config(
-                    make_tree(
-                        tmp_path / "run",
-                        corpus,
-                        train={
-                            "max_steps": 24,
-                            "micro_batch_size": 2,
-                            "global_batch_size": 8,
-                            "rampup_batch_size": [4, 4, 72],
-                            "on_outlier": "rewind",
-                        },
-                        model__num_layers=2,
-                        model__initializer_range=0.02,
-                        optimizer={"learning_rate": 0.01, "schedule": "constant"},
-                        data={"train": str(corpus), "split": "100,0,0", "shuffle": False},
-                        checkpoint__interval=5,
-                        logging__outlier_deviations=6.0,
-                        logging__outlier_window=16,
-                    )
-                )
-            )
+    train_here(
+        make_tree(
+            tmp_path / "run",
+            corpus,
+            train={
+                "max_steps": 24,
+                "micro_batch_size": 2,
+                "global_batch_size": 8,
+                "rampup_batch_size": [4, 4, 72],
+                "on_outlier": "rewind",
+            },
+            model__num_layers=2,
+            model__initializer_range=0.02,
+            optimizer={"learning_rate": 0.01, "schedule": "constant"},
+            data={"train": str(corpus), "split": "100,0,0", "shuffle": False},
+            checkpoint__interval=5,
+            logging__outlier_deviations=6.0,
+            logging__outlier_window=16,
         )
     )
     checkpoint = find_checkpoint(tmp_path / "run")
@@ -211,74 +177,6 @@ def test_a_rewind_leaves_out_the_batch_of_its_own_size(tmp_path: Path) -> None:
     # 16 batches to sample 64, then from 68 on: 68, 72 and, beyond sample 72, the full ones
     assert [row["global_batch_size"] for row in rows] == [4] * 16 + [4, 8, *[8] * 6]
     assert state["consumed_samples"] == 64 + 4 + 4 + 7 * 8
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "1f1b": {"parallel__pipeline_stage": 2},
-    "zero3": {"parallel__zero_stage": 3},
-    "tp2": {"parallel__model_parallel": 2},
-    "gpipe": {"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "gpipe"},
-    "interleaved": {
-        "parallel__pipeline_stage": 2,
-        "parallel__pipeline_schedule": "interleaved_1f1b",
-    },
-    "zero bubble": {
-        "parallel__pipeline_stage": 2,
-        "parallel__pipeline_schedule": "interleaved_zero_bubble",
-    },
-    "zbv": {"parallel__pipeline_stage": 2, "parallel__pipeline_schedule": "zbv_zero_bubble"},
-}
-IN_SUITE = ("dp2", "1f1b")
-
-
-@pytest.fixture(scope="module")
-def layouts(
-    corpus_prefix: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Path:
-    """Runs of two ranks, and "change", which begins with one rank and resumes with two."""
-    folder = tmp_path_factory.mktemp("ramp")
-    campaign = any(
-        item.path == request.path and item.get_closest_marker("campaign")
-        for item in request.session.items
-    )
-    for name, steps in (("one", 8), ("change", 4)):
-        tree = make_tree(folder / name, corpus_prefix, train__max_steps=steps)
-        train(*make_run(build_config(changed(tree, {"optimizer__decay_steps": 8}))))
-    chosen = {name: keys for name, keys in LAYOUTS.items() if campaign or name in IN_SUITE}
-    jobs = [
-        make_tree(folder / name, corpus_prefix, optimizer__decay_steps=8, **keys)
-        for name, keys in [*chosen.items(), ("change", LAYOUTS["dp2"])]
-    ]
-    run_ranks(2, jobs)
-    return folder
-
-
-def require_equal(found: Path, wanted: Path, tolerance: float) -> None:
-    one, many = steps_of(wanted), steps_of(found)
-    for key in ("step", "consumed_samples", "sample_hash", "learning_rate"):
-        assert [row[key] for row in many] == [row[key] for row in one], key
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in many] == [
-            pytest.approx(row[key], rel=tolerance) for row in one
-        ], key
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(
-            pytest.param(name, marks=() if name in IN_SUITE else pytest.mark.campaign)
-            for name in LAYOUTS
-        ),
-        "change",
-    ],
-)
-def test_two_ranks_equal_one_process(layouts: Path, layout: str) -> None:
-    """float32 sums of the same terms in another order, as in parallel/test_layouts.py."""
-    require_equal(layouts / layout, layouts / "one", 1e-6)
-    assert [row["global_batch_size"] for row in rows_of(layouts / layout)] == SIZES
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The record of a step: what it holds, and the planted fault that it leads to."""
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,13 @@ import torch
 from safetensors.numpy import load_file
 
 from common.compare.step_records import StepReader, compare_records, difference
-from common.config.load import build_config
 from common.errors import ConfigError, DataError
-from common.inputs import make_run
 from common.run_config import load_config
 from common.training.recording import VARIABLE, RecordRequest, find_request
-from tests.config_overrides import changed
 from tests.reference import hugging_face_model, hugging_face_names
+from tests.tiny import tiny_run, train_here
 from torch_gpt2 import engine as engine_module
 from torch_gpt2.model import GPT2, MLP
-from torch_gpt2.train import train
 
 LAYERS = 3
 
@@ -30,28 +28,20 @@ def record(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Record a step of a tiny run; returns the folder of the record."""
 
     def run(name: str, step: int = 1, samples: int = 8, **changes: Any) -> Path:
-        tree: dict[str, Any] = {
-            "output_dir": str(tmp_path / f"run_{name}"),
-            "device": "cpu",
+        usual: dict[str, Any] = {
             "precision": "float32",
-            "model": {
-                "num_layers": LAYERS,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "seq_length": 16,
-                "vocab_size": 101,
-                "dropout": 0.0,
-            },
-            "train": {"max_steps": step, "micro_batch_size": 2, "global_batch_size": 4},
+            "model__num_layers": LAYERS,
+            "model__hidden_size": 16,
+            "model__num_heads": 2,
+            "train__max_steps": step,
             "optimizer": {"learning_rate": 0.01, "decay_steps": 20},
-            "data": {"train": str(corpus_prefix), "split": "100,0,0"},
-            "logging": {"tensorboard": False, "plot": False},
+            "data__split": "100,0,0",
         }
         request = RecordRequest(step=step, samples=samples, folder=tmp_path / name)
         with monkeypatch.context() as patch:
             for key, value in request.variables().items():
                 patch.setenv(key, value)
-            train(*make_run(build_config(changed(tree, changes))))
+            train_here(tiny_run(tmp_path / f"run_{name}", corpus_prefix, **(usual | changes)))
         return tmp_path / name
 
     return run
@@ -62,26 +52,15 @@ class Scaled(MLP):
         return 1.001 * super().forward(x)
 
 
-def scale_mlp(monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+def alter(monkeypatch: pytest.MonkeyPatch, change: Callable[[GPT2], Any]) -> None:
     build = engine_module.build_parts
 
-    def scaled(*given: Any) -> list[GPT2]:
+    def altered(*given: Any) -> list[GPT2]:
         parts = build(*given)
-        parts[0].h[layer].mlp.__class__ = Scaled
+        change(parts[0])
         return parts
 
-    monkeypatch.setattr(engine_module, "build_parts", scaled)
-
-
-def scale_gradient(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    build = engine_module.build_parts
-
-    def hooked(*given: Any) -> list[GPT2]:
-        parts = build(*given)
-        parts[0].get_parameter(name).register_hook(lambda gradient: 1.001 * gradient)
-        return parts
-
-    monkeypatch.setattr(engine_module, "build_parts", hooked)
+    monkeypatch.setattr(engine_module, "build_parts", altered)
 
 
 def test_the_record_is_what_transformers_computes(record: Any, tmp_path: Path) -> None:
@@ -140,7 +119,7 @@ def test_equal_steps_have_no_difference(record: Any) -> None:
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_scaled_layer_is_named(record: Any, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
     one = record("one")
-    scale_mlp(monkeypatch, layer)
+    alter(monkeypatch, lambda model: setattr(model.h[layer].mlp, "__class__", Scaled))
     row = compare_records(one, record("other"), None).first
     assert row is not None and (row.section, row.name) == ("forward", f"h.{layer}.mlp")
     assert row.relative == pytest.approx(1e-3, rel=0.01)
@@ -153,7 +132,7 @@ def test_a_scaled_gradient_is_named(
 ) -> None:
     """Nothing but this gradient differs, forward or backward."""
     one = record("one")
-    scale_gradient(monkeypatch, name)
+    alter(monkeypatch, lambda model: model.get_parameter(name).register_hook(lambda g: 1.001 * g))
     found = compare_records(one, record("other"), None)
     assert [(row.section, row.name) for row in found.rows if row.differs] == [("gradients", name)]
 

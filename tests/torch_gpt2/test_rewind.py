@@ -6,18 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import read_manifest
-from common.config.load import build_config
 from common.dataset import IndexedWriter
 from common.errors import DivergedError
-from common.inputs import make_run
-from common.training.metrics import read_metrics
-from tests.config_overrides import changed
+from tests.tiny import rows_of, tensors_of, tiny_run, train_here
 from torch_gpt2.engine import Engine
-from torch_gpt2.train import train
 
 BATCH, LENGTH = 4, 16
 """Samples of a step, and tokens of a sample."""
@@ -47,61 +42,34 @@ def write_corpus(prefix: Path, *bad_steps: int) -> Path:
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
     def run(name: str, *bad_steps: int, **changes: Any) -> Path:
-        tree: dict[str, Any] = {
-            "output_dir": str(tmp_path / name),
-            "device": "cpu",
-            "model": {
-                "num_layers": 2,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "seq_length": LENGTH,
-                "vocab_size": 101,
-                "dropout": 0.1,
-            },
-            "train": {
-                "max_steps": 24,
-                "micro_batch_size": 2,
-                "global_batch_size": BATCH,
-                "on_outlier": "rewind",
-            },
+        corpus = write_corpus(tmp_path / f"corpus {name}", *bad_steps)
+        usual: dict[str, Any] = {
+            "model__hidden_size": 16,
+            "model__num_heads": 2,
+            "model__dropout": 0.1,
+            "train__max_steps": 24,
+            "train__on_outlier": "rewind",
             "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
-            "data": {
-                "train": str(write_corpus(tmp_path / f"corpus {name}", *bad_steps)),
-                "split": "100,0,0",
-                "shuffle": False,
-            },
+            "data": {"train": str(corpus), "split": "100,0,0", "shuffle": False},
+            "validation": {},
             "checkpoint": {"interval": 5},
-            "logging": {
-                "tensorboard": False,
-                "plot": False,
-                "outlier_deviations": 6.0,
-                "outlier_window": 16,
-            },
+            "logging__outlier_deviations": 6.0,
+            "logging__outlier_window": 16,
         }
-        train(*make_run(build_config(changed(tree, changes))))
-        return tmp_path / name
+        return train_here(tiny_run(tmp_path / name, **(usual | changes)))
 
     return run
 
 
 def rows(run: Path) -> list[tuple[Any, ...]]:
-    return [
-        (row["step"], row["loss"], row["grad_norm"], row["learning_rate"], row["skipped"])
-        for row in read_metrics(run / "metrics.jsonl")
-        if "loss" in row
-    ]
+    keys = ("step", "loss", "grad_norm", "learning_rate", "skipped")
+    return [tuple(row[key] for key in keys) for row in rows_of(run)]
 
 
 def state(run: Path) -> dict[str, Any]:
     checkpoint = find_checkpoint(run)
     assert checkpoint is not None
     return read_manifest(checkpoint)["state"]
-
-
-def weights(run: Path) -> dict[str, Any]:
-    checkpoint = find_checkpoint(run)
-    assert checkpoint is not None
-    return load_file(checkpoint / "model.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["exploding loss", "NaN"])
@@ -118,7 +86,7 @@ def test_a_bad_batch_leaves_the_run_as_if_it_was_never_there(
         monkeypatch.setattr(Engine, "_accumulate_gradients", broken)
     run, never = start("run", BAD_STEP), start("never")
     assert rows(run) == rows(never) and len(rows(run)) == 24
-    found, expected = weights(run), weights(never)
+    found, expected = tensors_of(run), tensors_of(never)
     assert all((found[name] == expected[name]).all() for name in expected)
     samples = [(BAD_STEP - 1) * BATCH, BAD_STEP * BATCH]
     assert state(run)["left_out"] == [samples] and state(run)["rewinds"] == 1

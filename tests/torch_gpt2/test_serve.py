@@ -18,30 +18,24 @@ import torch
 
 pytest.importorskip("prometheus_client", reason="not installed: pip install '.[serve]'")
 
-from common.config.load import build_config
 from common.config.schema import PredictConfig
 from common.generation.generate import generate
 from common.generation.logit_rules import sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.stop_strings import GrowingText
-from common.resolve.derive import resolve_config
 from common.serving.app import App
 from common.serving.completions import CompletionService
 from common.serving.engine import Engine
 from common.serving.server import HttpThread, listen
 from common.tokenizer import Tokenizer, load_tokenizer
+from tests.tiny import tiny_config
+from tests.twins import random_model
 from torch_gpt2.device import select_device
-from torch_gpt2.model import GPT2, build_model
+from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder, Slots
 
 POSITIONS = 64
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "seq_length": POSITIONS,
-    "vocab_size": 50257,
-}
+MODEL = {"model__seq_length": POSITIONS, "model__vocab_size": 50257}
 
 
 class Server:
@@ -50,9 +44,7 @@ class Server:
     def __init__(self, folder: Path, model: GPT2, tokenizer: Tokenizer, **tree: Any) -> None:
         key = tree.pop("key", None)
         serve = {"port": 0, "slots": 4, "name": "small", **tree.pop("serve", {})}
-        tree |= {"output_dir": str(folder), "model": MODEL, "optimizer": {"learning_rate": 1.0}}
-        tree |= {"serve": serve, "train": {"micro_batch_size": 1}}
-        self.config = resolve_config(build_config(tree))
+        self.config = tiny_config(folder, **MODEL, serve=serve, **tree)
         self.model, self.tokenizer = model, tokenizer
         slots = Slots(model, select_device("cpu"), self.config.serve.slots)
         self.engine = Engine(slots, queue_limit=self.config.serve.max_waiting)
@@ -149,14 +141,7 @@ def tokenizer(gpt2_vocab_files: tuple[Path, Path]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> GPT2:
-    tree = {"output_dir": "x", "model": MODEL, "optimizer": {"learning_rate": 1.0}}
-    config = resolve_config(build_config(tree | {"train": {"micro_batch_size": 1}}))
-    made = build_model(config, select_device("cpu"))
-    torch.manual_seed(0)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(made.wpe.weight, std=2.0)
-    return made
+    return random_model(seq_length=POSITIONS, vocab_size=50257).eval()
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +381,7 @@ def test_requests_refused_before_the_body_is_read(server: Server) -> None:
 def test_models_health_metrics_and_page(server: Server) -> None:
     models = json.loads(server.call("GET", "/v1/models")[2])
     assert [each["id"] for each in models["data"]] == ["small"]
-    h, layers, vocabulary = MODEL["hidden_size"], MODEL["num_layers"], MODEL["vocab_size"]
+    h, layers, vocabulary = 32, 2, 50257
     assert json.loads(server.call("GET", "/v1/models/small")[2])["meta"] == {
         "n_layer": layers, "n_embd": h, "n_ctx_train": POSITIONS, "n_vocab": vocabulary,
         "n_params": (vocabulary + POSITIONS + 2) * h + layers * (12 * h**2 + 13 * h),

@@ -12,7 +12,7 @@ from common.config.schema import PrecisionConfig, PredictConfig
 from common.generation.generate import generate
 from common.generation.sampling import Logits
 from tests.mixed_load import prompts, run
-from tests.torch_gpt2.test_predict import make_model
+from tests.twins import random_model
 from torch_gpt2.device import select_device
 from torch_gpt2.predict import Decoder, Slots
 
@@ -22,7 +22,7 @@ POSITIONS = 48
 @pytest.mark.parametrize("window", [None, POSITIONS, 20])
 def test_a_mixed_load_equals_single_requests(window: int | None) -> None:
     """24 sequences in four slots, float32."""
-    model = make_model()
+    model = random_model()
     given, device = prompts(101, None if window else POSITIONS), select_device("cpu")
     settings = PredictConfig(stop_at_end_of_text=False)
     alone = generate(Decoder(model, device, 1), given, settings, seed=0, ends=(), window=window)
@@ -36,7 +36,7 @@ def test_logits_after_every_token_of_a_prompt_are_the_models(dtype: Any, toleran
     """With nothing taken over, and with the first 20 of 40 tokens. Sums are in another order: one
     step of bfloat16 at the largest logits, of size 60, is 0.25.
     """
-    model = make_model(PrecisionConfig(compute=dtype, softmax=dtype))
+    model = random_model(precision=PrecisionConfig(compute=dtype, softmax=dtype))
     device = select_device("cpu")
     slots = Slots(model, device, 3)
     ids = np.random.default_rng(1).integers(0, 101, 40).tolist()

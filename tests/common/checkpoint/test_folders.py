@@ -5,7 +5,7 @@ never started over.
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,10 @@ import pytest
 
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.config.load import build_config
 from common.errors import CheckpointError, ConfigError, UserError
 from common.log import LOG
-from common.resolve.derive import resolve_config
 from common.training.start import Start, where_to_start
-
-TREE: dict[str, Any] = {
-    "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50},
-    "train": {"max_steps": 10, "micro_batch_size": 2},
-    "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
-}
+from tests.tiny import tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +32,18 @@ def _log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def save(folder: Path, *steps: int, **writer: Any) -> CheckpointWriter:
     made = CheckpointWriter(folder, asynchronous=False, **writer)
     for step in steps:
-        model = TREE["model"] | {"layer_norm_epsilon": 1e-5}
-        manifest = {"state": {"step": step}, "engine": {}, "config": {"model": model}}
-        made.save(
-            Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest)
-        )
+        made.save(snapshot(step))
     return made
 
 
+def snapshot(step: int) -> Snapshot:
+    config = {"model": tiny_config().model.model_dump()}
+    manifest = {"state": {"step": step}, "engine": {}, "config": config}
+    return Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest)
+
+
 def start(run: Path, **checkpoint: Any) -> Start:
-    config = resolve_config(build_config(TREE | {"output_dir": str(run), "checkpoint": checkpoint}))
+    config = tiny_config(run, checkpoint=checkpoint)
     data: Any = SimpleNamespace(tokenizer_record=None, fingerprint="")
     return where_to_start(config, data)
 
@@ -72,63 +67,80 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     checkpoints = tmp_path / "checkpoints"
     save(checkpoints, 5, 10)
     refuse(monkeypatch, checkpoints)
-    with pytest.raises(
-        CheckpointError,
-        match=r"checkpoints: cannot be read: Permission denied; .* nothing was started",
-    ):
+    expected = r"checkpoints: cannot be read: Permission denied; .* nothing was started"
+    with pytest.raises(CheckpointError, match=expected):
         start(tmp_path, resume=resume)
     with pytest.raises(CheckpointError, match="cannot be read"):
         CheckpointWriter(checkpoints, keep=1)
     monkeypatch.undo()
-    assert [path.name for path in whole_checkpoints(checkpoints)] == [
-        "step_00000005",
-        "step_00000010",
-    ]
+    assert len(whole_checkpoints(checkpoints)) == 2
 
 
-def test_links_that_lead_nowhere_are_not_an_empty_folder(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
-    with pytest.raises(
-        CheckpointError, match=r"checkpoints: cannot be read: Too many levels of symbolic links"
-    ):
-        start(tmp_path)
-    (tmp_path / "checkpoints").unlink()
-    (tmp_path / "checkpoints").symlink_to("/mnt/not mounted/here")
-    with pytest.raises(
-        UserError,
-        match=r"checkpoints: is a link to /mnt/not mounted/here, which is not there; is its disk"
-        r" mounted\?",
-    ):
-        start(tmp_path)
+LOST = r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to start over"
+DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
+    (
+        "a link to itself",
+        lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder)),
+        "checkpoints: cannot be read: Too many levels of symbolic links",
+    ),
+    (
+        "a link to a disk",
+        lambda folder: (shutil.rmtree(folder), folder.symlink_to("/mnt/not mounted/here")),
+        r"is a link to /mnt/not mounted/here, which is not there; is its disk mounted\?",
+    ),
+    (
+        "no manifest",
+        lambda folder: (folder / "step_00000020" / "manifest.json").unlink(),
+        LOST,
+    ),
+    (
+        "no manifest and no latest",
+        lambda folder: (
+            (folder / "step_00000020" / "manifest.json").unlink(),
+            (folder / "latest").unlink(),
+        ),
+        LOST,
+    ),
+    (
+        "gone",
+        lambda folder: shutil.rmtree(folder / "step_00000020"),
+        "latest names 'step_00000020', which is not a whole checkpoint here; ",
+    ),
+    (
+        "latest of zeros",
+        lambda folder: (
+            shutil.rmtree(folder / "step_00000020"),
+            (folder / "latest").write_bytes(b"\0\0\0"),
+        ),
+        r"latest names '\\x00",
+    ),
+    (
+        "latest is a folder",
+        lambda folder: ((folder / "latest").unlink(), (folder / "latest").mkdir()),
+        "latest: is a folder, expected a file",
+    ),
+    (
+        "a file in its place",
+        lambda folder: (shutil.rmtree(folder), folder.touch()),
+        r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir",
+    ),
+    (
+        "a file in the place of a checkpoint",
+        lambda folder: (folder / "step_00000010").touch(),
+        "step_00000010: is not a folder, and has the name of a checkpoint",
+    ),
+]
 
 
-def test_the_only_checkpoint_has_lost_its_manifest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"), [pytest.param(*row[1:], id=row[0]) for row in DAMAGE]
+)
+def test_a_folder_that_shows_a_run_is_never_started_over(
+    tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
     save(tmp_path / "checkpoints", 20)
-    (tmp_path / "checkpoints" / "step_00000020" / "manifest.json").unlink()
-    for _ in ("with latest", "without"):
-        with pytest.raises(
-            CheckpointError,
-            match=r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to start over",
-        ):
-            start(tmp_path)
-        (tmp_path / "checkpoints" / "latest").unlink(missing_ok=True)
-    assert (tmp_path / "checkpoints" / "step_00000020" / "model.safetensors").exists()
-
-
-def test_latest_names_nothing_that_is_there(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints", 20)
-    shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
-    with pytest.raises(
-        CheckpointError,
-        match=r"latest names 'step_00000020', which is not a whole checkpoint here; ",
-    ):
-        start(tmp_path)
-    (tmp_path / "checkpoints" / "latest").write_bytes(b"\0\0\0")
-    with pytest.raises(CheckpointError, match=r"latest names '\\x00"):
-        start(tmp_path)
-    (tmp_path / "checkpoints" / "latest").unlink()
-    (tmp_path / "checkpoints" / "latest").mkdir()
-    with pytest.raises(CheckpointError, match=r"latest: is a folder, expected a file"):
+    damage(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=message):
         start(tmp_path)
 
 
@@ -158,9 +170,7 @@ def test_a_run_that_saves_meanwhile_is_not_mistaken_for_a_broken_one(
     def scandir(path: Any) -> Any:
         monkeypatch.setattr(os, "scandir", look)
         writer.confirm(9)
-        writer.save(
-            Snapshot(files={}, manifest={"state": {"step": 10}, "engine": {}, "config": {}})
-        )
+        writer.save(snapshot(10))
         shutil.rmtree(tmp_path / "step_00000005", ignore_errors=True)
         return look(path)
 
@@ -195,9 +205,7 @@ def test_checkpoints_that_a_run_has_not_seen_stay(tmp_path: Path) -> None:
     for step in (3, 7, 90):
         (tmp_path / "elsewhere" / f"step_{step:08d}").rename(tmp_path / f"step_{step:08d}")
     for step in (20, 30):
-        writer.save(
-            Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}})
-        )
+        writer.save(snapshot(step))
     assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [3, 7, 30, 90]
 
 
@@ -205,45 +213,27 @@ def test_the_newest_good_checkpoint_stays(tmp_path: Path) -> None:
     writer = save(tmp_path, 10, keep=1)
     writer.confirm(11)
     for step in (20, 30, 40):
-        writer.save(
-            Snapshot(files={}, manifest={"state": {"step": step}, "engine": {}, "config": {}})
-        )
+        writer.save(snapshot(step))
         assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [10, step], (
             "a step after it has not shown that it is good"
         )
     writer.confirm(41)
-    writer.save(Snapshot(files={}, manifest={"state": {"step": 50}, "engine": {}, "config": {}}))
+    writer.save(snapshot(50))
     assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [40, 50]
 
 
 def test_unwritable_checkpoint_folders_are_named_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").mkdir()
-    (tmp_path / "file" / "checkpoints").touch()
-    with pytest.raises(
-        ConfigError,
-        match=r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir",
-    ):
-        start(tmp_path / "file")
-    save(tmp_path / "run" / "checkpoints", 5)
-    (tmp_path / "run" / "checkpoints" / "step_00000010").touch()
-    with pytest.raises(
-        ConfigError, match=r"step_00000010: is not a folder, and has the name of a checkpoint"
-    ):
-        start(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step_00000010").unlink()
-    assert start(tmp_path / "run").resume is not None
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "latest",
-        "step_00000005",
-    ]
+    save(tmp_path / "checkpoints", 5)
+    assert start(tmp_path).resume is not None
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000005"]
 
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
-    with pytest.raises(
-        ConfigError, match="checkpoints cannot be written there: Read-only file system"
-    ):
-        start(tmp_path / "run")
+    expected = "checkpoints cannot be written there: Read-only file system"
+    with pytest.raises(ConfigError, match=expected):
+        start(tmp_path)

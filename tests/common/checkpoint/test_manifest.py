@@ -14,25 +14,17 @@ from common.checkpoint.manifest import MANIFEST, read_manifest, seal, unseal, wr
 from common.checkpoint.snapshot import EngineState, make_snapshot
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.config.load import build_config
 from common.errors import CheckpointError
-from common.resolve.derive import resolve_config
+from tests.tiny import tiny_config
 
 
 def record(step: int = 10) -> dict[str, Any]:
     """The manifest of a small run on two ranks of torch, as an engine makes it."""
-    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 50}
-    tree = {
-        "output_dir": "run",
-        "model": model,
-        "train": {"max_steps": 10, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
-    }
     states = [
         {"cpu": base64.b64encode(random.Random(rank).randbytes(5056)).decode()} for rank in range(2)
     ]
     snapshot = make_snapshot(
-        resolve_config(build_config(tree), world_size=2),
+        tiny_config(ranks=2),
         TrainState(
             step=step,
             consumed_samples=4 * step,
@@ -113,6 +105,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         at = at[int(key)] if isinstance(at, list) else at[key]
     at[last] = value
     return values
+
+
+FILE = "files/model.safetensors"
 
 
 @pytest.mark.parametrize(

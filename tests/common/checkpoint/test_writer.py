@@ -1,7 +1,6 @@
 """Folders whole or absent: kill -9 and a full disk at any moment leave a checkpoint that loads."""
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,27 +52,23 @@ def test_save_find_and_keep(tmp_path: Path, asynchronous: bool) -> None:
     writer.wait()
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_00000010", "step_00000015"]
     assert (tmp_path / "latest").read_text() == "step_00000015\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest",
-        "step_00000010",
-        "step_00000015",
-    ]
+    assert len(list(tmp_path.iterdir())) == 3
     for where in (tmp_path, tmp_path / "latest", tmp_path / "step_00000015"):
         assert find_checkpoint(where) == tmp_path / "step_00000015"
+    (tmp_path / "latest").write_text("step_00000099\n")
+    assert find_checkpoint(tmp_path) == tmp_path / "step_00000015"
+    (tmp_path / "latest").unlink()
+    assert find_checkpoint(tmp_path) == tmp_path / "step_00000015"
 
 
 def test_a_step_saved_again_replaces_the_old_folder(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, asynchronous=False)
-    writer.save(snapshot(5, size=3))
-    writer.save(snapshot(5, size=4))
-    assert len(load_file(tmp_path / "step_00000005" / "model.safetensors")["w"]) == 4
-
-
-def test_going_back_never_prunes_what_was_just_saved(tmp_path: Path) -> None:
+    """Going back never prunes what was just saved."""
     writer = CheckpointWriter(tmp_path, keep=1, asynchronous=False)
     writer.save(snapshot(100))
-    writer.save(snapshot(50))  # a run resumed from before step 50
+    for size in (3, 4):
+        writer.save(snapshot(50, size=size))  # a run resumed from before step 50
     assert assert_loads(tmp_path) == 50
+    assert len(load_file(tmp_path / "step_00000050" / "model.safetensors")["w"]) == 4
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(
@@ -97,28 +93,6 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     writer.save(snapshot(15))
     writer.wait()
     assert assert_loads(tmp_path) == 15
-
-
-def test_a_really_full_disk(tmp_path: Path) -> None:
-    """On a file system of 1 MB, where this process may mount one."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)],
-        capture_output=True,
-        text=True,
-    )
-    if mount.returncode:
-        pytest.skip(f"no right to mount a small file system: {mount.stderr.strip()}")
-    try:
-        writer = CheckpointWriter(small, keep=1)
-        writer.save(snapshot(5, size=100_000))
-        writer.save(snapshot(10, size=500_000))
-        with pytest.raises(StorageError, match="No space left on device"):
-            writer.wait()
-        assert assert_loads(small) == 5
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 _SAVE_FOREVER = """
@@ -206,45 +180,31 @@ def test_a_failing_run_waits_for_its_last_save(tmp_path: Path) -> None:
     assert assert_loads(tmp_path) == 5
 
 
-def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("model.safetensors", lambda whole: whole[:-3] + b"xyz", "bytes have changed since it was"),
+        ("model.safetensors", lambda whole: whole[:-1], r"model.safetensors: \d+ bytes, expected"),
+        ("model.safetensors", None, "missing, expected"),
+        ("manifest.json", lambda whole: b"{", "broken manifest"),
+        (
+            "manifest.json",
+            lambda whole: b'{"format_version": 99, "files": {}}',
+            "format version 99",
+        ),
+    ],
+)
+def test_broken_checkpoints_are_named(
+    tmp_path: Path, file: str, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
     CheckpointWriter(tmp_path, asynchronous=False).save(snapshot(5))
-    weights = tmp_path / "step_00000005" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-3] ^= 1
-    weights.write_bytes(data)
-    with pytest.raises(CheckpointError, match="bytes have changed since it was written"):
-        read_manifest(tmp_path / "step_00000005")
-
-
-def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
-    CheckpointWriter(tmp_path, asynchronous=False).save(snapshot(5))
-    folder = tmp_path / "step_00000005"
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1])
-    with pytest.raises(
-        CheckpointError, match=rf"model.safetensors: {len(whole) - 1} bytes, expected {len(whole)}"
-    ):
-        read_manifest(folder)
-    weights.unlink()
-    with pytest.raises(CheckpointError, match="missing, expected"):
-        read_manifest(folder)
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="broken manifest"):
-        read_manifest(folder)
-    (folder / "manifest.json").write_text(json.dumps({"format_version": 99, "files": {}}))
-    with pytest.raises(CheckpointError, match="format version 99"):
-        read_manifest(folder)
-
-
-def test_a_lost_latest_file_loses_nothing(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, asynchronous=False)
-    for step in (5, 10):
-        writer.save(snapshot(step))
-    (tmp_path / "latest").write_text("step_00000099\n")
-    assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
-    (tmp_path / "latest").unlink()
-    assert find_checkpoint(tmp_path) == tmp_path / "step_00000010"
+    path = tmp_path / "step_00000005" / file
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(path.parent)
 
 
 def test_a_writer_that_fails_gives_back_what_was_lent(
@@ -369,11 +329,8 @@ def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(
     ]
     save_parts(tmp_path, 10)
     assert_parts_load(tmp_path, 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest",
-        "step_00000005",
-        "step_00000010",
-    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["latest", "step_00000005", "step_00000010"]
 
 
 @pytest.mark.parametrize("full", [0, 1])

@@ -348,7 +348,10 @@ def test_a_wrong_table_is_refused(tmp_path: Path, samples: Path, change: str, me
         ("[]", "table.json: found []; expected a JSON object"),
         ('{"a": 1, "a": 2}', "the key 'a' is given twice in one object; make the table again"),
         ("[" * 100000, "nested deeper than 64 levels; make the table again"),
-        ('{"status": ' + "9" * 5000 + "}", "a number of more digits than Python converts; make the table again"),
+        (
+            '{"status": ' + "9" * 5000 + "}",
+            "a number of more digits than Python converts; make the table again",
+        ),
         ({"status": "completed", "a\nb": 1}, r"version null with the keys status, 'a\nb' is not"),
         (
             table_0(instance(1, 2, pod_name="pod-" + "9" * 5000), instance(1, 1, pod_name="pod-1")),

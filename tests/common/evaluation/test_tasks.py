@@ -8,36 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
 from common.evaluation.corpus import read_evaluation_file
 from common.evaluation.lambada import LambadaTask
 from common.evaluation.rows import RowScores
 from common.evaluation.task import open_task
 from common.evaluation.text import TextTask
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
 from tests.common.evaluation.characters import Characters
+from tests.tiny import tiny_config
 
 
-def make_config(folder: Path, window: int = 8, **evaluation: Any) -> RunConfig:
-    return resolve_config(
-        build_config(
-            {
-                "output_dir": str(folder),
-                "model": {
-                    "num_layers": 1,
-                    "hidden_size": 8,
-                    "num_heads": 1,
-                    "seq_length": window,
-                    "vocab_size": 101,
-                },
-                "train": {"micro_batch_size": 1},
-                "optimizer": {"learning_rate": 0.1},
-                "evaluation": evaluation,
-            }
-        )
-    )
+def make_config(folder: Path, window: int = 8, **evaluation: Any) -> Run:
+    return tiny_config(folder, model__seq_length=window, evaluation=evaluation)
 
 
 def open_text(folder: Path, name: str, content: str, **settings: Any) -> TextTask:
@@ -167,33 +150,27 @@ def test_passages_without_context_or_room_are_refused(
         open_lambada(tmp_path, passages)
 
 
+MISSING = "the key 'text' is missing, the keys present are 'body'; evaluation reads"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            '{"body": "a"}',
-            "line 1, column 1: the key 'text' is missing, the keys present are 'body'; evaluation"
-            " reads the field text",
-        ),
+        ('{"body": "a"}', f"line 1, column 1: {MISSING} the field text"),
         ('{"text": 1}', "line 1, column 1: the value of 'text' is a number, expected a string"),
-        (
-            '[{"text": "a"}, {"body": "b"}]',
-            "item 2: the key 'text' is missing, the keys present are 'body'; evaluation reads",
-        ),
+        ('[{"text": "a"}, {"body": "b"}]', f"item 2: {MISSING}"),
         ("", "is empty"),
     ],
 )
 def test_errors_speak_of_the_evaluations_own_settings(
     tmp_path: Path, content: str, message: str
 ) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
     with pytest.raises(DataError) as caught:
-        read_evaluation_file(
-            make_config(tmp_path, task="text", file=str(tmp_path / "a.jsonl")).evaluation
-        )
-    assert str(caught.value).startswith(
-        f"evaluation.file={tmp_path / 'a.jsonl'}: {message}"
-    ) and "--" not in str(caught.value)
+        read_evaluation_file(make_config(tmp_path, task="text", file=str(path)).evaluation)
+    assert str(caught.value).startswith(f"evaluation.file={path}: {message}")
+    assert "--" not in str(caught.value)
 
 
 def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError, RunError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
 from common.log import LOG, start_log
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
 from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream
+from tests.tiny import tiny_config
 
 END = 256
 
@@ -80,15 +79,9 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def config(**predict: Any) -> RunConfig:
-    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 64, "vocab_size": 257}
-    tree = {
-        "output_dir": "out",
-        "model": model,
-        "train": {"micro_batch_size": 1},
-        "optimizer": {"learning_rate": 1.0},
-    }
-    return resolve_config(build_config(tree | {"predict": predict}))
+def config(**predict: Any) -> Run:
+    sizes = {"model__seq_length": 64, "model__vocab_size": 257}
+    return tiny_config("out", **sizes, predict=predict)
 
 
 def say(
@@ -102,17 +95,12 @@ def say(
     write_continuations(script, prompts, config(**predict), Bytes())  # type: ignore[arg-type]
 
 
+SAMPLES: dict[str, Any] = {"strategy": "sampling", "top_k": 1, "num_sequences": 2}
+
+
 def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
     file = tmp_path / "poems.txt"
-    say(
-        " says ä\n",
-        count=2,
-        rows=2,
-        output_file=str(file),
-        strategy="sampling",
-        top_k=1,
-        num_sequences=2,
-    )
+    say(" says ä\n", count=2, rows=2, output_file=str(file), **SAMPLES)
     assert file.read_text(encoding="utf-8") == "p0 says ä\n\n\n" * 2 + "p1 says ä\n\n\n" * 2
 
 
@@ -127,16 +115,7 @@ def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
             "predict.top_k=40 and predict.top_p=0.9 without effect",
         ),
         ({"temperature": 0.8, "strategy": "sampling"}, None),
-        (
-            {
-                "strategy": "greedy",
-                "temperature": 1.0,
-                "top_k": 0,
-                "top_p": 0,
-                "repetition_penalty": 1.5,
-            },
-            None,
-        ),
+        ({"strategy": "greedy", "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
     ],
 )
 def test_settings_that_greedy_does_not_look_at_are_said(
@@ -152,10 +131,8 @@ def test_settings_that_greedy_does_not_look_at_are_said(
 
 def test_lines_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     say(" is it", count=2, rows=2)
-    assert (
-        capsys.readouterr().out
-        == "Prompt: p0\nGeneration: p0 is it\n\nPrompt: p1\nGeneration: p1 is it\n\n"
-    )
+    one = "Prompt: p{0}\nGeneration: p{0} is it\n\n"
+    assert capsys.readouterr().out == one.format(0) + one.format(1)
     say("!", count=2, rows=3, strategy="sampling", num_sequences=2, temperature=0.1)
     two = "Prompt: p{0}\nGeneration 1: p{0}!\nGeneration 2: p{0}!\n\n"
     assert capsys.readouterr().out == two.format(0) + two.format(1)
@@ -202,7 +179,7 @@ def test_no_part_of_a_stop_string_is_shown(
     writes = [each.removeprefix(head) for each in sys.stdout.writes]  # type: ignore[attr-defined]
     assert [each for each in writes if each] == [*pieces, "\n\n"]
     kept = "".join(pieces)
-    record = json.loads(file.read_text(encoding="utf-8"))
+    [record] = records_of(file)
     assert record["finish_reason"] == "stop_string"
     assert (record["continuation"], record["text"]) == (kept, f"p0{kept}")
     stops = [stop] if isinstance(stop, str) else stop
@@ -212,12 +189,9 @@ def test_no_part_of_a_stop_string_is_shown(
 def test_nothing_is_streamed_from_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     say("abc", count=2, rows=2)
-    assert sys.stdout.writes == [
-        "Prompt: p0\nGeneration: p0abc",
-        "\n\n",
-        "Prompt: p1\nGeneration: p1abc",
-        "\n\n",
-    ]  # type: ignore[attr-defined]
+    shown = [f"Prompt: p{n}\nGeneration: p{n}abc" for n in (0, 1)]
+    writes = sys.stdout.writes  # type: ignore[attr-defined]
+    assert writes == [shown[0], "\n\n", shown[1], "\n\n"]
 
 
 def test_a_terminal_without_the_character_gets_a_question_mark(
@@ -230,44 +204,28 @@ def test_a_terminal_without_the_character_gets_a_question_mark(
     assert raw.getvalue() == b"Prompt: p0\nGeneration: p0?\n\n"
 
 
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def test_the_file_of_results(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "out.jsonl"
     say("é!", count=2, rows=2, new_tokens=2, output_file=str(path))
-    say(
-        "é!",
-        new_tokens=3,
-        output_file=str(tmp_path / "ended.jsonl"),
-        strategy="sampling",
-        temperature=0.1,
-        num_sequences=2,
-    )
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    one = {
-        "prompt": "p0",
-        "sequence": 1,
-        "continuation": "é",
-        "text": "p0é",
-        "tokens": [195, 169],
-        "finish_reason": "length",
-    }
-    assert rows == [one, one | {"prompt": "p1", "text": "p1é"}]
-    ended = [
-        json.loads(line)
-        for line in (tmp_path / "ended.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert [(row["sequence"], row["continuation"], row["finish_reason"]) for row in ended] == [
-        (1, "é!", "length"),
-        (2, "é!", "length"),
-    ]
+    one = {"prompt": "p0", "sequence": 1, "continuation": "é", "text": "p0é"}
+    one |= {"tokens": [195, 169], "finish_reason": "length"}
+    assert records_of(path) == [one, one | {"prompt": "p1", "text": "p1é"}]
+    say("é!", new_tokens=3, output_file=str(path), **SAMPLES)
+    found = [(row["sequence"], row["continuation"]) for row in records_of(path)]
+    assert found == [(1, "é!"), (2, "é!")]
     say("é", new_tokens=3, output_file=str(path))
-    assert json.loads(path.read_text(encoding="utf-8"))["finish_reason"] == "end_of_text"
+    assert records_of(path)[0]["finish_reason"] == "end_of_text"
 
 
 def test_log_probabilities_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script's logits: 40 of what it says, 0 of the other 256 ids of the vocabulary."""
     path = tmp_path / "out.jsonl"
     say("é", output_file=str(path), logprobs=1, bad_words="z", temperature=1.0)
-    records = json.loads(path.read_text(encoding="utf-8"))["logprobs"]
+    records = records_of(path)[0]["logprobs"]
     assert [(each["id"], each["token"]) for each in records] == [
         (195, "bytes:\\xc3"), (169, "bytes:\\xa9"),
     ]  # fmt: skip
@@ -287,7 +245,7 @@ def test_a_prompt_of_ids_is_named_by_them(tmp_path: Path) -> None:
     prompt = Prompt(text="A", ids=[65], new_tokens=1, is_given_as_ids=True)
     run = config(output_file=str(path))
     write_continuations(Script(b"b", 1), [prompt], run, Bytes())  # type: ignore[arg-type]
-    record = json.loads(path.read_text())
+    [record] = records_of(path)
     assert (record["prompt"], record["prompt_ids"], record["text"]) == ("A", [65], "Ab")
 
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError, UserError
 from common.generation.prompts import encode_prompts, read_prompts, sliding_window
-from common.resolve.derive import resolve_config, resolve_mode
+from common.parallel.run import Run
+from common.resolve.derive import resolve_mode
 from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream
+from tests.tiny import tiny_config, tiny_run
 
 
 class Letters:
@@ -30,21 +31,8 @@ class Letters:
         return ByteStream(bytes)
 
 
-def config(positions: int = 16, **predict: Any) -> RunConfig:
-    model = {
-        "num_layers": 1,
-        "hidden_size": 8,
-        "num_heads": 1,
-        "seq_length": positions,
-        "vocab_size": 256,
-    }
-    tree = {
-        "output_dir": "out",
-        "model": model,
-        "train": {"micro_batch_size": 1},
-        "optimizer": {"learning_rate": 1.0},
-    }
-    return resolve_config(build_config(tree | {"predict": predict}))
+def config(positions: int = 16, **predict: Any) -> Run:
+    return tiny_config(model__seq_length=positions, model__vocab_size=256, predict=predict)
 
 
 def read(**words: Any) -> list[Any]:
@@ -54,15 +42,10 @@ def read(**words: Any) -> list[Any]:
 def test_a_text_file_and_a_json_file(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_bytes("\ufeffone\r\n\n two \n".encode())
     (tmp_path / "some.jsonl").write_text('{"prompt": "a\\nb", "text": "x"}\n\n{"text": "é"}')
-    assert [each.text for each in read(prompt="zero", prompt_file=str(tmp_path / "plain.txt"))] == [
-        "zero",
-        "one",
-        " two ",
-    ]
-    assert [(each.text, each.ids) for each in read(prompt_file=str(tmp_path / "some.jsonl"))] == [
-        ("a\nb", [97, 10, 98]),
-        ("é", [195, 169]),
-    ]
+    plain = read(prompt="zero", prompt_file=str(tmp_path / "plain.txt"))
+    assert [each.text for each in plain] == ["zero", "one", " two "]
+    some = [(each.text, each.ids) for each in read(prompt_file=str(tmp_path / "some.jsonl"))]
+    assert some == [("a\nb", [97, 10, 98]), ("é", [195, 169])]
 
 
 def test_prompts_as_ids(tmp_path: Path) -> None:
@@ -107,16 +90,8 @@ def test_the_window_slides_for_more_tokens_than_positions() -> None:
 
 
 def test_an_exported_program_cannot_slide() -> None:
-    tree = {
-        "output_dir": "out",
-        "backend": "mindspore",
-        "model": {
-            "num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16, "vocab_size": 256,
-        },
-        "optimizer": {"learning_rate": 1.0},
-    }  # fmt: skip
     for words in ({"window": 16}, {"max_new_tokens": 17}):
-        made = build_config(tree | {"predict": words})
+        made = build_config(tiny_run(backend="mindspore", predict=words))
         with pytest.raises(ConfigError, match="has the fixed shape of 16 positions"):
             resolve_mode(made, "export", world_size=1)
         resolve_mode(made, "predict", world_size=1)
@@ -131,35 +106,16 @@ def test_an_exported_program_cannot_slide() -> None:
         ({"prompt": [-1]}, r"predict\.prompt: id -1 is outside"),
         ({"prompt": [[97], 98]}, r"98 is neither text nor a list of ids; write 'text' or \[464"),
         ({"prompt": [[97, True]]}, r"\[97, True\] is neither text nor a list of ids"),
-        (
-            {"prompt": "x" * 16},
-            r"^a prompt of 16 tokens and 1 to add go beyond the model's 16 positions; shorten the"
-            r" prompt$",
-        ),
-        (
-            {"prompt": "abc", "max_new_tokens": 14},
-            r"3 tokens and 14 to add .* or ask for predict\.max_new_tokens=13",
-        ),
-        (
-            {"prompt": "abc", "min_new_tokens": 14},
-            r"3 tokens and 14 to add .* or ask for predict\.min_new_tokens=13",
-        ),
-        (
-            {"prompt": "abc", "num_sequences": 2},
-            r"predict: num_sequences=2: greedy gives equal continuations.*strategy=sampling",
-        ),
+        ({"prompt": "x" * 16}, "^a prompt of 16 tokens and 1 to add go beyond the model's 16 pos"),
+        ({"prompt": "abc", "max_new_tokens": 14}, r"3 tokens and 14 to add .*max_new_tokens=13"),
+        ({"prompt": "abc", "min_new_tokens": 14}, r"3 tokens and 14 to add .*min_new_tokens=13"),
+        ({"prompt": "abc", "num_sequences": 2}, "greedy gives equal continuations.*=sampling"),
         (
             {"prompt": "abc", "min_new_tokens": 5, "max_new_tokens": 4},
-            r"min_new_tokens=5 is above max_new_tokens=4",
+            "min_new_tokens=5 is above max_new_tokens=4",
         ),
-        (
-            {"prompt": "abc", "strategy": "beam"},
-            r"should be 'greedy', 'sampling' or 'beam_search', found 'beam'",
-        ),
-        (
-            {"prompt": "abc", "temperature": -1.0},
-            r"predict\.temperature: .*greater than or equal to 0, found -1",
-        ),
+        ({"prompt": "abc", "strategy": "beam"}, "should be 'greedy', 'sampling' or 'beam_search'"),
+        ({"prompt": "abc", "temperature": -1.0}, r"temperature: .*or equal to 0, found -1"),
     ],
 )
 def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> None:

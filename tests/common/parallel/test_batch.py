@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
@@ -37,52 +38,62 @@ def test_a_plan_always_multiplies_out(
     micro: int, data_parallel: int, accumulation: int, total: int
 ) -> None:
     try:
-        plan = plan_batch(
-            global_batch=total,
-            micro_batch=micro,
-            data_parallel=data_parallel,
-            accumulation=accumulation,
-        )
+        words = {"micro_batch": micro, "data_parallel": data_parallel}
+        plan = plan_batch(global_batch=total, accumulation=accumulation, **words)
     except ConfigError as error:
         assert total != micro * data_parallel * accumulation
-        assert all(
-            str(number) in str(error) for number in (total, micro, data_parallel, accumulation)
-        )
+        numbers = (total, micro, data_parallel, accumulation)
+        assert all(str(number) in str(error) for number in numbers)
     else:
-        assert (
-            plan.global_batch == plan.micro_batch * plan.data_parallel * plan.accumulation == total
-        )
+        product = plan.micro_batch * plan.data_parallel * plan.accumulation
+        assert plan.global_batch == product == total
 
 
 @pytest.mark.parametrize(
     ("given", "accumulation"),
     [
-        # OneFlow 4n8d, tensor 4, pipeline 4
-        ({"global_batch": 512, "micro_batch": 8, "data_parallel": 2}, 32),
-        # OneFlow README, single GPU
-        ({"global_batch": 8, "micro_batch": 4, "data_parallel": 1}, 2),
-        # MindFormers 13B document layout
-        ({"global_batch": 192, "micro_batch": 2, "data_parallel": 4}, 24),
-        ({"global_batch": 1536, "micro_batch": 1, "data_parallel": 1}, 1536),  # FleetX 175B
-        ({"global_batch": 32, "micro_batch": 8, "data_parallel": 2}, 2),  # ModelZoo 1.3B
+        ((512, 8, 2), 32),  # OneFlow 4n8d, tensor 4, pipeline 4
+        ((8, 4, 1), 2),  # OneFlow README, single GPU
+        ((192, 2, 4), 24),  # MindFormers 13B document layout
+        ((1536, 1, 1), 1536),  # FleetX 175B
+        ((32, 8, 2), 2),  # ModelZoo 1.3B
     ],
 )
-def test_known_layouts(given: dict[str, int], accumulation: int) -> None:
-    assert plan_batch(**given).accumulation == accumulation
+def test_known_layouts(given: tuple[int, int, int], accumulation: int) -> None:
+    words = dict(zip(("global_batch", "micro_batch", "data_parallel"), given, strict=True))
+    assert plan_batch(**words).accumulation == accumulation
 
 
-def test_messages() -> None:
-    with pytest.raises(ConfigError, match="both left out"):
-        plan_batch()
-    with pytest.raises(
-        ConfigError,
-        match=r"global_batch_size=10 is not a multiple of micro batch x data parallel ="
-        r" 8.*choose 8 or"
-        r" 16",
-    ):
-        plan_batch(global_batch=10, micro_batch=4, data_parallel=2)
-    with pytest.raises(ConfigError, match=r"global_batch_size=3 .* choose 8$"):
-        plan_batch(global_batch=3, micro_batch=4, data_parallel=2)
+def world(size: int, tensor: int, pipeline: int, data: int | None = None) -> int:
+    return plan_data_parallel(
+        world_size=size, model_parallel=tensor, pipeline_stage=pipeline, data_parallel=data
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_batch(), "both left out"),
+        (
+            lambda: plan_batch(global_batch=10, micro_batch=4, data_parallel=2),
+            r"=10 is not a multiple of micro batch x data parallel = 8.*choose 8 or 16",
+        ),
+        (
+            lambda: plan_batch(global_batch=3, micro_batch=4, data_parallel=2),
+            r"global_batch_size=3 .* choose 8$",
+        ),
+        (lambda: world(2**40, 1, 1), f"{MAX_RANKS} is the most"),
+        (lambda: world(32, 2, 4, 1), "= 8 processes, but 32 are running"),
+        (lambda: world(32, 3, 1), "= 3 does not divide the 32 running processes"),
+    ],
+)
+def test_messages(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_world_size() -> None:
+    assert world(32, 2, 4) == 4
 
 
 @given(st.integers(1, 5000))
@@ -103,30 +114,9 @@ def test_divisors_of_the_largest_numbers_are_named_at_once(whole: int) -> None:
 def test_the_nearest_of_many_divisors_are_offered() -> None:
     with pytest.raises(ConfigError, match=r"; choose (.*), or another$") as caught:
         check_divides("part", 55, "whole", 5040)
-    offered = [
-        int(word) for word in re.findall(r"\d+", str(caught.value).partition("; choose ")[2])
-    ]
-    assert (
-        len(offered) == 12
-        and {48, 56, 60, 63} <= set(offered)
-        and not any(5040 % number for number in offered)
-    )
-
-
-def test_more_ranks_than_any_cluster_has_are_refused() -> None:
-    with pytest.raises(ConfigError, match=f"{MAX_RANKS} is the most"):
-        plan_data_parallel(world_size=2**40, model_parallel=1, pipeline_stage=1, data_parallel=None)
-
-
-def test_world_size() -> None:
-    assert (
-        plan_data_parallel(world_size=32, model_parallel=2, pipeline_stage=4, data_parallel=None)
-        == 4
-    )
-    with pytest.raises(ConfigError, match="= 8 processes, but 32 are running"):
-        plan_data_parallel(world_size=32, model_parallel=2, pipeline_stage=4, data_parallel=1)
-    with pytest.raises(ConfigError, match="= 3 does not divide the 32 running processes"):
-        plan_data_parallel(world_size=32, model_parallel=3, pipeline_stage=1, data_parallel=None)
+    offered = {*map(int, re.findall(r"\d+", str(caught.value).partition("; choose ")[2]))}
+    assert len(offered) == 12 and {48, 56, 60, 63} <= offered
+    assert not any(5040 % number for number in offered)
 
 
 @given(st.integers(1, 10**6), st.sampled_from([1, 2, 4, 8, 16]))

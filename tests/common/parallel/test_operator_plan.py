@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.parallel.operator_plan import (
     copies_of,
     fusion_of,
@@ -20,9 +18,9 @@ from common.parallel.operator_plan import (
     stage_of,
     stages_of_parameter,
 )
+from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
-from common.resolve.derive import resolve_config
-from tests.config_overrides import changed
+from tests.tiny import tiny_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"data_parallel": 8},
@@ -39,29 +37,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(parallel: dict[str, Any], **changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
-        "backend": "mindspore",
-        "device": "npu",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": 16,
-            "vocab_size": 101,
-            "vocab_multiple": 8,
-        },
-        "train": {"max_steps": 4, "micro_batch_size": 2, "accumulation_steps": 2},
-        "parallel": parallel
-        | (
-            {"parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
-            if "zero_stage" in parallel
-            else {}
-        ),
-        "optimizer": {"learning_rate": 0.3},
-    }
-    return resolve_config(build_config(changed(tree, changes)), world_size=8)
+def make_config(parallel: dict[str, Any]) -> Run:
+    if "zero_stage" in parallel:
+        parallel |= {"parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
+    return tiny_config(
+        ranks=8,
+        backend="mindspore",
+        device="npu",
+        model__num_layers=4,
+        model__vocab_multiple=8,
+        train={"max_steps": 4, "micro_batch_size": 2, "accumulation_steps": 2},
+        parallel=parallel,
+    )
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -91,39 +78,26 @@ def test_pieces_of_ranks_tile_every_parameter(layout: str) -> None:
 def test_strategies_follow_from_roles() -> None:
     plan = operator_strategies(make_config(LAYOUTS["all three"]))
     for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.c_fc"):
-        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 1), (2, 1)) and plan[
-            f"h.*.{name}.add"
-        ].inputs == ((2, 2), (2,))
+        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 1), (2, 1))
+        assert plan[f"h.*.{name}.add"].inputs == ((2, 2), (2,))
     for name in ("attn.c_proj", "mlp.c_proj"):
-        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 2), (1, 2)) and plan[
-            f"h.*.{name}.add"
-        ].inputs == ((2, 1), (1,))
-    assert plan["wte.gather"].inputs[0] == plan["head.matmul"].inputs[1] == (2, 1), (
-        "the two uses of the tied table agree"
-    )
+        assert plan[f"h.*.{name}.matmul"].inputs == ((2, 2), (1, 2))
+        assert plan[f"h.*.{name}.add"].inputs == ((2, 1), (1,))
+    table = plan["wte.gather"].inputs[0], plan["head.matmul"].inputs[1]
+    assert table == ((2, 1), (2, 1)), "the two uses of the tied table agree"
     along = operator_strategies(make_config({**LAYOUTS["all three"], "sequence_parallel": True}))
-    assert along["h.*.mlp.c_proj.matmul"].output == (4, 1) and along["ln_f.layer_norm"].inputs[
-        0
-    ] == (4, 1)
+    assert along["h.*.mlp.c_proj.matmul"].output == along["ln_f.layer_norm"].inputs[0] == (4, 1)
     whole = operator_strategies(make_config(LAYOUTS["whole vocabulary"]))
-    assert whole["wte.gather"].inputs == ((1, 1), (4, 1)) and whole["head.matmul"].inputs == (
-        (8, 1),
-        (1, 1),
-    )
+    assert whole["wte.gather"].inputs == ((1, 1), (4, 1))
+    assert whole["head.matmul"].inputs == ((8, 1), (1, 1))
 
 
 def test_stages_and_groups() -> None:
     uneven = make_config(LAYOUTS["uneven stages"])
     assert [stage_of(f"h.{layer}", uneven) for layer in range(4)] == [0, 1, 1, 1]
-    assert stages_of_parameter("wte.weight", uneven) == (0, 1) and stages_of_parameter(
-        "ln_f.bias", uneven
-    ) == (1,)
+    assert stages_of_parameter("wte.weight", uneven) == (0, 1)
+    assert stages_of_parameter("ln_f.bias", uneven) == (1,)
     assert {fusion_of(layer, uneven) for layer in range(4)} == {1}
-    assert [
-        fusion_of(layer, make_config(LAYOUTS["data"] | {"gradient_aggregation_group": 2}))
-        for layer in range(4)
-    ] == [1, 1, 2, 2]
-    assert [
-        fusion_of(layer, make_config(LAYOUTS["data"] | {"gradient_aggregation_group": 9}))
-        for layer in range(4)
-    ] == [1, 2, 3, 4]
+    for groups, expected in ((2, [1, 1, 2, 2]), (9, [1, 2, 3, 4])):
+        config = make_config(LAYOUTS["data"] | {"gradient_aggregation_group": groups})
+        assert [fusion_of(layer, config) for layer in range(4)] == expected

@@ -6,24 +6,15 @@ from common.config.schema import RunConfig
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config
 from common.yaml_files import parse_yaml
+from tests.tiny import tiny_run
 
 
 def written() -> RunConfig:
-    return build_config(
-        {
-            "output_dir": "out",
-            "model": {
-                "num_layers": 4,
-                "hidden_size": 32,
-                "num_heads": 4,
-                "seq_length": 8,
-                "vocab_size": 256,
-            },
-            "train": {"max_epochs": 2, "micro_batch_size": 2, "global_batch_size": 8},
-            "optimizer": {"learning_rate": 0.1, "warmup_fraction": 0.5},
-            "parallel": {"model_parallel": 2},
-        }
-    )
+    train = {"max_epochs": 2, "micro_batch_size": 2, "global_batch_size": 8}
+    optimizer = {"learning_rate": 0.1, "warmup_fraction": 0.5}
+    sizes = {"model__vocab_size": 256}
+    words = {"train": train, "optimizer": optimizer, "parallel": {"model_parallel": 2}}
+    return build_config(tiny_run("out", **sizes, **words))
 
 
 def test_it_carries_what_follows_from_it() -> None:

@@ -10,20 +10,11 @@ from common.errors import ConfigError
 from common.parallel.run import topology_of
 from common.parallel.topology import Coordinates, GroupKind, Topology
 
-# data, tensor, pipeline
 LAYOUTS = [
-    (1, 1, 1),
-    (8, 1, 1),
-    (1, 4, 1),
-    (1, 1, 4),
-    (2, 2, 2),
-    (4, 2, 4),
-    (4, 8, 1),
-    (8, 1, 16),
-    (1, 8, 16),
-    (3, 2, 5),
-    (5, 3, 2),
-]
+    (1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (4, 2, 4), (4, 8, 1), (8, 1, 16),
+    (1, 8, 16), (3, 2, 5), (5, 3, 2),
+]  # fmt: skip
+"""data, tensor, pipeline"""
 MEGATRON = {
     GroupKind.TENSOR: "tp",
     GroupKind.DATA: "dp",
@@ -104,40 +95,17 @@ def test_a_stage_is_a_contiguous_range_of_ranks() -> None:
 
 def test_layers_are_spread_evenly_in_order() -> None:
     topology = Topology(pipeline=4)
-    assert [list(topology.layers_of_stage(stage, 8)) for stage in range(4)] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [6, 7],
-    ]
-    assert [topology.stage_of_layer(layer, 40) for layer in (0, 9, 10, 29, 30, 39)] == [
-        0,
-        0,
-        1,
-        2,
-        3,
-        3,
-    ]
+    layers = [list(topology.layers_of_stage(stage, 8)) for stage in range(4)]
+    assert layers == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    stages = [topology.stage_of_layer(layer, 40) for layer in (0, 9, 10, 29, 30, 39)]
+    assert stages == [0, 0, 1, 2, 3, 3]
     assert Topology().layers_of_stage(0, 3) == range(3)
-
-
-def test_layers_that_do_not_divide() -> None:
-    message = (
-        r"parallel\.pipeline_stage=3 does not divide model\.num_layers=16; choose 1, 2, 4, 8 or 16"
-    )
-    with pytest.raises(ConfigError, match=message):
-        Topology(pipeline=3).layers_of_stage(0, 16)
-    with pytest.raises(ConfigError, match=message):
-        Topology(pipeline=3).stage_of_layer(5, 16)
 
 
 @pytest.mark.parametrize("rank", [-1, 32, 1000])
 def test_a_rank_outside_the_world(rank: int) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"rank {rank} is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to"
-        rf" 31",
-    ):
+    expected = "is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to 31"
+    with pytest.raises(ConfigError, match=f"rank {rank} {expected}"):
         Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
 
 
@@ -168,35 +136,28 @@ def test_stages_lie_where_torchs_pipelines_look_for_them(
 
 
 def test_layers_of_virtual_and_uneven_stages() -> None:
-    interleaved = Topology(pipeline=2, virtual=2)
-    assert [interleaved.layers_of(place, 8) for place in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert [
-        Topology(pipeline=2, virtual=2, v_shape=True).layers_of(place, 8) for place in range(2)
-    ] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    for topology, expected in (
+        (Topology(pipeline=2, virtual=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (Topology(pipeline=2, virtual=2, v_shape=True), [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    ):
+        assert [topology.layers_of(place, 8) for place in range(2)] == expected
     uneven = Topology(pipeline=3, stage_layers=(1, 3, 2))
-    assert [list(uneven.layers_of_stage(stage, 6)) for stage in range(3)] == [
-        [0],
-        [1, 2, 3],
-        [4, 5],
-    ]
+    layers = [list(uneven.layers_of_stage(stage, 6)) for stage in range(3)]
+    assert layers == [[0], [1, 2, 3], [4, 5]]
     assert [uneven.stage_of_layer(layer, 6) for layer in range(6)] == [0, 1, 1, 1, 2, 2]
+
+
+FOUR = {"pipeline_stage": 4}
 
 
 @pytest.mark.parametrize(
     ("layout", "stages"),
     [
-        ({"pipeline_stage": 4}, 4),
-        ({"pipeline_stage": 4, "pipeline_schedule": "gpipe", "virtual_stages": 1}, 4),
-        ({"pipeline_stage": 4, "pipeline_schedule": "interleaved_1f1b"}, 8),
-        (
-            {
-                "pipeline_stage": 4,
-                "pipeline_schedule": "interleaved_zero_bubble",
-                "virtual_stages": 3,
-            },
-            12,
-        ),
-        ({"pipeline_stage": 4, "pipeline_schedule": "zbv_zero_bubble"}, 8),
+        (FOUR, 4),
+        (FOUR | {"pipeline_schedule": "gpipe", "virtual_stages": 1}, 4),
+        (FOUR | {"pipeline_schedule": "interleaved_1f1b"}, 8),
+        (FOUR | {"pipeline_schedule": "interleaved_zero_bubble", "virtual_stages": 3}, 12),
+        (FOUR | {"pipeline_schedule": "zbv_zero_bubble"}, 8),
         ({"pipeline_schedule": "zbv_zero_bubble"}, 1),
     ],
 )
@@ -208,28 +169,20 @@ def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
+        ({"virtual_stages": 2}, "parallel.pipeline_schedule=1f1b gives a rank one stage; choose"),
         (
-            {"pipeline_stage": 2, "virtual_stages": 2},
-            "virtual_stages=2: parallel.pipeline_schedule=1f1b gives a rank one stage; choose",
-        ),
-        (
-            {"pipeline_stage": 2, "virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"},
+            {"virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"},
             "has 2 per rank; leave virtual_stages out",
         ),
         (
-            {"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3},
-            r"2 x 3 virtual stages = 6 do not divide",
+            {"pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3},
+            "2 x 3 virtual stages = 6 do not divide",
         ),
-        (
-            {"pipeline_stage": 2, "stage_layers": [3, 2, 3]},
-            r"names 3 stages, but parallel.pipeline_stage=2 makes 2; give one number",
-        ),
-        (
-            {"pipeline_stage": 2, "stage_layers": [3, 4]},
-            r"stage_layers=\[3, 4\] add up to 7, but model.num_layers=8; make them agree",
-        ),
+        ({"stage_layers": [3, 2, 3]}, "names 3 stages, but parallel.pipeline_stage=2 makes 2;"),
+        ({"stage_layers": [3, 4]}, r"\[3, 4\] add up to 7, but model.num_layers=8; make them"),
+        ({"pipeline_stage": 3}, "=3 does not divide model.num_layers=8; choose 1, 2, 4 or 8"),
     ],
 )
 def test_stages_that_do_not_fit(layout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        topology_of(ParallelConfig(**layout), 1).layers_of_stage(0, 8)
+        topology_of(ParallelConfig(**({"pipeline_stage": 2} | layout)), 1).layers_of_stage(0, 8)

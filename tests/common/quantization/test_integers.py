@@ -12,7 +12,6 @@ import torch
 from safetensors.numpy import load_file
 
 from common.checkpoint.manifest import read_manifest, write_manifest
-from common.config.load import build_config
 from common.config.schema import QuantizationConfig
 from common.conversion.convert import convert
 from common.conversion.logits import config_of
@@ -26,29 +25,17 @@ from common.quantization.scheme import (
     weight_levels,
     weight_scales,
 )
-from common.resolve.derive import resolve_config
 from common.systems.onnx.session import logits
 from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import parameter_shapes
 from tests.reference import hugging_face_model
+from tests.tiny import tiny_config
 from torch_gpt2.device import select_device
 from torch_gpt2.int8 import Int8Linear, load_model
 
-MODEL = resolve_config(
-    build_config(
-        {
-            "output_dir": "unused",
-            "model": {
-                "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 24,
-                "vocab_size": 101,
-            },
-            "train": {"micro_batch_size": 1},
-            "optimizer": {"learning_rate": 1.0},
-        }
-    )
-).model  # fmt: skip
+MODEL = tiny_config(model__seq_length=24).model
 SKIP = ["h.0.attn.k_proj", "h.1.mlp"]
 IDS = np.random.default_rng(3).integers(0, 101, (3, 24))
 MAXIMUM = 3.0

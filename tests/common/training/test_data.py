@@ -30,7 +30,7 @@ from common.training import data as module
 from common.training.data import TrainingData, open_corpus, open_data, open_tokenizer
 from common.training.start import Start
 from common.training.summary import announce
-from tests.config_overrides import changed
+from tests.tiny import tiny_run
 
 SIZE = 101
 
@@ -55,21 +55,15 @@ def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
 def make_config(
     prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any
 ) -> Run:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_heads": 1,
-            "seq_length": 16,
-            "vocab_size": vocab_size,
-        },
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16}
+    usual: dict[str, Any] = {
+        "model": model | {"vocab_size": vocab_size},
         "train": {"max_steps": 1, "micro_batch_size": 1},
-        "optimizer": {"learning_rate": 0.1},
-        "data": {"train": str(prefix), "split": "90,10,0"}
-        | ({} if tokenizer is None else {"tokenizer": str(tokenizer)}),
+        "validation": {},
     }
-    return resolve_config(build_config(changed(tree, changes)))
+    if tokenizer is not None:
+        usual["data__tokenizer"] = str(tokenizer)
+    return resolve_config(build_config(tiny_run("unused", prefix, **(usual | changes))))
 
 
 def open_all(config: Run, *, training: bool = True, **place: Any) -> tuple[TrainingData, Run]:
@@ -89,31 +83,25 @@ def given(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return tokenizer
 
 
-def test_matching_data_gives_no_warning(pair: Path, tmp_path: Path, given: SimpleNamespace) -> None:
-    assert (
-        open_all(make_config(pair, tmp_path))[0].remarks
-        == ()
-        == open_all(make_config(pair, None))[0].remarks
-    )
+def remarks(prefix: Path, tokenizer: Path | None, **changes: Any) -> tuple[str, ...]:
+    return open_all(make_config(prefix, tokenizer, **changes))[0].remarks
 
 
 def test_another_tokenizer_than_that_of_the_data(
     pair: Path, tmp_path: Path, given: SimpleNamespace
 ) -> None:
+    assert remarks(pair, tmp_path) == remarks(pair, None) == ()
     given.sha256 = "b" * 64
     data, _ = open_all(make_config(pair, tmp_path))
-    assert (
-        len(data.remarks) == 1
-        and "the data were made with Characters of 101 tokens (sha256 aaaaaaaaaaaa)"
-        in data.remarks[0]
-    )
+    (remark,) = data.remarks
+    assert "the data were made with Characters of 101 tokens (sha256 aaaaaaaaaaaa)" in remark
     assert data.tokenizer_record is not None and data.tokenizer_record["sha256"] == "a" * 64
 
 
 def test_more_rows_than_tokens(
     pair: Path, tmp_path: Path, given: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (remark,) = open_all(make_config(pair, tmp_path, vocab_size=1001))[0].remarks
+    (remark,) = remarks(pair, tmp_path, vocab_size=1001)
     # 8 x 1001 of 8 x 1001 + 16 x 8 + 12 x 64 + 13 x 8 + 16 parameters are the table's
     assert "no token uses 900 rows of the embedding, 80% of all parameters" in remark
     start_log()
@@ -125,22 +113,20 @@ def test_more_rows_than_tokens(
 def test_a_tokenizer_that_is_not_there_or_broken(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (remark,) = open_all(make_config(pair, tmp_path / "none"))[0].remarks
-    assert (
-        f"{tmp_path / 'none'} is not there" in remark
-        and "training does not need it, but predict does" in remark
-    )
+    (remark,) = remarks(pair, tmp_path / "none")
+    assert f"{tmp_path / 'none'} is not there" in remark
+    assert "training does not need it, but predict does" in remark
 
     def broken(*words: Any) -> None:
         raise TokenizerError("merges.txt: broken")
 
     monkeypatch.setattr(module, "load_tokenizer", broken)
-    (remark,) = open_all(make_config(pair, tmp_path))[0].remarks
+    (remark,) = remarks(pair, tmp_path)
     assert "merges.txt: broken" in remark
     with_extension(pair, METADATA_EXTENSION).unlink()
     with pytest.raises(TokenizerError):  # now only it tells the vocabulary
         open_all(make_config(pair, tmp_path))
-    (remark,) = open_all(make_config(pair, tmp_path / "none"))[0].remarks
+    (remark,) = remarks(pair, tmp_path / "none")
     assert "the data does not record its vocabulary" in remark
 
 
@@ -184,25 +170,27 @@ def test_packing_is_none_until_a_key_and_the_token_are_there(pair: Path) -> None
 
 def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: Path) -> None:
     keys = POSITIONS | {"data__eod_mask_loss": True}
+    wrong = keys | {"data__eod_id": 101}
     both = "data.reset_position_ids and data.eod_mask_loss: "
-    with pytest.raises(ConfigError, match=f"{both}.*corpus do not end.*--no-append-eod"):
-        open_all(make_config(pair, None, **keys))
-    with pytest.raises(ConfigError, match=f"{both}.*not known.*set data.tokenizer or data.eod_id"):
-        open_all(make_config(corpus_prefix, None, **keys))
-    with pytest.raises(ConfigError, match=f"{both}data.eod_id=101 is not a token.*has 101"):
-        open_all(make_config(pair, None, data__eod_id=101, **keys))
+    for prefix, words, message in (
+        (pair, keys, f"{both}.*corpus do not end.*--no-append-eod"),
+        (corpus_prefix, keys, f"{both}.*not known.*set data.tokenizer or data.eod_id"),
+        (pair, wrong, f"{both}data.eod_id=101 is not a token.*has 101"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_all(make_config(prefix, None, **words))
     with pytest.raises(ConfigError, match=r"data\.eod_id=101"):
-        open_all(make_config(pair, None, data__eod_id=101, **keys), training=False)
+        open_all(make_config(pair, None, **wrong), training=False)
 
 
 def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
     say_eod(pair, 3)  # occurs among the random tokens
-    assert open_all(make_config(pair, None, **POSITIONS))[0].remarks == ()
+    assert remarks(pair, None, **POSITIONS) == ()
     wide: dict[str, Any] = {"vocab_size": 110, "data__eod_id": 109}
-    (remark,) = open_all(make_config(pair, None, **POSITIONS, **wide))[0].remarks
+    (remark,) = remarks(pair, None, **POSITIONS, **wide)
     assert f"data.eod_id=109, but the documents of {pair} end with 3; leave the key" in remark
     with_extension(pair, METADATA_EXTENSION).unlink()
-    (remark,) = open_all(make_config(pair, None, **POSITIONS, **wide))[0].remarks
+    (remark,) = remarks(pair, None, **POSITIONS, **wide)
     assert "the first 64 windows do not hold the token 109 that ends documents" in remark
 
 
@@ -218,10 +206,8 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: 
         for batch in expected[10:]:
             found = next(batches)
             np.testing.assert_array_equal(found.tokens, batch.tokens)
-            assert (found.consumed_samples, found.sample_hash) == (
-                batch.consumed_samples,
-                batch.sample_hash,
-            )
+            assert found.consumed_samples == batch.consumed_samples
+            assert found.sample_hash == batch.sample_hash
             assert found.tokens.dtype == np.int32
     assert threading.active_count() == threads
 

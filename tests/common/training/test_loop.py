@@ -1,10 +1,7 @@
 """The loop with an engine of a few lines that takes several steps at once, as a data sink does."""
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,138 +10,37 @@ import numpy as np
 import pytest
 
 from common.checkpoint.folders import whole_checkpoints
-from common.checkpoint.state import TrainState
-from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.config.load import build_config
-from common.dataset import Batch, Tokens
+from common.dataset import Batch
 from common.resolve.derive import resolve_config
-from common.training.engine import StepResult
-from common.training.loop import perplexity, train
-from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
-from common.training.outliers import NO_LIMITS, Limits
-from common.training.profile import ProfileWindow
-from common.training.steps import Agreements, TrainingParts
-from tests.config_overrides import changed
+from common.run_config import load_config
+from common.training.loop import perplexity
+from common.training.metrics import flops_per_token, read_metrics
+from common.training.outliers import NO_LIMITS
+from common.training.steps import Agreements
+from tests.common.training.scripted import Scripted, batches, start
+from tests.tiny import require_equal, rows_of
 
 
-class FakeEngine:
-    def __init__(self, steps_per_run: int) -> None:
-        self.steps_per_run = steps_per_run
-        self.asked: list[int] = []
-        self.limits: list[Limits] = []
-        self.step = 0
-
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
-        self.asked.append(steps)
-        self.limits.append(limits)
-        results = []
-        for _ in range(steps):
-            self.step += 1
-            assert next(batches).tokens[0, 0] == self.step
-            results.append(
-                StepResult(
-                    loss=1.0 / self.step,
-                    grad_norm=0.1 + 0.2,
-                    learning_rate=1e-4,
-                    loss_scale=1.0,
-                    skipped=self.step == 3,
-                )
-            )
-        return results
-
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        return 6.0, sum(tokens.size for tokens in batches)
-
-    def snapshot(self, state: TrainState) -> Snapshot:
-        return Snapshot(
-            files={"model.safetensors": {"w": np.ones(1, np.float32)}},
-            manifest={"state": state.to_dict()},
-        )
-
-
-class LateEngine(FakeEngine):
-    """Tells the result of a step when it is asked for the next one."""
-
-    def __init__(self, steps_per_run: int) -> None:
-        super().__init__(steps_per_run)
-        self.under_way: list[StepResult] = []
-
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
-        *known, last = [*self.under_way, *super().run(batches, steps, limits)]
-        self.under_way = [last]
-        return known
-
-    def finish(self) -> list[StepResult]:
-        known, self.under_way = self.under_way, []
-        return known
-
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        assert not self.under_way
-        return super().evaluate(batches)
-
-    def snapshot(self, state: TrainState) -> Snapshot:
-        assert not self.under_way and self.step == state.step
-        return super().snapshot(state)
-
-
-def batches() -> Iterator[Batch]:
-    step = 0
-    while True:
-        step += 1
-        yield Batch(
-            tokens=np.full((2, 5), step, np.int32),
-            samples=2,
-            consumed_samples=2 * step,
-            sample_hash=f"hash {step}",
-        )
-
-
-def run_loop(
-    folder: Path, steps_per_run: int, kind: type[FakeEngine] = FakeEngine, **changes: Any
-) -> FakeEngine:
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_heads": 2,
-            "seq_length": 4,
-            "vocab_size": 50,
-        },
+def run_loop(folder: Path, steps_per_run: int, late: bool = False, **changes: Any) -> Scripted:
+    """Ten steps with losses 1, 1/2, 1/3, ..., of which the third is skipped."""
+    usual: dict[str, Any] = {
         "train": {"max_steps": 10, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1},
         "validation": {"interval": 4},
-        "checkpoint": {"interval": 3},
+        "checkpoint": {"interval": 3, "keep": 0},
     }
-    config = resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
-    engine = kind(steps_per_run)
-    state = TrainState()
-    folder.mkdir(exist_ok=True)
-    profile = ProfileWindow(config, state, lambda path: nullcontext())
-    with MetricsWriter(folder, tensorboard=False) as metrics:
-        run = TrainingParts(
-            config=config,
-            engine=engine,
-            batches=batches(),
-            validation={"all": lambda: [np.zeros((1, 3), np.int32)]},
-            checkpoints=CheckpointWriter(folder / "checkpoints"),
-            metrics=metrics,
-            peak_flops=1e9,
-            peak_memory=lambda: 12345,
-            profile=profile,
-        )
-        summary = train(run, state)
-    last = state.step
-    assert (state.consumed_samples, state.sample_hash) == (2 * last, f"hash {last}")
-    assert state.skipped_steps == (last >= 3) and summary["step"] == last
-    assert state.updated_samples == 2 * (last - state.skipped_steps)
-    assert state.skipped_in_a_row == (last == 3)
+    feed, seconds = changes.pop("feed", batches), changes.pop("seconds", None)
+    engine = Scripted(
+        loss=lambda step: 1 / step,
+        skips=[3],
+        steps_per_run=steps_per_run,
+        late=late,
+        seconds=seconds,
+    )
+    start(folder, engine, feed, **(usual | changes))
+    last = engine.step
+    assert engine.summary["step"] == last
     if not changes.keys() & {"train__exit_interval", "train__exit_minutes"}:
-        assert last == 10 and summary["validation_loss"] == 2.0
+        assert last == 10 and engine.summary["validation_loss"] == pytest.approx(0.1)
     return engine
 
 
@@ -159,21 +55,20 @@ def test_several_steps_at_once_never_cross_a_boundary(
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 10]
-    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == [
-        "03",
-        "06",
-        "09",
-        "10",
-    ]
+    saved = [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")]
+    assert saved == ["03", "06", "09", "10"]
+    assert [row["loss"] for row in rows if "loss" in row] == [1.0 / step for step in range(1, 11)]
+    assert rows[0]["grad_norm"] == 0.1 + 0.2, "floats read back exactly"
+    assert (rows[-2]["consumed_samples"], rows[-2]["sample_hash"]) == (20, "hash 10")
 
 
-@pytest.mark.parametrize("kind", [FakeEngine, LateEngine])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("steps_per_run", [1, 100])
 def test_a_run_ends_at_a_step_with_a_checkpoint(
-    tmp_path: Path, kind: type[FakeEngine], steps_per_run: int
+    tmp_path: Path, late: bool, steps_per_run: int
 ) -> None:
     """Results that come late end it no later."""
-    engine = run_loop(tmp_path, steps_per_run, kind, train__exit_interval=5)
+    engine = run_loop(tmp_path, steps_per_run, late, train__exit_interval=5)
     assert engine.step == 5
     assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == ["03", "05"]
 
@@ -188,12 +83,11 @@ def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
     run_loop(tmp_path, 1)
     row = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert row["samples_per_second"] == pytest.approx(2 / row["step_time"])
-    assert row["tokens_per_second"] == pytest.approx(8 / row["step_time"])
-    # one block of width 8, 50 tokens, positions not counted: 50 x 8 + 12 x 64 + 13 x 8 + 16
-    # parameters, and attention 12 L h T
-    assert row["mfu"] == pytest.approx(
-        (6 * (400 + 768 + 104 + 16) + 12 * 8 * 4) * row["tokens_per_second"] / 1e9
-    )
+    assert row["tokens_per_second"] == pytest.approx(2 * 16 / row["step_time"])
+    # two blocks of width 32, 101 tokens, positions not counted; and attention 12 L h T
+    parameters = 101 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    flops = 6 * parameters + 12 * 2 * 32 * 16
+    assert row["mfu"] == pytest.approx(flops * row["tokens_per_second"] / 1e9)
 
 
 def test_rows_hold_the_wait_for_data_and_the_memory(
@@ -201,19 +95,17 @@ def test_rows_hold_the_wait_for_data_and_the_memory(
 ) -> None:
     """A clock that moves by a quarter of a second in every batch, and at no other time."""
     clock = [0.0]
-    real = batches
 
     def slow() -> Iterator[Batch]:
-        for batch in real():
+        for batch in batches():
             clock[0] += 0.25
             yield batch
 
     monkeypatch.setattr(
         "common.training.steps.time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
-    monkeypatch.setitem(globals(), "batches", slow)
-    run_loop(tmp_path, 2)
-    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    run_loop(tmp_path, 2, feed=slow)
+    rows = rows_of(tmp_path)
     assert [row["data_wait"] for row in rows] == [0.25] * 10 == [row["step_time"] for row in rows]
     assert {row["peak_memory"] for row in rows} == {12345}
 
@@ -223,37 +115,19 @@ def test_results_that_come_late_make_the_same_run(tmp_path: Path, steps_per_run:
     """Rows, validations and checkpoints; nothing is under way when the loop looks at the model."""
     settings = {
         "profile": {"start": 5, "stop": 6},
-        "logging": {"outlier_deviations": 2.0, "outlier_window": 8},
+        "logging__outlier_deviations": 2.0,
+        "logging__outlier_window": 8,
+        "train__on_outlier": "skip",
     }
-    runs = {
-        kind: run_loop(tmp_path / kind.__name__, steps_per_run, kind, **settings)
-        for kind in (FakeEngine, LateEngine)
-    }
-    timed = {"step_time", "data_wait", "validation_time", "mfu"}
-    timed |= {"tokens_per_second", "samples_per_second"}
-    one, other = (
-        [
-            {key: value for key, value in row.items() if key not in timed}
-            for row in read_metrics(tmp_path / kind.__name__ / "metrics.jsonl")
-        ]
-        for kind in runs
-    )
-    assert one == other and len(one) == 13
-    assert runs[FakeEngine].asked == runs[LateEngine].asked
-    names = [
-        [path.name for path in whole_checkpoints(tmp_path / kind.__name__ / "checkpoints")]
-        for kind in runs
-    ]
-    assert names[0] == names[1] and len(names[0]) == 4
-
-
-def test_limits_wait_for_the_step_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    window = {"outlier_deviations": 2.0, "outlier_window": 8}
-    limits = [
-        run_loop(tmp_path / kind.__name__, 1, kind, logging=window, train__on_outlier="skip").limits
-        for kind in (FakeEngine, LateEngine)
-    ]
-    assert limits[0] == limits[1] and limits[0][-1] != NO_LIMITS
+    names = ("now", "late")
+    runs = [run_loop(tmp_path / name, steps_per_run, name == "late", **settings) for name in names]
+    require_equal(tmp_path / "late", tmp_path / "now", 0.0)
+    assert runs[0].asked == runs[1].asked
+    if steps_per_run == 1:
+        assert runs[0].limits == runs[1].limits and runs[0].limits[-1] != NO_LIMITS
+    saved = [whole_checkpoints(tmp_path / name / "checkpoints") for name in names]
+    assert [path.name for path in saved[0]] == [path.name for path in saved[1]]
+    assert len(saved[0]) == 4
 
 
 def test_ranks_agree_as_late_as_results_come() -> None:
@@ -281,17 +155,10 @@ def test_a_trace_has_steps_of_its_own(tmp_path: Path) -> None:
 def test_the_device_s_own_time_of_a_step_is_taken(tmp_path: Path) -> None:
     """The host sees the last two results at once, long after or soon after the device had them."""
 
-    class Timed(LateEngine):
-        def run(self, *arguments: Any) -> list[StepResult]:
-            return [replace(each, seconds=0.25) for each in super().run(*arguments)]
-
-        def finish(self) -> list[StepResult]:
-            return [replace(each, seconds=0.25) for each in super().finish()]
-
-    run_loop(tmp_path, 1, Timed)
-    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    run_loop(tmp_path, 1, late=True, seconds=0.25)
+    rows = rows_of(tmp_path)
     assert [row["step_time"] for row in rows] == [0.25] * 10
-    assert {row["tokens_per_second"] for row in rows} == {2 * 4 / 0.25}
+    assert {row["tokens_per_second"] for row in rows} == {2 * 16 / 0.25}
 
 
 def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_path: Path) -> None:
@@ -307,35 +174,8 @@ def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_pat
     )
 
 
-def test_floats_read_back_exactly(tmp_path: Path) -> None:
-    run_loop(tmp_path, 1)
-    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
-    assert losses == [1.0 / step for step in range(1, 11)]
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0.1 + 0.2
-
-
-def test_taking_up_a_run_drops_rows_that_will_come_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 8))
-        + '{"step": 8, "lo'
-    )
-    with MetricsWriter(tmp_path, step=5, tensorboard=False) as metrics:
-        metrics.write({"step": 6, "loss": 2.0})
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 1.0),
-        (4, 1.0),
-        (5, 1.0),
-        (6, 2.0),
-    ]
-
-
 def test_gpt2_flops_per_token_are_the_published_figure() -> None:
     """0.855 GFLOP a token for 124M at 1024 (6 (N - positions) + 12 L h T)."""
-    from common.run_config import load_config
-
     root = Path(__file__).resolve().parents[3]
     model = resolve_config(load_config(root / "configs" / "gpt2" / "run_gpt2_124m.yaml")).model
     assert flops_per_token(model) == pytest.approx(0.855e9, rel=1e-3)

@@ -15,23 +15,7 @@ def test_dynamic_loss_scale_equals_torch_grad_scaler() -> None:
     ours = LossScale(LossScaleConfig(mode="dynamic", initial=2.0**10, window=3, minimum=1e-9))
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for finite in [
-        True,
-        True,
-        True,
-        False,
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-        True,
-        True,
-        True,
-        True,
-        False,
-    ]:
+    for finite in map(bool, (1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0)):
         assert ours.value == scaler.get_scale()
         scaler.scale(parameter.sum()).backward()
         parameter.grad.fill_(1.0 if finite else float("inf"))

@@ -44,6 +44,10 @@ def fault_of(model: dict[str, Any], config: RunConfig, **more: bool) -> str:
     return str(caught.value)
 
 
+WRITTEN = [f"model.{key}={value}" for key, value in GPT2.items()]
+OURS = {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128}
+
+
 @pytest.mark.parametrize(
     ("model", "words", "given"),
     [
@@ -52,35 +56,13 @@ def fault_of(model: dict[str, Any], config: RunConfig, **more: bool) -> str:
             [],
             "num_layers=12 hidden_size=768 num_heads=12 ffn_hidden_size=3072 max_positions=1024",
         ),
-        (
-            GPT2 | {"num_heads": 6},
-            [f"model.{key}={value}" for key, value in GPT2.items()],
-            "num_heads=6",
-        ),
-        (
-            GPT2 | {"layer_norm_epsilon": 1e-6},
-            [f"model.{key}={value}" for key, value in GPT2.items()],
-            "layer_norm_epsilon=1e-06",
-        ),
+        (GPT2 | {"num_heads": 6}, WRITTEN, "num_heads=6"),
+        (GPT2 | {"layer_norm_epsilon": 1e-6}, WRITTEN, "layer_norm_epsilon=1e-06"),
         # every value explicit, as in the config.yaml of a run folder; a window longer than the
         # checkpoint's positions
-        (
-            GPT2 | {"max_positions": 64},
-            [f"model.{key}={value}" for key, value in GPT2.items()],
-            "max_positions=64 seq_length=64",
-        ),
+        (GPT2 | {"max_positions": 64}, WRITTEN, "max_positions=64 seq_length=64"),
         # a section with its defaults left out, as model.yaml may have it
-        (
-            {
-                "num_layers": 4,
-                "hidden_size": 192,
-                "num_heads": 6,
-                "seq_length": 128,
-                "vocab_size": 101,
-            },
-            [],
-            "vocab_size=101",
-        ),
+        (OURS | {"vocab_size": 101}, [], "vocab_size=101"),
     ],
 )
 def test_the_words_make_the_config_fit(
@@ -98,13 +80,7 @@ def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
     """A table as PaddleFleetX's of 50304 rows with 50257 tokens, which a config of 50304 would be
     cut to.
     """
-    model = {
-        "num_layers": 4,
-        "hidden_size": 192,
-        "num_heads": 6,
-        "seq_length": 128,
-        "vocab_size": 50304,
-    }
+    model = OURS | {"vocab_size": 50304}
     message = fault_of(model, config_of(tmp_path, [], tokenizer=50257))
     added = re.findall(r"model\.\w+=\S+", message.partition("add: ")[2])
     config = config_of(tmp_path, added, tokenizer=50257)
@@ -114,10 +90,8 @@ def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
 
 def test_another_window_is_not_another_model(tmp_path: Path) -> None:
     manifest = {"config": {"model": {**GPT2, "dropout": 0.5, "vocab_multiple": 64}}}
-    words = [f"model.{key}={value}" for key, value in GPT2.items()]
-    require_same_model(
-        manifest, config_of(tmp_path, [*words, "model.seq_length=128"]), Path("output/hf")
-    )
+    config = config_of(tmp_path, [*WRITTEN, "model.seq_length=128"])
+    require_same_model(manifest, config, Path("output/hf"))
 
 
 def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path) -> None:

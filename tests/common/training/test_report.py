@@ -13,68 +13,42 @@ from typing import Any
 
 import pytest
 
-from common.config.load import build_config
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG, start_log
 from common.parallel.ramp import batch_sizes, epochs_done
-from common.resolve.derive import resolve_config
+from common.parallel.run import Run
 from common.training.loop import validation_figures
 from common.training.report import STYLES, make_report, use_style
-from tests.config_overrides import changed
+from tests.tiny import tiny_config
 
 
-def make_config(style: str, world_size: int = 1, **changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
-        "model": {
-            "num_layers": 24,
-            "hidden_size": 1024,
-            "num_heads": 16,
-            "seq_length": 1024,
-            "vocab_size": 50257,
-        },
+def make_config(style: str, world_size: int = 1, **changes: Any) -> Run:
+    model = {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "seq_length": 1024}
+    usual: dict[str, Any] = {
+        "model": model | {"vocab_size": 50257},
         "train": {"max_steps": 500000, "micro_batch_size": 1, "global_batch_size": 8},
         "optimizer": {"learning_rate": 1e-5},
         "logging": {"style": style},
     }
-    return resolve_config(
-        build_config(changed(tree, changes)), world_size=world_size, samples_per_epoch=800
-    )
+    return tiny_config(ranks=world_size, **(usual | changes))
 
 
 def make_row(step: int, **values: Any) -> dict[str, Any]:
     seconds = values.get("step_time", 2.0)
     row = {
-        "loss": 3.25,
-        "learning_rate": 1.5e-4,
-        "global_batch_size": 8,
-        "grad_norm": 1.25,
-        "step_time": seconds,
-        "data_wait": 0.25,
-        "mfu": 0.0,
-    }
-    row |= {
-        "tokens_per_second": 8192 / seconds,
-        "peak_memory": 3 * 2**29,
-        "loss_scale": 65536.0,
-        "skipped": False,
-        "outlier": False,
-    }
-    return (
-        row
-        | {"step": step, "consumed_samples": 8 * step, "sample_hash": "0123456789abcdef"}
-        | values
-    )
+        "loss": 3.25, "learning_rate": 1.5e-4, "global_batch_size": 8, "grad_norm": 1.25,
+        "step_time": seconds, "data_wait": 0.25, "mfu": 0.0, "tokens_per_second": 8192 / seconds,
+        "peak_memory": 3 * 2**29, "loss_scale": 65536.0, "skipped": False, "outlier": False,
+        "step": step, "consumed_samples": 8 * step, "sample_hash": "0123456789abcdef",
+    }  # fmt: skip
+    return row | values
 
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Lines that the report of a config prints for rows."""
 
-    def say(
-        config: RunConfig, rows: list[dict[str, Any]], samples_per_epoch: int = 800
-    ) -> list[str]:
+    def say(config: Run, rows: list[dict[str, Any]], samples_per_epoch: int = 800) -> list[str]:
         start_log()
         report = make_report(config, samples_per_epoch)
         LOG.handlers[0].setFormatter(logging.Formatter("%(message)s"))
@@ -97,12 +71,8 @@ def test_megatron(lines: Any) -> None:
     ]
     found = lines(make_config("megatron", logging__interval=3), rows)
     seconds = (1.0 + 2.0 + 2.0) / 3
-    tera = (
-        (6 * (50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024) + 12 * 24 * 1024 * 1024)
-        * 8192
-        / seconds
-        / 1e12
-    )
+    parameters = 50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024
+    tera = (6 * parameters + 12 * 24 * 1024 * 1024) * 8192 / seconds / 1e12
     parts = [
         (" iteration {:8d}/{:8d} |", (3, 500000)),
         (" consumed samples: {:12d} |", (24,)),
@@ -171,12 +141,8 @@ def test_fleetx_says_the_line_of_its_documentation(lines: Any) -> None:
 
 def test_fleetx_counts_epochs_and_validates(lines: Any) -> None:
     """release/2.4's validation_step_end; 100 steps an epoch."""
-    row = {
-        "step": 250,
-        "validation_loss": 3.5,
-        "validation_tokens": 5 * 1024,
-        "validation_time": 2.0,
-    }
+    row = {"step": 250, "validation_loss": 3.5, "validation_tokens": 5 * 1024}
+    row |= {"validation_time": 2.0}
     first, second = lines(make_config("fleetx", logging__interval=250), [make_row(250), row])
     assert first.startswith("global step 250, epoch: 2, batch: 49, loss: 3.250000000,")
     form = "[eval] epoch: %d, batch: %d, loss: %.9f, avg_eval_cost: %.5f sec, speed: %.2f step/s"
@@ -248,14 +214,9 @@ def test_gpt2_chinese(lines: Any) -> None:
     """The format strings of train.py and eval.py. Of 17 samples in batches of 4 an epoch has 4
     steps, and the fourth one 5; the loss is the mean since the line before.
     """
-    config = make_config(
-        "gpt2-chinese",
-        train__max_steps=17,
-        train__global_batch_size=4,
-        train__micro_batch_size=4,
-        logging__interval=2,
-        logging__hash_interval=0,
-    )
+    train = {"max_steps": 17, "global_batch_size": 4, "micro_batch_size": 4}
+    quiet = {"logging__interval": 2, "logging__hash_interval": 0}
+    config = make_config("gpt2-chinese", train=train, **quiet)
     rows = [make_row(step, loss=float(step)) for step in range(1, 18)]
     found = lines(config, rows, samples_per_epoch=17)
     parts = re.compile(r"now time: (\d+):(\d+)\. Step (\d+) of piece 0 of epoch (\d+), loss (.+)")
@@ -330,18 +291,14 @@ def test_oneflow_writes_a_line(lines: Any) -> None:
 
 def test_our_words(lines: Any) -> None:
     config = make_config("gpt2", logging__interval=2)
-    waiting, skipped = (
-        make_row(2, data_wait=0.3, mfu=0.25),
-        make_row(3, skipped=True, outlier=True, data_wait=0.09),
-    )
+    waiting = make_row(2, data_wait=0.3, mfu=0.25)
+    skipped = make_row(3, skipped=True, outlier=True, data_wait=0.09)
     begins, first, second = lines(config, [make_row(1), waiting, skipped])
     assert begins.startswith("step 1/500000 | loss "), "at any interval"
-    head = "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
     # 499998 steps of 2 s
-    assert (
-        first
-        == head
-        + " | data wait 15% | MFU 25.0% | 1.50 GiB | eta 11 days, 13:46:36 | loss scale 65536"
+    assert first == (
+        "step 2/500000 | loss 3.2500 | lr 1.500e-04 | grad norm 1.250 | 4096 tokens/s | 2000 ms"
+        " | data wait 15% | MFU 25.0% | 1.50 GiB | eta 11 days, 13:46:36 | loss scale 65536"
     )
     assert "data wait" not in second and second.endswith("SKIPPED (outlier)")
 
@@ -356,13 +313,8 @@ def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
     counts only the rest.
     """
     config = make_config("gpt2", train__max_steps=1000, logging__hash_interval=0)
-    validation = {
-        "step": 903,
-        "validation_loss": 3.0,
-        "validation_perplexity": 20.0,
-        "validation_tokens": 8,
-        "validation_time": 500.0,
-    }
+    validation = {"step": 903, "validation_loss": 3.0, "validation_perplexity": 20.0}
+    validation |= {"validation_tokens": 8, "validation_time": 500.0}
     seconds = [60.0, 1.0, 2.0, 9.0]
     rows = [make_row(900 + n, step_time=time) for n, time in enumerate(seconds, 1)]
     first, *found = lines(config, [*rows[:3], validation, rows[3], make_row(1000)])
@@ -370,14 +322,8 @@ def test_the_time_left_is_the_median_of_recent_steps(lines: Any) -> None:
     times = [re.search(r"eta ([\d:]+)", line) for line in found]
     # 98 steps of 1 s, 97 of 1.5 s, 96 of 2 s; none before the second step, of a validation and at
     # the end
-    assert [time and time[1] for time in times] == [
-        None,
-        "0:01:38",
-        "0:02:26",
-        None,
-        "0:03:12",
-        None,
-    ]
+    left = [time and time[1] for time in times]
+    assert left == [None, "0:01:38", "0:02:26", None, "0:03:12", None]
 
 
 def test_the_time_left_follows_a_run_whose_speed_changes(lines: Any) -> None:
@@ -408,17 +354,14 @@ def test_the_hash_of_the_data_has_its_own_interval(lines: Any, style: str) -> No
     ]
 
 
+STEP = r"(?:[Ss]tep |iteration +|step:\[ *|^\| |^step=)(\d+)"
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_the_interval_counts_steps_and_the_last_step_speaks(lines: Any, style: str) -> None:
     config = make_config(style, logging__interval=4, train__max_steps=10)
     says = lines(config, [make_row(step) for step in range(1, 11)])
-    numbers = [
-        int(match[1])
-        for match in (
-            re.search(r"(?:[Ss]tep |iteration +|step:\[ *|^\| |^step=)(\d+)", line) for line in says
-        )
-        if match
-    ]
+    numbers = [int(match[1]) for match in (re.search(STEP, line) for line in says) if match]
     assert numbers == ([1, 4, 8, 10] if style == "gpt2" else [4, 8, 10])
 
 
@@ -447,9 +390,8 @@ def test_prefix_of_a_line(
 
 
 def test_an_unknown_style_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"logging\.style.*'gpt2', 'megatron', 'fleetx', 'mindformers'"
-    ):
+    names = r"logging\.style.*'gpt2', 'megatron', 'fleetx', 'mindformers'"
+    with pytest.raises(ConfigError, match=names):
         make_config("nanogpt")
 
 

@@ -6,90 +6,24 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common import run_folder
-from common.checkpoint.folders import find_checkpoint, whole_checkpoints
-from common.checkpoint.manifest import read_manifest
-from common.checkpoint.snapshot import EngineState, make_snapshot
+from common.checkpoint.folders import whole_checkpoints
 from common.checkpoint.state import TrainState
-from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.config.load import build_config
-from common.dataset import Batch, Tokens
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
-from common.resolve.derive import resolve_config
-from common.training.engine import StepResult
-from common.training.loop import train
-from common.training.loss_scale import LossScale
 from common.training.metrics import MetricsWriter, read_metrics
-from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import NO_LIMITS, Limits
 from common.training.saving import Saver
-from common.training.steps import TrainingParts
-from tests.config_overrides import changed
+from tests.common.training import scripted
+from tests.common.training.scripted import Scripted, falling
 
 NAN = math.nan
-
-
-class Scripted:
-    """loss(step), skipped where it is not finite or ``skips``; a signal to this process where
-    ``stops`` says so.
-    """
-
-    steps_per_run = 1
-
-    def __init__(
-        self,
-        config: Any,
-        step: int,
-        loss: Callable[[int], float],
-        skips: range,
-        stop_in_validation: int,
-        act: Any,
-    ) -> None:
-        self.config, self.step, self.loss, self.skips, self.act = config, step, loss, skips, act
-        self.stop_in_validation = stop_in_validation
-
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
-        next(batches)
-        self.step += 1
-        self.act(self.step)
-        loss = self.loss(self.step)
-        skipped = self.step in self.skips or not math.isfinite(loss)
-        return [
-            StepResult(loss=loss, grad_norm=1.0, learning_rate=0.1, loss_scale=1.0, skipped=skipped)
-        ]
-
-    def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        if self.step == self.stop_in_validation:
-            os.kill(os.getpid(), signal.SIGTERM)
-        tokens = sum(batch.size for batch in batches)
-        return tokens * self.loss(self.step), tokens
-
-    def snapshot(self, state: TrainState) -> Snapshot:
-        return make_snapshot(
-            self.config,
-            state,
-            weights={"w": np.full(3, state.step, np.float32)},
-            moments={},
-            engine=EngineState(
-                optimizer_steps=0, loss_scale=LossScale(self.config.loss_scale).state(), rng={}
-            ),
-            versions={},
-            extra={},
-        )
-
-
-def falling(step: int) -> float:
-    return 3.0 / (step + 1)
+ENGINE = {"loss", "skips", "stop_in_validation", "act"}
 
 
 @pytest.mark.parametrize("kept", [None, "notes.txt", "checkpoints/step_1"])
@@ -110,66 +44,9 @@ def test_a_refusal_leaves_nothing_in_the_run_folder(kept: str | None, tmp_path: 
     assert (tmp_path / "a").exists() == (kept is not None)
 
 
-def start(
-    folder: Path,
-    *,
-    loss: Callable[[int], float] = falling,
-    skips: range = range(0),
-    stop_in_validation: int = -1,
-    act: Callable[[int], None] = lambda step: None,
-    **changes: Any,
-) -> dict[str, Any]:
-    """Go on from the newest checkpoint of ``folder``, as both backends do."""
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_heads": 2,
-            "seq_length": 4,
-            "vocab_size": 50,
-        },
-        "train": {"max_steps": 20, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1, "schedule": "constant"},
-        "validation": {"interval": 0},
-        "checkpoint": {"interval": 5, "keep": 2},
-    }
-    config = resolve_config(build_config(changed(tree, changes)), samples_per_epoch=100)
-    with run_folder.owned_folder(folder):
-        found = find_checkpoint(folder)
-        state = (
-            TrainState()
-            if found is None
-            else Checkpoint(found).states(config, LossScale(config.loss_scale))[0]
-        )
-        with (
-            CheckpointWriter(
-                folder / "checkpoints",
-                keep=config.checkpoint.keep,
-                asynchronous=config.checkpoint.asynchronous,
-                require_folder=run_folder.keeper(folder, [run_folder.holder(folder)], 0),
-            ) as checkpoints,
-            MetricsWriter(folder, step=state.step, tensorboard=False) as metrics,
-        ):
-            run = TrainingParts(
-                config=config,
-                engine=Scripted(config, state.step, loss, skips, stop_in_validation, act),
-                batches=iter(
-                    lambda: Batch(
-                        tokens=np.zeros((2, 5), np.int32),
-                        samples=2,
-                        consumed_samples=0,
-                        sample_hash="",
-                    ),
-                    None,
-                ),
-                validation={"all": lambda: [np.zeros((1, 3), np.int32)] * 3},
-                checkpoints=checkpoints,
-                metrics=metrics,
-                peak_flops=0.0,
-                resumed=found is not None,
-            )
-            return train(run, state)
+def start(folder: Path, **words: Any) -> dict[str, Any]:
+    of_engine = {key: words.pop(key) for key in ENGINE & words.keys()}
+    return scripted.start(folder, Scripted(**of_engine), **words).summary
 
 
 def saved(folder: Path) -> list[int]:
@@ -179,17 +56,17 @@ def saved(folder: Path) -> list[int]:
 # ---- divergence ----
 
 
+def broken_at(first: int, value: float = NAN) -> Callable[[int], float]:
+    return lambda step: falling(step) if step < first else value
+
+
 def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None:
     """The update of step 11 breaks the weights: from step 12 on the loss is not finite, and nothing
     learns from it.
     """
+    changes = {"train__max_steps": 90, "train__max_skipped_steps": 20}
     with pytest.raises(DivergedError, match="step 31: 20 steps in a row"):
-        start(
-            tmp_path,
-            loss=lambda step: falling(step) if step < 12 else NAN,
-            train__max_steps=90,
-            train__max_skipped_steps=20,
-        )
+        start(tmp_path, loss=broken_at(12), **changes)
     assert saved(tmp_path) == [5, 10]
     # with another rate it resumes from there, and has all its patience again
     assert start(tmp_path)["step"] == 20
@@ -198,26 +75,13 @@ def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None
 
 def test_weights_broken_by_the_very_step_that_is_saved(tmp_path: Path) -> None:
     """keep=1: the checkpoint of step 10 is bad, which only step 11 shows, and must not be all that
-    is left.
+    is left. So it is with a loss that is finite and huge.
     """
     with pytest.raises(DivergedError):
-        start(
-            tmp_path,
-            loss=lambda step: falling(step) if step < 11 else NAN,
-            checkpoint__keep=1,
-            train__max_steps=90,
-        )
-    assert saved(tmp_path) == [5, 10]
-
-
-def test_a_loss_that_is_finite_and_huge_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
-    start(
-        tmp_path,
-        loss=lambda step: falling(step) if step < 12 else 1e30,
-        train__max_steps=40,
-        checkpoint__keep=1,
-    )
-    assert saved(tmp_path) == [10, 40]
+        start(tmp_path / "nan", loss=broken_at(11), checkpoint__keep=1, train__max_steps=90)
+    assert saved(tmp_path / "nan") == [5, 10]
+    start(tmp_path / "huge", loss=broken_at(12, 1e30), checkpoint__keep=1, train__max_steps=40)
+    assert saved(tmp_path / "huge") == [10, 40]
 
 
 def test_a_save_is_postponed_to_the_next_finite_loss(
@@ -253,7 +117,7 @@ def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
         StopRequested,
         match="by SIGTERM after step 8; not saved: the loss is nan; the same command resumes",
     ) as stopped:
-        start(tmp_path, loss=lambda step: falling(step) if step < 7 else NAN, act=stop)
+        start(tmp_path, loss=broken_at(7), act=stop)
     assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]
 
 
@@ -388,16 +252,13 @@ def test_rows_of_later_steps_stay_until_the_run_has_begun(tmp_path: Path) -> Non
         MetricsWriter(tmp_path)
 
 
-def test_a_last_row_without_its_newline_is_not_torn(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
-    with MetricsWriter(tmp_path, step=2, tensorboard=False) as metrics:
-        metrics.write({"step": 3})
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-
-
-def test_a_manifest_of_the_loop_is_whole(tmp_path: Path) -> None:
-    start(tmp_path)
-    assert read_manifest(tmp_path / "checkpoints" / "step_00000020")["state"]["step"] == 20
+def test_a_last_row_that_is_torn_or_lacks_its_newline(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for last in ('{"step": 2, "loss": 1.0}', '{"step": 2, "loss": 1.0}\n{"step": 3, "lo'):
+        path.write_text('{"step": 1, "loss": 2.0}\n' + last)
+        with MetricsWriter(tmp_path, step=2, tensorboard=False) as metrics:
+            metrics.write({"step": 3})
+        assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
 def test_a_snapshot_waits_for_the_save_before_it() -> None:

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from common.checkpoint.state import TrainState
-from common.config.load import build_config
 from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
 from common.parallel.run import Run
-from common.resolve.derive import resolve_config
 from common.training.schedule import Schedule
+from tests.tiny import tiny_config
 
 UPDATES = 30
 SKIPPED = (0, 1, 2, 7, 20, 33)
@@ -23,16 +22,9 @@ RAMP = [4, 4, 60]
 
 
 def make_run(train: dict[str, Any] | None = None, **optimizer: Any) -> Run:
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 8}
-    tree = {
-        "output_dir": "output",
-        "model": {**sizes, "vocab_size": 11},
-        "train": {"max_steps": UPDATES, "global_batch_size": 16, "micro_batch_size": 1}
-        | (train or {}),
-        "optimizer": {"learning_rate": 0.1, "min_learning_rate": 0.001, **optimizer},
-        "data": {"train": "corpus"},
-    }
-    return resolve_config(build_config(tree))
+    steps = {"max_steps": UPDATES, "global_batch_size": 16, "micro_batch_size": 1}
+    rates = {"learning_rate": 0.1, "min_learning_rate": 0.001}
+    return tiny_config(train=steps | (train or {}), optimizer=rates | optimizer)
 
 
 def attempts(run: Run, skipped: tuple[int, ...] = ()) -> Iterator[tuple[int, bool]]:

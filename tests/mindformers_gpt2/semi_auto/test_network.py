@@ -15,12 +15,10 @@ ms = pytest.importorskip(
 
 from mindspore import ops  # noqa: E402
 
-from common.config.load import build_config  # noqa: E402
-from common.config.schema import RunConfig  # noqa: E402
 from common.dataset import Batch  # noqa: E402
 from common.parallel.learning_rate import learning_rate  # noqa: E402
 from common.parallel.operator_plan import operator_strategies, splits_vocabulary  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
+from common.parallel.run import Run  # noqa: E402
 from common.training.start import Start  # noqa: E402
 from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
 from mindformers_gpt2.device import MindSporeDevice, open_device  # noqa: E402
@@ -31,30 +29,22 @@ from mindformers_gpt2.semi_auto.network import (  # noqa: E402
     build_network,
     build_step,
 )
-from tests.config_overrides import changed  # noqa: E402
+from tests.tiny import tiny_config  # noqa: E402
 
 CPU = MindSporeDevice(kind="cpu", index=0, name="")
 
 
-def make_config(*, world_size: int = 8, **changes: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "output_dir": "unused",
+def make_config(*, world_size: int = 8, **changes: Any) -> Run:
+    usual: dict[str, Any] = {
         "backend": "mindspore",
         "device": "npu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": 16,
-            "vocab_size": 101,
-            "vocab_multiple": 8,
-        },
+        "model__vocab_multiple": 8,
+        "model__initializer_range": 0.1,
         "train": {"max_steps": 4, "micro_batch_size": 2, "accumulation_steps": 2},
         "parallel": {"model_parallel": 2, "pipeline_stage": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.3},
     }
-    tree["model"]["initializer_range"] = 0.1
-    return resolve_config(build_config(changed(tree, changes)), world_size=world_size)
+    return tiny_config(ranks=world_size, **(usual | changes))
 
 
 def open_cpu() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from common.checkpoint.folders import find_checkpoint
 from common.run_config import load_config
-from common.training.metrics import read_metrics
+from tests.layouts import TOLERANCE
 from tests.ranks import run_ranks
-from tests.torch_gpt2.deepspeed.test_engine import TOLERANCE, steps_of, tensors_of
+from tests.tiny import params_of, require_equal, require_same_bits, rows_of, some_but_not_all
 
 pytestmark = pytest.mark.long
 
@@ -109,20 +109,10 @@ def with_deepspeed(run: dict[str, Any], zero_stage: int = 0) -> dict[str, Any]:
     }
 
 
-def require_equal(found: Path, wanted: Path, precision: str) -> None:
+def require_equal_sizes(found: Path, wanted: Path, precision: str) -> None:
     """Hold two runs of the same layout against each other, row by row."""
-    rows, native = (read_metrics(folder / "metrics.jsonl") for folder in (found, wanted))
-    assert len(native) == STEPS + 2  # validations
-    for key in ("step", "sample_hash", "learning_rate", "loss_scale", "skipped"):
-        assert [row.get(key) for row in rows] == [row.get(key) for row in native], key
-    first = next(number for number, row in enumerate(native) if row.get("skipped") is False)
-    for number, (row, expected) in enumerate(zip(rows, native, strict=True)):
-        rounded = precision == "O2" and number > first
-        for key in ("loss", "grad_norm", "validation_loss"):
-            assert row.get(key) == (
-                expected.get(key)  # None where a norm overflowed
-                and pytest.approx(expected[key], rel=UPDATED if rounded else TOLERANCE)
-            ), (key, number)
+    assert len(rows_of(wanted)) == STEPS
+    require_equal(found, wanted, TOLERANCE, updated=UPDATED if precision == "O2" else None)
 
 
 SUITE = [
@@ -146,12 +136,9 @@ def four(
         pytest.skip("deepspeed is not installed")
     folder = tmp_path_factory.mktemp("modelzoo")
     jobs = []
-    campaign = any(
-        item.path == request.path and item.get_closest_marker("campaign")
-        for item in request.session.items
-    )
+    chosen = params_of(request, "size", "precision")
     for size, precision in SUITE:
-        if not campaign and (size, precision) in IN_CAMPAIGN:
+        if (size, precision) in IN_CAMPAIGN and (size, precision) not in chosen:
             continue
         name, changes = f"{size} {precision}", PRECISIONS[precision]
         jobs += [
@@ -186,32 +173,23 @@ def four(
 )
 def test_a_size_equals_the_native_engine(four: Path, size: str, precision: str) -> None:
     name = f"{size} {precision}"
-    require_equal(four / "deepspeed" / name, four / "native" / name, precision)
-
-
-def losses_of(folder: Path) -> list[tuple[int, float, float | None]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in steps_of(folder)]
+    require_equal_sizes(four / "deepspeed" / name, four / "native" / name, precision)
 
 
 @pytest.mark.parametrize("name", ["1.3B O2", "2.7B float32"])
 def test_a_resumed_run_ends_with_the_same_bits(four: Path, name: str) -> None:
     """Tensor parallel and a pipeline, each rank with its own part of the checkpoint."""
     whole, halves = four / "deepspeed" / name, four / "deepspeed" / f"halves of {name}"
-    assert losses_of(halves) == losses_of(whole)
+    require_same_bits(halves, whole)
     checkpoint = find_checkpoint(halves)
     assert checkpoint is not None and len(list(checkpoint.glob("model*.safetensors"))) == 4
-    assert {key: array.tobytes() for key, array in tensors_of(whole).items()} == {
-        key: array.tobytes() for key, array in tensors_of(halves).items()
-    }
 
 
 @pytest.mark.parametrize("name", ["native", "tensor", "deepspeed"])
 def test_a_run_changes_engine_and_layout(four: Path, name: str) -> None:
-    wanted = losses_of(four / "deepspeed" / "2.7B float32")[STEPS // 2 :]
-    assert losses_of(four / "moved" / name) == [
-        (step, pytest.approx(loss, rel=TOLERANCE), pytest.approx(norm, rel=TOLERANCE))
-        for step, loss, norm in wanted
-    ]
+    whole = four / "deepspeed" / "2.7B float32"
+    # half of the steps, and a validation
+    require_equal(four / "moved" / name, whole, TOLERANCE, last=STEPS // 2 + 1)
 
 
 @pytest.mark.campaign
@@ -231,10 +209,10 @@ def test_a_size_on_eight_ranks(
     ]
     run_ranks(8, jobs)
     for zero in (0, 1):
-        require_equal(tmp_path / f"zero {zero}", tmp_path / "native", precision)
+        require_equal_sizes(tmp_path / f"zero {zero}", tmp_path / "native", precision)
 
 
 def test_dynamic_scales_overflow_and_static_ones_stay(four: Path) -> None:
     for size in [size for size, precision in SUITE if precision == "O2"]:
-        skipped = [row["skipped"] for row in steps_of(four / "deepspeed" / f"{size} O2")]
-        assert any(skipped) is (size != "345M_without_mp") and not all(skipped), size
+        skipped = [row["skipped"] for row in rows_of(four / "deepspeed" / f"{size} O2")]
+        assert some_but_not_all(skipped) is (size != "345M_without_mp"), size

@@ -11,16 +11,10 @@ import pytest
 from common.config.load import build_config
 from common.errors import ConfigError, DeviceError
 from common.resolve.derive import resolve_config
-from common.training.metrics import read_metrics
+from tests.layouts import PIPELINE, SEQUENCE, SPLIT, TOLERANCE, TORCH
 from tests.ranks import run_ranks
-from tests.torch_gpt2.parallel.test_layouts import (
-    PIPELINE,
-    SEQUENCE,
-    SMALL,
-    SPLIT,
-    TOLERANCE,
-    tree,
-)
+from tests.tiny import require_equal, rows_of
+from tests.torch_gpt2.parallel.test_layouts import SMALL
 from torch_gpt2.device import TorchDevice, check_support, select_device
 
 ASYNC: dict[str, Any] = {**SEQUENCE, "parallel__async_tensor_parallel": True}
@@ -52,18 +46,16 @@ def test_every_message_of_a_block_joins_its_product(
     run_ranks(
         2,
         [
-            tree(tmp_path / "async", corpus_prefix, **settings, **ASYNC),
-            tree(tmp_path / "one", corpus_prefix, ranks=1, **settings | {"train__compile": False}),
+            TORCH.job(tmp_path / "async", corpus_prefix, **settings, **ASYNC),
+            TORCH.job(
+                tmp_path / "one", corpus_prefix, ranks=1, **settings | {"train__compile": False}
+            ),
         ],
         watched="joined_products",
         seconds=120.0,
     )
-    one, many = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("one", "async"))
-    assert len(one) == len(many)
-    for key in ("loss", "grad_norm"):
-        values = [row[key] for row in one if key in row]
-        assert len(values) == STEPS
-        assert [row[key] for row in many if key in row] == pytest.approx(values, rel=TOLERANCE)
+    assert len(rows_of(tmp_path / "one")) == STEPS
+    require_equal(tmp_path / "async", tmp_path / "one", TOLERANCE)
     micro_batches = STEPS * 12 // 6
     forward = 2 if name == "recomputed" else 1
     passes = micro_batches * (forward + 1)  # two regions, with a gather and a scatter each
@@ -90,17 +82,15 @@ def test_four_ranks_equal_one_process(
     run_ranks(
         4,
         [
-            tree(tmp_path / "async", corpus_prefix, **settings, **ASYNC),
-            tree(tmp_path / "one", corpus_prefix, ranks=1, **alone | {"train__compile": False}),
+            TORCH.job(tmp_path / "async", corpus_prefix, **settings, **ASYNC),
+            TORCH.job(
+                tmp_path / "one", corpus_prefix, ranks=1, **alone | {"train__compile": False}
+            ),
         ],
         watched="joined_products",
         seconds=60.0,
     )
-    one, many = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("one", "async"))
-    for key in ("loss", "grad_norm"):
-        values = [row[key] for row in one if key in row]
-        assert len(values) == STEPS
-        assert [row[key] for row in many if key in row] == pytest.approx(values, rel=TOLERANCE)
+    require_equal(tmp_path / "async", tmp_path / "one", TOLERANCE)
     for rank in range(4):  # a pipeline runs a stage once before its first step
         counts = json.loads((tmp_path / "async" / f"watched_{rank}.json").read_text())
         assert min(counts.values()) >= 24 and len(counts) == 2
@@ -108,7 +98,7 @@ def test_four_ranks_equal_one_process(
 
 def resolve(**changes: Any) -> Any:
     settings = ASYNC | {"train__compile": True, "train__micro_batch_size": 1} | changes
-    config = build_config(tree(Path("unused"), Path("unused"), **settings))
+    config = build_config(TORCH.job(Path("unused"), Path("unused"), **settings))
     return resolve_config(config, world_size=2 * config.parallel.pipeline_stage)
 
 

@@ -1,11 +1,12 @@
-"""A run that stops under one layout and resumes under another: the losses of one that was never
-stopped.
+"""A run that stops under one layout, engine or size of batch and resumes under the same or another:
+the results of one that was never stopped.
 """
 
 import importlib.util
-import itertools
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +17,71 @@ from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.load import build_config
 from common.errors import CheckpointError
 from common.inputs import make_run
-from common.resolve.derive import resolve_config
 from common.training.export import export
 from common.training.metrics import read_metrics
-from tests.ranks import run_ranks
-from tests.torch_gpt2.parallel.test_layouts import PIPELINE, SEQUENCE, SPLIT, TENSOR, tree
-from torch_gpt2.train import train
+from tests.layouts import (
+    PIPELINE,
+    RECOMPUTE,
+    SEQUENCE,
+    SPLIT,
+    TENSOR,
+    TOLERANCE,
+    TORCH,
+    TORCH_NUMERICS,
+    ZERO,
+)
+from tests.ranks import end_ranks, run_ranks, start_ranks
+from tests.tiny import params_of, require_equal, require_same_bits, rows_of, train_here
 
 pytestmark = pytest.mark.long
 
-# float32 sums of the same terms in another order, for four steps; see test_layouts.py
-TOLERANCE = 1e-6
-
-SAVED: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2 tp2 pp2": (8, TENSOR | PIPELINE),
-    "zero3 on 4": (4, SPLIT),
-    "zero3 tp2": (4, SEQUENCE | SPLIT),
-    "deepspeed zero2": (2, {"engine": "deepspeed", "parallel__zero_stage": 2}),
-}
-if importlib.util.find_spec("deepspeed") is None:
-    del SAVED["deepspeed zero2"]
-RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp4": (4, {"parallel__model_parallel": 4}),
-    "pp2 dp2": (4, PIPELINE),
-    "zero3 on 2": (2, SPLIT),
-}
-IN_CAMPAIGN = {
-    ("zero3 on 4", "tp4"),
-    ("zero3 on 4", "zero3 on 2"),
-    ("zero3 tp2", "one"),
-    ("zero3 tp2", "pp2 dp2"),
-    ("deepspeed zero2", "tp4"),
-    ("deepspeed zero2", "pp2 dp2"),
-}
-"""Pairs whose two layouts the suite has in other pairs."""
-PAIRS = [
-    pytest.param(saved, resumed, marks=pytest.mark.campaign if pair in IN_CAMPAIGN else ())
-    for pair in itertools.product(SAVED, ("same", *RESUMED))
-    for saved, resumed in [pair]
-]
 ADAMW: dict[str, Any] = {
     "train__global_batch_size": 8,
     "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1, "decay_steps": 8, "clip_grad": 1.0},
 }
+DROPS = {"model__dropout": 0.1}
+RAMP = TORCH_NUMERICS["ramp"]
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, TENSOR),
+    "tp2 recomputed": (2, TENSOR | RECOMPUTE),
+    "tp4": (4, {"parallel__model_parallel": 4}),
+    "pp2 dp2": (4, PIPELINE),
+    "zero3 on 2": (2, SPLIT),
+    "zero3 on 4": (4, SPLIT),
+    "zero3 tp2": (4, SEQUENCE | SPLIT),
+    "dp2 tp2 pp2": (8, TENSOR | PIPELINE),
+    "parameter server": (2, {"parallel__strategy": "parameter_server"}),
+    "deepspeed zero2": (2, {"engine": "deepspeed", "parallel__zero_stage": 2}),
+    "deepspeed zero3": (2, {"engine": "deepspeed"} | SPLIT),
+    "deepspeed zero1 pp2": (2, {"engine": "deepspeed"} | ZERO | PIPELINE),
+}
+CHANGES = ("one", "tp4", "pp2 dp2", "zero3 on 2")
+SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "dp2 tp2 pp2": (ADAMW, CHANGES, ()),
+    "zero3 on 4": (ADAMW, ("one", "pp2 dp2"), ("tp4", "zero3 on 2")),
+    "zero3 tp2": (ADAMW, ("tp4", "zero3 on 2"), ("one", "pp2 dp2")),
+    "deepspeed zero2": (ADAMW, ("one", "zero3 on 2"), ("tp4", "pp2 dp2")),
+    "deepspeed zero3": (ADAMW | DROPS, (), ()),
+    "deepspeed zero1 pp2": (ADAMW | DROPS, (), ()),
+    "zero3 on 2": (ADAMW, ("deepspeed zero1 pp2",), ()),
+    # recomputed blocks must draw the masks of the forward pass
+    "tp2": (ADAMW | DROPS, ("tp2 recomputed",), ()),
+    "parameter server": (ADAMW, (), ()),
+    "one": (RAMP, ("dp2",), ()),  # within the growth of the batch
+}
+"""Numerics of a run; layouts that resume it, in the suite and only in the campaign.
+All resume under their own too.
+"""
+if importlib.util.find_spec("deepspeed") is None:
+    SAVED = {name: each for name, each in SAVED.items() if not name.startswith("deepspeed")}
+    SAVED["zero3 on 2"] = (ADAMW, (), ())
+PAIRS = [
+    pytest.param(saved, resumed, marks=pytest.mark.campaign if resumed in campaign else ())
+    for saved, (_, suite, campaign) in SAVED.items()
+    for resumed in ("same", *suite, *campaign)
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,70 +93,50 @@ def folder(
     """
     folder = tmp_path_factory.mktemp("changes")
     jobs = []
-    campaign = any(
-        item.path == request.path and item.get_closest_marker("campaign")
-        for item in request.session.items
-    )
 
-    def add(
-        name: str, layout: tuple[int, dict[str, Any]], steps: int, saved: str | None = None
-    ) -> None:
-        ranks, settings = layout
+    def add(name: str, place: str, numerics: dict[str, Any], steps: int, saved: str = "") -> None:
+        ranks, settings = PLACES[place]
         resume = {"checkpoint__resume": str(folder / saved)} if saved else {}
-        jobs.append(
-            tree(
-                folder / name,
-                corpus_prefix,
-                **settings,
-                **ADAMW,
-                **resume,
-                train__max_steps=steps,
-                ranks=ranks,
-            )
-        )
+        changes = {**numerics, **settings, **resume, "train__max_steps": steps, "ranks": ranks}
+        jobs.append(TORCH.job(folder / name, corpus_prefix, **changes))
 
-    for saved, layout in SAVED.items():
-        add(f"whole {saved}", layout, 8)
-        add(saved, layout, 4)
-        add(f"{saved}, copied", RESUMED["one"], 4, saved)
-        for name, other in {"same": layout, **RESUMED}.items():
-            if campaign or (saved, name) not in IN_CAMPAIGN:
-                add(f"{saved}, {name}", other, 8, saved)
-    run_ranks(8, jobs)
+    chosen = params_of(request, "saved", "resumed")
+    for saved, (numerics, suite, campaign) in SAVED.items():
+        add(f"whole {saved}", saved, numerics, 8)
+        add(saved, saved, numerics, 4)
+        add(f"{saved}, copied", "one", numerics, 4, saved)
+        for name in ("same", *suite, *campaign):
+            if (saved, name) in chosen:
+                place = saved if name == "same" else name
+                add(f"{saved}, {name}", place, numerics, 8, saved)
+    run_ranks(8, jobs, seconds=4.0)
     return folder
 
 
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_a_run_resumes_under_another_layout(folder: Path, saved: str, resumed: str) -> None:
     """Against the run that was never stopped, under the layout of the checkpoint."""
-    whole, later = (
-        [row for row in read_metrics(folder / name / "metrics.jsonl") if "loss" in row]
-        for name in (f"whole {saved}", f"{saved}, {resumed}")
-    )
-    assert [row["step"] for row in later] == [5, 6, 7, 8]
-    assert [row["sample_hash"] for row in later] == [row["sample_hash"] for row in whole[4:]]
-    for key in ("loss", "grad_norm"):
-        expected = [
-            row[key] if resumed == "same" else pytest.approx(row[key], rel=TOLERANCE)
-            for row in whole[4:]
-        ]
-        assert [row[key] for row in later] == expected, key
+    whole, later = folder / f"whole {saved}", folder / f"{saved}, {resumed}"
+    assert [row["step"] for row in rows_of(later)] == [5, 6, 7, 8]
+    tolerance = 0.0 if resumed == "same" else TOLERANCE
+    require_equal(later, whole, tolerance, last=len(read_metrics(later / "metrics.jsonl")))
+    if resumed == "same":
+        require_same_bits(later, whole, last=4)
 
 
-@pytest.mark.parametrize("saved", list(SAVED))
+@pytest.mark.parametrize("saved", ["dp2 tp2 pp2", "zero3 on 4", "zero3 tp2", "zero3 on 2"])
 def test_an_export_is_the_file_that_one_process_writes(
     folder: Path, tmp_path: Path, saved: str
 ) -> None:
     """Byte for byte, whoever wrote the checkpoint and however many rows padded its vocabulary."""
     copied = find_checkpoint(folder / f"{saved}, copied")
     assert copied is not None
-    words = tree(tmp_path, tmp_path, checkpoint__load=str(folder / saved))
+    words = TORCH.job(tmp_path, tmp_path, checkpoint__load=str(folder / saved))
     run, inputs = make_run(build_config(words), "export")
     assert inputs.checkpoint is not None
     export(run, inputs.checkpoint)
-    assert (tmp_path / "weights" / "model.safetensors").read_bytes() == (
-        copied / "model.safetensors"
-    ).read_bytes()
+    exported, file = tmp_path / "weights" / "model.safetensors", copied / "model.safetensors"
+    assert exported.read_bytes() == file.read_bytes()
 
 
 def test_each_rank_has_written_its_own_part(folder: Path) -> None:
@@ -157,14 +159,55 @@ def test_a_part_that_is_missing_is_an_error(
     manifest = json.loads((broken / "manifest.json").read_text())
     del manifest["files"]["optimizer.rank_00002.safetensors"]
     write_manifest(broken, manifest)
-    config = resolve_config(
-        build_config(
-            tree(tmp_path / "again", corpus_prefix, **ADAMW, checkpoint__resume=str(broken))
-        )
+    message = r"of wte\.weight\.exp_avg \[101, 32\] only \d+ elements are there; .* and \d+ more\."
+    changes = ADAMW | {"checkpoint__resume": str(broken)}
+    with pytest.raises(CheckpointError, match=rf"{message} Use another checkpoint"):
+        train_here(TORCH.job(tmp_path / "again", corpus_prefix, **changes))
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_bit(
+    tmp_path: Path, corpus_prefix: Path
+) -> None:
+    """Three ranks, since two would sum alike in any order; dropout, since each rank draws masks of
+    its own.
+    """
+    settings = DROPS | {"train__max_steps": 60, "checkpoint__interval": 25}
+    whole, halves = (
+        TORCH.job(tmp_path / name, corpus_prefix, **settings) for name in ("whole", "halves")
     )
-    message = (
-        r"of wte\.weight\.exp_avg \[101, 32\] only \d+ elements are there; .* and \d+ more\."
-        r" Use another checkpoint"
+    processes = start_ranks(3, [halves])
+    metrics = tmp_path / "halves" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while not metrics.exists() or not metrics.read_text():
+        assert time.monotonic() < end and processes[0].poll() is None
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGTERM)
+    codes, printed = end_ranks(processes)
+    assert codes == [128 + signal.SIGTERM] * 3, printed
+    assert len({text.rpartition("error: ")[2] for text in printed}) == 1, "all name the same step"
+    assert 0 < read_metrics(metrics)[-1]["step"] < 60
+    run_ranks(3, [whole, halves])
+    require_same_bits(tmp_path / "halves", tmp_path / "whole")
+
+
+def test_ranks_that_would_train_different_things_refuse(
+    tmp_path: Path, corpus_prefix: Path
+) -> None:
+    """So they do where rank 0 decides that a run is in the way."""
+    ours, theirs = (
+        TORCH.job(tmp_path / "run", corpus_prefix, optimizer__learning_rate=rate)
+        for rate in (0.3, 0.2)
     )
-    with pytest.raises(CheckpointError, match=message):
-        train(*make_run(config))
+    codes, printed = end_ranks(start_ranks(2, [ours], other={1: [theirs]}))
+    assert codes == [2, 2]
+    for text in printed:
+        assert "rank 1 differs from rank 0 in optimizer.learning_rate: 0.2 and 0.3" in text
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    whole = tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json"
+    whole.parent.mkdir(parents=True)
+    whole.touch()
+    never = TORCH.job(tmp_path / "run", corpus_prefix, checkpoint__resume="never")
+    codes, printed = end_ranks(start_ranks(2, [never]))
+    assert codes == [2, 2]
+    for text in printed:
+        assert "holds a run and checkpoint.resume=never" in text

@@ -13,8 +13,9 @@ import pytest
 import torch_gpt2.compilation
 from common.training.metrics import read_metrics
 from tests.graph_counters import watch
+from tests.layouts import TOLERANCE, TORCH
 from tests.ranks import run_ranks
-from tests.torch_gpt2.parallel.test_layouts import TOLERANCE, tree
+from tests.tiny import params_of
 from tests.torch_gpt2.test_engine import make_config, make_engine, run, token_batches
 
 pytestmark = pytest.mark.long
@@ -55,16 +56,12 @@ def runs(
 ) -> Path:
     """folder / layout, compiled, and folder / eager, which is one process without."""
     folder = tmp_path_factory.mktemp("compiled")
-    campaign = any(
-        item.path == request.path and item.get_closest_marker("campaign")
-        for item in request.session.items
-    )
     jobs = [
-        tree(folder / name, corpus_prefix, train__compile=True, **settings)
+        TORCH.job(folder / name, corpus_prefix, train__compile=True, **settings)
         for name, (settings, _) in LAYOUTS.items()
-        if campaign or name not in IN_CAMPAIGN
+        if (name,) in params_of(request, "layout")
     ]
-    jobs.append(tree(folder / "eager", corpus_prefix, ranks=1))
+    jobs.append(TORCH.job(folder / "eager", corpus_prefix, ranks=1))
     run_ranks(2, jobs, watched="graph_counters")
     return folder
 

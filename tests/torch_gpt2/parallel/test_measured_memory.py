@@ -1,6 +1,5 @@
 """The plan's memory against what runs of two ranks really allocated, as the study measures it."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.study.measure import measure
 from common.study.results import Cell
-from tests.config_overrides import changed
 from tests.ranks import run_ranks
+from tests.tiny import tiny_run
 
 pytestmark = pytest.mark.long
 
@@ -42,24 +41,17 @@ def test_state_and_steps_take_what_the_plan_says(tmp_path: Path, corpus_prefix: 
     The micro batch is large: threads of gloo and DeepSpeed free a gathered weight (at most 2.5 of
     some 40 MB) now before, now after the next one is allocated.
     """
-    base = {
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "seq_length": 32,
-            "vocab_size": 8000,
-            "dropout": 0.0,
-        },
+    base: dict[str, Any] = {
+        "model__hidden_size": 64,
+        "model__seq_length": 32,
+        "model__vocab_size": 8000,
         "train": {"max_steps": 3, "micro_batch_size": 16, "global_batch_size": 32},
         "optimizer": {"learning_rate": 1e-3},
-        "data": {"train": str(corpus_prefix), "split": "100,0,0"},
-        "logging": {"tensorboard": False, "plot": False},
+        "data__split": "100,0,0",
         "profile": {"start": 2, "stop": 3, "memory": True},
     }
     jobs = [
-        changed(deepcopy({**base, "output_dir": str(tmp_path / name)}), changes)
+        tiny_run(tmp_path / name, corpus_prefix, **(base | changes))
         for name, changes in LAYOUTS.items()
     ]
     run_ranks(2, jobs, seconds=60.0)

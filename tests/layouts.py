@@ -1,0 +1,435 @@
+"""The matrix of layouts: engine x device x layout x numerics, and the one body that holds a row
+against one process. Modules of tests start the ranks: one start for each device and backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import read_manifest
+from common.checkpoint.snapshot import MODEL_FILE
+from common.config.load import build_config
+from common.training.metrics import read_metrics
+from common.weights.initial import initial_rows
+from tests.closeness import rounding_scales
+from tests.config_overrides import blended
+from tests.packed_corpus import FLAGS
+from tests.tiny import SGD, params_of, require_equal, tensors_of, tiny_run
+
+Settings = dict[str, Any]
+
+# float32 sums of the same terms in another order: losses and norms over ten steps differed by
+# 4.7e-7 at most; weights: tests/closeness.py
+TOLERANCE = 1e-6
+# the two frameworks add up products in another order; see tests/parity
+BETWEEN_FRAMEWORKS = 1e-4
+# sums in another order round one activation in 10^5 to the next of its levels. With 4 bits and
+# weights that hardly move there are few such: 1.4e-6 in three steps; without quantization 1e-2
+QUANTIZED = 1e-5
+STEPS = 10
+CLIP = 4.0
+
+TENSOR: Settings = {"parallel__model_parallel": 2}
+SEQUENCE: Settings = {**TENSOR, "parallel__sequence_parallel": True}
+PIPELINE: Settings = {"parallel__pipeline_stage": 2}
+ZERO: Settings = {"parallel__zero_stage": 1}
+SPLIT: Settings = {"parallel__zero_stage": 3}
+RECOMPUTE: Settings = {"train__recompute": "full"}
+# micro batches a step where six would only be more messages
+THREE: Settings = {"train__micro_batch_size": 4}
+FEWER_BITS = {"quantized": QUANTIZED, "quantized by token": QUANTIZED, "float8 head": 1e-5}
+BF16_WEIGHTS = {"parameters": "bfloat16", "compute": "bfloat16"}
+FP16_WEIGHTS = {"parameters": "float16", "compute": "float16"}
+
+
+def schedule(name: str) -> Settings:
+    return PIPELINE | {"parallel__pipeline_schedule": name}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """numerics: names that the suite trains it with. campaign: more of them, seen elsewhere."""
+
+    ranks: int
+    settings: Settings
+    numerics: tuple[str, ...] = ()
+    campaign: tuple[str, ...] = ()
+    tolerances: dict[str, float] = field(default_factory=dict)
+    """After the first update, of numerics that round weights or results."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    layouts: dict[str, Layout]
+    numerics: dict[str, Settings]
+    base: Settings
+
+    def job(self, folder: Path, corpus: Path, **changes: Any) -> Settings:
+        """Return the tree of a run. 101 tokens, which no vocabulary is padded to. With the usual
+        deviation of 0.02 gradients of biases would only be rounding at this width.
+        """
+        return tiny_run(folder, **({"data__train": blended(corpus)} | self.base | changes))
+
+    def case(self, runs: Path, corpus: Path, layout: str, numerics: str) -> Settings:
+        """Return the job of a row; "one" is one process."""
+        here = self.layouts.get(layout, Layout(1, {}))
+        changes: Settings = dict(self.numerics[numerics])
+        if numerics.startswith("packed"):
+            changes["data__train"] = str(runs / "packed_text_document")
+        changes |= here.settings
+        if here.settings.get("engine") == "deepspeed":
+            changes["deepspeed__config_file"] = str(runs / "ds_config.json")
+        return self.job(runs / layout / numerics, corpus, ranks=here.ranks, **changes)
+
+    def cases(self) -> list[Any]:
+        return [
+            pytest.param(name, numerics, marks=marks, id=f"{name}-{numerics}")
+            for name, layout in self.layouts.items()
+            for names, marks in ((layout.numerics, ()), (layout.campaign, pytest.mark.campaign))
+            for numerics in names
+        ]
+
+    def jobs(self, runs: Path, corpus: Path, chosen: Iterable[tuple[str, str]]) -> list[Settings]:
+        """Return the rows and the runs of one process that they are compared with."""
+        rows = dict.fromkeys(chosen)
+        alone = dict.fromkeys(("one", numerics) for _, numerics in rows)
+        return [self.case(runs, corpus, *row) for row in {**alone, **rows}]
+
+    def hold(self, runs: Path, layout: str, numerics: str) -> None:
+        """Compare a row with one process: all metrics, and weights and momentum in float32."""
+        found, wanted = runs / layout / numerics, runs / "one" / numerics
+        tolerances = self.layouts[layout].tolerances
+        usual = FEWER_BITS.get(numerics, TOLERANCE)
+        require_equal(found, wanted, usual, updated=tolerances.get(numerics))
+        if numerics.startswith("quantized"):
+            require_equal_movement(found, wanted)
+        elif "precision" not in self.numerics[numerics]:
+            require_equal_tensors(found, wanted)
+
+
+def chosen_rows(request: pytest.FixtureRequest) -> list[tuple[Any, ...]]:
+    """Return layout and numerics of the module's tests in this session: others need no runs."""
+    return params_of(request, "layout", "numerics")
+
+
+def config_of(run: Path) -> Any:
+    checkpoint = find_checkpoint(run)
+    assert checkpoint is not None, run
+    return build_config(read_manifest(checkpoint)["config"])
+
+
+def weights_of(run: Path) -> dict[str, np.ndarray[Any, Any]]:
+    tensors = tensors_of(run).items()
+    return {key.partition("/")[2]: each for key, each in tensors if key.startswith(MODEL_FILE)}
+
+
+def require_equal_tensors(found: Path, wanted: Path) -> None:
+    """Compare weights entry by entry, and weights and momentum by their norms."""
+    one, many = tensors_of(wanted), tensors_of(found)
+    assert many.keys() == one.keys()
+    scales = rounding_scales(config_of(wanted), weights_of(wanted))
+    for key, expected in one.items():
+        file, _, name = key.partition("/")
+        # the true gradient of the key bias is zero: what it holds is noise
+        size = 1.0 if "k_proj.bias" in key else np.linalg.norm(expected)
+        if file == MODEL_FILE:
+            assert np.abs(many[key] - expected).max() <= TOLERANCE * scales[name], key
+            if "q_proj.bias" in key:  # its terms nearly cancel too: see closeness.py
+                size = max(size, scales[name] * np.sqrt(expected.size))
+        assert np.linalg.norm(many[key] - expected) <= TOLERANCE * size, key
+
+
+def averages(run: Path) -> dict[str, float]:
+    """Return the averages of largest activations, by layer."""
+    checkpoint = find_checkpoint(run)
+    assert checkpoint is not None, run
+    state = read_manifest(checkpoint)["engine"].get("quantization", {})
+    return {name: value / state["weight"] for name, value in state.get("accumulated", {}).items()}
+
+
+def figures(run: Path) -> list[float]:
+    rows = read_metrics(run / "metrics.jsonl")
+    return [
+        row[key] for row in rows for key in ("loss", "grad_norm", "validation_loss") if row.get(key)
+    ]
+
+
+def require_equal_movement(found: Path, wanted: Path) -> None:
+    """Compare how far quantization-aware training has moved each weight, and its averages."""
+    assert averages(found) == pytest.approx(averages(wanted), rel=QUANTIZED)
+    assert len(averages(found)) == (0 if wanted.name.endswith("by token") else 24)
+    config, many = config_of(wanted), weights_of(found)
+    for name, values in weights_of(wanted).items():
+        start = initial_rows(config.model, config.seed, name, values.shape)
+        moved, other = values - start, many[name] - start
+        assert np.abs(other - moved).max() <= 1e-3 * np.abs(moved).max() + 1e-7, name
+
+
+SCALE = {"initial": 2.0**20, "window": 3}
+RAMP = [4, 4, 24]
+FEW_BITS = {"train__max_steps": 3, "optimizer__learning_rate": 1e-3, "validation__interval": 3}
+TORCH_NUMERICS: dict[str, Settings] = {
+    "plain": {},
+    "clip": {"optimizer__clip_grad": CLIP},
+    "bf16": {"precision": "bf16", "train__max_steps": 6},
+    "bf16 weights": {"precision": BF16_WEIGHTS},
+    "adamw in bf16": {"precision": "bf16", "optimizer": {"learning_rate": 0.01, "decay_steps": 12}},
+    # a warm-up of three from 0, then down to step ten
+    "fp16": {"precision": "fp16", "loss_scale": SCALE}
+    | {"optimizer__schedule": "linear", "optimizer__warmup_steps": 3},
+    "fp16 weights": {"precision": FP16_WEIGHTS, "loss_scale": SCALE},
+    "outliers": {"train__on_outlier": "skip", "train__max_steps": 12}
+    | {"logging__outlier_deviations": 0.3, "logging__outlier_window": 8},
+    "recomputed": RECOMPUTE,
+    "packed": FLAGS | {"train__max_steps": 3, "validation__interval": 0},
+    "ramp": {"train__max_steps": 8, "train__rampup_batch_size": RAMP, "validation__interval": 0}
+    | {"optimizer": SGD | {"schedule": "cosine", "warmup_steps": 4, "decay_steps": 8}},
+    "quantized": FEW_BITS
+    | {"quantization": {"weights": "abs_max", "weight_bits": 4, "activation_bits": 4}},
+    "quantized by token": FEW_BITS
+    | {"quantization": {"activations": "dynamic", "weight_bits": 4, "activation_bits": 4}},
+    "float": FEW_BITS,
+    "fp8": {"precision": "fp8", "train__max_steps": 6, "watched": "emulated_float8"},
+    "float8 head": {
+        "precision": {"compute": "bfloat16", "float8_head": True},
+        "train__max_steps": 6,
+        "watched": "emulated_float8",
+    },
+}
+# Half precision rounds the float32 weights before each use. Until the first update they are the
+# same bits on all ranks. Afterwards a weight that differs in its last bit may round to the
+# neighbour, two units of roundoff away. Few weights do, with random signs, so the bounds are half
+# a unit in bfloat16 and one in float16. A missing micro batch or a scale wrong by 1 % is beyond.
+HALF = {"bf16": 2.0**-9, "bf16 weights": 2.0**-9, "adamw in bf16": 2.0**-9, "fp16": 2.0**-11}
+# DeepSpeed: a unit of each. Seen in bfloat16, in ten steps of three seeds, with AVX-512 and with
+# ATEN_CPU_CAPABILITY=default: 2.3e-3 in the norm; one process differs from itself under the other
+# of the two by as much. In float16: 2.6e-4.
+UNIT = {"bf16 weights": 2.0**-8, "fp16": 2.0**-12, "fp16 weights": 2.0**-11}
+REPLICAS = {"bf16": 2.0**-9}
+PRECISIONS = ("bf16", "bf16 weights", "fp16")
+DATA = ("plain", "clip", "adamw in bf16", "bf16 weights", "fp16", "outliers")
+
+
+def native(
+    ranks: int, settings: Settings, numerics: Iterable[str], campaign: Iterable[str] = ()
+) -> Layout:
+    return Layout(ranks, settings, tuple(numerics), tuple(campaign), HALF)
+
+
+def deepspeed(ranks: int, settings: Settings, suite: tuple[str, ...], *campaign: str) -> Layout:
+    return Layout(ranks, {"engine": "deepspeed"} | settings, suite, campaign, UNIT)
+
+
+def replicas(strategy: str, *campaign: str) -> Layout:
+    settings = {"parallel__strategy": strategy}
+    return Layout(2, settings, ("plain", "clip", "bf16", "fp16"), campaign, REPLICAS)
+
+
+# A clip that acts on some steps does not act on others, so one variant of a layout shows both; the
+# campaign has the other one.
+OFFLOADED = {"deepspeed__offload_optimizer": True}
+TORCH = Matrix(
+    {
+        "dp2": native(2, {}, (*DATA, "packed", "ramp", "fp8", "float8 head")),
+        "pp2": native(2, PIPELINE, ("float8 head",), ("fp8",)),
+        "dp3": native(3, {}, DATA),
+        "tp2": native(2, TENSOR | THREE, ("clip",), ("plain", "packed", "ramp")),
+        "tp2 sp": native(2, SEQUENCE, ("plain", "clip", "quantized by token"), ("packed",)),
+        "tp2 sp recomputed": native(
+            2, SEQUENCE | RECOMPUTE, ("clip", "packed", "quantized"), ("plain",)
+        ),
+        "zero1": native(2, ZERO, ("clip", *PRECISIONS), ("plain", "packed")),
+        "zero2 recomputed": native(
+            2, {"parallel__zero_stage": 2} | RECOMPUTE, ("clip",), ("plain", "packed")
+        ),
+        "zero3": native(
+            2,
+            SPLIT | {"train__recompute": "selective"},
+            ("plain", "clip", *PRECISIONS, "quantized"),
+            ("packed", "ramp"),
+        ),
+        "gpipe": native(2, schedule("gpipe"), ("plain",), ("clip", "packed", "ramp")),
+        "1f1b": native(
+            2,
+            PIPELINE | RECOMPUTE | {"train__recompute_layers": 1},
+            ("plain", "clip", *PRECISIONS, "ramp"),
+            ("packed",),
+        ),
+        "interleaved": native(
+            2, schedule("interleaved_1f1b"), ("plain",), ("clip", "packed", "ramp")
+        ),
+        "zero bubble": native(
+            2,
+            schedule("interleaved_zero_bubble"),
+            ("plain", *PRECISIONS, "packed"),
+            ("clip", "ramp"),
+        ),
+        "zbv": native(
+            2, schedule("zbv_zero_bubble"), ("plain", "quantized"), ("clip", "packed", "ramp")
+        ),
+        "uneven": native(
+            2, PIPELINE | {"parallel__stage_layers": [3, 1]}, ("clip",), ("plain", "packed")
+        ),
+        "tp4": native(4, {"parallel__model_parallel": 4} | THREE, ("clip",), ("plain",)),
+        "pp4": native(4, {"parallel__pipeline_stage": 4}, ("plain",), ("clip",)),
+        "dp2 tp2": native(4, TENSOR, ("plain", "clip", "quantized")),
+        "dp2 pp2": native(4, PIPELINE, ("clip",), ("plain",)),
+        "tp2 pp2": native(4, SEQUENCE | PIPELINE | THREE, ("clip",), ("plain",)),
+        "zero3 tp2": native(4, SEQUENCE | SPLIT, ("clip",), ("plain",)),
+        "zero1 pp2": native(4, PIPELINE | ZERO, ("clip",), ("plain",)),
+        "zero3 pp2": native(4, PIPELINE | SPLIT, ("plain", "clip")),
+        "hybrid": native(
+            4,
+            SPLIT | {"parallel__shard_size": 2, "train__micro_batch_size": 1},
+            ("clip",),
+            ("plain",),
+        ),
+        "dp2 tp2 pp2": native(8, TENSOR | PIPELINE, ("clip",), ("plain",)),
+        "zero3 tp2 pp2": native(8, SEQUENCE | PIPELINE | SPLIT, ("clip",), ("plain",)),
+        "recomputed": native(1, {"train__recompute": "selective"}, (), ("packed",)),
+        "zero3 kept": native(2, SPLIT, (), ("float8 head",)),
+        "parameter server": replicas("parameter_server", "float8 head"),
+        "horovod": replicas("horovod"),
+        "deepspeed": deepspeed(2, {}, ("plain",), "clip", "fp16"),
+        "deepspeed zero1": deepspeed(2, ZERO, ("clip", "fp16 weights"), "plain", "bf16 weights"),
+        "deepspeed zero2": deepspeed(
+            2, {"parallel__zero_stage": 2}, ("plain",), "clip", "packed"
+        ),
+        "deepspeed zero3": deepspeed(
+            2, SPLIT, ("clip", "fp16", "bf16 weights"), "plain", "recomputed", "packed"
+        ),
+        "deepspeed zero1 offloaded": deepspeed(2, ZERO | OFFLOADED, (), "fp16 weights"),
+        "deepspeed zero2 offloaded": deepspeed(
+            2, {"parallel__zero_stage": 2} | OFFLOADED, ("plain",)
+        ),
+        "deepspeed zero3 offloaded": deepspeed(
+            2, SPLIT | OFFLOADED | {"deepspeed__offload_parameters": True}, ("clip",)
+        ),
+        "deepspeed tp2": deepspeed(2, TENSOR, ("plain",)),
+        "deepspeed pp2": deepspeed(2, PIPELINE, ("plain",)),
+        "deepspeed zero1 pp2": deepspeed(
+            2,
+            PIPELINE | ZERO,
+            ("clip", "fp16", "recomputed"),
+            "plain", "bf16 weights", "fp16 weights", "packed",
+        ),
+        # the last one, since it leaves a group of its own
+        "deepspeed alone": deepspeed(1, ZERO, ("plain",)),
+    },
+    TORCH_NUMERICS,
+    {
+        "model__num_layers": 4,
+        "model__initializer_range": 0.1,
+        "train__max_steps": STEPS,
+        "train__global_batch_size": 12,
+        "optimizer__learning_rate": 0.05,
+        "validation": {"max_samples": 10, "interval": 5},
+    },
+)  # fmt: skip
+
+NPU_CLIP = 2.0  # the norms lie between 2.3 and 1.4
+NPU = Matrix(
+    {
+        name: Layout(2, settings, numerics, (), {})
+        for name, settings, numerics in (
+            ("data", {}, ("plain", "clip", "bf16 weights", "fp16")),
+            ("tensor", TENSOR, ("plain",)),
+            ("sequence", SEQUENCE, ("clip",)),
+            ("pipeline", PIPELINE | RECOMPUTE | {"train__offload_activations": True}, ("clip",)),
+            ("pipeline, packed", PIPELINE, ("packed",)),
+            ("zero1", ZERO, ("clip",)),
+            ("zero2", {"parallel__zero_stage": 2}, ("adamw",)),
+            ("zero3", SPLIT | {"train__offload_activations": True}, ("clip",)),
+            # its ZeRO-3 does not end its first step on this device
+            ("deepspeed", {"engine": "deepspeed"}, ("clip",)),
+            ("deepspeed zero2", {"engine": "deepspeed", "parallel__zero_stage": 2}, ("clip",)),
+            ("deepspeed pipeline", {"engine": "deepspeed"} | PIPELINE | ZERO, ("plain",)),
+        )
+    },
+    {
+        "plain": {},
+        "clip": {"optimizer__clip_grad": NPU_CLIP},
+        "bf16 weights": {"precision": BF16_WEIGHTS},
+        "fp16": {"precision": "fp16", "loss_scale": SCALE},
+        "packed": FLAGS | {"optimizer__clip_grad": NPU_CLIP},
+        "adamw": {
+            "optimizer": {"learning_rate": 0.01, "schedule": "constant", "clip_grad": NPU_CLIP}
+        },
+    },
+    {
+        "device": "npu",
+        "model__num_heads": 2,
+        "train__max_steps": 8,
+        "train__global_batch_size": 8,
+        "validation": {"max_samples": 8, "interval": 4},
+    },
+)
+
+MINDSPORE_CLIP = 2.75
+MINDSPORE_STEPS, MINDSPORE_HALF = 6, 3
+FOUR_LAYERS: Settings = {"model__num_layers": 4}
+# each rank compiles its graphs in every run, so the campaign has what others cover
+GROWS = {"ramp": 1e-5}
+MINDSPORE = Matrix(
+    {
+        "dp2": Layout(2, {}, (), ("plain", "dropout", "packed", "ramp"), GROWS),
+        "tp2": Layout(
+            2,
+            TENSOR | {"checkpoint__ckpt_prefix": "gpt2"},
+            ("dropout",),
+            ("plain", "packed", "ramp"),
+            GROWS,
+        ),
+        "zero1": Layout(2, ZERO, ("dropout",), ("plain", "packed", "ramp"), GROWS),
+        "pp2": Layout(
+            2, PIPELINE, ("plain",), ("dropout", "packed", "packed dropout", "ramp"), GROWS
+        ),
+        "gpipe": Layout(2, schedule("gpipe"), (), ("ramp",), GROWS),
+        "dp2 tp2": Layout(4, TENSOR, ("plain",), ("dropout",)),
+        "dp2 pp2": Layout(4, PIPELINE | RECOMPUTE, (), ("packed",)),
+        "zero1 pp2": Layout(4, ZERO | PIPELINE, (), ("plain", "dropout")),
+        "tp2 pp2": Layout(4, TENSOR | PIPELINE, (), ("plain", "dropout", "packed")),
+        "pp4": Layout(
+            4,
+            {"parallel__pipeline_stage": 4, "parallel__pipeline_schedule": "gpipe"},
+            (),
+            ("four layers",),
+        ),
+    },
+    {
+        "plain": {},
+        # masks of all but the split heads follow from the sample's place in the global batch,
+        # whatever the layout; no validation, which is one graph more
+        "dropout": {
+            "optimizer__clip_grad": MINDSPORE_CLIP,
+            "model__dropout": 0.1,
+            "model__attention_dropout": 0.0,
+            "data__split": "100,0,0",
+            "validation__interval": 0,
+        },
+        "four layers": FOUR_LAYERS,
+        "packed": FLAGS
+        | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0},
+        "packed dropout": FLAGS
+        | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0}
+        | {"model__hidden_dropout": 0.1},
+        "ramp": TORCH_NUMERICS["ramp"] | {"model__hidden_dropout": 0.1},
+    },
+    {
+        "backend": "mindspore",
+        "model__num_heads": 2,
+        "model__vocab_multiple": 4,
+        "model__initializer_range": 0.1,
+        "train__max_steps": MINDSPORE_STEPS,
+        "train__global_batch_size": 12,
+        "validation": {"max_samples": 6, "interval": MINDSPORE_HALF},
+        "checkpoint": {"interval": MINDSPORE_HALF},
+    },
+)
