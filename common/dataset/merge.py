@@ -62,7 +62,7 @@ class _Part:
         """Return the number of sequences of this pair up to the end of each document."""
         if self.data is not None:
             return self.data.document_index[1:]
-        return np.zeros(self.metadata.documents if self.metadata else 0, np.int64)
+        return np.broadcast_to(np.int64(0), self.metadata.documents if self.metadata else 0)
 
 
 def merge_datasets(
@@ -122,7 +122,9 @@ def _open(prefix: Path) -> _Part:
         metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
     if metadata is not None and metadata.sequences == 0 and SHARD_OPTION in metadata.options:
         return _Part(prefix=prefix, metadata=metadata, data=None)
-    return _Part(prefix=prefix, metadata=metadata, data=IndexedDataset(prefix))
+    data = IndexedDataset(prefix)
+    data.check_all()
+    return _Part(prefix=prefix, metadata=metadata, data=data)
 
 
 def _in_order(parts: list[_Part]) -> list[_Part]:
@@ -247,7 +249,7 @@ def _write_index(parts: Sequence[_Part], file: IO[bytes]) -> None:
         _write(file, each.sizes, "<i4", 0)
     before = 0
     for each in data:
-        _write(file, each.pointers, "<i8", before)
+        _write(file, each.offsets, "<i8", before, each.unit)
         before += len(each.tokens) * dtype.itemsize
     file.write(np.zeros(1, "<i8").tobytes())
     before = 0
@@ -256,9 +258,12 @@ def _write_index(parts: Sequence[_Part], file: IO[bytes]) -> None:
         before += 0 if part.data is None else len(part.data)
 
 
-def _write(file: IO[bytes], numbers: npt.NDArray[Any], dtype: str, before: int) -> None:
+def _write(
+    file: IO[bytes], numbers: npt.NDArray[Any], dtype: str, before: int, factor: int = 1
+) -> None:
     for start in range(0, len(numbers), CHUNK):
-        file.write((numbers[start : start + CHUNK].astype(dtype) + before).astype(dtype).tobytes())
+        part = numbers[start : start + CHUNK].astype(dtype)
+        file.write((part * factor + before).astype(dtype).tobytes())
 
 
 def _plain(metadata: Metadata) -> Metadata:

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import os
 import shutil
 import sqlite3
 from contextlib import closing, nullcontext
@@ -40,14 +38,12 @@ from tests.fuzz.faults import (
     BYTE_FAULTS,
     BYTES,
     FAULTS,
-    NUMBERS,
     SMALL_FILE_FAULTS,
     TREE_FAULTS,
     VALUES,
     Fault,
     changed_bytes,
     changed_tree,
-    remove,
     spoiled,
     to_json,
     tree_faults,
@@ -156,7 +152,8 @@ def test_fleetx_files_with_a_fault(judge, whole, name, fault) -> None:
                 docs = arrays["docs"] if "docs" in arrays else np.arange(len(lens) + 1)
             ends = np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
             assert data.tokens.tolist() == np.load(folder / "fleetx_ids.npy").tolist()
-            assert data.document_offsets().tolist() == ends[docs].tolist()
+            starts = [data.tokens_before(n) for n in range(data.document_count + 1)]
+            assert starts == ends[docs].tolist()
 
 
 @given(fault=TREE_FAULTS)
@@ -362,114 +359,3 @@ def test_prompts_with_a_fault(judge, whole, name, fault) -> None:
                 items, keys = [json.loads(line) for line in lines], ("prompt", "text", "ids")
                 lines = [next(i[key] for key in keys if i.get(key) is not None) for i in items]
             assert found == lines
-
-
-# ---- cached sample orders: what is read through a changed cache is what is read without one ----
-
-
-def _order(folder: Path, seed: int = 3, **cache: int) -> np.ndarray:
-    """Read two epochs, with a data set that holds no order yet."""
-    samples = GPTDataset(
-        IndexedDataset(folder / "data"), split="train", seq_length=4, seed=seed,
-        split_weights=(1, 0, 0), **cache,
-    )  # fmt: skip
-    return samples.read(np.arange(2 * samples.samples_per_epoch))
-
-
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """A data set with cached orders of two seeds, and what is read without: it is too small."""
-    folder = tmp_path_factory.mktemp("cached")
-    lengths = np.random.default_rng(0).integers(1, 40, size=12)
-    with IndexedWriter(folder / "data", np.uint16) as writer:
-        writer.append(np.arange(lengths.sum()), lengths)
-    expected = _order(folder)
-    assert not (folder / "data.index-cache").exists()
-    _order(folder, seed=4, cache_minimum=0)
-    for _ in range(2):
-        assert (_order(folder, cache_minimum=0) == expected).all()
-    return folder, expected
-
-
-def _other_arrays(array: np.ndarray, at: int, number: int) -> dict[str, np.ndarray]:
-    """Other values, types and shapes of an order's array."""
-
-    def put(place: int, value: int) -> np.ndarray:
-        return np.where(np.arange(len(array)) == place, value, array).astype(array.dtype)
-
-    limits = np.iinfo(array.dtype)
-    at, other = at % len(array), number % len(array)
-    exchanged = array.copy()
-    exchanged[[at, other]] = array[[other, at]]
-    return {
-        "zeros": array * 0, "one changed": put(at, number % 200), "one exchanged": exchanged,
-        "least": put(at, limits.min), "most": put(at, limits.max), "large": put(at, 2**20),
-        "negative": put(at, -1 - number % 5), "one more": array + 1, "reversed": array[::-1].copy(),
-        "rolled": np.roll(array, 1), "float": array + 0.25, "bool": array > 3,
-        "complex": array.astype(np.complex128), "uint64": array.astype(np.uint64),
-        "int8": array.astype(np.int8), "big endian": array.astype(">i8"),
-        "text": array.astype("U5"), "objects": array.astype(object), "a column": array[:, None],
-        "a number": np.array(5), "empty": array[:0], "shorter": array[:-1],
-        "longer": np.append(array, array[-1:]), "dates": array.astype("M8[s]"),
-        "fields": array.astype([("a", "i4")]),
-    }  # fmt: skip
-
-
-ARRAYS = tuple(_other_arrays(np.arange(8, dtype=np.int32), 1, 1))
-OTHER = ("exchanged", "a file less", "a file more", "a file for the folder", "an empty folder",
-         "a left-over", "a lock of the dead", "a file for the cache")  # fmt: skip
-
-
-@given(fault=st.one_of(FAULTS, st.builds(Fault, st.sampled_from(ARRAYS), NUMBERS, NUMBERS),
-       st.builds(Fault, st.sampled_from(OTHER), NUMBERS, NUMBERS)), file=NUMBERS)  # fmt: skip
-@example(fault=Fault("a FIFO"), file=0)
-def test_a_cached_order_with_a_fault(judge, cached, fault, file) -> None:
-    judge.needed = {"accepted"}
-    source, expected = cached
-    with judge.folder() as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-        files = sorted((folder / "data.index-cache").rglob("*"))
-        files = [path for path in files if path.is_file()]
-        arrays = [path for path in files if path.suffix == ".npy"]
-        path = arrays[file % len(arrays)]
-        held = nullcontext()
-        if fault.kind in ARRAYS:
-            content = io.BytesIO()
-            other = _other_arrays(np.load(path), fault.at, fault.number)[fault.kind]
-            np.save(content, other, allow_pickle=True)
-            path.write_bytes(content.getvalue())
-        elif fault.kind in OTHER:
-            _other_files(fault, path, arrays[fault.number % len(arrays)])
-        else:
-            path = files[file % len(files)]
-            held = spoiled(path, fault)
-        with judge(str(folder)):
-            with held:
-                found = _order(folder, cache_minimum=0)
-            assert found.shape == expected.shape and (found == expected).all()
-
-
-def _other_files(fault: Fault, path: Path, other: Path) -> None:
-    order = path.parent
-    if fault.kind == "exchanged":
-        one, two = path.read_bytes(), other.read_bytes()
-        path.write_bytes(two)
-        other.write_bytes(one if fault.at % 2 else two)
-    elif fault.kind == "a file less":
-        path.unlink()
-    elif fault.kind == "a file more":
-        (order / "other.npy").write_bytes(path.read_bytes())
-    elif fault.kind == "a left-over":
-        shutil.copytree(order, order.with_name(f".{order.name}.99999999.tmp"))
-        path.unlink()
-    elif fault.kind == "a lock of the dead":
-        lock = order.parent / f"{order.name}.lock"
-        lock.write_text(f"{os.uname().nodename} 99999999\n")
-        path.unlink()
-    else:
-        place = order.parent if fault.kind == "a file for the cache" else order
-        remove(place)
-        if fault.kind == "an empty folder":
-            place.mkdir()
-        else:
-            place.write_text("x")

@@ -104,7 +104,9 @@ def megatron_bytes(megatron, tmp_path: Path, rows: list[str]) -> tuple[bytes, by
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json", "a.parquet", "a.arrow"])
-def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, byte_tokenizer, name) -> None:
+def test_every_row_is_a_document_as_in_megatron(
+    megatron, tmp_path, byte_tokenizer, name, offsets_of
+) -> None:
     path = tmp_path / name
     if name.startswith("a."):
         lines = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
@@ -141,11 +143,11 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, byte_tokeniz
     of_fleetx = FleetXDataset(run("fleetx", 50).prefixes[0])
     pair = IndexedDataset(prefix)
     assert of_fleetx.tokens.tolist() == pair.tokens.tolist()
-    assert of_fleetx.document_offsets().tolist() == pair.document_offsets().tolist()
+    assert offsets_of(of_fleetx) == offsets_of(pair)
 
 
 @pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
-def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
+def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer, offsets_of) -> None:
     """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their
     number.
     """
@@ -167,9 +169,7 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
         (tmp_path / "old.idx").write_bytes(raw[:48] + raw[56 : 56 + 8 * 11])
     data = IndexedDataset(tmp_path / "old")
     assert [data[n].tolist() for n in range(len(data))] == [[5, 6, 7], [8], [9, 70000]]
-    assert data.document_offsets().tolist() == (
-        [0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6]
-    )
+    assert offsets_of(data) == ([0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6])
     whole = (tmp_path / "old.idx").read_bytes()
     for wrong, message in (
         (whole[:-8], "ends early"),
@@ -182,11 +182,11 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
             IndexedDataset(tmp_path / "old")
 
 
-def test_members_in_closed_form(write_pair) -> None:
+def test_members_in_closed_form(write_pair, offsets_of) -> None:
     data = IndexedDataset(write_pair([3, 7, 2, 1], documents=[2, 0, 2]))
     assert data.sizes.tolist() == [3, 7, 2, 1]
     assert data.document_index.tolist() == [0, 2, 2, 4]
-    assert data.document_offsets().tolist() == [0, 10, 10, 13]
+    assert offsets_of(data) == [0, 10, 10, 13]
     assert (data.token_count, len(data), data.document_count) == (13, 4, 3)
     assert data.tokens.tolist() == list(range(13))
     assert data[1].tolist() == list(range(3, 10))
@@ -251,11 +251,11 @@ def change(path: Path, at: int, data: bytes) -> None:
         (18, struct.pack("<Q", 0), "holds no sequences"),
         (18, struct.pack("<Q", 9), "ends early"),
         (26, struct.pack("<Q", 1), "is too long"),
-        (HEADER.size, struct.pack("<i", -1), "sequence 0 has the size -1"),
-        (HEADER.size, struct.pack("<i", 4), "the pointer of sequence 1 is 6"),
-        (HEADER.size + 12 + 8, struct.pack("<q", 8), "the pointer of sequence 1 is 8"),
+        (HEADER.size, struct.pack("<i", -1), "damaged: sequence 0 of -1 tokens"),
+        (HEADER.size, struct.pack("<i", 4), "damaged: sequence 1 of 7 tokens is at byte 6"),
+        (HEADER.size + 20, struct.pack("<q", 8), "damaged: sequence 1 of 7 tokens is at byte 8"),
         (HEADER.size + 36, struct.pack("<q", 1), "must run from 0"),
-        (HEADER.size + 36 + 8, struct.pack("<q", 9), "falls from 9 to 2"),
+        (HEADER.size + 36 + 8, struct.pack("<q", 9), "damaged: document 2 begins before"),
     ],
 )
 def test_a_broken_idx_is_refused(write_pair, at, data, message) -> None:

@@ -23,7 +23,7 @@ def samples(write_pair) -> Samples:
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(size=st.sampled_from([1, 2, 3, 4]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500))
+@given(size=st.sampled_from([1, 2, 3, 4, 64]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500))
 def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed) -> None:
     whole = ShardedSampler(samples, global_batch_size=size * per_rank)
     ranks = [
