@@ -22,16 +22,19 @@ Source: Megatron-LM v2.0, megatron/data/indexed_dataset.py.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import struct
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from common.dataset.token_files import (
     CHUNK,
+    Column,
     TokenFiles,
     content_key,
     map_file,
@@ -86,9 +89,11 @@ class IndexedDataset(TokenFiles):
     other.
     """
 
-    sizes: npt.NDArray[Any]
-    offsets: npt.NDArray[Any]
-    document_index: npt.NDArray[Any]
+    dtype: np.dtype[Any]
+    unit: int
+    sizes: Column
+    offsets: Column
+    document_index: Column | npt.NDArray[Any]
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = strip_extension(prefix)
@@ -96,8 +101,7 @@ class IndexedDataset(TokenFiles):
         self.idx_path = with_extension(self.prefix, ".idx")
         with reading(self.prefix, DataError):
             require_pair(self.prefix)
-        raw = map_file(self.idx_path)
-        self._read_index(raw)
+        header = self._read_index()
         self._check_ends()
         for part in spread(len(self.sizes)):
             self._check_sequences(part.start, part.stop)
@@ -105,7 +109,7 @@ class IndexedDataset(TokenFiles):
             self._check_documents(part.start, part.stop)
         self.tokens = map_file(self.bin_path).view(self.dtype)
         self.content_key = content_key(
-            self.tokens, raw[: HEADER.size], self.sizes, self.document_index
+            self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index
         )
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
@@ -117,8 +121,8 @@ class IndexedDataset(TokenFiles):
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
         """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
-        start = int(self.offsets[sequence]) * self.unit // self.dtype.itemsize
-        return self.tokens[start : start + int(self.sizes[sequence])]
+        start = self._place(sequence)
+        return self.tokens[start : start + int(self.sizes[sequence : sequence + 1][0])]
 
     @property
     def document_count(self) -> int:
@@ -126,11 +130,13 @@ class IndexedDataset(TokenFiles):
 
     def tokens_before(self, document: int) -> int:
         self._check_documents(max(0, document - 1), document + 2)
-        sequence = int(self.document_index[document])
+        (sequence,) = self.document_index[document : document + 1].tolist()
         self._check_sequences(max(0, sequence - 1), sequence + 1)
-        if sequence == len(self.sizes):
-            return self.token_count
-        return int(self.offsets[sequence]) * self.unit // self.dtype.itemsize
+        return self.token_count if sequence == len(self.sizes) else self._place(sequence)
+
+    def _place(self, sequence: int) -> int:
+        """Return the number of tokens before a sequence."""
+        return int(self.offsets[sequence : sequence + 1][0]) * self.unit // self.dtype.itemsize
 
     def check_all(self) -> None:
         """Raise DataError unless all sequences and documents lie one after the other."""
@@ -142,21 +148,22 @@ class IndexedDataset(TokenFiles):
     def _check_ends(self) -> None:
         """Check the first and the last sequence and document, and the length of the .bin."""
         index, n = self.document_index, len(self.sizes)
-        if len(index) < 2 or int(index[0]) != 0 or int(index[-1]) != n:
-            ends = f"{int(index[0])} ... {int(index[-1])}" if len(index) else "nothing"
+        found = [*index[:1].tolist(), *index[-1:].tolist()]
+        if len(index) < 2 or found != [0, n]:
+            ends = " ... ".join(map(str, found)) or "nothing"
             raise DataError(
                 f"{self.idx_path}: the document index must run from 0 to the {n} sequences, found"
                 f" {ends} ({len(index)} entries); end each document when writing (Megatron:"
                 " end_document), or preprocess again"
             )
-        total = int(self.offsets[-1]) * self.unit // self.dtype.itemsize + int(self.sizes[-1])
-        found, wanted = self.bin_path.stat().st_size, total * self.dtype.itemsize
-        if found != wanted:
+        total = self._place(n - 1) + int(self.sizes[-1:][0])
+        size, wanted = self.bin_path.stat().st_size, total * self.dtype.itemsize
+        if size != wanted:
             self._check_sequences(0, CHUNK)
             self._check_sequences(n - 1, n)
-            word = "smaller (cut short?)" if found < wanted else "larger"
+            word = "smaller (cut short?)" if size < wanted else "larger"
             raise DataError(
-                f"{self.bin_path}: is {word} than {self.idx_path.name} says: {found} bytes found,"
+                f"{self.bin_path}: is {word} than {self.idx_path.name} says: {size} bytes found,"
                 f" {wanted} expected ({total} tokens of {self.dtype.name}); the two files do not"
                 " belong together, copy or preprocess both again"
             )
@@ -187,38 +194,43 @@ class IndexedDataset(TokenFiles):
                 " or preprocess it again"
             )
 
-    def _read_index(self, raw: npt.NDArray[np.uint8]) -> None:
-        """Take the arrays of an .idx as views of ``raw``.
+    def _read_index(self) -> bytes:
+        """Find the columns of the .idx. Returns its header.
 
-        Raises DataError unless its header and its length fit together.
+        Raises DataError unless header and length of the file fit together.
         """
         path = self.idx_path
-        start = raw[: OLD_HEADER.size + 8].tobytes()
+        with open_input(path, DataError) as opened:
+            number = os.dup(opened.fileno())
+            file = open(number, "rb", closefd=False)  # noqa: SIM115
+            weakref.finalize(file, os.close, number)
+        size, start = path.stat().st_size, os.pread(number, OLD_HEADER.size + 8, 0)
         is_old = start.startswith(OLD_MAGIC)
         if not is_old and (not start.startswith(MAGIC[: len(start)]) or not start):
             raise DataError(
                 f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of"
                 " Megatron's .bin/.idx format"
             )
-        header = OLD_HEADER.size + 8 if is_old else HEADER.size
-        if len(start) < header:
+        header = len(start) if is_old else HEADER.size
+        if len(start) < (OLD_HEADER.size + 8 if is_old else header):
             raise DataError(
-                f"{path}: ends after {len(raw)} bytes, inside its header of {header}; copy or"
-                " preprocess it again"
+                f"{path}: ends after {size} bytes, inside its header; copy or preprocess it again"
             )
         if is_old:
-            self._read_old_index(path, raw)
-            return
-        _, version, code, n, m = HEADER.unpack(start[: HEADER.size])
+            self._read_old_index(file, size, start)
+            return start
+        _, version, code, n, m = HEADER.unpack(start[:header])
         self.dtype, self.unit = _require_header(path, version, code, n), 1
-        _require_length(path, len(raw), header + 12 * n + 8 * m, n, m)
-        self.sizes = np.frombuffer(raw, "<i4", n, header)
-        self.offsets = np.frombuffer(raw, "<i8", n, header + 4 * n)
-        self.document_index = np.frombuffer(raw, "<i8", m, header + 12 * n)
+        _require_length(path, size, header + 12 * n + 8 * m, n, m)
+        self.sizes = Column(file, "<i4", n, header)
+        self.offsets = Column(file, "<i8", n, header + 4 * n)
+        self.document_index = Column(file, "<i8", m, header + 12 * n)
+        return start[:header]
 
-    def _read_old_index(self, path: Path, raw: npt.NDArray[np.uint8]) -> None:
-        """Take the arrays of an index of the kinds lazy and cached, by Megatron-LM or fairseq."""
-        _, version, code, width, n, dimensions = OLD_HEADER.unpack(raw[: OLD_HEADER.size].tobytes())
+    def _read_old_index(self, file: BinaryIO, size: int, start: bytes) -> None:
+        """Find the columns of an index of the kinds lazy and cached, by Megatron-LM or fairseq."""
+        path, at = self.idx_path, OLD_HEADER.size
+        _, version, code, width, n, dimensions = OLD_HEADER.unpack(start[:at])
         self.dtype, self.unit = _require_header(path, version, code, n), width
         if width != self.dtype.itemsize or dimensions != n:
             raise DataError(
@@ -227,16 +239,14 @@ class IndexedDataset(TokenFiles):
                 " of text has one dimension a sequence, preprocess it again"
             )
         arrays = 8 * (2 * (n + 1) + n)
-        at, m = OLD_HEADER.size, None
-        if len(raw) != at + arrays:  # fairseq's index ends here
-            m = int.from_bytes(raw[at : at + 8].tobytes(), "little")
+        self.document_index = np.arange(n + 1)
+        if size != at + arrays:  # fairseq's index ends here
+            m = int.from_bytes(start[at:], "little")
             at += 8
-            _require_length(path, len(raw), at + arrays + 8 * m, n, m)
-        self.offsets = np.frombuffer(raw, "<i8", n, at + 8 * (n + 1))
-        self.sizes = np.frombuffer(raw, "<i8", n, at + 16 * (n + 1))
-        self.document_index = (
-            np.arange(n + 1) if m is None else np.frombuffer(raw, "<i8", m, at + arrays)
-        )
+            _require_length(path, size, at + arrays + 8 * m, n, m)
+            self.document_index = Column(file, "<i8", m, at + arrays)
+        self.offsets = Column(file, "<i8", n, at + 8 * (n + 1))
+        self.sizes = Column(file, "<i8", n, at + 16 * (n + 1))
 
 
 def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:

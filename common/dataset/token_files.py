@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 import resource
 import struct
 from abc import ABC, abstractmethod
@@ -11,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +24,12 @@ from common.files import reading
 
 CHUNK = 1 << 20
 """Entries of an index that are held at once."""
-_LOOKED_AT, _PLACES = 1 << 14, 64
-"""Entries of an index that are looked at together, and how often in a long one."""
+_PART, _PARTS = 1 << 11, 64
+"""Entries that are looked at together in an index of more than CHUNK, and how often."""
+_LONG = 1 << 30
+"""Bytes of a file of which only the pages in use are read. Of a shorter one the system may read
+megabytes around a window, which is good for what fits in memory.
+"""
 
 
 def with_extension(prefix: Path, extension: str) -> Path:
@@ -38,10 +44,35 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
 
     Returns (bytes,). Raises DataError.
     """
-    with reading(path, DataError):
-        if not path.stat().st_size:
+    with reading(path, DataError), path.open("rb") as file:
+        if not (size := path.stat().st_size):
             return np.zeros(0, np.uint8)  # an empty file cannot be mapped
-        return np.asarray(np.memmap(path, np.uint8, "r"))
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    if size > _LONG:
+        memory.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(memory, np.uint8)
+
+
+class Column:
+    """Numbers of an index, read when a slice is asked for.
+
+    They are not mapped: around each place the system would read up to 8 MB, and count them as
+    memory of the process.
+    """
+
+    def __init__(self, file: BinaryIO, dtype: str, count: int, begin: int) -> None:
+        self._file, self._dtype = file, np.dtype(dtype)
+        self._count, self._begin = count, begin
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: slice) -> npt.NDArray[Any]:
+        start, stop, _ = at.indices(self._count)
+        size = self._dtype.itemsize
+        place = self._begin + size * start
+        data = os.pread(self._file.fileno(), size * max(0, stop - start), place)
+        return np.frombuffer(data, self._dtype)
 
 
 def allow_many_files() -> None:
@@ -51,14 +82,13 @@ def allow_many_files() -> None:
 
 
 def spread(length: int) -> list[slice]:
-    """Return parts of an index that are looked at when it is opened: all of it, or both ends and 62
+    """Return parts of an index that are looked at when it is opened: all of it, or both ends and
     parts between them where it has more than a million entries.
     """
-    if length <= _LOOKED_AT * _PLACES:
+    if length <= CHUNK:
         return [slice(0, length)] if length else []
-    last = length - _LOOKED_AT
-    starts = (last * place // (_PLACES - 1) for place in range(_PLACES))
-    return [slice(start, start + _LOOKED_AT) for start in starts]
+    starts = ((length - _PART) * part // (_PARTS - 1) for part in range(_PARTS))
+    return [slice(start, start + _PART) for start in starts]
 
 
 class TokenFiles(ABC):
@@ -204,7 +234,7 @@ def running_sums(file: IO[bytes]) -> Iterator[tuple[npt.NDArray[Any], npt.NDArra
         yield numbers, ends
 
 
-def content_key(tokens: npt.NDArray[Any], *index: npt.NDArray[Any]) -> str:
+def content_key(tokens: npt.NDArray[Any], *index: npt.NDArray[Any] | Column) -> str:
     """Return 16 hex digits that are equal for equal data.
 
     To be cheap, they cover the sizes, parts of a long index (``spread``) and both ends of the
@@ -213,7 +243,7 @@ def content_key(tokens: npt.NDArray[Any], *index: npt.NDArray[Any]) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     for array in index:
-        digest.update(struct.pack("<Q", array.nbytes))
+        digest.update(struct.pack("<Q", len(array)))
         for part in spread(len(array)):
             digest.update(np.ascontiguousarray(array[part]).data)
     digest.update(struct.pack("<Q", tokens.nbytes))

@@ -137,7 +137,7 @@ def test_a_pair_with_a_fault(judge, whole, name, suffix, fault, of_another) -> N
                 data = use(IndexedDataset(prefix))
             sequences, documents = read_pair(prefix)
             assert [data[n].tolist() for n in range(len(data))] == sequences
-            assert data.document_index.tolist() == documents
+            assert data.document_index[:].tolist() == documents
 
 
 @given(name=st.sampled_from(("fleetx_idx.npz", "fleetx_ids.npy", "fleetx_idx.npz")), fault=FAULTS)
