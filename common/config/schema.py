@@ -466,7 +466,7 @@ class DataConfig(Section):
     training.
     """
     shuffle: bool = True
-    """Shuffle documents and windows again in every epoch."""
+    """Shuffle windows again in every epoch, which then begin elsewhere."""
     stride: Count | None = None
     """Tokens between the starts of training windows; model.seq_length (no overlap) when left out.
     Below it windows overlap, and the last window ends with the last token of the epoch.
@@ -484,8 +484,6 @@ class DataConfig(Section):
     """Id of the end-of-document token for the three keys above; that of the data or of
     data.tokenizer when left out.
     """
-    index_cache: Text | None = None
-    """Folder of cached sample indices; beside the data when left out."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Batches that a thread reads ahead; 0 reads each batch when it is needed."""
 

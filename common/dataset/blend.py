@@ -20,11 +20,11 @@ import numpy.typing as npt
 from common.dataset.fleetx import FleetXDataset, find_fleetx
 from common.dataset.indexed import require_pair
 from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
+from common.dataset.permutation import Ids
 from common.dataset.samples import GPTDataset, Samples
 from common.dataset.split import Split
 from common.errors import DataError
 
-Ids = npt.NDArray[np.int64]
 FINEST = 2**31
 """Largest denominator of a share, with which products of two counts fit into 64 bits."""
 
@@ -255,7 +255,6 @@ def open_samples(
     split_weights: Sequence[float] = (949, 50, 1),
     shuffle: bool = True,
     padded: bool = False,
-    cache_folder: Path | None = None,
 ) -> Samples:
     """Return one data set, or the blend that ``data`` describes (see ``parse_blend``).
 
@@ -289,7 +288,6 @@ def open_samples(
             stride=stride,
             split_weights=split_weights,
             shuffle=shuffle,
-            cache_folder=cache_folder,
         )
 
     datasets = [open_one(prefix) for _, prefix in pairs]

@@ -12,22 +12,34 @@ ppfleetx/data/dataset/gpt_dataset.py.
 
 from __future__ import annotations
 
+import math
+import struct
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.token_files import TokenFiles, TokenWriter, content_key, with_extension
+from common.dataset.token_files import (
+    TokenFiles,
+    TokenWriter,
+    content_key,
+    running_sums,
+    spread,
+    with_extension,
+)
 from common.errors import DataError
 from common.files import atomic_write, open_input, reading
 from common.paths import looked_in
 
 IDS, INDEX, OLD = "_ids.npy", "_idx.npz", "_ids.npz"
+_SUMMED = 1 << 14
+"""Sentences whose lengths are added up when a document among them is looked for."""
 _npy: Any = np.lib.format  # numpy's functions have no types here
 
 
@@ -89,56 +101,50 @@ class FleetXDataset(TokenFiles):
         self.tokens = _load_array(self._ids_path, "ids" if old.exists() else None)
         lens = _load_array(self._index_path, "lens")
         documents = _load_array(self._index_path, "docs", required=False)
-        self._require_lens(lens)
-        sentences = np.zeros(len(lens) + 1, dtype=np.int64)
-        np.cumsum(lens, out=sentences[1:])
-        if int(sentences[-1]) != len(self.tokens):
+        if not len(lens):
+            raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
+        self._lens, self._documents = lens, documents
+        self._sums = np.zeros(-(-len(lens) // _SUMMED) + 1, dtype=np.int64)
+        for block in range(len(self._sums) - 1):
+            part = lens[block * _SUMMED : (block + 1) * _SUMMED]
+            if int(part.min()) < 0 or int(part.max()) > len(self.tokens):
+                raise self._damaged("lens has numbers that no sentence can have")
+            self._sums[block + 1] = self._sums[block] + part.sum(dtype=np.int64)
+        if int(self._sums[-1]) != len(self.tokens):
             raise DataError(
-                f"{self._index_path}: lens adds up to {int(sentences[-1])} tokens, but"
+                f"{self._index_path}: lens adds up to {int(self._sums[-1])} tokens, but"
                 f" {self._ids_path.name} holds {len(self.tokens)}; the two do not belong together,"
                 " copy or preprocess both again"
             )
-        self._offsets = (
-            sentences
-            if documents is None
-            else sentences[self._require_documents(documents, len(lens))]
+        if documents is not None and (
+            len(documents) < 2
+            or int(documents[0])
+            or int(documents[-1]) != len(lens)
+            or any(
+                (np.diff(documents[part].astype(np.int64)) < 0).any()
+                for part in spread(len(documents))
+            )
+        ):
+            raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
+        self.content_key = content_key(
+            self.tokens, *(array for array in (lens, documents) if array is not None)
         )
-        self.content_key = content_key(self._offsets, self.tokens)
 
     def __reduce__(self) -> tuple[type[FleetXDataset], tuple[str]]:
         return FleetXDataset, (str(self.prefix),)
 
     @property
     def document_count(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._lens if self._documents is None else self._documents[1:])
 
-    def document_offsets(self) -> npt.NDArray[np.int64]:
-        return self._offsets
+    def tokens_before(self, document: int) -> int:
+        sentence = document if self._documents is None else int(self._documents[document])
+        block = sentence // _SUMMED
+        rest = self._lens[block * _SUMMED : sentence]
+        return int(self._sums[block]) + int(rest.sum(dtype=np.int64))
 
-    def _require_lens(self, lens: npt.NDArray[Any]) -> None:
-        if not len(lens):
-            raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
-        most = len(self.tokens)
-        if int(lens.min()) < 0 or int(lens.max()) > most:
-            at = int(np.argmax((lens < 0) | (lens > most)))
-            raise DataError(
-                f"{self._index_path}: lens[{at}] is {int(lens[at])}, expected 0 to the {most}"
-                f" tokens of {self._ids_path.name}; the file is corrupt, preprocess again"
-            )
-
-    def _require_documents(self, documents: npt.NDArray[Any], sentences: int) -> npt.NDArray[Any]:
-        if (
-            len(documents) < 2
-            or int(documents[0])
-            or int(documents[-1]) != sentences
-            or (documents[1:] < documents[:-1]).any()
-        ):
-            raise DataError(
-                f"{self._index_path}: docs must rise from 0 to the {sentences} entries of lens,"
-                f" found {documents[:3].tolist()} ... {documents[-1:].tolist()}; the file is"
-                " corrupt, preprocess again"
-            )
-        return documents
+    def _damaged(self, what: str) -> DataError:
+        return DataError(f"{self._index_path}: is damaged: {what}; copy or preprocess it again")
 
 
 class FleetXWriter(TokenWriter):
@@ -146,8 +152,11 @@ class FleetXWriter(TokenWriter):
     numpy.savez.
     """
 
+    def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
+        return atomic_write(with_extension(self.prefix, IDS))
+
     def __enter__(self) -> Self:
-        self._file = self._stack.enter_context(atomic_write(with_extension(self.prefix, IDS)))
+        super().__enter__()
         self._write_header()
         return self
 
@@ -155,33 +164,51 @@ class FleetXWriter(TokenWriter):
         self._file.seek(0)
         self._write_header()
         self._close(INDEX)
-        documents = np.zeros(self.document_count + 1, dtype=np.int64)
-        if self._documents:
-            np.cumsum(np.concatenate(self._documents), out=documents[1:])
-        lens = np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32)
-        with atomic_write(with_extension(self.prefix, INDEX)) as file:
-            np.savez(file, lens=lens, docs=documents)
+        lens = (sizes for sizes, _ in running_sums(self._sizes))
+        docs = (ends for _, ends in running_sums(self._documents))
+        with (
+            atomic_write(with_extension(self.prefix, INDEX)) as file,
+            zipfile.ZipFile(file, "w") as archive,
+        ):
+            _write_member(archive, "lens", "<i4", self.sequence_count, lens)
+            docs = chain([np.zeros(1, dtype=np.int64)], docs)
+            _write_member(archive, "docs", "<i8", self.document_count + 1, docs)
 
     def _write_header(self) -> None:
         """Write the header of the .npy.
 
         Its length does not depend on the number of tokens: numpy leaves room for 21 digits.
         """
-        header = {
-            "descr": _npy.dtype_to_descr(self.dtype),
-            "fortran_order": False,
-            "shape": (self.token_count,),
-        }
-        _npy.write_array_header_1_0(self._file, header)
+        _write_npy_header(self._file, self.dtype, self.token_count)
 
 
 # ---- numpy's files, without its pickles ----
 
 
-def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
-    """Return a one-dimensional array of integers: an .npy mapped, or the array ``name`` of an .npz.
+def _write_npy_header(file: IO[bytes], dtype: npt.DTypeLike, count: int) -> None:
+    header = {
+        "descr": _npy.dtype_to_descr(np.dtype(dtype)),
+        "fortran_order": False,
+        "shape": (count,),
+    }
+    _npy.write_array_header_1_0(file, header)
 
-    An absent array that is not required is None. Raises DataError.
+
+def _write_member(
+    archive: zipfile.ZipFile, name: str, dtype: str, count: int, parts: Iterable[npt.NDArray[Any]]
+) -> None:
+    """Write an array as numpy.savez does, which needs it whole."""
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+        _write_npy_header(file, dtype, count)
+        for part in parts:
+            file.write(part.tobytes())
+
+
+def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
+    """Return a one-dimensional array of integers: an .npy, or the array ``name`` of an .npz.
+
+    It is mapped, or in memory where an .npz is compressed. An absent array that is not required is
+    None. Raises DataError.
     """
     with open_input(path, DataError), _named(path):
         found = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -194,7 +221,10 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
                         return None
                     held = ", ".join(found)[:80] or "nothing"
                     raise DataError(f"{path}: holds {held}, expected the array {name}")
-                found = found[name]
+                member = _mapped_member(path, found.zip, f"{name}.npy")
+                if member is None:
+                    member = found[name]
+                found = member
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise ValueError(
                 f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one"
@@ -203,6 +233,24 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
         if name is None and found.offset + found.nbytes != path.stat().st_size:
             raise ValueError("it has more bytes than its head says")
         return np.asarray(found)  # slices of a memmap are several times slower
+
+
+def _mapped_member(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
+    """Return an array of an .npz that is stored as it is, None for others."""
+    info = archive.getinfo(name)
+    if info.compress_type != zipfile.ZIP_STORED:
+        return None
+    with archive.open(info) as member:
+        if _npy.read_magic(member) != (1, 0):
+            return None
+        shape, _, dtype = _npy.read_array_header_1_0(member)
+        header = member.tell()
+    if header + dtype.itemsize * math.prod(shape) != info.file_size:
+        raise ValueError(f"{name} has other bytes than its head says")
+    with path.open("rb") as file:
+        file.seek(info.header_offset + 26)
+        begin = file.tell() + 4 + sum(struct.unpack("<HH", file.read(4)))
+    return np.memmap(path, dtype, "r", begin + header, shape)
 
 
 @contextmanager
@@ -220,6 +268,7 @@ def _named(path: Path) -> Iterator[None]:
         OverflowError,
         SyntaxError,
         TokenError,
+        struct.error,
     ) as error:
         said = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise DataError(

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.token_files import TokenWriter
+from common.dataset.token_files import CHUNK, TokenWriter, running_sums
 from common.errors import ConfigError, DataError
-from common.files import atomic_write, reading, temporary_folder
+from common.files import atomic_write, reading
 from common.whole_numbers import MOST_DIGITS
 
 _log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class PiecesWriter(TokenWriter):
 
     def __init__(self, prefix: Path, pieces: int) -> None:
         super().__init__(prefix, "<i4")
-        self._pieces = pieces
+        self._pieces, self._shared_out = pieces, 0
         if (later := self.path(pieces)).exists():
             raise ConfigError(
                 f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or"
@@ -95,12 +97,9 @@ class PiecesWriter(TokenWriter):
     def path(self, number: int) -> Path:
         return self.prefix.with_name(f"{self.prefix.name}_{number}.txt")
 
-    def __enter__(self) -> Self:
-        folder = self.prefix.with_name(f"{self.prefix.name}.spool")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        spool = self._stack.enter_context(temporary_folder(folder)) / "ids"
-        self._file = self._stack.enter_context(spool.open("w+b"))
-        return self
+    def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        return TemporaryFile(dir=self.prefix.parent)
 
     def append(
         self,
@@ -108,27 +107,38 @@ class PiecesWriter(TokenWriter):
         sizes: npt.NDArray[Any],
         documents: npt.NDArray[Any] | None = None,
     ) -> None:
-        super().append(tokens, sizes, documents)
-        self.document_count -= int(np.count_nonzero(self._documents[-1] == 0))
+        counts = np.ones(len(sizes), np.int64) if documents is None else documents
+        ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(counts)]
+        lengths = np.diff(ends, prepend=0)
+        super().append(tokens, lengths)
+        self._shared_out += len(lengths)
+        self.sequence_count += len(sizes) - len(lengths)
+        self.document_count -= int(np.count_nonzero(counts == 0))
 
     def _publish(self) -> None:
         if not self.document_count:
             return
-        documents = np.concatenate([[0], *self._documents]).astype(np.int64)
-        ends = np.concatenate([[0], np.cumsum(np.concatenate(self._sizes))])[np.cumsum(documents)]
-        lengths = np.diff(ends)
-        share = len(lengths) // self._pieces
+        share = self._shared_out // self._pieces
         if not share:
             _log.warning(
                 "--num-pieces %d: the corpus has %d documents, all but the last piece are empty",
-                *(self._pieces, len(lengths)),
+                *(self._pieces, self._shared_out),
             )
-        tokens = np.concatenate([[0], np.cumsum(lengths)])
-        borders = [int(tokens[share * number]) for number in range(self._pieces)]
         self._file.seek(0)
-        for number, (start, stop) in enumerate(
-            zip(borders, [*borders[1:], self.token_count], strict=True)
-        ):
-            ids = np.frombuffer(self._file.read(4 * (stop - start)), dtype="<i4")
+        borders = self._borders(share)
+        for number, count in enumerate(np.diff([*borders, self.token_count]).tolist()):
             with atomic_write(self.path(number), "w") as file:
-                file.write(" ".join(map(str, ids.tolist())) + " " * bool(len(ids)))
+                while count:
+                    ids = np.frombuffer(self._file.read(4 * min(count, CHUNK)), dtype="<i4")
+                    file.write(" ".join(map(str, ids.tolist())) + " ")
+                    count -= len(ids)
+
+    def _borders(self, share: int) -> list[int]:
+        """Return the number of tokens before each piece."""
+        borders, before = [0] * self._pieces, 0
+        for lengths, ends in running_sums(self._sizes):
+            for number in range(1, self._pieces):
+                if before <= share * number - 1 < before + len(lengths):
+                    borders[number] = int(ends[share * number - 1 - before])
+            before += len(lengths)
+        return borders

@@ -22,16 +22,25 @@ Source: Megatron-LM v2.0, megatron/data/indexed_dataset.py.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import struct
-from dataclasses import dataclass
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.token_files import CHUNK, TokenFiles, content_key, map_file, with_extension
+from common.dataset.token_files import (
+    CHUNK,
+    Column,
+    TokenFiles,
+    content_key,
+    map_file,
+    spread,
+    with_extension,
+)
 from common.errors import DataError
 from common.files import open_input, reading
 from common.paths import looked_in
@@ -68,27 +77,23 @@ def strip_extension(prefix: str | Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Index:
-    """Content of an .idx.
-
-    sizes: (sequences,) tokens of each. pointers: (sequences,) bytes before each. document_index:
-    (documents + 1,).
-    """
-
-    dtype: np.dtype[Any]
-    sizes: npt.NDArray[Any]
-    pointers: npt.NDArray[np.int64]
-    document_index: npt.NDArray[np.int64]
-
-
 class IndexedDataset(TokenFiles):
     """A pair opened for reading.
 
     prefix: path without extension (``.bin``/``.idx`` are accepted and cut off).
+    sizes: (sequences,) tokens of each. offsets: (sequences,) place of each in the .bin, in
+    ``unit`` bytes. document_index: (documents + 1,) sequences before each.
+    Of an index of more than a million entries, parts are read, whatever its size. Training needs
+    no others: a split is what lies between two places of the .bin.
     Raises DataError when a file is missing, is not of this format, or the two files contradict each
     other.
     """
+
+    dtype: np.dtype[Any]
+    unit: int
+    sizes: Column
+    offsets: Column
+    document_index: Column | npt.NDArray[Any]
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = strip_extension(prefix)
@@ -96,18 +101,16 @@ class IndexedDataset(TokenFiles):
         self.idx_path = with_extension(self.prefix, ".idx")
         with reading(self.prefix, DataError):
             require_pair(self.prefix)
-        raw = map_file(self.idx_path)
-        index = _read_index(self.idx_path, raw)
-        self.dtype, self.sizes, self._pointers, self.document_index = (
-            index.dtype,
-            index.sizes,
-            index.pointers,
-            index.document_index,
-        )
-        self._check_sequences()
-        self._check_documents()
+        header = self._read_index()
+        self._check_ends()
+        for part in spread(len(self.sizes)):
+            self._check_sequences(part.start, part.stop)
+        for part in spread(len(self.document_index)):
+            self._check_documents(part.start, part.stop)
         self.tokens = map_file(self.bin_path).view(self.dtype)
-        self.content_key = content_key(raw, self.tokens)
+        self.content_key = content_key(
+            self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index
+        )
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (str(self.prefix),)
@@ -118,133 +121,132 @@ class IndexedDataset(TokenFiles):
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
         """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
-        start = int(self._pointers[sequence]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.sizes[sequence])]
-
-    @property
-    def pointers(self) -> npt.NDArray[np.int64]:
-        """Bytes before each sequence, (sequences,)."""
-        return self._pointers
+        start = self._place(sequence)
+        return self.tokens[start : start + int(self.sizes[sequence : sequence + 1][0])]
 
     @property
     def document_count(self) -> int:
         return len(self.document_index) - 1
 
-    def document_offsets(self) -> npt.NDArray[np.int64]:
-        offsets = np.full(len(self.document_index), self.token_count, dtype=np.int64)
-        for start in range(0, len(offsets), CHUNK):
-            first = self.document_index[start : start + CHUNK]
-            inside = first < len(self.sizes)
-            offsets[start : start + CHUNK][inside] = (
-                self._pointers[first[inside]] // self.dtype.itemsize
-            )
-        return offsets
+    def tokens_before(self, document: int) -> int:
+        self._check_documents(max(0, document - 1), document + 2)
+        (sequence,) = self.document_index[document : document + 1].tolist()
+        self._check_sequences(max(0, sequence - 1), sequence + 1)
+        return self.token_count if sequence == len(self.sizes) else self._place(sequence)
 
-    def _check_sequences(self) -> None:
-        """Check that sizes, pointers and the length of the .bin agree."""
-        total, most = 0, 2**31 - 1  # tokens of a sequence: the present format has 32 bits for them
+    def _place(self, sequence: int) -> int:
+        """Return the number of tokens before a sequence."""
+        return int(self.offsets[sequence : sequence + 1][0]) * self.unit // self.dtype.itemsize
+
+    def check_all(self) -> None:
+        """Raise DataError unless all sequences and documents lie one after the other."""
         for start in range(0, len(self.sizes), CHUNK):
-            sizes = self.sizes[start : start + CHUNK].astype(np.int64)
-            if int(sizes.min()) < 0 or int(sizes.max()) > most:
-                at = start + int(np.argmax((sizes < 0) | (sizes > most)))
-                raise DataError(
-                    f"{self.idx_path}: sequence {at} has the size {int(self.sizes[at])}, expected 0"
-                    f" to {most}; the file is corrupt, preprocess again"
-                )
-            ends = np.cumsum(sizes) + total
-            expected = (ends - sizes) * self.dtype.itemsize
-            wrong = self._pointers[start : start + CHUNK] != expected
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                raise DataError(
-                    f"{self.idx_path}: the pointer of sequence {start + at} is"
-                    f" {int(self._pointers[start + at])}, but the sizes before it add up to"
-                    f" {int(expected[at])} bytes; the file is corrupt, preprocess again"
-                )
-            total = int(ends[-1])
-        found, wanted = self.bin_path.stat().st_size, total * self.dtype.itemsize
-        if found != wanted:
-            word = "smaller (cut short?)" if found < wanted else "larger"
-            raise DataError(
-                f"{self.bin_path}: is {word} than {self.idx_path.name} says: {found} bytes found,"
-                f" {wanted} expected ({total} tokens of {self.dtype.name}); the two files do not"
-                " belong together, copy or preprocess both again"
-            )
+            self._check_sequences(start, start + CHUNK)
+        for start in range(0, len(self.document_index), CHUNK):
+            self._check_documents(start, start + CHUNK)
 
-    def _check_documents(self) -> None:
+    def _check_ends(self) -> None:
+        """Check the first and the last sequence and document, and the length of the .bin."""
         index, n = self.document_index, len(self.sizes)
-        if len(index) < 2 or int(index[0]) != 0 or int(index[-1]) != n:
-            ends = f"{int(index[0])} ... {int(index[-1])}" if len(index) else "nothing"
+        found = [*index[:1].tolist(), *index[-1:].tolist()]
+        if len(index) < 2 or found != [0, n]:
+            ends = " ... ".join(map(str, found)) or "nothing"
             raise DataError(
                 f"{self.idx_path}: the document index must run from 0 to the {n} sequences, found"
                 f" {ends} ({len(index)} entries); end each document when writing (Megatron:"
                 " end_document), or preprocess again"
             )
-        for start in range(0, len(index) - 1, CHUNK):
-            falls = np.diff(index[start : start + CHUNK + 1]) < 0
-            if falls.any():
-                at = start + int(np.argmax(falls))
-                raise DataError(
-                    f"{self.idx_path}: the document index falls from {int(index[at])} to"
-                    f" {int(index[at + 1])} at entry {at + 1}; the file is corrupt, preprocess"
-                    " again"
-                )
+        total = self._place(n - 1) + int(self.sizes[-1:][0])
+        size, wanted = self.bin_path.stat().st_size, total * self.dtype.itemsize
+        if size != wanted:
+            self._check_sequences(0, CHUNK)
+            self._check_sequences(n - 1, n)
+            word = "smaller (cut short?)" if size < wanted else "larger"
+            raise DataError(
+                f"{self.bin_path}: is {word} than {self.idx_path.name} says: {size} bytes found,"
+                f" {wanted} expected ({total} tokens of {self.dtype.name}); the two files do not"
+                " belong together, copy or preprocess both again"
+            )
 
+    def _check_sequences(self, start: int, stop: int) -> None:
+        """Check that each of these sequences begins where the one before it ends."""
+        first = max(0, start - 1)
+        sizes = self.sizes[first:stop].astype(np.int64)
+        begins = self.offsets[first:stop]
+        wrong = (sizes < 0) | (sizes > 2**31 - 1)  # 32 bits in the present format
+        wrong[1:] |= np.diff(begins) * self.unit != sizes[:-1] * self.dtype.itemsize
+        if first == 0 and len(begins):
+            wrong[0] |= begins[0] != 0
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise DataError(
+                f"{self.idx_path}: is damaged: sequence {first + at} of {int(sizes[at])} tokens is"
+                f" at byte {int(begins[at]) * self.unit}, not where the one before it ends; copy or"
+                " preprocess it again"
+            )
 
-def _read_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
-    """Return the arrays of an .idx as views of ``raw``.
+    def _check_documents(self, start: int, stop: int) -> None:
+        falls = np.diff(self.document_index[start : stop + 1]) < 0
+        if falls.any():
+            at = start + int(np.argmax(falls)) + 1
+            raise DataError(
+                f"{self.idx_path}: is damaged: document {at} begins before the one before it; copy"
+                " or preprocess it again"
+            )
 
-    Raises DataError unless its header and its length fit together.
-    """
-    start = raw[: OLD_HEADER.size].tobytes()
-    if start.startswith(OLD_MAGIC):
-        return _read_old_index(path, raw)
-    if not start.startswith(MAGIC[: len(start)]) or not start:
-        raise DataError(
-            f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of"
-            " Megatron's .bin/.idx format"
-        )
-    if len(start) < HEADER.size:
-        raise DataError(
-            f"{path}: ends after {len(raw)} bytes, inside its header of {HEADER.size}; copy or"
-            " preprocess it again"
-        )
-    _, version, code, n, m = HEADER.unpack(start[: HEADER.size])
-    dtype = _require_header(path, version, code, n)
-    _require_length(path, len(raw), HEADER.size + 12 * n + 8 * m, n, m)
-    return _Index(
-        dtype=dtype,
-        sizes=np.frombuffer(raw, "<i4", n, HEADER.size),
-        pointers=np.frombuffer(raw, "<i8", n, HEADER.size + 4 * n),
-        document_index=np.frombuffer(raw, "<i8", m, HEADER.size + 12 * n),
-    )
+    def _read_index(self) -> bytes:
+        """Find the columns of the .idx. Returns its header.
 
+        Raises DataError unless header and length of the file fit together.
+        """
+        path = self.idx_path
+        with open_input(path, DataError) as opened:
+            number = os.dup(opened.fileno())
+            file = open(number, "rb", closefd=False)  # noqa: SIM115
+            weakref.finalize(file, os.close, number)
+        size, start = path.stat().st_size, os.pread(number, OLD_HEADER.size + 8, 0)
+        is_old = start.startswith(OLD_MAGIC)
+        if not is_old and (not start.startswith(MAGIC[: len(start)]) or not start):
+            raise DataError(
+                f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of"
+                " Megatron's .bin/.idx format"
+            )
+        header = len(start) if is_old else HEADER.size
+        if len(start) < (OLD_HEADER.size + 8 if is_old else header):
+            raise DataError(
+                f"{path}: ends after {size} bytes, inside its header; copy or preprocess it again"
+            )
+        if is_old:
+            self._read_old_index(file, size, start)
+            return start
+        _, version, code, n, m = HEADER.unpack(start[:header])
+        self.dtype, self.unit = _require_header(path, version, code, n), 1
+        _require_length(path, size, header + 12 * n + 8 * m, n, m)
+        self.sizes = Column(file, "<i4", n, header)
+        self.offsets = Column(file, "<i8", n, header + 4 * n)
+        self.document_index = Column(file, "<i8", m, header + 12 * n)
+        return start[:header]
 
-def _read_old_index(path: Path, raw: npt.NDArray[np.uint8]) -> _Index:
-    """Return the arrays of an index of the kinds lazy and cached, by Megatron-LM or fairseq."""
-    if len(raw) < OLD_HEADER.size + 8:
-        raise DataError(
-            f"{path}: ends after {len(raw)} bytes, inside its header of {OLD_HEADER.size + 8}; copy"
-            " it again"
-        )
-    _, version, code, width, n, dimensions = OLD_HEADER.unpack(raw[: OLD_HEADER.size].tobytes())
-    dtype = _require_header(path, version, code, n)
-    if width != dtype.itemsize or dimensions != n:
-        raise DataError(
-            f"{path}: says {width} bytes a token of {dtype.name} and {dimensions} dimensions for"
-            f" {n} sequences, expected {dtype.itemsize} and {n}; a corpus of text has one dimension"
-            " a sequence, preprocess it again"
-        )
-    arrays = 8 * (2 * (n + 1) + n)
-    at, m = OLD_HEADER.size, None
-    if len(raw) != at + arrays:  # fairseq's index ends here
-        m = int.from_bytes(raw[at : at + 8].tobytes(), "little")
-        at += 8
-        _require_length(path, len(raw), at + arrays + 8 * m, n, m)
-    offsets = np.frombuffer(raw, "<i8", n + 1, at + 8 * (n + 1))
-    sizes = np.frombuffer(raw, "<i8", n, at + 16 * (n + 1))
-    documents = np.arange(n + 1) if m is None else np.frombuffer(raw, "<i8", m, at + arrays)
-    return _Index(dtype=dtype, sizes=sizes, pointers=offsets[:-1] * width, document_index=documents)
+    def _read_old_index(self, file: BinaryIO, size: int, start: bytes) -> None:
+        """Find the columns of an index of the kinds lazy and cached, by Megatron-LM or fairseq."""
+        path, at = self.idx_path, OLD_HEADER.size
+        _, version, code, width, n, dimensions = OLD_HEADER.unpack(start[:at])
+        self.dtype, self.unit = _require_header(path, version, code, n), width
+        if width != self.dtype.itemsize or dimensions != n:
+            raise DataError(
+                f"{path}: says {width} bytes a token of {self.dtype.name} and {dimensions}"
+                f" dimensions for {n} sequences, expected {self.dtype.itemsize} and {n}; a corpus"
+                " of text has one dimension a sequence, preprocess it again"
+            )
+        arrays = 8 * (2 * (n + 1) + n)
+        self.document_index = np.arange(n + 1)
+        if size != at + arrays:  # fairseq's index ends here
+            m = int.from_bytes(start[at:], "little")
+            at += 8
+            _require_length(path, size, at + arrays + 8 * m, n, m)
+            self.document_index = Column(file, "<i8", m, at + arrays)
+        self.offsets = Column(file, "<i8", n, at + 8 * (n + 1))
+        self.sizes = Column(file, "<i8", n, at + 16 * (n + 1))
 
 
 def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:

@@ -15,8 +15,10 @@ from common.dataset.limits import DOCUMENT_BYTES
 from common.errors import DataError
 
 _READ_BYTES = 1 << 16
+_END = object()
 _MAX_DEPTH = 12000
-"""Brackets of 64 KiB that stay open; those in strings count too."""
+"""Brackets of 64 KiB that stay open."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)', re.DOTALL)
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -37,12 +39,17 @@ def _with_whole_pairs(text: bytes) -> bytes:
     return _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], text)
 
 
+def _depth(text: bytes) -> int:
+    """Return the brackets that stay open."""
+    return sum(map(text.count, (b"[", b"{"))) - sum(map(text.count, (b"]", b"}")))
+
+
 class _Limited:
     """File that refuses to be read further than ``limit`` bytes beyond the last item."""
 
     def __init__(self, file: BinaryIO, path: Path, limit: int) -> None:
         self._file, self._path, self._limit = file, path, limit
-        self.items, self._since = 0, 0
+        self.items, self._since, self._in_string = 0, 0, False
         self.last = self._file.read(_READ_BYTES)
         self._next = self.last.removeprefix(b"\xef\xbb\xbf")
         if self._next.lstrip()[:1] != b"[":
@@ -67,11 +74,14 @@ class _Limited:
             if not more:
                 break
         # memory of ijson grows with the square of the depth
-        opened = sum(found.count(mark) for mark in (b"[", b"{"))
-        if opened - found.count(b"]") - found.count(b"}") > _MAX_DEPTH:
-            raise DataError(
-                f"{self._path}: item {self.items + 1} is nested too deeply; fix or remove it"
-            )
+        bare = found.replace(rb"\\", b"")
+        if _depth(bare) > _MAX_DEPTH:
+            outside = _STRING.sub(b"", b'"' + bare if self._in_string else bare)
+            if _depth(outside) > _MAX_DEPTH:
+                raise DataError(
+                    f"{self._path}: item {self.items + 1} is nested too deeply; fix or remove it"
+                )
+        self._in_string ^= bool((bare.count(b'"') - bare.count(rb"\"")) % 2)
         self._since += len(found)
         self.last = found or self.last
         return found
@@ -88,10 +98,10 @@ def array_items(
     Memory: the longest item. Raises DataError with the number of the item if the text is not UTF-8,
     not an array, not valid JSON or ends early, and for an item of more than ``item_bytes``.
     """
-    limited, digits = _Limited(file, path, item_bytes), sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)  # ijson 3.6 crashes where Python refuses a long number
+    limited = _Limited(file, path, item_bytes)
     try:
-        for item in ijson.items(limited, "item", buf_size=_READ_BYTES):
+        items = ijson.items(limited, "item", buf_size=_READ_BYTES)
+        while (item := _next(items)) is not _END:
             limited.count()
             yield limited.items, item
     except (ijson.JSONError, ValueError) as error:
@@ -104,5 +114,13 @@ def array_items(
         raise DataError(
             f"{path}: not valid JSON after {limited.items} items: {reason}; {remedy}"
         ) from None
+
+
+def _next(items: Iterator[Any]) -> Any:
+    """Return the next item with any number of digits: ijson 3.6 crashes where Python refuses."""
+    digits = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return next(items, _END)
     finally:
         sys.set_int_max_str_digits(digits)

@@ -35,7 +35,7 @@ from common.dataset.metadata import (
     read_metadata,
     write_metadata,
 )
-from common.dataset.token_files import CHUNK, with_extension
+from common.dataset.token_files import CHUNK, Column, with_extension
 from common.errors import DataError, StorageError
 from common.files import atomic_write, fsync_folder, reading, refuse_to_overwrite
 from common.structured_files import read_json_mapping
@@ -58,11 +58,11 @@ class _Part:
         return 0 if self.data is None else len(self.data.tokens) * self.data.dtype.itemsize
 
     @property
-    def document_ends(self) -> npt.NDArray[np.int64]:
-        """Return the number of sequences of this pair up to the end of each document."""
+    def document_index(self) -> Column | npt.NDArray[Any]:
+        """Return the number of sequences of this pair before each document, and of all."""
         if self.data is not None:
-            return self.data.document_index[1:]
-        return np.zeros(self.metadata.documents if self.metadata else 0, np.int64)
+            return self.data.document_index
+        return np.broadcast_to(np.int64(0), (self.metadata.documents if self.metadata else 0) + 1)
 
 
 def merge_datasets(
@@ -122,7 +122,9 @@ def _open(prefix: Path) -> _Part:
         metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
     if metadata is not None and metadata.sequences == 0 and SHARD_OPTION in metadata.options:
         return _Part(prefix=prefix, metadata=metadata, data=None)
-    return _Part(prefix=prefix, metadata=metadata, data=IndexedDataset(prefix))
+    data = IndexedDataset(prefix)
+    data.check_all()
+    return _Part(prefix=prefix, metadata=metadata, data=data)
 
 
 def _in_order(parts: list[_Part]) -> list[_Part]:
@@ -241,24 +243,33 @@ def _write_index(parts: Sequence[_Part], file: IO[bytes]) -> None:
     data = [part.data for part in parts if part.data is not None]
     dtype = data[0].dtype
     sequences = sum(map(len, data))
-    documents = sum(len(part.document_ends) for part in parts)
+    documents = sum(len(part.document_index) - 1 for part in parts)
     file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
     for each in data:
         _write(file, each.sizes, "<i4", 0)
     before = 0
     for each in data:
-        _write(file, each.pointers, "<i8", before)
+        _write(file, each.offsets, "<i8", before, factor=each.unit)
         before += len(each.tokens) * dtype.itemsize
     file.write(np.zeros(1, "<i8").tobytes())
     before = 0
     for part in parts:
-        _write(file, part.document_ends, "<i8", before)
+        _write(file, part.document_index, "<i8", before, first=1)
         before += 0 if part.data is None else len(part.data)
 
 
-def _write(file: IO[bytes], numbers: npt.NDArray[Any], dtype: str, before: int) -> None:
-    for start in range(0, len(numbers), CHUNK):
-        file.write((numbers[start : start + CHUNK].astype(dtype) + before).astype(dtype).tobytes())
+def _write(
+    file: IO[bytes],
+    numbers: Column | npt.NDArray[Any],
+    dtype: str,
+    before: int,
+    *,
+    factor: int = 1,
+    first: int = 0,
+) -> None:
+    for start in range(first, len(numbers), CHUNK):
+        part = numbers[start : start + CHUNK].astype(dtype)
+        file.write((part * factor + before).astype(dtype).tobytes())
 
 
 def _plain(metadata: Metadata) -> Metadata:

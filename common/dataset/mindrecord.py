@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from common.config.split import check_weights
-from common.dataset.epoch_index import ORDER_VERSION, permutation
 from common.dataset.fleetx import find_fleetx
 from common.dataset.indexed import strip_extension
 from common.dataset.metadata import METADATA_EXTENSION
@@ -27,6 +24,7 @@ from common.dataset.mindrecord_file import (
     looks_like_mindrecord,
     read_header,
 )
+from common.dataset.permutation import ORDER_VERSION, Ids, shuffled
 from common.dataset.samples import EmptySplitError
 from common.dataset.split import SPLITS, Split, document_range
 from common.dataset.token_files import with_extension
@@ -34,10 +32,8 @@ from common.errors import DataError
 from common.files import reading
 from common.paths import looked_in
 
-Ids = npt.NDArray[np.int64]
 EXTENSION = ".mindrecord"
 _NAME = re.compile(rf".+{re.escape(EXTENSION)}\d*")
-_EPOCHS_HELD = 2
 
 
 class MindRecordSamples:
@@ -48,7 +44,6 @@ class MindRecordSamples:
     order.
     split_weights: of train, valid and test, over rows. shuffle=False: file order in every epoch.
     padded: accept rows whose mask has a 0.
-    Orders are not cached on disk: shuffling ten million rows takes about 1 s.
     Raises DataError if a file is missing or damaged, rows are not seq_length + 1 long, or the split
     is empty.
     """
@@ -97,7 +92,6 @@ class MindRecordSamples:
                 f"{names}: the split {split!r} (weights {weights}) holds none of {total} rows;"
                 " write more rows, or give this split a larger weight"
             )
-        self._orders: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
 
     @property
     def fingerprint(self) -> str:
@@ -140,27 +134,10 @@ class MindRecordSamples:
 
     def _rows(self, ids: Ids) -> tuple[Ids, Ids]:
         """Return the epochs (n,) and the rows of the split (n,) of sample numbers (n,)."""
-        epochs, places = np.divmod(ids, self.samples_per_epoch)
         if not self.shuffle:
-            return epochs, places
-        rows = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            rows[mine] = self._order(int(epoch))[places[mine]]
-        return epochs, rows
-
-    def _order(self, epoch: int) -> npt.NDArray[Any]:
-        """Return the order of an epoch. The last two stay in memory, since a batch may span two
-        epochs.
-        """
-        if epoch not in self._orders:
-            self._orders[epoch] = permutation(
-                self.samples_per_epoch, f"rows/{self.split}/{self.seed}/{epoch}"
-            )
-            if len(self._orders) > _EPOCHS_HELD:
-                self._orders.popitem(last=False)
-        self._orders.move_to_end(epoch)
-        return self._orders[epoch]
+            epochs, rows = np.divmod(ids, self.samples_per_epoch)
+            return epochs, rows
+        return shuffled(ids, self.samples_per_epoch, f"rows/{self.split}/{self.seed}")
 
 
 def is_mindrecord(source: str | Path) -> bool:

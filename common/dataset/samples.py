@@ -1,40 +1,33 @@
 """Endless training samples of seq_length + 1 tokens over one .bin/.idx pair.
 
-Sample n is a pure function of the data and the settings.
+Sample n is a pure function of the data and the settings. Nothing is built for it: the documents of
+a split lie one after the other in the .bin, so a window is a place in it. Window w of an epoch
+covers tokens w * seq_length ... (w + 1) * seq_length of the split, both ends included. Neighbours
+share a token: the last target of one is the first input of the next. Each epoch begins at a token
+drawn for it, and goes on at the first token of the split behind the last. So windows begin
+elsewhere in each epoch, and other tokens are left over at its end. With a stride below seq_length,
+window w begins at token w * stride, and the last one ends with the epoch.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.config.split import check_weights
-from common.dataset.epoch_index import (
-    ORDER_VERSION,
-    EpochIndex,
-    is_epoch_of,
-    ordered_epoch,
-    shuffled_epoch,
-    window_count,
-)
-from common.dataset.gather import gather_windows
-from common.dataset.index_cache import cached_epoch
 from common.dataset.indexed import IndexedDataset
+from common.dataset.permutation import ORDER_VERSION, Ids, drawn, shuffled
 from common.dataset.split import SPLITS, Split, document_range
-from common.dataset.token_files import TokenFiles, with_extension
+from common.dataset.token_files import TokenFiles
 from common.errors import DataError
 
-Ids = npt.NDArray[np.int64]
-# Number of documents + windows below which an order is not cached. It is built in 0.3 s, and the
-# thousands of epochs of a small corpus would leave a file each.
-CACHE_MINIMUM = 1_000_000
-_EPOCHS_HELD = 2
+_ROUND = 1 << 16
+"""Tokens that are copied together, so that they stay in the processor's cache."""
 
 
 class EmptySplitError(DataError):
@@ -67,14 +60,12 @@ class Samples(Protocol):
 
 
 class GPTDataset:
-    """Windows over the shuffled documents of one split. Each epoch has its own order.
+    """Windows over the documents of one split, in another order in each epoch.
 
     prefix: of a .bin/.idx pair, or opened token files of any format.
     split_weights: of train, valid and test, over documents (in ``_sentence`` pairs too).
     stride: tokens between the starts of windows; seq_length if None.
-    shuffle=False: documents and windows in file order in every epoch, for validation.
-    cache_folder: folder for orders of large data sets. None: PREFIX.index-cache. cache_minimum: see
-    CACHE_MINIMUM.
+    shuffle=False: windows in file order in every epoch, from the first token on, for validation.
     Raises EmptySplitError if the split holds fewer than seq_length + 1 tokens.
     """
 
@@ -88,8 +79,6 @@ class GPTDataset:
         stride: int | None = None,
         split_weights: Sequence[float] = (949, 50, 1),
         shuffle: bool = True,
-        cache_folder: Path | None = None,
-        cache_minimum: int = CACHE_MINIMUM,
     ) -> None:
         self.data = prefix if isinstance(prefix, TokenFiles) else IndexedDataset(prefix)
         if split not in SPLITS:
@@ -105,8 +94,8 @@ class GPTDataset:
         self.shuffle = shuffle
         self.split_weights = check_weights(split_weights)
         first, end = document_range(split, self.split_weights, self.data.document_count)
-        self._offsets = self.data.document_offsets()[first : end + 1].copy()
-        self.token_count = int(self._offsets[-1] - self._offsets[0])
+        self._first = self.data.tokens_before(first)
+        self.token_count = self.data.tokens_before(end) - self._first
         self.samples_per_epoch = window_count(self.token_count, seq_length, self.stride)
         if self.samples_per_epoch < 1:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
@@ -116,92 +105,9 @@ class GPTDataset:
                 f" at least seq_length + 1 = {seq_length + 1}; use more or smaller documents, a"
                 " larger weight for this split, or a smaller seq_length"
             )
-        self._cache_folder = cache_folder or with_extension(self.data.prefix, ".index-cache")
-        self._cache_minimum = cache_minimum
-        self._epochs: OrderedDict[int, EpochIndex] = OrderedDict()
 
     @property
     def fingerprint(self) -> str:
-        return self._digest("fingerprint")
-
-    def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
-        tokens.
-        """
-        ids = np.asarray(ids, dtype=np.int64)
-        out = np.empty((len(ids), self.seq_length + 1), dtype=np.int32)
-        epochs = ids // self.samples_per_epoch
-        for epoch in np.unique(epochs):
-            mine = np.flatnonzero(epochs == epoch)
-            windows = self._windows(int(epoch), ids[mine] % self.samples_per_epoch)
-            whole = len(mine) == len(ids)
-            rows = out if whole else np.empty((len(mine), self.seq_length + 1), dtype=np.int32)
-            index = self._epoch(int(epoch))
-            try:
-                gather_windows(self.data.tokens, index, windows, self.seq_length, rows, self.stride)
-            except OverflowError as error:
-                raise DataError(
-                    f"{self.data.prefix}: holds the {error}, which no vocabulary has; preprocess"
-                    " again with the tokenizer of this model"
-                ) from None
-            if not whole:
-                out[mine] = rows
-        return out
-
-    def identities(self, ids: Ids) -> Ids:
-        """Return (n, 2) for sample numbers (n,): 0, and epoch * samples_per_epoch + window."""
-        ids = np.asarray(ids, dtype=np.int64)
-        result = np.zeros((len(ids), 2), dtype=np.int64)
-        epochs = ids // self.samples_per_epoch
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            result[mine, 1] = epoch * self.samples_per_epoch + self._windows(
-                int(epoch), ids[mine] % self.samples_per_epoch
-            )
-        return result
-
-    def source(self, sample: int) -> Path:
-        return self.data.prefix
-
-    def _windows(self, epoch: int, places: Ids) -> Ids:
-        if not self.shuffle:
-            return places
-        shuffle = self._epoch(epoch).shuffle
-        assert shuffle is not None
-        return shuffle[places].astype(np.int64)
-
-    def _epoch(self, epoch: int) -> EpochIndex:
-        """Return the order of an epoch. The last two stay in memory, since a batch may span two
-        epochs.
-        """
-        key = epoch if self.shuffle else 0
-        index = self._epochs.get(key)
-        if index is None:
-            index = self._make_epoch(key)
-            self._epochs[key] = index
-            if len(self._epochs) > _EPOCHS_HELD:
-                self._epochs.popitem(last=False)
-        self._epochs.move_to_end(key)
-        return index
-
-    def _make_epoch(self, epoch: int) -> EpochIndex:
-        if not self.shuffle:
-            return ordered_epoch(self._offsets, self.samples_per_epoch)
-
-        def build() -> EpochIndex:
-            return shuffled_epoch(
-                self._offsets, self.seq_length, self.seed, epoch, self.split, self.stride
-            )
-
-        if len(self._offsets) + self.samples_per_epoch < self._cache_minimum:
-            return build()
-
-        def fits(index: EpochIndex) -> bool:
-            return is_epoch_of(index, self._offsets, self.seq_length, self.stride)
-
-        return cached_epoch(self._cache_folder, self._digest(f"epoch {epoch}"), build, fits=fits)
-
-    def _digest(self, purpose: str) -> str:
         parts = (
             ORDER_VERSION,
             self.data.content_key,
@@ -209,7 +115,73 @@ class GPTDataset:
             self.split_weights,
             self.seq_length,
             self.seed if self.shuffle else None,
-            purpose,
             *(() if self.stride is None else ("stride", self.stride)),
         )
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    def read(self, ids: Ids) -> npt.NDArray[np.int32]:
+        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
+        tokens.
+        """
+        epochs, windows = self._windows(ids)
+        begins = windows * (self.stride or self.seq_length)
+        if self.stride is not None:
+            begins = np.minimum(begins, self.token_count - self.seq_length - 1)
+        if self.shuffle:
+            for epoch in np.unique(epochs):
+                begins[epochs == epoch] += drawn(self.token_count, self._purpose("shift", epoch))
+            begins %= self.token_count
+        out = np.empty((len(begins), self.seq_length + 1), dtype=np.int32)
+        step = max(1, _ROUND // out.shape[1])
+        for start in range(0, len(out), step):
+            found = self._tokens(begins[start : start + step])
+            if not np.can_cast(found.dtype, np.int32):
+                for token in (int(found.min()), int(found.max())):
+                    if not -(2**31) <= token < 2**31:
+                        raise DataError(
+                            f"{self.data.prefix}: holds the token id {token}, which no vocabulary"
+                            " has; preprocess again with the tokenizer of this model"
+                        )
+            out[start : start + step] = found
+        return out
+
+    def identities(self, ids: Ids) -> Ids:
+        """Return (n, 2) for sample numbers (n,): 0, and epoch * samples_per_epoch + window."""
+        epochs, windows = self._windows(ids)
+        return np.stack([np.zeros_like(windows), epochs * self.samples_per_epoch + windows], axis=1)
+
+    def source(self, sample: int) -> Path:
+        return self.data.prefix
+
+    def _windows(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the epochs (n,) and the windows (n,) of sample numbers (n,)."""
+        ids = np.asarray(ids, dtype=np.int64)
+        if not self.shuffle:
+            epochs, windows = np.divmod(ids, self.samples_per_epoch)
+            return epochs, windows
+        return shuffled(ids, self.samples_per_epoch, self._purpose("windows"))
+
+    def _purpose(self, what: str, *epoch: int) -> str:
+        return "/".join(map(str, (what, self.split, self.seed, *epoch)))
+
+    def _tokens(self, begins: Ids) -> npt.NDArray[Any]:
+        """Return (n, seq_length + 1) tokens from the places (n,) of the split on."""
+        width = self.seq_length + 1
+        tokens = self.data.tokens[self._first : self._first + self.token_count]
+        if int(begins.max()) > self.token_count - width:  # one goes on at the first token
+            return tokens[(begins[:, None] + np.arange(width)) % self.token_count]
+        # a view of each window; as_strided and sliding_window_view are slow to make it
+        shape, size = (self.token_count - width + 1, width), tokens.itemsize
+        every: npt.NDArray[Any] = np.ndarray(shape, tokens.dtype, tokens.data, 0, (size, size))
+        return every[begins]
+
+
+def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int:
+    """Return the number of windows of seq_length + 1 tokens that overlap by one.
+
+    A remainder of less than seq_length tokens is unused. With a stride below seq_length there is no
+    remainder.
+    """
+    if stride is None or tokens <= seq_length:
+        return max(0, (tokens - 1) // seq_length)
+    return -(-(tokens - seq_length - 1) // stride) + 1

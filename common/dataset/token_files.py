@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 import resource
 import struct
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +23,13 @@ from common.errors import DataError
 from common.files import reading
 
 CHUNK = 1 << 20
-"""Entries of an index that are checked at once."""
+"""Entries of an index that are held at once."""
+_PART, _PARTS = 1 << 11, 64
+"""Entries that are looked at together in an index of more than CHUNK, and how often."""
+_LONG = 1 << 30
+"""Bytes of a file of which only the pages in use are read. Of a shorter one the system may read
+megabytes around a window, which is good for what fits in memory.
+"""
 
 
 def with_extension(prefix: Path, extension: str) -> Path:
@@ -34,10 +44,35 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
 
     Returns (bytes,). Raises DataError.
     """
-    with reading(path, DataError):
-        if not path.stat().st_size:
+    with reading(path, DataError), path.open("rb") as file:
+        if not (size := path.stat().st_size):
             return np.zeros(0, np.uint8)  # an empty file cannot be mapped
-        return np.asarray(np.memmap(path, np.uint8, "r"))
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    if size > _LONG:
+        memory.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(memory, np.uint8)
+
+
+class Column:
+    """Numbers of an index, read when a slice is asked for.
+
+    They are not mapped: around each place the system would read up to 8 MB, and count them as
+    memory of the process.
+    """
+
+    def __init__(self, file: BinaryIO, dtype: str, count: int, begin: int) -> None:
+        self._file, self._dtype = file, np.dtype(dtype)
+        self._count, self._begin = count, begin
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: slice) -> npt.NDArray[Any]:
+        start, stop, _ = at.indices(self._count)
+        size = self._dtype.itemsize
+        place = self._begin + size * start
+        data = os.pread(self._file.fileno(), size * max(0, stop - start), place)
+        return np.frombuffer(data, self._dtype)
 
 
 def allow_many_files() -> None:
@@ -46,8 +81,18 @@ def allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def spread(length: int) -> list[slice]:
+    """Return parts of an index that are looked at when it is opened: all of it, or both ends and
+    parts between them where it has more than a million entries.
+    """
+    if length <= CHUNK:
+        return [slice(0, length)] if length else []
+    starts = ((length - _PART) * part // (_PARTS - 1) for part in range(_PARTS))
+    return [slice(start, start + _PART) for start in starts]
+
+
 class TokenFiles(ABC):
-    """Files opened for reading. Only one offset per document is copied.
+    """Files opened for reading, whose documents lie one after the other.
 
     prefix: beginning of the files' names. tokens: (token_count,) integers of all documents, mapped.
     content_key: 16 hex digits, equal for equal data.
@@ -67,8 +112,8 @@ class TokenFiles(ABC):
         """Return the number of documents, empty ones included."""
 
     @abstractmethod
-    def document_offsets(self) -> npt.NDArray[np.int64]:
-        """Return (documents + 1,) int64. Document d is ``tokens[offsets[d]:offsets[d + 1]]``."""
+    def tokens_before(self, document: int) -> int:
+        """Return the number of tokens before a document, or all for ``document_count``."""
 
     def metadata(self) -> Metadata | None:
         """Return the record of the files' origin, or None without one.
@@ -89,21 +134,31 @@ class TokenWriter(ABC):
     """Context manager of token files: they appear on normal exit; an exception leaves nothing.
 
     prefix: beginning of the files' names. dtype: of the tokens on disk.
-    Memory: 4 bytes per sequence and 4 per document; tokens go to disk at once.
+    Memory: a block. Sizes and boundaries wait in files without a name.
     Raises StorageError if the disk fails.
     """
 
     def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
         self.token_count = self.sequence_count = self.document_count = 0
-        self._sizes: list[npt.NDArray[np.int32]] = []
-        self._documents: list[npt.NDArray[np.int32]] = []
-        self._stack = ExitStack()
+        self._stack: ExitStack
+        self._put_by: ExitStack
         self._file: IO[bytes]
+        self._sizes: IO[bytes]
+        self._documents: IO[bytes]
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack, ExitStack() as put_by:
+            self._file = stack.enter_context(self._tokens_file())
+            self._sizes, self._documents = (
+                put_by.enter_context(TemporaryFile(dir=self.prefix.parent)) for _ in range(2)
+            )
+            self._stack, self._put_by = stack.pop_all(), put_by.pop_all()
+        return self
 
     @abstractmethod
-    def __enter__(self) -> Self:
-        """Open the file of tokens."""
+    def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
+        """Return the file of tokens, which appears under its name when it is closed."""
 
     @abstractmethod
     def _publish(self) -> None:
@@ -121,15 +176,13 @@ class TokenWriter(ABC):
         documents: (documents,) sequences per document; None: each sequence is a document.
         Raises DataError when a token does not fit the dtype.
         """
-        sizes = np.asarray(sizes, dtype=np.int32)
-        documents = np.asarray(
-            np.ones(len(sizes)) if documents is None else documents, dtype=np.int32
-        )
+        sizes = np.asarray(sizes, dtype="<i4")
+        documents = np.asarray(np.ones(len(sizes)) if documents is None else documents, "<i4")
         assert int(sizes.sum()) == len(tokens) and int(documents.sum()) == len(sizes)
         if len(tokens):
             self._file.write(self._cast(tokens).data)
-        self._sizes.append(sizes)
-        self._documents.append(documents)
+        self._sizes.write(sizes.tobytes())
+        self._documents.write(documents.tobytes())
         self.token_count += len(tokens)
         self.sequence_count += len(sizes)
         self.document_count += len(documents)
@@ -152,11 +205,12 @@ class TokenWriter(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self._stack.__exit__(kind, error, trace)
-            return
-        with self._stack:  # an error leaves the files of before
-            self._publish()
+        with self._put_by:
+            if error is not None:
+                self._stack.__exit__(kind, error, trace)
+                return
+            with self._stack:  # an error leaves the files of before
+                self._publish()
 
     def _close(self, *old: str) -> None:
         """Publish the file of tokens. The ``old`` files go first: a crash between the renames then
@@ -167,14 +221,31 @@ class TokenWriter(ABC):
         self._stack.close()
 
 
-def content_key(index: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> str:
+def running_sums(file: IO[bytes]) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
+    """Yield the numbers that a writer has put by, CHUNK at a time, and their inclusive running
+    sum.
+    """
+    total = 0
+    file.seek(0)
+    while data := file.read(4 * CHUNK):
+        numbers = np.frombuffer(data, "<i4")
+        ends = np.cumsum(numbers, dtype=np.int64) + total
+        total = int(ends[-1])
+        yield numbers, ends
+
+
+def content_key(tokens: npt.NDArray[Any], *index: npt.NDArray[Any] | Column) -> str:
     """Return 16 hex digits that are equal for equal data.
 
-    To be cheap, they cover the whole index, the size of the tokens and their two ends. The ends
-    matter: two vocabularies of one word per character give the same lengths for a text.
+    To be cheap, they cover the sizes, parts of a long index (``spread``) and both ends of the
+    tokens. The ends matter: two vocabularies of one word per character give the same lengths for a
+    text.
     """
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(index.data)
+    for array in index:
+        digest.update(struct.pack("<Q", len(array)))
+        for part in spread(len(array)):
+            digest.update(np.ascontiguousarray(array[part]).data)
     digest.update(struct.pack("<Q", tokens.nbytes))
     digest.update(tokens[: 1 << 14].tobytes())
     digest.update(tokens[-(1 << 14) :].tobytes())

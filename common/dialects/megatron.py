@@ -243,7 +243,7 @@ TABLE: Table = {
     "split": To("data.split", joined),
     "data_impl": Only(("mmap", "infer", "cached", "lazy"), "the data's index says how they were"
         " written; expected mmap, cached, lazy or infer"),
-    "data_cache_path": To("data.index_cache"),
+    "data_cache_path": Without("samples need no index files"),
     "valid_data_path": To("data.validation", listed),
     "test_data_path": Without("the test part is not read; --run_mode eval measures a file"),
     **each(Only((), "write the paths behind --data-path"), """

@@ -108,6 +108,7 @@ _ABSENT = {
     "the launcher takes it: bash scripts/run_distribute.sh; leave it out": "nnodes nproc_per_node"
     " master_addr",
     "the data's index says how they were written; leave it out": "dataset_impl",
+    "samples need no index files; leave it out": "index_cache",
     "MindSpore's default is used; leave it out": "jit_config",
 }  # fmt: skip
 

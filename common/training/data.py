@@ -255,7 +255,6 @@ def _open(
         stride=stride,
         shuffle=shuffle,
         padded=config.data.eod_mask_loss == "targets",
-        cache_folder=Path(config.data.index_cache) if config.data.index_cache else None,
     )
 
 

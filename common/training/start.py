@@ -281,8 +281,8 @@ def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> N
     """Log what has changed since the checkpoint."""
     if manifest.get("data") != data.fingerprint:
         LOG.warning(
-            "the data, its split, the window or the seed has changed since the checkpoint, so"
-            " the order of samples changes too"
+            "the data, its split, the window or the seed has changed since the checkpoint, or the"
+            " checkpoint is of an older version, so the order of samples changes too"
         )
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
     silent = {"predict", "evaluation", "serve", "logging", "profile", "checkpoint"}

@@ -10,6 +10,7 @@ import pytest
 
 from common.dataset import IndexedDataset, IndexedWriter
 from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.token_files import TokenFiles
 from common.dataset.workers import TokenizerChoice
 from common.tokenizer import TOKENIZERS, Framing, PackedIds
 
@@ -36,6 +37,12 @@ def write_pair(tmp_path: Path) -> WritePair:
         return tmp_path / name
 
     return write
+
+
+@pytest.fixture
+def offsets_of() -> Callable[[TokenFiles], list[int]]:
+    """The first token of each document, and the number of tokens."""
+    return lambda data: [data.tokens_before(n) for n in range(data.document_count + 1)]
 
 
 class ByteTokenizer:

@@ -42,7 +42,7 @@ DOCUMENTS = st.lists(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(documents=DOCUMENTS, vocab_size=st.sampled_from([301, 65534, 65535]))
-def test_bytes_equal_numpys(tmp_path, documents, vocab_size) -> None:
+def test_bytes_equal_numpys(tmp_path, documents, vocab_size, offsets_of) -> None:
     sequences = [sequence for document in documents for sequence in document]
     flat = np.array(
         [token for sequence in sequences for token in sequence],
@@ -73,18 +73,18 @@ def test_bytes_equal_numpys(tmp_path, documents, vocab_size) -> None:
             assert ours[name].tolist() == expected[name].tolist()
     data = FleetXDataset(tmp_path / "ours")
     assert (
-        data.document_offsets().tolist()
+        offsets_of(data)
         == np.cumsum([0, *(sum(map(len, document)) for document in documents)]).tolist()
     )
 
 
-def test_samples_equal_those_of_a_pair(tmp_path, write_pair) -> None:
+def test_samples_equal_those_of_a_pair(tmp_path, write_pair, offsets_of) -> None:
     lengths = np.random.default_rng(1).integers(1, 30, size=60)
     pair = IndexedDataset(write_pair(lengths))
     ours = FleetXDataset(
         write(tmp_path, "theirs", np.array(pair.tokens), lens=lengths.astype(np.int32))
     )
-    assert ours.document_offsets().tolist() == pair.document_offsets().tolist()
+    assert offsets_of(ours) == offsets_of(pair)
     numbers = np.arange(40)
     for shuffle in (True, False):
         rows = [
@@ -111,15 +111,15 @@ def test_a_prefix_a_file_or_the_folder_names_the_data(tmp_path, given_as) -> Non
     assert samples.source(0) == tmp_path / "data"
 
 
-def test_the_older_form_and_one_without_documents(tmp_path) -> None:
+def test_the_older_form_and_one_without_documents(tmp_path, offsets_of) -> None:
     np.savez(tmp_path / "old_ids.npz", ids=TOKENS, lens=LENS)
     np.savez_compressed(tmp_path / "packed_ids.npz", ids=TOKENS, lens=LENS)
     for data in map(
         FleetXDataset, (tmp_path / "old", tmp_path / "packed_ids.npz", write(tmp_path, lens=LENS))
     ):
         assert data.tokens.tolist() == TOKENS.tolist()
-        assert data.document_offsets().tolist() == [0, 3, 10, 12, 13]
-    assert FleetXDataset(write(tmp_path)).document_offsets().tolist() == [0, 10, 10, 13]
+        assert offsets_of(data) == [0, 3, 10, 12, 13]
+    assert offsets_of(FleetXDataset(write(tmp_path))) == [0, 10, 10, 13]
 
 
 def test_a_folder_of_several_sets_is_refused(tmp_path) -> None:
@@ -173,12 +173,12 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "lens below 0": (
         "_idx.npz",
         _zip(lens=_npy(np.array([14, -1]))),
-        r"lens\[0\] is 14, expected 0 to the 13 tokens",
+        "damaged: lens has numbers that no sentence can have",
     ),
     "lens beyond": (  # their sum is 13 in 64 bits
         "_idx.npz",
         _zip(lens=_npy(np.array([2**64 - 1, 14], np.uint64))),
-        r"lens\[0\] is 18446744073709551615, expected 0 to the 13 tokens",
+        "damaged: lens has numbers that no sentence can have",
     ),
     "other sum": (
         "_idx.npz",
@@ -195,17 +195,17 @@ BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "docs fall": (
         "_idx.npz",
         _zip(lens=_npy(LENS), docs=_npy(np.array([0, 3, 1, 4]))),
-        "docs must rise from 0 to the 4 entries of lens",
+        "damaged: docs does not rise from 0 to the 4 entries of lens",
     ),
     "docs of unsigned numbers fall": (
         "_idx.npz",
         _zip(lens=_npy(LENS), docs=_npy(np.array([0, 3, 1, 4], np.uint64))),
-        "docs must rise from 0 to the 4 entries of lens",
+        "damaged: docs does not rise from 0 to the 4 entries of lens",
     ),
     "docs beyond": (
         "_idx.npz",
         _zip(lens=_npy(LENS), docs=_npy(np.array([0, 9]))),
-        r"found \[0, 9\] \.\.\. \[9\]",
+        "damaged: docs does not rise from 0 to the 4 entries of lens",
     ),
 }
 
@@ -225,7 +225,7 @@ def test_broken_files_are_refused_with_their_name(tmp_path, fault) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_preprocessing_writes_the_tokens_of_a_pair(tmp_path, byte_tokenizer) -> None:
+def test_preprocessing_writes_the_tokens_of_a_pair(tmp_path, byte_tokenizer, offsets_of) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("one two\n\nthree\n\nfour five six\n")
 
@@ -238,7 +238,7 @@ def test_preprocessing_writes_the_tokens_of_a_pair(tmp_path, byte_tokenizer) -> 
     pair, ours = IndexedDataset(run("pair")), FleetXDataset(run("ours", format="fleetx"))
     assert ours.prefix.name == "ours_text_document"
     assert ours.tokens.tolist() == pair.tokens.tolist()
-    assert ours.document_offsets().tolist() == pair.document_offsets().tolist()
+    assert offsets_of(ours) == offsets_of(pair)
     assert (metadata := ours.metadata()) is not None and metadata.tokens == pair.token_count
     assert sorted(path.name for path in tmp_path.glob("ours*")) == [
         "ours_text_document.meta.json",

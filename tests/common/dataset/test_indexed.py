@@ -6,6 +6,7 @@ import json
 import pickle
 import struct
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from common.dataset import IndexedDataset, IndexedWriter, token_dtype
-from common.dataset.fleetx import FleetXDataset
+from common.dataset.fleetx import FleetXDataset, FleetXWriter
 from common.dataset.indexed import HEADER, MAGIC
 from common.dataset.preprocess import PreprocessOptions, PreprocessResult, preprocess
 from common.errors import DataError, StorageError
@@ -79,7 +80,7 @@ def test_bytes_equal_megatrons_and_each_reads_the_other(
     sequences = [sequence for document in documents for sequence in document]
     assert [part.tolist() for part in (ours[n] for n in range(len(ours)))] == sequences
     assert [theirs[n].tolist() for n in range(len(theirs))] == sequences
-    assert ours.document_index.tolist() == theirs.document_indices.tolist()
+    assert ours.document_index[:].tolist() == theirs.document_indices.tolist()
 
 
 ROWS = [
@@ -104,7 +105,9 @@ def megatron_bytes(megatron, tmp_path: Path, rows: list[str]) -> tuple[bytes, by
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json", "a.parquet", "a.arrow"])
-def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, byte_tokenizer, name) -> None:
+def test_every_row_is_a_document_as_in_megatron(
+    megatron, tmp_path, byte_tokenizer, name, offsets_of
+) -> None:
     path = tmp_path / name
     if name.startswith("a."):
         lines = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
@@ -141,11 +144,11 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, byte_tokeniz
     of_fleetx = FleetXDataset(run("fleetx", 50).prefixes[0])
     pair = IndexedDataset(prefix)
     assert of_fleetx.tokens.tolist() == pair.tokens.tolist()
-    assert of_fleetx.document_offsets().tolist() == pair.document_offsets().tolist()
+    assert offsets_of(of_fleetx) == offsets_of(pair)
 
 
 @pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
-def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
+def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer, offsets_of) -> None:
     """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their
     number.
     """
@@ -167,9 +170,7 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
         (tmp_path / "old.idx").write_bytes(raw[:48] + raw[56 : 56 + 8 * 11])
     data = IndexedDataset(tmp_path / "old")
     assert [data[n].tolist() for n in range(len(data))] == [[5, 6, 7], [8], [9, 70000]]
-    assert data.document_offsets().tolist() == (
-        [0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6]
-    )
+    assert offsets_of(data) == ([0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6])
     whole = (tmp_path / "old.idx").read_bytes()
     for wrong, message in (
         (whole[:-8], "ends early"),
@@ -182,11 +183,11 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
             IndexedDataset(tmp_path / "old")
 
 
-def test_members_in_closed_form(write_pair) -> None:
+def test_members_in_closed_form(write_pair, offsets_of) -> None:
     data = IndexedDataset(write_pair([3, 7, 2, 1], documents=[2, 0, 2]))
-    assert data.sizes.tolist() == [3, 7, 2, 1]
-    assert data.document_index.tolist() == [0, 2, 2, 4]
-    assert data.document_offsets().tolist() == [0, 10, 10, 13]
+    assert data.sizes[:].tolist() == [3, 7, 2, 1]
+    assert data.document_index[:].tolist() == [0, 2, 2, 4]
+    assert offsets_of(data) == [0, 10, 10, 13]
     assert (data.token_count, len(data), data.document_count) == (13, 4, 3)
     assert data.tokens.tolist() == list(range(13))
     assert data[1].tolist() == list(range(3, 10))
@@ -251,11 +252,11 @@ def change(path: Path, at: int, data: bytes) -> None:
         (18, struct.pack("<Q", 0), "holds no sequences"),
         (18, struct.pack("<Q", 9), "ends early"),
         (26, struct.pack("<Q", 1), "is too long"),
-        (HEADER.size, struct.pack("<i", -1), "sequence 0 has the size -1"),
-        (HEADER.size, struct.pack("<i", 4), "the pointer of sequence 1 is 6"),
-        (HEADER.size + 12 + 8, struct.pack("<q", 8), "the pointer of sequence 1 is 8"),
+        (HEADER.size, struct.pack("<i", -1), "damaged: sequence 0 of -1 tokens"),
+        (HEADER.size, struct.pack("<i", 4), "damaged: sequence 1 of 7 tokens is at byte 6"),
+        (HEADER.size + 20, struct.pack("<q", 8), "damaged: sequence 1 of 7 tokens is at byte 8"),
         (HEADER.size + 36, struct.pack("<q", 1), "must run from 0"),
-        (HEADER.size + 36 + 8, struct.pack("<q", 9), "falls from 9 to 2"),
+        (HEADER.size + 36 + 8, struct.pack("<q", 9), "damaged: document 2 begins before"),
     ],
 )
 def test_a_broken_idx_is_refused(write_pair, at, data, message) -> None:
@@ -301,9 +302,9 @@ def test_a_failed_rewrite_keeps_the_old_pair(write_pair) -> None:
         IndexedWriter(prefix, "uint16") as writer,
     ):
         writer.append(np.array([70000]), np.array([1]))
-    assert IndexedDataset(prefix).sizes.tolist() == [3, 7]
+    assert IndexedDataset(prefix).sizes[:].tolist() == [3, 7]
     write_pair([1])
-    assert IndexedDataset(prefix).sizes.tolist() == [1]
+    assert IndexedDataset(prefix).sizes[:].tolist() == [1]
 
 
 def test_a_rewrite_that_cannot_be_published_keeps_the_old_pair(write_pair, monkeypatch) -> None:
@@ -325,6 +326,23 @@ def test_a_rewrite_that_cannot_be_published_keeps_the_old_pair(write_pair, monke
         writer.append(np.arange(4), np.array([4]))
     after = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
     assert after == before
+
+
+@pytest.mark.parametrize("writer", [IndexedWriter, FleetXWriter])
+def test_ten_million_documents_are_written_with_the_memory_of_a_block(tmp_path, writer) -> None:
+    block = np.ones(100_000, dtype=np.uint16)
+    tracemalloc.start()
+    with writer(tmp_path / "data", np.dtype("u2")) as file:
+        for _ in range(100):
+            file.append(block, block)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 45e6, "8 bytes a document would be 80 MB"
+    data = (IndexedDataset if writer is IndexedWriter else FleetXDataset)(tmp_path / "data")
+    assert (data.document_count, data.token_count) == (10_000_000, 10_000_000)
+    assert [data.tokens_before(n) for n in (0, 1, 7_654_321, 10_000_000)] == [
+        *(0, 1, 7_654_321, 10_000_000)
+    ]
 
 
 def test_the_format_starts_with_magic_and_version(write_pair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,18 @@ def test_an_error_names_its_item(
     file = io.BytesIO(data if isinstance(data, bytes) else data.encode())
     with pytest.raises(DataError, match=r"a\.json: .*" + message):
         list(array_items(file, PATH, 100))
+
+
+@pytest.mark.parametrize("before", ["", r"\\", r"\"", "]]"])
+def test_brackets_of_a_text_are_no_depth_and_those_of_items_are(before: str) -> None:
+    text = f'["a{before}", "{before}{"[{" * 20_000}"]'
+    assert list(array_items(io.BytesIO(text.encode()), PATH)) == [*enumerate(json.loads(text), 1)]
+    deep = f'["a{before}", {"[" * 70_000}'
+    with pytest.raises(DataError, match=r"a\.json: item \d is nested too deeply"):
+        list(array_items(io.BytesIO(deep.encode()), PATH))
+
+
+def test_the_limit_of_digits_holds_between_the_items() -> None:
+    before = sys.get_int_max_str_digits()
+    items = array_items(io.BytesIO(f"[1{'0' * 9000}, 2]".encode()), PATH)
+    assert next(items) == (1, 10**9000) and sys.get_int_max_str_digits() == before

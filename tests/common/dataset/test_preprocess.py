@@ -93,7 +93,7 @@ def test_sentences_belong_to_documents(tmp_path, byte_tokenizer, read_back) -> N
     path.write_text("One. Two!\n\nThree?")
     assert read_back(path, split_sentences=True) == ["One.", "Two!¶", "Three?¶"]
     data = IndexedDataset(tmp_path / "out_text_sentence")
-    assert data.document_index.tolist() == [0, 2, 3]
+    assert data.document_index[:].tolist() == [0, 2, 3]
     assert read_back(path, split_sentences=True, keep_newlines=True) == [
         "One. ",
         "Two!¶",
@@ -239,7 +239,7 @@ def test_tinyshakespeare_is_one_document_of_338025_tokens(
 ) -> None:
     corpus = real_data / "corpora" / "en" / "tinyshakespeare.txt"
     run(tmp_path, corpus, gpt2_vocab_files, "x", documents=DocumentRule.FILE, append_eod=False)
-    assert IndexedDataset(tmp_path / "x_text_document").sizes.tolist() == [338025]
+    assert IndexedDataset(tmp_path / "x_text_document").sizes[:].tolist() == [338025]
 
 
 @pytest.mark.parametrize("sentences", [False, True])

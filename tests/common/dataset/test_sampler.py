@@ -23,7 +23,9 @@ def samples(write_pair) -> Samples:
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(size=st.sampled_from([1, 2, 3, 4]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500))
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 64]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500)
+)
 def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed) -> None:
     whole = ShardedSampler(samples, global_batch_size=size * per_rank)
     ranks = [
@@ -43,6 +45,23 @@ def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed
     ).all()
     state = whole.initial_hash
     assert len({rank.extend_hash(state, consumed) for rank in (whole, *ranks)}) == 1
+
+
+def test_64_readers_that_open_the_data_themselves_agree(write_pair) -> None:
+    prefix = write_pair(np.random.default_rng(0).integers(1, 90, size=400))
+
+    def reader(rank: int, ranks: int) -> ShardedSampler:
+        return ShardedSampler(
+            GPTDataset(prefix, split="train", seq_length=6, seed=5),
+            global_batch_size=128, data_parallel_size=ranks, data_parallel_rank=rank,
+        )  # fmt: skip
+
+    readers = [reader(0, 1), *(reader(rank, 64) for rank in range(64))]
+    streams = [sampler.batches() for sampler in readers]
+    for _ in range(50):  # beyond an epoch
+        whole, *parts = map(next, streams)
+        assert (np.concatenate([part.tokens for part in parts]) == whole.tokens).all()
+        assert {part.sample_hash for part in parts} == {whole.sample_hash}
 
 
 def test_resuming_continues_data_and_hash(samples) -> None:

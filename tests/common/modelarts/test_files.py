@@ -90,7 +90,6 @@ def test_urls_of_a_yaml_and_of_a_blend_are_pulled(
     "keys",
     [
         {"predict": {"output_file": "obs://b/o"}},
-        {"data": {"index_cache": "obs://b/o"}},
         {"context": {"save_graphs_path": "s3://b/o"}},
     ],
 )

@@ -51,7 +51,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
     "zero_stage": "1.0, which ds_config.json overrules; without DeepSpeed nothing is split",
     **dict.fromkeys(
         ("lr_warmup_fraction", "exit_interval", "exit_duration_in_mins", "save_interval",
-         "valid_data_path", "pretrained_checkpoint", "data_cache_path", "recompute_granularity"),
+         "valid_data_path", "pretrained_checkpoint", "recompute_granularity"),
         "None, which is off, as here",
     ),
     **dict.fromkeys(
