@@ -338,6 +338,13 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "model_optim_rng.pt"
     write_torch(path, tree, (array for _, array in arrays.values()))
     loaded = torch.load(path, weights_only=True)
+    torch.save(loaded, tmp_path / "theirs.pt")
+    sums = []
+    for file in (path, tmp_path / "theirs.pt"):
+        with zipfile.ZipFile(file) as records:
+            assert records.testzip() is None
+            sums.append({Path(each.filename).name: each.CRC for each in records.infolist()})
+    assert [name for name in sums[1] if sums[0][name] != sums[1][name]] == ["serialization_id"]
     for name, (word, array) in arrays.items():
         tensor = loaded["model"][name]
         assert str(tensor.dtype) == f"torch.{word}" and tuple(tensor.shape) == array.shape
