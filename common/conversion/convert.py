@@ -29,14 +29,13 @@ from common.files import (
 )
 from common.hub import located
 from common.log import LOG, progress_bar
-from common.systems.hugging_face.config import CONFIG, write_config
-from common.systems.hugging_face.read import open_without_config
 from common.systems.hugging_face.tokenizer import (
     put_tokenizer,
     special_ids,
     tokenizer_of,
     without_tokenizer,
 )
+from common.systems.hugging_face.weights import CONFIG, open_without_config, write_config
 from common.systems.mindformers.write import write_file
 from common.systems.table import FORMATS, detect
 from common.systems.weights import FLOATS, Weights

@@ -28,9 +28,9 @@ from common.generation.transformers_config import generation_config
 from common.log import LOG, progress_bar
 from common.packages import require_package
 from common.parallel.run import Run
-from common.systems.gguf.write import write_gguf
-from common.systems.hugging_face.config import CONFIG, write_config
+from common.systems.gguf import write_gguf
 from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, without_tokenizer
+from common.systems.hugging_face.weights import CONFIG, write_config
 from common.systems.onnx.session import OnnxModel
 from common.systems.onnx.write import GRAPH_FILE, write_onnx
 from common.systems.table import FORMATS, detect

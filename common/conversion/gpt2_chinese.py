@@ -30,11 +30,10 @@ from common.locks import held_lock
 from common.log import LOG, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
-from common.systems.config import COMMAND_LINES, open_flags
+from common.systems.config import COMMAND_LINES, Opened, open_flags
 from common.systems.dialect import Dialect
 from common.systems.flags import read_flags
 from common.systems.gpt2_chinese import GENERATION, TOKENS
-from common.systems.opened import Opened
 from common.tokenizer import require_files
 
 _COMMANDS = {

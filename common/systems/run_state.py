@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,9 +16,11 @@ from common.checkpoint.state import TrainState
 from common.config.resolved import ResolvedModel
 from common.config.update_rules import RULES, RuleName
 from common.errors import CheckpointError, ConfigError
-from common.structured_files import shown
-from common.systems.weights import Weight
+from common.files import atomic_write
+from common.structured_files import kind_of, shown
+from common.systems.weights import Weight, Weights, checked_model
 from common.weights.names import check_tensors, parameter_shapes
+from common.yaml_files import dump_yaml, read_yaml_mapping
 
 NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 """State of the loss scale of a run without one."""
@@ -174,3 +177,33 @@ def require_moments(
         return {}
     check_tensors(path, {name: moment.shape for name, moment in moments.items()}, expected)
     return {name: moments[name] for name in expected}
+
+
+MODEL_YAML = "model.yaml"
+
+
+def read_model_yaml(path: Path) -> tuple[ResolvedModel, dict[str, Any] | None]:
+    """Return the section model, and the section run where there is one. Raises ConfigError."""
+    if not os.path.lexists(path):
+        raise ConfigError(
+            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section"
+            " model of the config beside the weights"
+        )
+    content = read_yaml_mapping(path)
+    section = content.get("model")
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{path}: no section model (found {kind_of(section)}); expected num_layers,"
+            " hidden_size, num_heads, seq_length, vocab_size"
+        )
+    run = content.get("run")
+    return checked_model(path, section), None if run is None else checked_run(path, run)
+
+
+def write_model_yaml(folder: Path, weights: Weights) -> None:
+    """Write the file into ``folder``. Raises StorageError."""
+    content: dict[str, Any] = {"model": weights.model.model_dump(exclude_none=True)}
+    if weights.run is not None:
+        content["run"] = dict(weights.run)
+    with atomic_write(folder / MODEL_YAML, "w") as file:
+        file.write(dump_yaml(content))

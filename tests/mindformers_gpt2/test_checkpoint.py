@@ -15,7 +15,7 @@ ms = pytest.importorskip(
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints  # noqa: E402
 from common.errors import StorageError  # noqa: E402
 from common.inputs import make_run  # noqa: E402
-from common.systems.mindformers import rank_files  # noqa: E402
+from common.systems.mindformers import write as rank_files  # noqa: E402
 from common.tensor_files.safetensors_file import open_safetensors  # noqa: E402
 from mindformers_gpt2.train import train  # noqa: E402
 from tests.common.systems.mindformers.test_rank_files import theirs as theirs_of  # noqa: E402

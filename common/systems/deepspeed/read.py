@@ -13,8 +13,13 @@ from typing import Any
 from common.config.update_rules import rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
-from common.systems.deepspeed.files import Checkpoint, args_of, find_folder, open_checkpoint
-from common.systems.deepspeed.names import NAME_MAP
+from common.systems.deepspeed.files import (
+    NAME_MAP,
+    Checkpoint,
+    args_of,
+    find_folder,
+    open_checkpoint,
+)
 from common.systems.deepspeed.optimizer import Saved, read_optimizers
 from common.systems.megatron_args import in_version, model_of_args
 from common.systems.rank_parts import Ranks, join_ranks, read_joined

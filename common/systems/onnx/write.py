@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.packages import require_package
-from common.systems.onnx.quantize import BLOCK
 from common.systems.weights import Weights, require_blocks
 from common.tensor_files.checksummed import ChecksummedFile
 
@@ -28,7 +27,7 @@ def write_onnx(
     where the sizes do not suit the dtype; OSError is left to the caller.
     """
     require_package("onnx", extra="export", purpose="which writes ONNX")
-    from common.systems.onnx.model import BITS, GPT2Graph
+    from common.systems.onnx.model import BITS, BLOCK, GPT2Graph
 
     model, dtype = weights.model, dtype or "float32"
     scheme = weights.scheme if dtype == "int8" else None

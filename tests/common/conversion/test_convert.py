@@ -31,7 +31,7 @@ from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
-from common.systems.hugging_face.write import write_hugging_face  # noqa: E402
+from common.systems.hugging_face.weights import write_hugging_face  # noqa: E402
 from common.systems.own_folder import write_project  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weight, Weights  # noqa: E402
@@ -413,7 +413,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(
         fails(CheckpointError, match, evil, dtype=to)
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(
-        "common.systems.model_yaml.dump_yaml", lambda *_, **__: (_ for _ in ()).throw(full)
+        "common.systems.run_state.dump_yaml", lambda *_, **__: (_ for _ in ()).throw(full)
     )
     fails(StorageError, "out: the weights could not be written: .*No space left on device", good)
     (tmp_path / "out").mkdir()

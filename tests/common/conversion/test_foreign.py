@@ -13,8 +13,8 @@ import pytest
 from common.checkpoint.folders import NoCheckpointError, read_manifest, require_checkpoint
 from common.conversion.convert import convert, convert_as_mindformers_did
 from common.conversion.foreign import explained
-from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import write_project
+from common.systems.run_state import MODEL_YAML
 from common.systems.weights import Weight, Weights, checked_model
 from common.weights.names import parameter_shapes
 from tools.convert_weight import main

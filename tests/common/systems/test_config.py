@@ -24,7 +24,7 @@ from common.run_config import load_config
 from common.systems.config import open_config, open_flags
 from common.systems.flag_scripts import main_with_flags
 from common.systems.flags import read_command, read_flag_file
-from common.systems.oneflow.launch import start_nodes_devices
+from common.systems.oneflow.flags import start_nodes_devices
 from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
 

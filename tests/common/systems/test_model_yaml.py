@@ -14,8 +14,7 @@ import yaml
 from common.config.schema import ModelConfig
 from common.errors import ConfigError
 from common.systems.megatron.write import write_megatron
-from common.systems.model_yaml import MODEL_YAML, read_model_yaml, write_model_yaml
-from common.systems.run_state import moment_shapes
+from common.systems.run_state import MODEL_YAML, moment_shapes, read_model_yaml, write_model_yaml
 from common.systems.weights import Weight, Weights
 from common.weights.names import parameter_shapes
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.systems.fleetx import parts as fleetx
-from common.systems.hugging_face import names as hugging_face
-from common.systems.megatron import names as megatron
-from common.systems.mindformers import names as mindformers
+from common.systems.fleetx import read as fleetx
+from common.systems.hugging_face import weights as hugging_face
+from common.systems.megatron import shards as megatron
+from common.systems.mindformers import read as mindformers
 from common.systems.name_map import Fusion, NameMap, NameRow
 from common.weights.names import parameter_shapes
 

@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
-from common.systems.megatron import optimizer as megatron_optimizer  # noqa: E402
+from common.systems.megatron import read as megatron_optimizer  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weight, Weights  # noqa: E402

@@ -11,8 +11,8 @@ import pytest
 from common.conversion.convert import convert
 from common.errors import ConfigError
 from common.systems.mindformers.read import open_mindformers
-from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import write_project
+from common.systems.run_state import MODEL_YAML
 from common.systems.weights import Weight, Weights, checked_model
 from common.weights.names import parameter_shapes
 

@@ -15,8 +15,8 @@ from common.config.load import build_config
 from common.config.resolved import as_run
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config
-from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
 from common.systems.mindformers.read import open_mindformers
+from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.systems.own_folder import open_project, write_project
 from common.systems.run_state import NO_SCALE, new_run
 from common.systems.weights import Weight, Weights, checked_model

@@ -18,10 +18,9 @@ import pytest
 
 from common.errors import CheckpointError, GPT2Error
 from common.parallel.sharding import Role, role_of
-from common.systems.mindformers.names import NAME_MAPS
-from common.systems.mindformers.read import open_mindformers
+from common.systems.mindformers.read import NAME_MAPS, open_mindformers
 from common.systems.mindformers.slices import Slices, find_slices
-from common.systems.model_yaml import MODEL_YAML
+from common.systems.run_state import MODEL_YAML
 from common.systems.weights import checked_model
 from common.tensor_files import mindspore_strategy
 from common.tensor_files.mindspore_strategy import Layout, read_strategy, write_strategy
