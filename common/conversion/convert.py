@@ -138,7 +138,11 @@ def convert(
         with reading(source, CheckpointError):
             source_format = source_format or detect(source)
             weights = stack.enter_context(_opener(source_format)(source))
-        temporary = stack.enter_context(_folder(target))
+        temporary = stack.enter_context(
+            whole_folder(
+                target, what="the weights", remedy="make room there, or choose another --output"
+            )
+        )
         warn_of_heads(source, weights.model)
         is_float = dtype is None or dtype in FLOATS
         if weights_only or not FORMATS[target_format].holds_run or not is_float:
@@ -297,12 +301,6 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Conve
             step=None,
             ignored=weights.ignored,
         )
-
-
-def _folder(target: Path) -> AbstractContextManager[Path]:
-    return whole_folder(
-        target, what="the weights", remedy="make room there, or choose another --output"
-    )
 
 
 _TEXT = "Hello, world! It's 12:30.\n\n  你好，世界 🙂 "

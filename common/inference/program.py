@@ -13,8 +13,7 @@ from common.generation.exported import ExportedDecoder, ExportedModel
 from common.generation.generate import Decoder
 from common.inference.source import Source
 from common.parallel.run import Run
-from common.systems.onnx.session import OnnxModel, OnnxSlots
-from common.systems.onnx.write import GRAPH_FILE
+from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, OnnxSlots
 
 
 class ProgramRunner:

@@ -254,12 +254,8 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
     }
     return max(
         COMMAND_LINES,
-        key=lambda system: sum(_is_flag_of(COMMAND_LINES[system], name) for name in names),
+        key=lambda system: sum(has_rule(name, COMMAND_LINES[system].table) for name in names),
     )
-
-
-def _is_flag_of(dialect: Dialect, name: str) -> bool:
-    return has_rule(name, dialect.table)
 
 
 def open_flags(
@@ -274,10 +270,10 @@ def open_flags(
     """
     dialect = COMMAND_LINES[system]
     tree, sources, replaced = read_flags(words, where, dialect.table)
+    own = [key for key in tree if has_rule(key, dialect.table)]
     for other in COMMAND_LINES.values():
-        alien = [key for key in tree if not _is_flag_of(dialect, key) and _is_flag_of(other, key)]
+        alien = [key for key in tree if key not in own and has_rule(key, other.table)]
         if alien:
-            own = any(_is_flag_of(dialect, key) for key in tree)
             raise ConfigError(
                 f"{sources[alien[0],]} is {other.system}'s, and"
                 f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.structured_files import kind_of, shown
 from common.systems.weights import Weight, Weights, checked_model
+from common.tensor_files.arrays import FileTensor
 from common.weights.names import check_tensors, parameter_shapes
 from common.yaml_files import dump_yaml, read_yaml_mapping
 
@@ -107,6 +109,22 @@ def new_run(
         "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),
         "config": {"optimizer": {"name": optimizer}},
     }
+
+
+@contextmanager
+def reading_counters(path: Path) -> Iterator[None]:
+    """Turn errors of foreign values that are not numbers into a ConfigError."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{path}: its counters or its loss scale are not numbers ({error}); copy it again"
+        ) from None
+
+
+def first_number(value: Any) -> Any:
+    """Return the first element of a tensor, and any other value as it is."""
+    return value.read().reshape(-1)[0].item() if isinstance(value, FileTensor) else value
 
 
 def checked_run(path: Path, record: Any) -> dict[str, Any]:

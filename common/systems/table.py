@@ -23,7 +23,7 @@ from common.systems.hugging_face import weights as hugging_face
 from common.systems.megatron import read as megatron, write as to_megatron
 from common.systems.mindformers import read as mindformers, write as to_mindformers
 from common.systems.oneflow import read as oneflow
-from common.systems.onnx import write as to_onnx
+from common.systems.onnx import folder as to_onnx
 from common.systems.strangers import stranger_at
 from common.systems.weights import FLOATS, Weights
 

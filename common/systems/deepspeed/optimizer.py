@@ -18,6 +18,7 @@ from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import Checkpoint, short_name
 from common.systems.rank_parts import name_in_order
+from common.systems.run_state import first_number
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
 from common.tensor_files.pickled_values import Foreign
 
@@ -232,7 +233,7 @@ def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> in
     group = base["param_groups"][0] if isinstance(base, dict) else {}
     places = [*(records[:1]), group, {"step": state.get("base_optimizer_state_step")}]
     found = next((place["step"] for place in places if place.get("step") is not None), None)
-    return whole(found.read().reshape(-1)[0].item()) if isinstance(found, FileTensor) else found
+    return None if found is None else whole(first_number(found))
 
 
 def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:

@@ -27,6 +27,7 @@ from common.systems.run_state import (
     NO_SCALE,
     checked_run,
     new_run,
+    reading_counters,
     require_moments,
     require_one_run,
 )
@@ -109,7 +110,7 @@ def _by_tensor_rank(
 def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
     """Return the state of the run, as far as DeepSpeed's numbers hold it. Raises ConfigError."""
     path, tree = there.first.path, there.first.tree
-    try:
+    with reading_counters(path):
         skipped = whole(tree.get("skipped_steps", 0))
         samples = args_of(there.first).get("consumed_train_samples")
         run = new_run(
@@ -119,12 +120,8 @@ def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
             scale=_scale(saved.state),
             consumed_samples=whole(tree.get("global_samples", 0) if samples is None else samples),
         )
-        run["state"]["skipped_steps"] = skipped
-        return checked_run(path, run)
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: its counters or its loss scale are not numbers ({error}); copy it again"
-        ) from None
+    run["state"]["skipped_steps"] = skipped
+    return checked_run(path, run)
 
 
 def _scale(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ from common.systems.rank_parts import Joined, name_in_order, read_joined
 from common.systems.run_state import (
     NO_SCALE,
     checked_run,
+    first_number,
     new_run,
+    reading_counters,
     require_moments,
     require_one_run,
 )
@@ -89,8 +91,7 @@ def read_optimizer(file: TensorFile) -> SavedState:
         stored = [*copies, *(tensor for tensors in moments.values() for tensor in tensors)]
         if not all(isinstance(tensor, FileTensor) for tensor in stored):
             raise TypeError("no tensors")
-        if isinstance(steps, FileTensor):
-            steps = whole(steps.read().reshape(-1)[0].item())
+        steps = None if steps is None else whole(first_number(steps))
         return SavedState(
             moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler")
         )
@@ -127,41 +128,29 @@ def run_of(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
     """Return the state of the run, as far as Megatron's own numbers hold it. Raises ConfigError for
     values that are not numbers.
     """
-    try:
-        return checked_run(shards.first.path, _counted(shards, saved, step))
-    except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
-        raise ConfigError(
-            f"{shards.first.path}: its counters or its grad_scaler are not numbers ({error}); copy"
-            " it again"
-        ) from None
-
-
-def _counted(shards: Shards, saved: SavedState, step: int) -> dict[str, Any]:
     args, scale = shards.args, dict(NO_SCALE)
-    if saved.scaler is not None:
-        value = saved.scaler.get("scale", getattr(args, "loss_scale", None))
-        value = value.read().reshape(-1)[0] if isinstance(value, FileTensor) else value
-        scale |= {
-            "mode": "dynamic" if "scale" in saved.scaler else "static",
-            "value": float(np.float32(value or 1.0)),
-        }
-        hysteresis = getattr(args, "hysteresis", None) or 2
-        scale |= {
-            "finite_steps": whole(saved.scaler.get("growth_tracker", 0)),
-            "overflows": max(
-                0, hysteresis - whole(saved.scaler.get("hysteresis_tracker", hysteresis))
-            ),
-        }
-    scheduler = shards.first.tree.get("opt_param_scheduler")  # it counts samples of updates
-    counted = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
-    return new_run(
-        rule_keeping(saved.moments),
-        step=step,
-        updates=step if saved.steps is None else whole(saved.steps),
-        scale=scale,
-        consumed_samples=whole(getattr(args, "consumed_train_samples", None) or 0),
-        updated_samples=None if counted is None else whole(counted),
-    )
+    with reading_counters(shards.first.path):
+        if saved.scaler is not None:
+            value = first_number(saved.scaler.get("scale", getattr(args, "loss_scale", None)))
+            hysteresis = getattr(args, "hysteresis", None) or 2
+            left = whole(saved.scaler.get("hysteresis_tracker", hysteresis))
+            scale |= {
+                "mode": "dynamic" if "scale" in saved.scaler else "static",
+                "value": float(np.float32(value or 1.0)),
+                "finite_steps": whole(saved.scaler.get("growth_tracker", 0)),
+                "overflows": max(0, hysteresis - left),
+            }
+        scheduler = shards.first.tree.get("opt_param_scheduler")  # it counts samples of updates
+        counted = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
+        run = new_run(
+            rule_keeping(saved.moments),
+            step=step,
+            updates=step if saved.steps is None else saved.steps,
+            scale=scale,
+            consumed_samples=whole(getattr(args, "consumed_train_samples", None) or 0),
+            updated_samples=None if counted is None else whole(counted),
+        )
+    return checked_run(shards.first.path, run)
 
 
 def detects(path: Path, format: str = "megatron") -> bool:

@@ -502,7 +502,7 @@ def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
     shards = types.SimpleNamespace(
         first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace()
     )
-    with pytest.raises(ConfigError, match="x: its counters or its grad_scaler are not numbers"):
+    with pytest.raises(ConfigError, match="x: its counters or its loss scale are not numbers"):
         megatron_optimizer.run_of(
             shards, megatron_optimizer.SavedState(moments={}, scaler=scaler), 3
         )
