@@ -15,8 +15,8 @@ from common.config.schema import ModelConfig
 from common.errors import ConfigError
 from common.systems.megatron.write import write_megatron
 from common.systems.run_state import MODEL_YAML, moment_shapes, read_model_yaml, write_model_yaml
-from common.systems.weights import Weight, Weights
-from common.weights.names import parameter_shapes
+from common.systems.weights import Weights
+from tests.common.systems.tiny_weights import as_weights, random_arrays
 
 MODEL = {
     "num_layers": 1,
@@ -45,23 +45,12 @@ def read(folder: Path, text: str) -> tuple[ModelConfig, dict[str, Any] | None]:
     return read_model_yaml(folder / MODEL_YAML)
 
 
-def zeros(shapes: dict[str, tuple[int, ...]]) -> dict[str, Weight]:
-    return {
-        name: Weight(
-            dtype="float32", shape=shape, load=lambda shape=shape: np.zeros(shape, np.float32)
-        )
-        for name, shape in shapes.items()
-    }
-
-
 def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(
     tmp_path: Path,
 ) -> None:
     model, run = read(tmp_path, yaml.safe_dump({"model": MODEL, "run": RUN}))
-    tensors, moments = zeros(parameter_shapes(model)), zeros(moment_shapes(model, "adamw"))
-    weights = Weights(
-        path=tmp_path, format="mindformers", model=model, tensors=tensors, moments=moments, run=run
-    )
+    moments = {name: np.zeros(shape, "f4") for name, shape in moment_shapes(model, "adamw").items()}
+    weights = as_weights(model, random_arrays(model), moments=moments, run=run)
     write_megatron(tmp_path / "out", weights, None)
     saved = torch.load(
         tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False

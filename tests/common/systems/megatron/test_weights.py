@@ -26,9 +26,10 @@ from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.systems.megatron import read as megatron_optimizer  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
-from common.systems.weights import Weight, Weights  # noqa: E402
+from common.systems.weights import Weights  # noqa: E402
 from common.tensor_files.arrays import FileTensor, TensorFile  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
+from tests.common.systems.tiny_weights import as_weights, random_arrays  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
@@ -45,26 +46,6 @@ ARGS = {
 }  # fmt: skip
 HEAD = 6
 """Outputs of one."""
-
-
-def random_arrays(model: ModelConfig = MODEL, seed: int = 0) -> dict[str, Any]:
-    return {
-        name: weight.load()
-        for name, weight in random_weights(model, "float32", seed).tensors.items()
-    }
-
-
-def as_weights(arrays: dict[str, Any], model: ModelConfig = MODEL, **more: Any) -> Weights:
-    def named(tensors: dict[str, Any]) -> dict[str, Weight]:
-        return {
-            name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
-            for name, array in tensors.items()
-        }
-
-    more = {key: named(value) if key == "moments" else value for key, value in more.items()}
-    return Weights(
-        path=Path("made.here"), format="random", model=model, tensors=named(arrays), **more
-    )
 
 
 def load(file: Path) -> Any:
@@ -127,7 +108,7 @@ def tensors(tree: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, version: int) -> None:
-    arrays, table = random_arrays(), np.zeros((112, 24), np.float32)
+    arrays, table = random_arrays(MODEL), np.zeros((112, 24), np.float32)
     table[:101] = arrays["wte.weight"]
     for rank in range(2):
         embedding = {
@@ -164,8 +145,8 @@ def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, versio
 
 def test_each_rank_has_its_own_heads_layers_and_tokens(tmp_path: Path) -> None:
     """Written tensors as torch sees them, by the same formulas."""
-    arrays = random_arrays()
-    write_megatron(tmp_path, as_weights(arrays), None, 2, 2)
+    arrays = random_arrays(MODEL)
+    write_megatron(tmp_path, as_weights(MODEL, arrays), None, 2, 2)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     for rank in range(2):
         expected = rank_by_hand(arrays, rank, 2)
@@ -242,9 +223,9 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def test_megatron_core_loads_it_and_computes_the_same(tmp_path: Path, core: Any) -> None:
-    arrays = {name: array * np.float32(0.3) for name, array in random_arrays().items()}
+    arrays = {name: array * np.float32(0.3) for name, array in random_arrays(MODEL).items()}
     (tmp_path / "one").mkdir()
-    write_megatron(tmp_path / "one", as_weights(arrays), None, format="megatron_core")
+    write_megatron(tmp_path / "one", as_weights(MODEL, arrays), None, format="megatron_core")
     model = core().eval()
     model.load_state_dict(
         load(tmp_path / "one" / "release" / "mp_rank_00" / "model_optim_rng.pt")["model"],
@@ -257,7 +238,7 @@ def test_megatron_core_loads_it_and_computes_the_same(tmp_path: Path, core: Any)
         expected = hugging_face_model(MODEL, tensors(arrays))(ids).logits
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     (tmp_path / "two").mkdir()
-    write_megatron(tmp_path / "two", as_weights(arrays), None, 1, 2, format="megatron_core")
+    write_megatron(tmp_path / "two", as_weights(MODEL, arrays), None, 1, 2, format="megatron_core")
     for stage in range(2):
         part = core(2, pre_process=stage == 0, post_process=stage == 1)
         part.load_state_dict(
@@ -306,13 +287,13 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     """
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
-    arrays = random_arrays()
+    arrays = random_arrays(MODEL)
     moments = {
         f"{name}.{part}": array * times
         for name, array in arrays.items()
         for part, times in (("exp_avg", 2), ("exp_avg_sq", 3))
     }
-    weights = as_weights(arrays, moments=moments, run=half_run(form))
+    weights = as_weights(MODEL, arrays, moments=moments, run=half_run(form))
     write_megatron(tmp_path, weights, None if form == "float32" else form, format="megatron_core")
     saved = load(tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt")
     assert saved["iteration"] == 5 and saved["args"].consumed_train_samples == 20
@@ -429,8 +410,8 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
     """And a folder whose pipeline stages are of unlike size, as --decoder-first-pipeline-num-layers
     makes them.
     """
-    arrays = random_arrays()
-    write_megatron(tmp_path, as_weights(arrays), None, 1, 4, format="megatron_core")
+    arrays = random_arrays(MODEL)
+    write_megatron(tmp_path, as_weights(MODEL, arrays), None, 1, 4, format="megatron_core")
     files = [
         tmp_path / "release" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
         for stage in range(4)
@@ -464,7 +445,7 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
 
 
 def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -> None:
-    write_megatron(tmp_path, as_weights(random_arrays()), None)
+    write_megatron(tmp_path, as_weights(MODEL, random_arrays(MODEL)), None)
     file = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
     saved = load(file) | {
         "optimizer": {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}},
@@ -473,7 +454,7 @@ def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -
     torch.save(saved, file)
     assert (
         "by the distributed optimizer"
-        in equal(tmp_path, "megatron", random_arrays()).ignored["optimizer"]
+        in equal(tmp_path, "megatron", random_arrays(MODEL)).ignored["optimizer"]
     )
 
 
@@ -558,7 +539,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     good = tmp_path / "good"
     good.mkdir()
-    write_megatron(good, as_weights(random_arrays()), None, 2, 2)
+    write_megatron(good, as_weights(MODEL, random_arrays(MODEL)), None, 2, 2)
 
     def fails(
         match: str,
@@ -678,7 +659,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(
         "mp_rank_00",
         "mp_rank_01",
     ]
-    equal(tmp_path / "out", "megatron_core", random_arrays())
+    equal(tmp_path / "out", "megatron_core", random_arrays(MODEL))
     assert detect(tmp_path / "out" / "release" / "mp_rank_01") == "megatron_core", (
         "a rank's folder stands for all"
     )
