@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import functools
 import io
-import pickle
+import os
 import shutil
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
-from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
 from common.systems.megatron import read as megatron_optimizer  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from common.tensor_files.arrays import FileTensor, TensorFile  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
-from tests.common.systems.tiny_weights import as_weights, random_arrays  # noqa: E402
+from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
@@ -533,127 +533,113 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, 
         assert found.run is None and "optimizer" not in found.ignored
 
 
-def test_bad_input_is_one_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+RANKS = "mp_rank_*/model_optim_rng.pt"
+
+
+def changed(edit: Callable[[Any], Any], files: str = RANKS) -> Callable[[Path], None]:
+    """Return a function that edits what the files of ranks hold."""
+
+    def spoil(folder: Path) -> None:
+        for file in folder.glob(f"release/{files}"):
+            saved = load(file)
+            edit(saved)
+            torch.save(saved, file)
+
+    return spoil
+
+
+def with_args(**args: Any) -> Callable[[Path], None]:
+    """Return a function that changes the args of all ranks, and takes our model.yaml away."""
+
+    def spoil(folder: Path) -> None:
+        changed(lambda saved: vars(saved["args"]).update(args))(folder)
+        (folder / "model.yaml").unlink()
+
+    return spoil
+
+
+def of_encoder(saved: Any) -> Any:
+    return saved["model"]["language_model"]["encoder"]
+
+
+def other_heads(folder: Path) -> None:
+    text = (folder / "model.yaml").read_text()
+    (folder / "model.yaml").write_text(text.replace("num_heads: 4", "num_heads: 2"))
+
+
+SECOND, LAST = "mp_rank_01_000/model_optim_rng.pt", "mp_rank_00_001/model_optim_rng.pt"
+BAD: dict[str, Callable[[Path], object]] = {
+    "bad/release: missing mp_rank_01_001; copy the whole folder again":
+        lambda folder: shutil.rmtree(folder / "release" / "mp_rank_01_001"),
+    "tensor ranks differ in language_model.encoder.layers.1.input_layernorm.bias":
+        changed(lambda saved: of_encoder(saved)["layers.1.input_layernorm.bias"].add_(1), SECOND),
+    "word_embeddings_for_head.weight differs from the embedding":
+        changed(lambda saved: saved["model"]["word_embeddings_for_head"]["weight"].add_(1), LAST),
+    f"{LAST}: not a whole file of torch.save":
+        lambda folder: os.truncate(folder / "release" / LAST, 9000),
+    f"{LAST}: its pickle names posix.system":
+        lambda folder: torch.save({"model": Evil()}, folder / "release" / LAST),
+    f"{LAST}: iteration in the file is 7, and mp_rank_00_000 says 0":
+        changed(lambda saved: saved.update(iteration=7), LAST),
+    "checkpoint_version is 2.0, and mp_rank_00_000 says 3.0":
+        changed(lambda saved: saved.update(checkpoint_version=2.0), LAST),
+    "hidden_size is 48, and mp_rank_00_000 says 24":
+        changed(lambda saved: vars(saved["args"]).update(hidden_size=48), LAST),
+    "a stage with 100000000 layers is none of a GPT-2":
+        changed(lambda saved: of_encoder(saved).update({"layers.99999999.x": torch.zeros(24)})),
+    "num_heads is 2, and .* says num_attention_heads=4; fix the first": other_heads,
+    "missing language_model.encoder.layers.4.input_layernorm.weight": with_args(num_layers=5),
+    "apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False":
+        with_args(apply_layernorm_1p=True),
+    "position_embedding_type='rope'; our model is GPT-2, which has":
+        with_args(position_embedding_type="rope"),
+    "its args lack hidden_size; put the section model": with_args(hidden_size=None),
+    "its args lack max_position_embeddings": with_args(max_position_embeddings=None),
+    "vocab_multiple='8' of the model":
+        with_args(vocab_size=None, make_vocab_size_divisible_by="8"),
+    "training had None tensor x 2 pipeline ranks; copy":
+        with_args(tensor_model_parallel_size=None),
+    "training had 2 tensor x 1000000000000 pipeline ranks; copy":
+        with_args(pipeline_model_parallel_size=10**12),
+    "names iter_0000040, and no such folder is beside it":
+        lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("40"),
+    "Megatron's format torch_dist.*--ckpt-format torch":
+        lambda folder: [shutil.rmtree(rank) for rank in folder.glob("release/*")]
+        and (folder / "release" / ".metadata").touch(),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_megatron(folder, as_weights(MODEL, random_arrays(MODEL)), None, 2, 2)
+    return folder
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_one_error(
+    good: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    good = tmp_path / "good"
-    good.mkdir()
-    write_megatron(good, as_weights(MODEL, random_arrays(MODEL)), None, 2, 2)
-
-    def fails(
-        match: str,
-        source: Path = tmp_path / "bad",
-        error: type[Exception] = CheckpointError,
-        **more: Any,
-    ) -> None:
-        with pytest.raises(error, match=match):
-            convert(source, tmp_path / "out", target_format=more.pop("to", "torch_gpt2"), **more)
-        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
-
-    def bad(rank: str) -> Path:
-        shutil.copytree(good, tmp_path / "bad")
-        return tmp_path / "bad" / "release" / rank / "model_optim_rng.pt"
-
-    bad("mp_rank_01_001").unlink()
-    fails(r"bad/release: missing mp_rank_01_001; copy the whole folder again")
-    file = bad("mp_rank_01_000")
-    saved = load(file)
-    saved["model"]["language_model"]["encoder"]["layers.1.input_layernorm.bias"][0] += 1
-    torch.save(saved, file)
-    fails(r"tensor ranks differ in language_model.encoder.layers.1.input_layernorm.bias")
-    file = bad("mp_rank_00_001")
-    saved = load(file)
-    saved["model"]["word_embeddings_for_head"]["weight"][0] += 1
-    torch.save(saved, file)
-    fails("word_embeddings_for_head.weight differs from the embedding")
-    file = bad("mp_rank_00_001")
-    file.write_bytes(file.read_bytes()[:-900])
-    fails(r"mp_rank_00_001/model_optim_rng.pt: not a whole file of torch.save")
-    file = bad("mp_rank_00_001")
-    file.write_bytes(pickle.dumps({"model": Evil()}))
-    fails(r"mp_rank_00_001/model_optim_rng.pt")
+    shutil.copytree(good, tmp_path / "bad")
+    BAD[message](tmp_path / "bad")
+    refused(capsys, tmp_path / "bad", message)
     assert not (tmp_path / "executed").exists()
-    for change, match in (
-        (
-            {"iteration": 7},
-            r"mp_rank_00_001/model_optim_rng.pt: iteration in the file is 7, and mp_rank_00_000"
-            r" says 0",
-        ),
-        ({"checkpoint_version": 2.0}, r"checkpoint_version is 2.0, and mp_rank_00_000 says 3.0"),
-        (
-            {"args": argparse.Namespace(**vars(saved["args"]) | {"hidden_size": 48})},
-            r"hidden_size is 48, and mp_rank_00_000 says 24",
-        ),
+
+
+def test_ranks_of_the_target(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(good, source := tmp_path / "source")
+    for rank, message in (
+        ("--model_parallel=3", "--model_parallel=3 does not divide model.num_heads=4; choose 1, 2"),
+        ("--pipeline_stage=3", "--pipeline_stage=3 does not divide model.num_layers=4"),
+        ("--model_parallel=0", "give numbers of ranks, 1 or more"),
     ):
-        torch.save(load(file := bad("mp_rank_00_001")) | change, file)
-        fails(match)
-    saved = load(file := bad("mp_rank_00_000"))
-    saved["model"]["language_model"]["encoder"]["layers.99999999.input_layernorm.bias"] = (
-        torch.zeros(24)
-    )
-    torch.save(saved, file)
-    fails("a stage with 100000000 layers is none of a GPT-2")
-    config = yaml.safe_load((good / "model.yaml").read_text())["model"]
-    bad("mp_rank_00_000")
-    (tmp_path / "bad" / "model.yaml").write_text(
-        yaml.safe_dump({"model": config | {"num_heads": 2}})
-    )
-    fails(r"num_heads is 2, and .* says num_attention_heads=4; fix the first", error=ConfigError)
-    for args, match in (
-        ({"num_layers": 5}, r"missing language_model.encoder.layers.4.input_layernorm.weight"),
-        (
-            {"apply_layernorm_1p": True},
-            r"apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False",
-        ),
-        (
-            {"position_embedding_type": "rope"},
-            r"position_embedding_type='rope'; our model is GPT-2, which has",
-        ),
-        ({"hidden_size": None}, r"its args lack hidden_size; put the section model"),
-        ({"max_position_embeddings": None}, r"its args lack max_position_embeddings"),
-        (
-            {"vocab_size": None, "make_vocab_size_divisible_by": "8"},
-            r"vocab_multiple='8' of the model",
-        ),
-        (
-            {"tensor_model_parallel_size": None},
-            r"training had None tensor x 2 pipeline ranks; copy",
-        ),
-        (
-            {"pipeline_model_parallel_size": 10**12},
-            r"training had 2 tensor x 1000000000000 pipeline ranks; copy",
-        ),
-    ):
-        for file in bad("mp_rank_00_000").parent.parent.glob("*/model_optim_rng.pt"):
-            saved = load(file)
-            vars(saved["args"]).update(args)
-            torch.save(saved, file)
-        (tmp_path / "bad" / "model.yaml").unlink()
-        fails(match, error=(ConfigError, CheckpointError))  # type: ignore[arg-type]
-    bad("mp_rank_00_000")
-    (tmp_path / "bad" / "latest_checkpointed_iteration.txt").write_text("40")
-    fails(r"names iter_0000040, and no such folder is beside it", source_format="megatron")
-    (tmp_path / "new" / "iter_0000003").mkdir(parents=True)
-    (tmp_path / "new" / "latest_checkpointed_iteration.txt").write_text("3")
-    (tmp_path / "new" / "iter_0000003" / ".metadata").touch()
-    fails(r"Megatron's format torch_dist.*--ckpt-format torch", tmp_path / "new", ConfigError)
-    for ranks, match in (
-        (
-            {"model_parallel": 3},
-            r"--model_parallel=3 does not divide model.num_heads=4; choose 1, 2 or 4",
-        ),
-        ({"pipeline_stage": 3}, r"--pipeline_stage=3 does not divide model.num_layers=4"),
-        ({"model_parallel": 0}, r"give numbers of ranks, 1 or more"),
-    ):
-        fails(match, good, ConfigError, to="megatron", **ranks)
-    words = ["--input", str(good), "--output", str(tmp_path / "out"), "--model_parallel", "2"]
-    assert main([*words, "--to", "hf"]) == ConfigError.exit_code
-    assert (
-        "hf is one model for any layout; leave them out (only megatron and megatron_core"
-        in capsys.readouterr().err
-    )
+        refused(capsys, source, message, rank, to="megatron")
+    message = "hf is one model for any layout; leave them out .only megatron and megatron_core"
+    refused(capsys, source, message, "--model_parallel=2")
+    words = ["--input", str(source), "--output", str(tmp_path / "out"), "--model_parallel", "2"]
     assert main([*words, "--to", "megatron_core", "--verify"]) == 0
     assert sorted(path.name for path in (tmp_path / "out" / "release").iterdir()) == [
         "mp_rank_00",
