@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -89,45 +90,29 @@ def test_a_date_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "problem"),
+    ("key", "value", "problem"),
     [
-        (("run",), 5, "it is 5"),
-        (("run", "state"), None, "state is None"),
-        (("run", "state", "step"), -1, "state.step is -1"),
-        (("run", "state", "losses"), [None], "state.losses.0 is None"),
-        (
-            ("run", "engine", "loss_scale"),
-            {"mode": "dynamic"},
-            "engine.loss_scale lacks one of mode, value",
-        ),
-        (("run", "engine", "loss_scale"), {"value": "x"}, "engine.loss_scale.value is 'x'"),
-        (("run", "config", "optimizer", "name"), "lamb", "config.optimizer.name is 'lamb'"),
-        (
-            ("run", "config", "optimizer", "learning_rate"),
-            [],
-            r"config.optimizer.learning_rate is \[\]",
-        ),
-        (("run", "config", "precision"), 5, "config.precision is 5"),
-        (
-            ("run", "config", "train", "global_batch_size"),
-            "two",
-            "config.train.global_batch_size is 'two'",
-        ),
+        ("run", 5, "it is 5"),
+        ("run.state", None, "state is None"),
+        ("run.state.step", -1, "state.step is -1"),
+        ("run.state.losses", [None], "state.losses.0 is None"),
+        ("run.engine.loss_scale", {"mode": "dynamic"}, "engine.loss_scale lacks one of mode"),
+        ("run.engine.loss_scale", {"value": "x"}, "engine.loss_scale.value is 'x'"),
+        ("run.config.optimizer.name", "lamb", "config.optimizer.name is 'lamb'"),
+        ("run.config.optimizer.learning_rate", [], r"optimizer.learning_rate is \[\]"),
+        ("run.config.precision", 5, "config.precision is 5"),
+        ("run.config.train.global_batch_size", "two", "train.global_batch_size is 'two'"),
         # what a manifest of ours would refuse
-        (("run", "state", "skipped_steps"), 9, "skipped_steps=9 and step=3 contradict"),
-        (("run", "engine", "rng"), {"torch": []}, "engine.rng.torch: List should have at least 1"),
-        (("run", "tokenizer"), 3, "tokenizer: Input should be a valid dictionary"),
-        (("model",), [1], "no section model .found a list"),
-        (("model", "num_layers"), "9" * 500, "num_layers='9{70,80}... of the model"),
+        ("run.state.skipped_steps", 9, "skipped_steps=9 and step=3 contradict"),
+        ("run.engine.rng", {"torch": []}, "engine.rng.torch: List should have at least 1"),
+        ("run.tokenizer", 3, "tokenizer: Input should be a valid dictionary"),
+        ("model", [1], "no section model .found a list"),
+        ("model.num_layers", "9" * 500, "num_layers='9{70,80}... of the model"),
     ],
 )
-def test_values_of_wrong_types(
-    tmp_path: Path, path: tuple[str, ...], value: Any, problem: str
-) -> None:
+def test_values_of_wrong_types(tmp_path: Path, key: str, value: Any, problem: str) -> None:
     words: Any = copy.deepcopy({"model": MODEL, "run": RUN})
-    place = words
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+    *sections, name = key.split(".")
+    functools.reduce(dict.__getitem__, sections, words)[name] = value
     with pytest.raises(ConfigError, match=problem):
         read(tmp_path, yaml.safe_dump(words))
