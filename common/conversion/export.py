@@ -78,12 +78,6 @@ def allowed_noise(weights: str, layers: int) -> float | None:
     return min(_MARGIN * _ROUNDING[weights] * math.sqrt(4 * layers + 2), _MOST_NOISE)
 
 
-def random_rows(vocabulary: int, positions: int) -> NDArray[np.int64]:
-    """Return token ids (3, T) whose logits are compared."""
-    shape = (3, min(positions, 48))
-    return np.random.default_rng(0).integers(0, vocabulary, shape)
-
-
 def compare(
     model: ExportedModel,
     ids: NDArray[np.int64],
@@ -283,7 +277,8 @@ def _check(
             f"export.check: nothing here computes the logits of {weights.path} ({source_format});"
             " install its framework, or set export.check=false"
         )
-    ids = random_rows(weights.model.vocab_size, weights.model.max_positions)
+    shape = (3, min(weights.model.max_positions, 48))
+    ids = np.random.default_rng(0).integers(0, weights.model.vocab_size, shape)
     allowed = allowed_noise(config.export.weights, weights.model.num_layers)
     opened = program.open(folder, weights.model)
     found = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)

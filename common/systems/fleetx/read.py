@@ -116,10 +116,6 @@ class Parts:
         return ranks
 
 
-def is_rank(folder: Path) -> bool:
-    return _RANK.fullmatch(folder.name) is not None
-
-
 def rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
     """Return the folders of ranks by (mp, sharding, pp)."""
     found = {}
@@ -202,15 +198,12 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
         ranks = parts.weights()
         name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
         rows = {row.theirs: row for row in name_map.rows(model.num_layers)}
+        state = file.with_name("model_state.pdopt")
+        ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
         yield weights_from(
             where, name_map, join_ranks(where, ranks, rows), model,
-            format="fleetx", path=path, ignored=_left_out(file), read=read_joined,
+            format="fleetx", path=path, ignored=ignored, read=read_joined,
         )  # fmt: skip
-
-
-def _left_out(file: Path) -> dict[str, str]:
-    state = file.with_name("model_state.pdopt")
-    return {state.name: "state of the optimizer"} if state.is_file() else {}
 
 
 def read_config(file: Path) -> ResolvedModel:
@@ -222,7 +215,7 @@ def read_config(file: Path) -> ResolvedModel:
     FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says
     the true number.
     """
-    folders = [file.parent, *([file.parent.parent] if is_rank(file.parent) else [])]
+    folders = [file.parent, *([file.parent.parent] if _RANK.fullmatch(file.parent.name) else [])]
     for folder in folders:
         if (folder / MODEL_YAML).is_file():
             return read_model_yaml(folder / MODEL_YAML)[0]

@@ -70,16 +70,6 @@ def test_mindspore_reads_and_writes_the_same(
         assert stored.plain == {"note": "abcé"} and stored["loss_scale"].read() == 1024
 
 
-def test_parts_are_joined_and_rectangles_cut_across_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mindspore_ckpt, "_SLICE", 20)
-    require_arrays(write(tmp_path / "x.ckpt", seal=False))
-    with open_tensors(tmp_path / "x.ckpt") as stored:
-        tensor = stored["h.0.attn.c_proj.weight"]
-        np.testing.assert_array_equal(tensor.read([[1, 3], [1, 3]]), tensor.read()[1:3, 1:3])
-
-
 def test_every_cut_is_refused_or_loses_whole_tensors(tmp_path: Path) -> None:
     content = write(tmp_path / "x.ckpt", seal=False).read_bytes()
     short, whole = tmp_path / "short.ckpt", []
