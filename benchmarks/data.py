@@ -129,7 +129,7 @@ def loader_rows(repeats: int, tokens: float = 64e6) -> Iterator[Row]:
 def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> None:
     from common.resolve.derive import resolve_config
     from common.run_config import load_config
-    from common.systems.hugging_face.write import write_hugging_face
+    from common.systems.hugging_face.weights import write_hugging_face
     from common.systems.weights import Weight, Weights
     from common.weights.names import parameter_shapes
 

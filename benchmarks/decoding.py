@@ -93,8 +93,7 @@ def int8(task: Task, prompts: Any) -> Turn:
 def onnx(dtype: str) -> Callable[..., Turn]:
     def prepare(task: Task, prompts: Any) -> Turn:
         from common.generation.exported import ExportedDecoder
-        from common.systems.onnx.session import OnnxModel
-        from common.systems.onnx.write import GRAPH_FILE
+        from common.systems.onnx.folder import GRAPH_FILE, OnnxModel
 
         model = OnnxModel(Path(task.folder) / f"onnx-{dtype}" / GRAPH_FILE, task.threads or 1)
         decoder = ExportedDecoder(model, resolve(task).model.max_positions, len(prompts))

@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
 
     if system == "modelzoo":
         return main_with_flags(run, words, name)
-    from common.systems.oneflow.launch import start_nodes_devices
+    from common.systems.oneflow.flags import start_nodes_devices
     from tools.launch import main as launch
 
     return main_with_flags(start_nodes_devices(run, launch, words), words, "oneflow_gpt.training")

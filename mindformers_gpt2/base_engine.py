@@ -16,7 +16,7 @@ from common.checkpoint.state import TrainState
 from common.checkpoint.writer import Part, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run
-from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
+from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits

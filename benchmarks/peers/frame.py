@@ -26,7 +26,7 @@ from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run
 from common.processes.heartbeat import start_heartbeat
 from common.run_config import load_config
-from common.systems.hugging_face.names import NAME_MAPS
+from common.systems.hugging_face.weights import NAME_MAPS
 from common.systems.weights import Weight, export_names
 from common.training import engine
 from common.training.engine import StepResult

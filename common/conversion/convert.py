@@ -29,14 +29,13 @@ from common.files import (
 )
 from common.hub import located
 from common.log import LOG, progress_bar
-from common.systems.hugging_face.config import CONFIG, write_config
-from common.systems.hugging_face.read import open_without_config
 from common.systems.hugging_face.tokenizer import (
     put_tokenizer,
     special_ids,
     tokenizer_of,
     without_tokenizer,
 )
+from common.systems.hugging_face.weights import CONFIG, open_without_config, write_config
 from common.systems.mindformers.write import write_file
 from common.systems.table import FORMATS, detect
 from common.systems.weights import FLOATS, Weights
@@ -139,7 +138,11 @@ def convert(
         with reading(source, CheckpointError):
             source_format = source_format or detect(source)
             weights = stack.enter_context(_opener(source_format)(source))
-        temporary = stack.enter_context(_folder(target))
+        temporary = stack.enter_context(
+            whole_folder(
+                target, what="the weights", remedy="make room there, or choose another --output"
+            )
+        )
         warn_of_heads(source, weights.model)
         is_float = dtype is None or dtype in FLOATS
         if weights_only or not FORMATS[target_format].holds_run or not is_float:
@@ -298,12 +301,6 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Conve
             step=None,
             ignored=weights.ignored,
         )
-
-
-def _folder(target: Path) -> AbstractContextManager[Path]:
-    return whole_folder(
-        target, what="the weights", remedy="make room there, or choose another --output"
-    )
 
 
 _TEXT = "Hello, world! It's 12:30.\n\n  你好，世界 🙂 "

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.checkpoint.folders import NoCheckpointError
 from common.errors import CheckpointError, UserError
 from common.paths import TOOLS, looked_in
-from common.systems.model_yaml import MODEL_YAML
+from common.systems.run_state import MODEL_YAML
 from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
 

@@ -30,11 +30,10 @@ from common.locks import held_lock
 from common.log import LOG, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
-from common.systems.config import COMMAND_LINES, open_flags
+from common.systems.config import COMMAND_LINES, Opened, open_flags
 from common.systems.dialect import Dialect
 from common.systems.flags import read_flags
 from common.systems.gpt2_chinese import GENERATION, TOKENS
-from common.systems.opened import Opened
 from common.tokenizer import require_files
 
 _COMMANDS = {
@@ -62,8 +61,9 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         sys.stdout.write(_help(program, COMMAND_LINES[system]))
         return 0
     theirs, overrides = _split(words)
-    if program == "generate_texts.py":
-        theirs += _titles(theirs)
+    given = {word.lstrip("-").partition("=")[0] for word in theirs if word.startswith("--")}
+    if program == "generate_texts.py" and not given & OF_TITLES.keys():
+        theirs += ["--titles", OF_TITLES["titles"]]
     opened = open_flags(system, theirs, overrides)
     if "--show_config" in words:
         sys.stdout.write(opened.yaml)
@@ -97,19 +97,15 @@ def _run(main: Callable[..., int], program: str, mode: str, opened: Opened, rank
             )
         else:
             LOG.info(f"{program}: --show_config prints the YAML that the flags became")
-        source = _own_copy(opened, Path(temporary)) if mode == "train" and rank else file
-        code = main(["--config", str(source), "--run_mode", mode], program=program)
+        if mode == "train" and rank:  # a copy of its own
+            file = Path(temporary) / "train.yaml"
+            file.write_text(opened.yaml, encoding="utf-8")
+        code = main(["--config", str(file), "--run_mode", mode], program=program)
     if mode == "eval" and code == 0 and rank == 0:
         result = read_json_mapping(folder / "evaluation.json", error=DataError)
         with atomic_write(folder / "result.txt", "w") as text:
             text.write(f"{result['validation_perplexity']}\n")
     return code
-
-
-def _own_copy(opened: Opened, folder: Path) -> Path:
-    file = folder / "train.yaml"
-    file.write_text(opened.yaml, encoding="utf-8")
-    return file
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -124,13 +120,6 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     ]
     theirs = [word for word in words if word not in (*overrides, "--show_config", "--prepare")]
     return theirs, overrides
-
-
-def _titles(words: Sequence[str]) -> list[str]:
-    """Return the default of --titles as flags, unless the command line has a flag of titles."""
-    defaults = OF_TITLES
-    given = {word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")}
-    return [] if given & defaults.keys() else ["--titles", defaults["titles"]]
 
 
 def _choose_devices(devices: str, *, single_training: bool) -> None:

@@ -39,7 +39,7 @@ _PLACES = {
     "torch_gpt2": ("torch_gpt2.predict", "logits"),
     "mindspore": ("mindformers_gpt2.predict", "logits"),
     "pt2": ("torch_gpt2.program", "logits"),
-    "onnx": ("common.systems.onnx.session", "logits"),
+    "onnx": ("common.systems.onnx.folder", "logits"),
 }
 """Module and function of each format."""
 TOLERANCE = 1e-4

@@ -16,9 +16,7 @@ from common.generation.generate import Decoder
 from common.inference.source import Source
 from common.parallel.run import Run
 from common.serving.engine import Slots
-from common.systems.onnx.session import OnnxModel
-from common.systems.onnx.slots import OnnxSlots
-from common.systems.onnx.write import GRAPH_FILE
+from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, OnnxSlots
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from common.errors import CheckpointError, ConfigError, TokenizerError
 from common.files import reading
 from common.hub import located
 from common.inference.export_record import read_export
-from common.systems.hugging_face.config import CONFIG, read_config
+from common.systems.hugging_face.weights import CONFIG, read_config
 from common.systems.strangers import stranger_at
 from common.systems.table import FORMATS, detect
 from common.systems.weights import checked_model

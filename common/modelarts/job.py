@@ -28,8 +28,7 @@ from common.modelarts.files import (
 )
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
-from common.systems.config import ConfigFile
-from common.systems.opened import Opened
+from common.systems.config import ConfigFile, Opened
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
 
 

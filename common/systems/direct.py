@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,27 +31,6 @@ _OF_HUGGING_FACE = (".safetensors", ".bin", ".index.json")
 """Endings of files that may be named in place of their folder."""
 
 
-class StoredTensors(Protocol):
-    """Tensors of one of our files, as ``ShardedReader`` reads them."""
-
-    def __bool__(self) -> bool: ...
-
-    def require(self, expected: Mapping[str, tuple[int, ...]]) -> None: ...
-
-    def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForeignCheckpoint:
-    manifest: Mapping[str, Any]
-    """Manifest like that of our checkpoints, without the optimizer's file if it holds only weights.
-
-    ``left_out``: data that was not read, and why.
-    """
-    files: Mapping[str, StoredTensors]
-    """Tensors by the names of our files: MODEL_FILE and OPTIMIZER_FILE."""
-
-
 def foreign_format(path: Path) -> str | None:
     """Return the format of weights at a path that is not our checkpoint, as a key of FORMATS; None
     where it is unknown, or written only.
@@ -67,10 +46,14 @@ def foreign_format(path: Path) -> str | None:
 
 
 @contextmanager
-def open_foreign(path: Path, format: str, model: ResolvedModel) -> Iterator[ForeignCheckpoint]:
+def open_foreign(
+    path: Path, format: str, model: ResolvedModel
+) -> Iterator[tuple[dict[str, Any], dict[str, ForeignTensors]]]:
     """Open weights of a ``foreign_format``. Raises CheckpointError and ConfigError.
 
-    model: the config's, used where the files do not record theirs.
+    Returns a manifest like that of our checkpoints, and the tensors by the names of our files:
+    MODEL_FILE, and OPTIMIZER_FILE unless it holds only weights. ``left_out``: data that was not
+    read, and why. model: the config's, used where the files do not record theirs.
     """
     system = FORMATS[format]
     with ExitStack() as stack:
@@ -81,14 +64,14 @@ def open_foreign(path: Path, format: str, model: ResolvedModel) -> Iterator[Fore
                 system.open_as(path, model) if system.open_as else opened(path)
             )
             weights = _without_padding(weights, model)
-        files = {MODEL_FILE: _Tensors(path, weights.tensors)}
+        files = {MODEL_FILE: ForeignTensors(path, weights.tensors)}
         if weights.run is not None:
-            files[OPTIMIZER_FILE] = _Tensors(path, weights.moments)
+            files[OPTIMIZER_FILE] = ForeignTensors(path, weights.moments)
         manifest = own_folder.manifest_of(weights) | {
             "files": {name: {} for name in files},
             "left_out": dict(weights.ignored),
         }
-        yield ForeignCheckpoint(manifest=manifest, files=files)
+        yield manifest, files
 
 
 _MOST_RANKS = 8
@@ -131,7 +114,7 @@ def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
 
 
 @dataclass(frozen=True)
-class _Tensors:
+class ForeignTensors:
     """Weights or optimizer state in the form of a file of ours: float32, read by rectangles."""
 
     path: Path

@@ -12,8 +12,8 @@ from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
-from common.systems.model_yaml import MODEL_YAML, read_model_yaml
 from common.systems.name_map import Fusion, NameMap
+from common.systems.run_state import MODEL_YAML, read_model_yaml
 from common.systems.weights import checked_model
 
 _MODEL = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,9 +16,12 @@ from common.checkpoint.state import TrainState
 from common.config.resolved import ResolvedModel
 from common.config.update_rules import RULES, RuleName
 from common.errors import CheckpointError, ConfigError
-from common.structured_files import shown
-from common.systems.weights import Weight
+from common.files import atomic_write
+from common.structured_files import kind_of, shown
+from common.systems.weights import Weight, Weights, checked_model
+from common.tensor_files.arrays import FileTensor
 from common.weights.names import check_tensors, parameter_shapes
+from common.yaml_files import dump_yaml, read_yaml_mapping
 
 NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 """State of the loss scale of a run without one."""
@@ -108,6 +113,22 @@ def new_run(
     }
 
 
+@contextmanager
+def reading_counters(path: Path) -> Iterator[None]:
+    """Turn errors of foreign values that are not numbers into a ConfigError."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{path}: its counters or its loss scale are not numbers ({error}); copy it again"
+        ) from None
+
+
+def first_number(value: Any) -> Any:
+    """Return the first element of a tensor, and any other value as it is."""
+    return value.read().reshape(-1)[0].item() if isinstance(value, FileTensor) else value
+
+
 def checked_run(path: Path, record: Any) -> dict[str, Any]:
     """Return a ``Weights.run`` that was read. Raises ConfigError unless a run can resume from it
     and every value is of its type.
@@ -175,3 +196,33 @@ def require_moments(
         return {}
     check_tensors(path, {name: moment.shape for name, moment in moments.items()}, expected)
     return {name: moments[name] for name in expected}
+
+
+MODEL_YAML = "model.yaml"
+
+
+def read_model_yaml(path: Path) -> tuple[ResolvedModel, dict[str, Any] | None]:
+    """Return the section model, and the section run where there is one. Raises ConfigError."""
+    if not os.path.lexists(path):
+        raise ConfigError(
+            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put the section"
+            " model of the config beside the weights"
+        )
+    content = read_yaml_mapping(path)
+    section = content.get("model")
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{path}: no section model (found {kind_of(section)}); expected num_layers,"
+            " hidden_size, num_heads, seq_length, vocab_size"
+        )
+    run = content.get("run")
+    return checked_model(path, section), None if run is None else checked_run(path, run)
+
+
+def write_model_yaml(folder: Path, weights: Weights) -> None:
+    """Write the file into ``folder``. Raises StorageError."""
+    content: dict[str, Any] = {"model": weights.model.model_dump(exclude_none=True)}
+    if weights.run is not None:
+        content["run"] = dict(weights.run)
+    with atomic_write(folder / MODEL_YAML, "w") as file:
+        file.write(dump_yaml(content))

@@ -16,15 +16,14 @@ from pathlib import Path
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
-from common.systems import own_folder
+from common.systems import gguf, own_folder
 from common.systems.deepspeed import read as deepspeed
 from common.systems.fleetx import read as fleetx
-from common.systems.gguf import write as to_gguf
-from common.systems.hugging_face import read as hugging_face, write as to_hugging_face
+from common.systems.hugging_face import weights as hugging_face
 from common.systems.megatron import read as megatron, write as to_megatron
 from common.systems.mindformers import read as mindformers, write as to_mindformers
 from common.systems.oneflow import read as oneflow
-from common.systems.onnx import write as to_onnx
+from common.systems.onnx import folder as to_onnx
 from common.systems.strangers import stranger_at
 from common.systems.weights import FLOATS, Weights
 
@@ -89,7 +88,7 @@ def _of_mindformers(name: str, title: str) -> WeightFormat:
 FORMATS: dict[str, WeightFormat] = {
     "hf": WeightFormat(
         "a Hugging Face folder", hugging_face.detects, hugging_face.open_hugging_face,
-        to_hugging_face.write_hugging_face,
+        hugging_face.write_hugging_face,
         open_as=hugging_face.open_hugging_face, holds_run=False,
     ),
     "torch_gpt2": WeightFormat(
@@ -121,7 +120,7 @@ FORMATS: dict[str, WeightFormat] = {
     "gguf": WeightFormat(
         "a GGUF file for llama.cpp",
         lambda path: path.suffix == ".gguf" or any(path.glob("*.gguf")),
-        write=to_gguf.write_gguf, dtypes=_QUANTIZED, holds_run=False,
+        write=gguf.write_gguf, dtypes=_QUANTIZED, holds_run=False,
     ),
 }  # fmt: skip
 """Formats by their names for ``--from`` and ``--to`` of tools/convert_weight.py, in the order in

@@ -1,5 +1,4 @@
-"""Read tensors of weight files as they lie on disk: name, type, shape, and any rectangle of them.
-They are read by memory map when they are asked for.
+"""Read tensors of weight files as they lie on disk, by memory map, when they are asked for.
 
 numpy has no bfloat16. Such tensors are passed on as 16-bit words (uint16), bit for bit, until a
 caller asks for float32.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,49 +79,23 @@ class FileTensor(TensorKind):
                 " beyond what an array can have"
             )
 
-    def read(self, rectangle: Sequence[Sequence[int]] | None = None) -> NDArray[Any]:
-        """Return the whole tensor, or the part with [first, end) of each dim. The array is
-        read-only, and a view of the file unless segments had to be joined.
+    def read(self) -> NDArray[Any]:
+        """Return the tensor. The array is read-only, and a view of the file unless segments had to
+        be joined.
 
         bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before
-        passing it to a framework. Raises ValueError if the rectangle does not lie within the shape,
-        and CheckpointError if the bytes have changed.
+        passing it to a framework. Raises CheckpointError if the bytes have changed.
         """
-        spans = (
-            [(0, size) for size in self.shape]
-            if rectangle is None
-            else [(first, end) for first, end in rectangle]
-        )
-        if len(spans) != len(self.shape) or any(
-            not 0 <= first <= end <= size
-            for (first, end), size in zip(spans, self.shape)  # noqa: B905
-        ):
-            raise ValueError(f"{self.name} is {list(self.shape)}: {spans} is not a part of it")
         if self.check is not None:
             self.check()
         item = NUMPY_TYPES[self.dtype]
         if self.strides is not None:
             steps = tuple(stride * item.itemsize for stride in self.strides)
-            strided: NDArray[Any] = np.ndarray(self.shape, item, self.segments[0].data, 0, steps)
-            return strided[tuple(slice(*span) for span in spans)]
-        if not spans:
-            return self._joined(0, item.itemsize).view(item).reshape(())
-        (first, end), row = spans[0], math.prod(self.shape[1:]) * item.itemsize
-        rows = self._joined(first * row, end * row).view(item).reshape(end - first, *self.shape[1:])
-        return rows[(slice(None), *(slice(*span) for span in spans[1:]))]
-
-    def _joined(self, first: int, end: int) -> Bytes:
-        parts, start = [], 0
-        for segment in self.segments:
-            part = segment[max(first - start, 0) : max(end - start, 0)]
-            if part.size:
-                parts.append(part)
-            start += segment.size
-        if len(parts) == 1:
-            return parts[0]
-        joined = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+            return np.ndarray(self.shape, item, self.segments[0].data, 0, steps)
+        parts = [segment for segment in self.segments if segment.size]
+        joined = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
         joined.flags.writeable = False
-        return joined
+        return joined.view(item).reshape(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

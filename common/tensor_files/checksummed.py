@@ -49,7 +49,7 @@ class ChecksummedFile:
         self.checksum = 0
         self.position = 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         self.write_array(np.frombuffer(data, np.uint8))
 
     def flush(self) -> None:

@@ -250,10 +250,9 @@ def _to(layout: Layout) -> bytes:
     def dims(number: int, values: Iterable[int]) -> bytes:
         return bytes_field(number, b"".join(int_field(1, value) for value in values))
 
-    maps = [[len(layout.devices) - 1 - axis for axis in axes] or [-1] for axes in layout.axes]
-    several = any(len(places) > 1 for places in maps)
-    message = dims(1, layout.devices)
-    message += b"".join(dims(2, places) for places in (maps if several else [[*chain(*maps)]]))
+    # one axis at most splits a dim of what is written
+    maps = [len(layout.devices) - 1 - axes[0] if axes else -1 for axes in layout.axes]
+    message = dims(1, layout.devices) + dims(2, maps)
     message += dims(3, ()) + dims(4, ()) + int_field(5, 0)
     step = math.prod(layout.devices) // layout.copies if layout.shards > 1 else 0
     return message + int_field(6, step) + int_field(7, layout.shards if step else 0)

@@ -31,7 +31,6 @@ from common.tensor_files.arrays import (
     FileTensor,
     TensorFile,
     TensorKind,
-    copy_array,
 )
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.pickled_values import KNOWN, PlainTree, foreign_class
@@ -46,6 +45,8 @@ _STAND_INS: dict[str, Callable[..., Any]] = KNOWN | {
     "signal.Signals": lambda number: number,
 }
 _MAX_CLASSES = 64
+_AFTER_RECORD, _DIRECTORY = b"PK\x07\x08", b"PK\x01\x02"
+"""Marks in a zip: after a record, where its CRC-32 is, and before its entry in the directory."""
 Parts: TypeAlias = Sequence[NDArray[Any]]
 """Arrays whose bytes in row-major order, one after the other, are a tensor."""
 
@@ -168,16 +169,16 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
     ``TorchName`` and ``TensorLeaf``.
 
     arrays: one, or its parts, for each leaf, in the order in which the names first occur; bfloat16
-    as uint16 words. Memory: all arrays that are not mapped. OSError is left to the caller, who owns
-    the folder. With weights_only, torch accepts Namespace and numpy values only after
-    ``add_safe_globals``, as with its own files.
+    as uint16 words. No array is kept. OSError is left to the caller, who owns the folder. With
+    weights_only, torch accepts Namespace and numpy values only after ``add_safe_globals``, as with
+    its own files.
     """
-    torch, tensors, coming = _torch(path), {}, iter(arrays)
+    torch, tensors = _torch(path), {}
 
     def placed(value: Any) -> Any:
         if isinstance(value, TensorLeaf):
-            if value.name not in tensors:
-                tensors[value.name] = _to_torch(torch, value, next(coming))
+            if value.name not in tensors:  # memory that is never touched, and so never taken
+                tensors[value.name] = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
             return tensors[value.name]
         if isinstance(value, TorchName):
             return getattr(torch, value.removeprefix("torch."))
@@ -187,27 +188,50 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
             return {key: placed(part) for key, part in value.items()}
         return type(value)(map(placed, value)) if type(value) in (list, tuple) else value
 
-    whole = placed(tree)
-    assert next(coming, None) is None, "the arrays are those of the leaves"
+    whole, computes = placed(tree), torch.serialization.get_crc32_options()
     with ChecksummedFile(path) as file:
+        records = _Records(file, {tensor.data_ptr() for tensor in tensors.values()}, arrays)
+        torch.serialization.set_crc32_options(False)
         try:
-            torch.save(whole, file)
+            torch.save(whole, records)
         except RuntimeError as error:  # of a file that the disk has cut short
             raise error.__context__ or error from None
+        finally:
+            torch.serialization.set_crc32_options(computes)
+        assert next(records.arrays, None) is None, "the arrays are those of the leaves"
 
 
-def _to_torch(torch: Any, leaf: TensorLeaf, array: NDArray[Any] | Parts) -> Any:
-    parts = (array,) if isinstance(array, np.ndarray) else array
-    if len(parts) == 1 and parts[0].flags.c_contiguous:
-        joined = parts[0].reshape(-1)
-    else:
-        joined, first = np.empty(sum(part.size for part in parts), parts[0].dtype), 0
-        for part in parts:
-            copy_array(joined[first : first + part.size].reshape(part.shape), part)
-            first += part.size
-    if leaf.dtype == "bfloat16":
-        joined = joined.view(np.int16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing is written into a mapped array
-        tensor = torch.from_numpy(joined.reshape(leaf.shape))
-    return tensor.view(getattr(torch, leaf.dtype))
+class _Records:
+    """File for torch.save that gets arrays in place of the memory of the tensors, and each record's
+    CRC-32, which torch would take ten times as long to compute.
+    """
+
+    def __init__(
+        self, file: ChecksummedFile, places: set[int], arrays: Iterable[NDArray[Any] | Parts]
+    ) -> None:
+        """places: addresses of the tensors. arrays: in the order in which torch saves those."""
+        parts = ((each,) if isinstance(each, np.ndarray) else each for each in arrays)
+        self.arrays = (each for each in parts if any(part.size for part in each))
+        self._file, self._places, self._sums = file, places, list[bytes]()
+
+    def flush(self) -> None:
+        """Do nothing: the end of the file's block writes the last bytes."""
+
+    def write(self, data: memoryview) -> None:
+        """Write a record, or what the zip has around it."""
+        if np.frombuffer(data, np.uint8).ctypes.data in self._places:
+            self._file.checksum, first = 0, self._file.position
+            for part in next(self.arrays):
+                self._file.write_array(part)
+            assert self._file.position == first + len(data), "an array is that of its leaf"
+            return
+        piece, entry, sums = bytearray(data), 0, iter(self._sums)
+        if piece[:4] == _AFTER_RECORD:
+            piece[4:8] = self._file.checksum.to_bytes(4, "little")
+            self._sums.append(bytes(piece[4:8]))
+        while piece[entry : entry + 4] == _DIRECTORY:
+            if any(piece[entry + 24 : entry + 28]):  # an empty record has no sum
+                piece[entry + 16 : entry + 20] = next(sums)
+            entry += 46 + int(np.frombuffer(piece, "<u2", 3, entry + 28).sum())
+        self._file.checksum = 0
+        self._file.write(piece)

@@ -10,9 +10,8 @@ from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.files import whole_folder
 from common.log import LOG
 from common.parallel.ramp import batch_sizes, epochs_done
-from common.systems.hugging_face.config import CONFIG
 from common.systems.hugging_face.tokenizer import put_tokenizer
-from common.systems.hugging_face.write import write_with_pickle
+from common.systems.hugging_face.weights import CONFIG, write_with_pickle
 from common.systems.own_folder import open_project
 
 

@@ -26,11 +26,11 @@ from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
 from common.quantization.scheme import ActivationScales
-from common.systems.direct import StoredTensors, foreign_format, open_foreign
+from common.systems.direct import ForeignTensors, foreign_format, open_foreign
 from common.tensor_files.safetensors_file import shapes_of
 from common.training.loss_scale import LossScale
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import TensorSlice, open_stored
+from common.weights.pieces import ShardedReader, TensorSlice, open_stored
 from common.weights.quantized import (
     QuantizedWeight,
     Scheme,
@@ -69,8 +69,8 @@ class Checkpoint:
         if self._format is None:
             return self._own_manifest()
         if model.vocab_size not in self._foreign:
-            with open_foreign(self.path, self._format, model) as found:
-                self._foreign[model.vocab_size] = dict(found.manifest)
+            with open_foreign(self.path, self._format, model) as (manifest, _):
+                self._foreign[model.vocab_size] = manifest
         return self._foreign[model.vocab_size]
 
     def _own_manifest(self) -> dict[str, Any]:
@@ -100,13 +100,13 @@ class Checkpoint:
         return not self.is_foreign and holds_integers(self.path)
 
     @contextmanager
-    def _open(self, model: ResolvedModel, file: str) -> Iterator[StoredTensors]:
+    def _open(self, model: ResolvedModel, file: str) -> Iterator[ShardedReader | ForeignTensors]:
         if self._format is None:
             with open_stored(self.path, file, self._own_manifest()) as stored:
                 yield stored
         else:
-            with open_foreign(self.path, self._format, model) as found:
-                yield found.files[file]
+            with open_foreign(self.path, self._format, model) as (_, files):
+                yield files[file]
 
     def states(self, config: Run, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
         """Return the run's and the engine's state, and load ``loss_scale``.

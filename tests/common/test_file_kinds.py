@@ -26,7 +26,7 @@ from common.dataset.mindrecord_file import MindRecordFile
 from common.dataset.texts import read_texts
 from common.errors import UserError
 from common.generation.prompts import read_prompts
-from common.systems.hugging_face.config import read_config
+from common.systems.hugging_face.weights import read_config
 from common.tensor_files.containers import open_tensors
 from common.tokenizer import load_tokenizer
 from tools import make_vocab, preprocess_data, train_tokenizer

@@ -23,8 +23,8 @@ from common.dataset.mindrecord_file import MindRecordFile
 from common.errors import UserError
 from common.generation.prompts import read_prompts
 from common.run_config import load_config
-from common.systems.hugging_face.config import read_config as read_hugging_face
-from common.systems.model_yaml import read_model_yaml
+from common.systems.hugging_face.weights import read_config as read_hugging_face
+from common.systems.run_state import read_model_yaml
 from common.tensor_files.containers import open_tensors
 from common.tokenizer.bpe_files import read_vocabulary
 

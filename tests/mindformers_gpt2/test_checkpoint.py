@@ -16,7 +16,7 @@ from common.checkpoint.folders import find_checkpoint, whole_checkpoints  # noqa
 from common.config.load import build_config  # noqa: E402
 from common.errors import StorageError  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
-from common.systems.mindformers import rank_files  # noqa: E402
+from common.systems.mindformers import write as rank_files  # noqa: E402
 from common.tensor_files.safetensors_file import open_safetensors  # noqa: E402
 from common.training.data import open_corpus  # noqa: E402
 from tests.common.systems.mindformers.test_rank_files import theirs as theirs_of  # noqa: E402

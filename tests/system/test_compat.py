@@ -5,8 +5,8 @@ become.
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,25 +26,22 @@ from tests.run_scripts import clean_environment
 ROOT = Path(__file__).resolve().parents[2]
 COMPAT = ROOT / "compat"
 ORIGINALS = ROOT / "tests" / "common" / "systems" / "originals"
-SMALL = (
-    "device=cpu",
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=128",
-    "model.num_heads=2",
-    "model.seq_length=16",
-    "model.max_positions=null",
-    "model.vocab_size=101",
-    "data.tokenizer=null",
-    "logging.tensorboard=false",
-    "logging.plot=false",
-    "validation.max_samples=4",
-)
+SMALL = shlex.split("""device=cpu model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=128
+    model.num_heads=2 model.seq_length=16 model.max_positions=null model.vocab_size=101
+    data.tokenizer=null logging.tensorboard=false logging.plot=false
+    validation.max_samples=4""")
 MEGATRON = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 \
 --max-position-embeddings 16 --vocab-size 101
  --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.01 --min-lr 0.001 \
 --lr-decay-style cosine --clip-grad 1.0
  --eval-iters 1 --log-interval 1 --split 90,10,0 --distributed-backend gloo --num-workers 2"""
+ONEFLOW = (
+    MEGATRON.partition("--eval-iters")[0]
+    .replace("--lr ", "--learning-rate ")
+    .replace("--max-position-embeddings 16", "")
+    .split()
+)
+"""The same run in OneFlow's words."""
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +71,8 @@ def start(command: list[str], folder: Path, **variables: str) -> subprocess.Comp
 def train_as_ours(yaml: str, folder: Path) -> list[Any]:
     """Train the YAML that a configuration became, in this process."""
     (folder / "ours.yaml").write_text(yaml)
-    assert (
-        run_gpt2.main(
-            [
-                "--config",
-                str(folder / "ours.yaml"),
-                "--run_mode",
-                "train",
-                f"output_dir={folder / 'ours'}",
-            ]
-        )
-        == 0
-    )
+    words = ["--config", str(folder / "ours.yaml"), "--run_mode", "train"]
+    assert run_gpt2.main([*words, f"output_dir={folder / 'ours'}"]) == 0
     return losses(folder / "ours")
 
 
@@ -101,23 +88,11 @@ def test_fleetx_file_trains_as_the_yaml_that_it_becomes(
     np.savez(
         data / "small_idx.npz", lens=np.full(300, 30, np.int32), docs=np.arange(301, dtype=np.int64)
     )
-    theirs = (
-        "Engine.max_steps=3",
-        "Global.local_batch_size=4",
-        "Global.micro_batch_size=2",
-        "Data.Train.dataset.input_dir=data",
-    )
-    theirs += (
-        "Engine.mix_precision.use_pure_fp16=False",
-        "Engine.save_load.output_dir=theirs",
-        "Optimizer.lr.max_lr=0.01",
-    )
-    words = [
-        "-c",
-        str(ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"),
-        "--run_mode",
-        "train",
-    ]
+    theirs = shlex.split("""Engine.max_steps=3 Global.local_batch_size=4 Global.micro_batch_size=2
+        Data.Train.dataset.input_dir=data Engine.mix_precision.use_pure_fp16=False
+        Engine.save_load.output_dir=theirs Optimizer.lr.max_lr=0.01""")
+    config = ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"
+    words = ["-c", str(config), "--run_mode", "train"]
     words += [word for each in (*theirs, *SMALL) for word in ("-o", each)]
     assert run_gpt2.main([*words, "--show_config"]) == 0
     yaml = capsys.readouterr().out
@@ -241,22 +216,10 @@ def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(
 ) -> None:
     pytest.importorskip("mindspore", reason="MindSpore is not installed")
     monkeypatch.chdir(tmp_path)
-    words = [
-        "--config",
-        str(ORIGINALS / "mindformers_r1.yaml"),
-        "--run_mode",
-        "train",
-        *SMALL,
-        "train.max_epochs=null",
-        "train.max_steps=3",
-    ]
-    words += [
-        "runner_config.batch_size=4",
-        f"data.train={corpus / 'my-gpt_text_sentence'}",
-        "output_dir=theirs",
-        "data.split=90,10,0",
-    ]
-    words += ["precision=float32", "checkpoint.interval=0", "model.dropout=0"]
+    words = ["--config", str(ORIGINALS / "mindformers_r1.yaml"), "--run_mode", "train", *SMALL]
+    words += [f"data.train={corpus / 'my-gpt_text_sentence'}", "output_dir=theirs"]
+    words += shlex.split("""train.max_epochs=null train.max_steps=3 runner_config.batch_size=4
+        data.split=90,10,0 precision=float32 checkpoint.interval=0 model.dropout=0""")
     words += [f"model.{part}_dropout=0.0" for part in ("embedding", "attention", "hidden")]
     assert run_gpt2.main([*words, "--show_config"]) == 0
     yaml = capsys.readouterr().out
@@ -271,20 +234,10 @@ def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_pat
     lines.
     """
     script = COMPAT / "modelzoo" / "test" / "train_full_8p.sh"
-    words = [
-        "--data_path=" + str(corpus),
-        "--model_size=345M",
-        "--train_iters=4",
-        *SMALL,
-        "data.tokenizer.vocab_file=null",
-    ]
-    words += [
-        "data.tokenizer.merge_file=null",
-        "precision=float32",
-        "parallel.data_parallel=1",
-        "train.global_batch_size=4",
-    ]
-    words += ["train.micro_batch_size=2", "logging.interval=1", "data.split=90,10,0"]
+    words = [f"--data_path={corpus}", "--model_size=345M", "--train_iters=4", *SMALL]
+    words += shlex.split("""data.tokenizer.vocab_file=null data.tokenizer.merge_file=null
+        precision=float32 parallel.data_parallel=1 train.global_batch_size=4
+        train.micro_batch_size=2 logging.interval=1 data.split=90,10,0""")
     words.remove("data.tokenizer=null")
     command = ["bash", str(script), *words, "data.tokenizer=null"]
     # rows of the run before it count in no mean
@@ -298,9 +251,8 @@ def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_pat
     assert shown == pytest.approx(sum(speeds) / 2, rel=1e-4)
     assert re.search(r"Final Train lm loss PPL\(accuracy\): [\d.]+E\+\d+", done.stdout)
     assert (tmp_path / "ckpts" / "ckpts_tmp" / "checkpoints" / "step_00000004").is_dir()
-    assert (
-        start(["bash", str(script), "--model_size=9B", "--data_path=x"], tmp_path).returncode == 1
-    )
+    command = ["bash", str(script), "--model_size=9B", "--data_path=x"]
+    assert start(command, tmp_path).returncode == 1
     assert 'para "data_path" must be confing' in start(["bash", str(script)], tmp_path).stderr
 
 
@@ -310,12 +262,8 @@ def test_env_npu_sets_what_is_not_set_where_cann_is(tmp_path) -> None:
     (toolkit / "set_env.sh").write_text("export FROM_CANN=1\n")
     names = "$FROM_CANN $TASK_QUEUE_ENABLE $HCCL_WHITELIST_DISABLE $HCCL_EXEC_TIMEOUT"
     command = f'set -eu; source "{COMPAT}/modelzoo/test/env_npu.sh"; echo "{names}"'
-    done = start(
-        ["bash", "-c", command],
-        tmp_path,
-        ASCEND_TOOLKIT_HOME=str(toolkit),
-        HCCL_EXEC_TIMEOUT="60",
-    )
+    there = {"ASCEND_TOOLKIT_HOME": str(toolkit), "HCCL_EXEC_TIMEOUT": "60"}
+    done = start(["bash", "-c", command], tmp_path, **there)
     assert done.stdout == "1 1 1 60\n", done.stderr
     done = start(["bash", "-c", command], tmp_path, HOME=str(tmp_path))
     assert "FROM_CANN: unbound variable" in done.stderr
@@ -324,73 +272,31 @@ def test_env_npu_sets_what_is_not_set_where_cann_is(tmp_path) -> None:
 @pytest.mark.long
 def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path) -> None:
     """One run by pretrain_gpt.py, by oneflow_gpt.training and by pretrain.sh on two ranks."""
-    data, own = (
-        str(corpus / "my-gpt_text_sentence"),
-        ["data.tokenizer=null", "device=cpu", "precision=float32", "model.dropout=0"],
-    )
-    megatron = [
-        sys.executable,
-        str(COMPAT / "modelzoo" / "pretrain_gpt.py"),
-        *MEGATRON.split(),
-        "--data-path",
-        data,
-        "--save",
-        "megatron",
-    ]
-    done = start([*megatron, *own, "train.recompute=full"], tmp_path)
+    data = str(corpus / "my-gpt_text_sentence")
+    own = ["data.tokenizer=null", "device=cpu", "precision=float32", "model.dropout=0"]
+    megatron = [sys.executable, str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split()]
+    megatron += ["--data-path", data, "--save", "megatron", *own, "train.recompute=full"]
+    done = start(megatron, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    flags = (
-        MEGATRON.replace("--lr ", "--learning-rate ")
-        .split("--eval-iters")[0]
-        .replace("--max-position-embeddings 16", "")
-    )
-    oneflow = [
-        sys.executable,
-        "-m",
-        "oneflow_gpt.training",
-        *flags.split(),
-        "--split",
-        "90,10,0",
-        "--dataset",
-        data,
-        "--save",
-        "oneflow",
-    ]
-    more = ["seed=1234", "--checkpoint-activations", "--log-interval", "1"]
-    done = start([*oneflow, *more, *own], tmp_path, PYTHONPATH=str(COMPAT / "oneflow"))
+    oneflow = [sys.executable, "-m", "oneflow_gpt.training", *ONEFLOW, "--split", "90,10,0"]
+    oneflow += ["--dataset", data, "--save", "oneflow", "seed=1234", "--checkpoint-activations"]
+    command = [*oneflow, "--log-interval", "1", *own]
+    done = start(command, tmp_path, PYTHONPATH=str(COMPAT / "oneflow"))
     assert done.returncode == 0, done.stdout + done.stderr
-    sizes = {
-        "NUM_LAYERS": 2,
-        "HIDDEN_SIZE": 32,
-        "NUM_ATTENTION_HEADS": 2,
-        "SEQ_LENGTH": 16,
-        "MICRO_BATCH_SIZE": 2,
-        "GLOBAL_BATCH_SIZE": 4,
-    }
-    sizes |= {"NUM_GPUS_PER_NODE": 2, "TRAIN_ITERS": 3}
-    variables = {f"ONEFLOW_GPT_{name}": str(size) for name, size in sizes.items()}
-    variables |= {
-        "ONEFLOW_GPT_DATASET": data,
-        "ONEFLOW_GPT_SAVE_PATH": "examples",
-        "ONEFLOW_GPT_LOAD_PATH": "examples",
-    }
-    words = [
-        "model.vocab_size=101",
-        "seed=1234",
-        "data.split=90,10,0",
-        "logging.interval=1",
-        "optimizer.learning_rate=0.01",
-    ]
-    words += [
-        "optimizer.min_learning_rate=0.001",
-        "optimizer.decay_steps=null",
-        "optimizer.warmup_fraction=null",
-    ]
-    done = start(
-        ["bash", str(COMPAT / "oneflow" / "examples" / "pretrain_117M.sh"), *words, *own],
-        tmp_path,
-        **variables,
+    variables = dict(
+        zip(
+            shlex.split("""NUM_LAYERS HIDDEN_SIZE NUM_ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE
+            GLOBAL_BATCH_SIZE NUM_GPUS_PER_NODE TRAIN_ITERS DATASET SAVE_PATH LOAD_PATH"""),
+            ["2", "32", "2", "16", "2", "4", "2", "3", data, "examples", "examples"],
+            strict=True,
+        )
     )
+    words = shlex.split("""model.vocab_size=101 seed=1234 data.split=90,10,0 logging.interval=1
+        optimizer.learning_rate=0.01 optimizer.min_learning_rate=0.001 optimizer.decay_steps=null
+        optimizer.warmup_fraction=null""")
+    script = COMPAT / "oneflow" / "examples" / "pretrain_117M.sh"
+    environment = {f"ONEFLOW_GPT_{name}": value for name, value in variables.items()}
+    done = start(["bash", str(script), *words, *own], tmp_path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second, third = (
         np.array(losses(tmp_path / name)) for name in ("megatron", "oneflow", "examples")
@@ -402,9 +308,8 @@ def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path) -> None:
 
 def test_oneflows_command_starts_the_devices_of_its_node(tmp_path) -> None:
     """The node finds its place by its address, as OneFlow's does; ranks are not started twice."""
-    flags = [word for word in MEGATRON.replace("--lr ", "--learning-rate ").split("--eval-iters")]
-    words = flags[0].replace("--max-position-embeddings 16", "").split()
-    words += ["--dataset", "x", "--num-gpus-per-node", "2", "--num-nodes", "2", "--use-rdma"]
+    words = [*ONEFLOW, "--dataset", "x", "--num-gpus-per-node", "2", "--num-nodes", "2"]
+    words += ["--use-rdma"]
     command = [sys.executable, "-m", "oneflow_gpt.training", *words, "device=cpu"]
     there = {"PYTHONPATH": str(COMPAT / "oneflow"), "DRY_RUN": "1"}
     batch = ["train.global_batch_size=8"]
@@ -421,14 +326,8 @@ def test_oneflows_command_starts_the_devices_of_its_node(tmp_path) -> None:
 
 
 def test_a_megatron_command_line_shows_its_yaml(tmp_path) -> None:
-    command = [
-        sys.executable,
-        str(COMPAT / "modelzoo" / "pretrain_gpt.py"),
-        *MEGATRON.split(),
-        "--show_config",
-        "train.max_steps=7",
-    ]
-    done = start(command, tmp_path, PATH=os.environ["PATH"])
+    command = [sys.executable, str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split()]
+    done = start([*command, "--show_config", "train.max_steps=7"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "max_steps: 7" in done.stdout and "hidden_size: 32  # hidden_size" in done.stdout
     assert "#   distributed_backend: the device says how ranks talk" in done.stdout

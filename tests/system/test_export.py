@@ -15,9 +15,8 @@ import torch
 import yaml
 from transformers import GPT2LMHeadModel
 
-import common.conversion.check as check
-import common.conversion.export
-from common.systems.onnx.session import logits
+import common.conversion.export as exports
+from common.systems.onnx.folder import logits
 from run_gpt2 import main
 from tools.convert_weight import main as convert
 
@@ -127,7 +126,7 @@ def test_a_wrong_graph_gets_no_name(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wrong by a thousandth, not a number; and of float16 by a hundredth of each logit."""
-    right = check._whole
+    right = exports._whole
     words = [f"output_dir={tmp_path / 'out'}", f"checkpoint.load={run.parent / 'run'}"]
     for dtype, change in (
         ("float32", lambda found: found + 1e-3),
@@ -135,7 +134,7 @@ def test_a_wrong_graph_gets_no_name(
         ("float16", lambda found: found * 1.01),
         ("float16", lambda found: found * np.nan),
     ):
-        monkeypatch.setattr(check, "_whole", lambda *given, change=change: change(right(*given)))
+        monkeypatch.setattr(exports, "_whole", lambda *given, change=change: change(right(*given)))
         assert export(run, "export.format=onnx", f"export.weights={dtype}", *words) == 1
         assert "all tokens at once: its logits differ" in capsys.readouterr().err
         assert not (tmp_path / "out" / "onnx").exists()
@@ -163,7 +162,7 @@ def test_a_scheduler_ends_an_export_without_remains(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
-    monkeypatch.setattr(common.conversion.export, "describe_files", stop)
+    monkeypatch.setattr(exports, "describe_files", stop)
     with pytest.raises(SystemExit) as ended:
         export(run, "export.format=gguf", *into(tmp_path, run))
     assert ended.value.code == 128 + signal.SIGTERM

@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.generation.exported import ExportedDecoder
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from common.systems.hugging_face.read import open_hugging_face
+from common.systems.hugging_face.weights import open_hugging_face
 from torch_gpt2.program import FILE, ProgramModel, write_program
 
 VOCABULARY, POSITIONS = 131, 40

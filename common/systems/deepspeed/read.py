@@ -13,8 +13,13 @@ from typing import Any
 from common.config.update_rules import rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
-from common.systems.deepspeed.files import Checkpoint, args_of, find_folder, open_checkpoint
-from common.systems.deepspeed.names import NAME_MAP
+from common.systems.deepspeed.files import (
+    NAME_MAP,
+    Checkpoint,
+    args_of,
+    find_folder,
+    open_checkpoint,
+)
 from common.systems.deepspeed.optimizer import Saved, read_optimizers
 from common.systems.megatron_args import in_version, model_of_args
 from common.systems.rank_parts import Ranks, join_ranks, read_joined
@@ -22,6 +27,7 @@ from common.systems.run_state import (
     NO_SCALE,
     checked_run,
     new_run,
+    reading_counters,
     require_moments,
     require_one_run,
 )
@@ -104,7 +110,7 @@ def _by_tensor_rank(
 def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
     """Return the state of the run, as far as DeepSpeed's numbers hold it. Raises ConfigError."""
     path, tree = there.first.path, there.first.tree
-    try:
+    with reading_counters(path):
         skipped = whole(tree.get("skipped_steps", 0))
         samples = args_of(there.first).get("consumed_train_samples")
         run = new_run(
@@ -114,12 +120,8 @@ def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
             scale=_scale(saved.state),
             consumed_samples=whole(tree.get("global_samples", 0) if samples is None else samples),
         )
-        run["state"]["skipped_steps"] = skipped
-        return checked_run(path, run)
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: its counters or its loss scale are not numbers ({error}); copy it again"
-        ) from None
+    run["state"]["skipped_steps"] = skipped
+    return checked_run(path, run)
 
 
 def _scale(state: Mapping[str, Any]) -> dict[str, Any]:

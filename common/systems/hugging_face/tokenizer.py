@@ -4,18 +4,210 @@ beside the weights, or from the run's tokenizer where its files still exist.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.errors import TokenizerError
 from common.files import atomic_write
-from common.systems.hugging_face.tokenizer_files import files_of
+from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
+from common.tensor_files.arrays import Bytes
+from common.tensor_files.protobuf import read_fields
 from common.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 from common.tokenizer.copies import companions_in, ids_in, vocabulary_in
-from common.tokenizer.recognise import kind_of_files
+from common.tokenizer.folder import CONFIG
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from common.tokenizer.recognise import WORDS, kind_of_files
+from common.tokenizer.text_tokenizer import TextTokenizer
+
+_SPACE = "\u2581"
+_PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Types of pieces that are not ordinary text."""
+_UNIGRAM, _BPE = 1, 2
+
+
+def tokenizer_json(model: bytes) -> str:
+    """Return a tokenizer.json with the ids of a SentencePiece model. Raises TokenizerError for a
+    model that ``tokenizers`` cannot express.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    pieces, trainer, normalizer = _read(model)
+    kind = trainer.get(3, _UNIGRAM)
+    if kind not in (_UNIGRAM, _BPE) or trainer.get(24, 0):
+        raise TokenizerError(
+            "the SentencePiece model is one of words, of characters, or of spaces at the end of"
+            " words, which tokenizer.json cannot express; only the .model file goes along"
+        )
+    ids = {text: number for number, (text, _, _) in enumerate(pieces)}
+    unknown = next((number for number, piece in enumerate(pieces) if piece[2] == _UNKNOWN), 0)
+    fallback = any(piece[2] == _BYTE for piece in pieces)
+    scores = [(text, score) for text, score, _ in pieces]
+    if kind == _UNIGRAM:
+        tokenizer = Tokenizer(models.Unigram(scores, unk_id=unknown, byte_fallback=fallback))
+    else:
+        tokenizer = Tokenizer(
+            models.BPE(
+                ids,
+                _merges(pieces, ids),
+                unk_token=pieces[unknown][0],
+                fuse_unk=True,
+                byte_fallback=fallback,
+            )
+        )
+    steps: list[Any] = []
+    charsmap = normalizer.get(2)
+    if charsmap is not None and charsmap.size:
+        steps.append(normalizers.Precompiled(charsmap.tobytes()))
+    if normalizer.get(4, 1):
+        from tokenizers import Regex
+
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = bool(normalizer.get(3, 1))
+    # not Metaspace, which adds no space before a text that begins with one
+    steps += [normalizers.Prepend(_SPACE)] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if has_prefix else []),
+        ]
+    )
+    _add_marks(tokenizer, pieces)
+    text: str = tokenizer.to_str()
+    return text
+
+
+def _read(model: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
+    """Return the pieces (text, score, type), and the fields of trainer_spec and of
+    normalizer_spec.
+    """
+    pieces: list[tuple[str, float, int]] = []
+    specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
+    for number, value in read_fields(_bytes(model)):
+        if number == _PIECE and not isinstance(value, int):
+            fields: dict[int, Any] = dict(read_fields(value))
+            score = float(np.frombuffer(fields[2].tobytes(), "<f4")[0]) if 2 in fields else 0.0
+            pieces.append((fields[1].tobytes().decode(), score, fields.get(3, 1)))
+        elif number in specs and not isinstance(value, int):
+            specs[number] = dict(read_fields(value))
+    return pieces, specs[_TRAINER], specs[_NORMALIZER]
+
+
+def _bytes(raw: bytes) -> Bytes:
+    return np.frombuffer(raw, dtype=np.uint8)
+
+
+def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Return all pairs of pieces that form a piece, highest score first."""
+    found = [
+        (-score, ids[text[:at]], ids[text[at:]], text[:at], text[at:])
+        for text, score, kind in pieces
+        if kind not in (_UNKNOWN, _CONTROL, _BYTE)
+        for at in range(1, len(text))
+        if text[:at] in ids and text[at:] in ids
+    ]
+    return [(left, right) for _, _, _, left, right in sorted(found)]
+
+
+def _add_marks(tokenizer: Any, pieces: list[tuple[str, float, int]]) -> None:
+    from tokenizers import AddedToken
+
+    special = [text for text, _, kind in pieces if kind in (_UNKNOWN, _CONTROL)]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    own = [text for text, _, kind in pieces if kind == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in own])
+
+
+_MODEL = "tokenizer.model"
+_JSON = "tokenizer.json"
+
+
+def files_of(tokenizer: Tokenizer, positions: int) -> dict[str, bytes]:
+    """Return the content of each file by name. positions: of the model, for model_max_length.
+
+    What transformers keeps beside the vocabulary goes along.
+    """
+    if isinstance(tokenizer, GPT2BPETokenizer):
+        beside = companions_in(tokenizer.vocab_file.parent)
+        files = _of_bpe(tokenizer)
+    else:
+        assert isinstance(tokenizer, TextTokenizer)
+        beside = companions_in(tokenizer.file.parent)
+        content = read_bytes(tokenizer.file, limit=MAX_JSON_BYTES, error=TokenizerError)
+        files = _WRITERS[tokenizer.kind](tokenizer, content)
+    config, settings = files[CONFIG], parse_json(beside.get(CONFIG, b"{}"))
+    is_theirs = tokenizer.kind in (GPT2BPETokenizer.kind, "HuggingFaceTokenizer")
+    config = settings or config if is_theirs else {**settings, **config}
+    config |= {"model_max_length": positions, "clean_up_tokenization_spaces": False}
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return {**files, **beside, CONFIG: text.encode()}
+
+
+def _of_bpe(tokenizer: GPT2BPETokenizer) -> dict[str, Any]:
+    vocabulary, file = tokenizer.vocabulary, tokenizer.vocab_file
+    named = vocabulary.marks.named
+    merges = "".join(f"{left} {right}\n" for left, right in vocabulary.merges)
+    files: dict[str, Any] = {
+        "vocab.json": json.dumps(vocabulary.ids, ensure_ascii=False).encode(),
+        "merges.txt": f"#version: 0.2\n{merges}".encode(),  # some readers skip line 1
+        CONFIG: {
+            "tokenizer_class": "GPT2Tokenizer",
+            "add_prefix_space": vocabulary.prefix_space,
+            **{"unk_token": named.get("eos_token"), **named},
+        },
+    }
+    beside = file if tokenizer.merge_file is None else file.parent / _JSON
+    if beside.is_file():
+        files[_JSON] = read_bytes(beside, limit=MAX_JSON_BYTES, error=TokenizerError)
+    return files
+
+
+def _of_bert(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
+    config = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": tokenizer.kind != "BertWordPieceCase",
+    }
+    # transformers does not segment text: it expects spaces between words
+    words = {"tokenize_chinese_chars": False, **WORDS} if tokenizer.kind == "BertWordLevel" else {}
+    # not splitlines: U+2028 and other line separators are tokens of published vocabularies
+    text = content.decode("utf-8-sig").replace("\r\n", "\n")
+    return {"vocab.txt": text.encode(), CONFIG: config | words}
+
+
+def _of_sentencepiece(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
+    return {
+        _MODEL: content,
+        _JSON: tokenizer_json(content).encode(),
+        CONFIG: _fast(tokenizer),
+    }
+
+
+def _of_json(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
+    return {_JSON: content, CONFIG: _fast(tokenizer)}
+
+
+def _fast(tokenizer: TextTokenizer) -> dict[str, Any]:
+    marks = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id}
+    marks |= {"unk_token": tokenizer.unknown_id, "pad_token": tokenizer.pad_id}
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | {
+        name: tokenizer.piece(number) for name, number in marks.items() if number is not None
+    }
+
+
+_WRITERS = {
+    **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "BertWordLevel"), _of_bert),
+    "SentencePieceTokenizer": _of_sentencepiece,
+    "HuggingFaceTokenizer": _of_json,
+}
 
 
 def put_tokenizer(folder: Path, weights: Weights) -> None:

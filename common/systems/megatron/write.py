@@ -4,6 +4,7 @@ written as a stream. Values without a place in Megatron's files go into model.ya
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,14 +20,12 @@ from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
 from common.parallel.ramp import batch_sizes
 from common.parallel.sharding import local_shape, slice_of
-from common.systems.megatron.config import hysteresis, model_args
-from common.systems.megatron.names import NAME_MAPS
-from common.systems.megatron.shards import FILE, TRACKER
-from common.systems.model_yaml import write_model_yaml
+from common.systems.megatron.shards import FILE, NAME_MAPS, TRACKER
 from common.systems.name_map import NameRow
+from common.systems.run_state import write_model_yaml
 from common.systems.weights import Weight, Weights, to_type
 from common.tensor_files.arrays import prefetch_arrays
-from common.tensor_files.torch_files import Parts, TensorLeaf, write_torch
+from common.tensor_files.torch_files import Parts, TensorLeaf, TorchName, write_torch
 from common.weights.names import EMBEDDING, decays
 
 
@@ -170,7 +169,7 @@ def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
     precision = _precision(weights, dtype)
     flat = {row.theirs: leaves.add(row, dtype) for row in rows}
     tree: dict[str, Any] = {
-        "args": model_args(weights, precision, rank.tensor, rank.stages),
+        "args": _model_args(weights, precision, rank.tensor, rank.stages),
         "checkpoint_version": 3.0,
         "iteration": 0 if weights.run is None else weights.run["state"]["step"],
         "model": flat if rank.format == "megatron_core" else _nested(flat),
@@ -246,7 +245,7 @@ def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str
         outer["grad_scaler"] = {
             "scale": TensorLeaf(dtype="float32", shape=(1,), name=name),
             "growth_tracker": scale["finite_steps"],
-            "hysteresis_tracker": hysteresis(run) - scale["overflows"],
+            "hysteresis_tracker": _hysteresis(run) - scale["overflows"],
         }
     elif scale.get("mode") == "static":
         outer["grad_scaler"] = {}
@@ -311,3 +310,49 @@ def _scheduler(run: Any) -> dict[str, Any]:
             "wd_incr_steps": 0,
         }
     }  # fmt: skip
+
+
+def _hysteresis(run: Any) -> int:
+    """Return how many overflows a dynamic loss scale tolerates before it shrinks (Megatron's
+    hysteresis).
+    """
+    return int(run["config"].get("loss_scale", {}).get("hysteresis", 2))
+
+
+def _model_args(weights: Weights, precision: str, tensor: int, stages: int) -> argparse.Namespace:
+    """Return the args that describe a model. Megatron's ``check_checkpoint_args`` and
+    ``load_args_from_checkpoint`` read them.
+    """
+    model = weights.model
+    run: Any = weights.run or {"state": {"step": 0, "consumed_samples": 0}, "config": {}}
+    return argparse.Namespace(
+        num_layers=model.num_layers, encoder_num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size, num_attention_heads=model.num_heads,
+        kv_channels=model.hidden_size // model.num_heads,
+        group_query_attention=False, seq_length=model.seq_length,
+        encoder_seq_length=model.seq_length,
+        max_position_embeddings=model.max_positions, add_position_embedding=True,
+        position_embedding_type="learned_absolute",
+        use_rotary_position_embeddings=False, rotary_percent=1.0, tokenizer_type="GPT2BPETokenizer",
+        vocab_size=model.vocab_size,
+        make_vocab_size_divisible_by=model.vocab_multiple,
+        padded_vocab_size=pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor),
+        layernorm_epsilon=model.layer_norm_epsilon, norm_epsilon=model.layer_norm_epsilon,
+        normalization="LayerNorm",
+        apply_layernorm_1p=False, apply_residual_connection_post_layernorm=False,
+        add_bias_linear=True, bias_gelu_fusion=True,
+        openai_gelu=False, squared_relu=False, swiglu=False,
+        untie_embeddings_and_output_weights=False, num_experts=None,
+        hidden_dropout=model.hidden_dropout, attention_dropout=model.attention_dropout,
+        init_method_std=model.initializer_range,
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=None,
+        num_layers_per_virtual_pipeline_stage=None, data_parallel_random_init=False,
+        use_distributed_optimizer=False,
+        transformer_impl="local", fp16=precision == "float16", bf16=precision == "bfloat16",
+        params_dtype=TorchName(f"torch.{precision}"),
+        hysteresis=_hysteresis(run), iteration=run["state"]["step"],
+        consumed_train_samples=run["state"]["consumed_samples"],
+        consumed_valid_samples=0,
+    )  # fmt: skip

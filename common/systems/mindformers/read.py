@@ -5,25 +5,115 @@ holds heads and vocabulary. Before release 0.6 the names differed.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.config.load import read_yaml
 from common.config.resolved import ResolvedModel
 from common.config.update_rules import RuleName, rule_keeping
+from common.dialects.mindformers import BASE
 from common.errors import CheckpointError, ConfigError
-from common.systems.mindformers.model import find_model
-from common.systems.mindformers.names import NAME_MAPS
+from common.systems.bases import read_with_bases
+from common.systems.mindformers.config import translate
 from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
-from common.systems.model_yaml import MODEL_YAML
-from common.systems.name_map import match_name_map
-from common.systems.run_state import NO_SCALE, new_run, require_moments, require_one_run
-from common.systems.weights import Weight, Weights, import_names, weights_from
+from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
+from common.systems.run_state import (
+    MODEL_YAML,
+    NO_SCALE,
+    new_run,
+    read_model_yaml,
+    require_moments,
+    require_one_run,
+)
+from common.systems.weights import Weight, Weights, checked_model, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
 from common.weights.names import EMBEDDING, POSITIONS
+
+
+def _names(block: str, norm: str) -> NameMap:
+    return name_map(
+        {
+            EMBEDDING: "backbone.embedding.word_embedding.embedding_table",
+            POSITIONS: "backbone.embedding.position_embedding.embedding_table",
+            "ln_f": f"{norm}.gamma|beta",
+            "ln_1": f"{block}layernorm1.gamma|beta",
+            "attn.q_proj": f"{block}attention.dense1",
+            "attn.k_proj": f"{block}attention.dense2",
+            "attn.v_proj": f"{block}attention.dense3",
+            "attn.c_proj": f"{block}attention.projection",
+            "ln_2": f"{block}layernorm2.gamma|beta",
+            "mlp.c_fc": f"{block}output.mapping",
+            "mlp.c_proj": f"{block}output.projection",
+        },
+        transposed=LINEAR,
+        ignored=r"backbone\.blocks\.\d+\.attention\.(masked_)?beta",
+    )
+
+
+NAME_MAPS = {
+    "mindformers": (_names("backbone.blocks.{layer}.", "backbone.layernorm"),),
+    "mindformers_r0.3": (
+        _names("gpt2.backbone.transformer.encoder.blocks.{layer}.", "gpt2.backbone.layernorm"),
+    ),
+}
+"""Names of the parameters by format."""
+
+
+_CONFIG = "config.yaml"
+"""Name of the resolved config in a run folder of ours."""
+
+
+def find_model(
+    file: Path, folders: Iterable[Path]
+) -> tuple[ResolvedModel, dict[str, Any] | None] | None:
+    """Return the model and the state of its run, from the first of ``folders`` that has them, else
+    None. file: the weights, whose name chooses among several YAML files. Raises ConfigError.
+    """
+    for folder in dict.fromkeys(folders):
+        ours = folder / MODEL_YAML
+        if ours.is_file() and not _is_theirs(ours):
+            return read_model_yaml(ours)
+        found = [path for path in sorted(folder.glob("*.y*ml")) if _is_theirs(path)]
+        found = [path for path in found if path.stem == file.stem] or found
+        if len(found) > 1:
+            raise ConfigError(
+                f"{folder}: {', '.join(path.name for path in found)} have a model of MindFormers;"
+                f" leave one there, or name it as {file.name}"
+            )
+        if found:
+            return _read(found[0]), None
+        if (folder / _CONFIG).is_file():
+            return read_model_yaml(folder / _CONFIG)[0], None
+    return None
+
+
+def _is_theirs(path: Path) -> bool:
+    """Tell whether a YAML file has MindFormers' section model, or a base that may have it. Raises
+    ConfigError.
+    """
+    try:
+        tree, _ = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
+    model = tree.get("model")
+    return BASE in tree or (isinstance(model, dict) and "model_config" in model)
+
+
+def _read(path: Path) -> ResolvedModel:
+    tree, sources = read_with_bases(path, BASE)
+    section = tree.get("model")
+    if not isinstance(section, dict) or "model_config" not in section:
+        raise ConfigError(
+            f"{path}: has no model.model_config, nor have the files of its {BASE}; put the YAML"
+            " with the model beside the weights"
+        )
+    ours = translate({"model": section}, sources)
+    return checked_model(path, ours.tree["model"])
+
 
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
 """Parts of the optimizer's state by our names -> MindSpore's prefixes of a parameter's name."""

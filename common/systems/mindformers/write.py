@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from common.systems.mindformers.names import NAME_MAPS
-from common.systems.mindformers.read import MOMENTS
-from common.systems.model_yaml import write_model_yaml
+from common.checkpoint.manifest import read_manifest
+from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
+from common.checkpoint.state import TrainState
+from common.config.resolved import ResolvedModel
+from common.errors import StorageError
+from common.files import fsync_folder
+from common.parallel.ramp import place_in_epochs
+from common.parallel.run import Run
+from common.parallel.sharding import shards_of, split_dim
+from common.parallel.topology import Topology
+from common.systems.mindformers.read import MOMENTS, NAME_MAPS
+from common.systems.name_map import POSITIONS, NameRow
+from common.systems.run_state import write_model_yaml
 from common.systems.weights import Weight, Weights, arrays_of, export_names
 from common.tensor_files.mindspore_ckpt import stream_mindspore
-from common.weights.names import EMBEDDING
+from common.tensor_files.mindspore_strategy import Layout, write_strategy
+from common.weights.names import EMBEDDING, parameter_shapes
+from common.weights.pieces import ShardedReader, TensorSlice, open_stored
 
 FILE = "gpt2.ckpt"
 
@@ -58,3 +75,189 @@ def counters_of(run: Mapping[str, Any], *, epoch: int | None = None) -> dict[str
         name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy)
         for name, array in counters.items()
     }
+
+
+STRATEGY_FILE = "ckpt_strategy.ckpt"
+_NAME_MAP = NAME_MAPS["mindformers"][0]
+
+_Layouts = Mapping[int, Mapping[NameRow, Layout]]
+"""Parameters that each pipeline rank holds, and how its ranks split each of them."""
+
+
+def epoch_and_step(config: Run, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
+    """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
+    if config.batch_sizes.grows and samples_per_epoch:
+        epoch, within, _ = place_in_epochs(state.step, config.batch_sizes, samples_per_epoch)
+        return epoch + 1, within + 1
+    batch = config.train.global_batch_size
+    steps = max(1, samples_per_epoch // batch)
+    return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
+
+
+def write_rank_file(
+    config: Run, place: tuple[int, int], rank: int, is_split: bool, checkpoint: Path
+) -> None:
+    """Write the file of a rank, and on rank 0 the strategy, beside a complete checkpoint.
+
+    place: epoch and step in it. is_split: whether ranks hold different parts; else one file has all
+    of them. The newest ``checkpoint.keep`` files of this name are kept (0: all). Raises
+    StorageError and CheckpointError; an older file of the same name then stays.
+    """
+    folder = checkpoint.parent / f"rank_{rank}"
+    name = f"{config.checkpoint.ckpt_prefix}_rank_{rank}"
+    target = folder / f"{name}-{place[0]}_{place[1]}.ckpt"
+    temporary = folder / f".{target.stem}.tmp.ckpt"
+    leftover = rf"\.{re.escape(name)}-(\d+)_(\d+)\.tmp\.ckpt.*"
+    topology = config.topology if is_split else Topology()
+    layouts = _layouts(config, topology)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove(_of_name(folder, leftover))
+        if is_split and rank == 0:
+            write_strategy(checkpoint.parent / STRATEGY_FILE, _strategy(config, layouts))
+        stage, local_rank = divmod(rank, topology.data * topology.tensor)
+        with _tensors(config, layouts[stage], local_rank, place, checkpoint) as tensors:
+            stream_mindspore(temporary, tensors, arrays_of(tensors))
+        os.replace(temporary, target)
+        fsync_folder(folder)
+    except OSError as error:
+        _remove(_of_name(folder, leftover))
+        raise StorageError(
+            f"{target}: cannot be written: {error.strerror}; the checkpoint beside it is whole,"
+            " checkpoint.resume=auto resumes it"
+        ) from None
+    _prune(folder, target, rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt", config.checkpoint.keep)
+
+
+# ---- who holds what ----
+
+
+def _layouts(config: Run, topology: Topology) -> _Layouts:
+    shapes = _shapes(config.model, topology.tensor)
+    shards = shards_of(config.parallel, topology)
+    return {
+        place: {
+            row: _layout(row, row.shape(shapes), topology, shards)
+            for row in _rows_of(place, config.model, topology)
+        }
+        for place in range(topology.pipeline)
+    }
+
+
+def _shapes(model: ResolvedModel, tensor: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters; the rows of the embedding divide by the tensor ranks."""
+    rows = -(-model.vocab_size // tensor) * tensor
+    return parameter_shapes(model) | {EMBEDDING: (rows, model.hidden_size)}
+
+
+def _rows_of(place: int, model: ResolvedModel, topology: Topology) -> Iterator[NameRow]:
+    layers = {f"h.{layer}" for layer in topology.layers_of(place, model.num_layers)}
+    last = topology.place_of_stage(topology.stages - 1)
+    places = {EMBEDDING: topology.embedding_places, POSITIONS: (0,)}
+    for row in _NAME_MAP.rows(model.num_layers):
+        block = ".".join(row.ours[0].split(".")[:2])
+        if block in layers or (
+            not block.startswith("h.") and place in places.get(row.ours[0], (last,))
+        ):
+            yield row
+
+
+def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: int) -> Layout:
+    """Return how the ranks of a stage split a tensor. Tensor ranks split one dimension. ZeRO's
+    ranks split dimension 0 again, where it divides.
+    """
+    devices = (topology.data, topology.tensor)
+    dim = split_dim(row.ours[0]) if topology.tensor > 1 else None
+    if dim is not None and row.transposed:
+        dim = 1 - dim
+    axes = tuple((1,) if dim == place else () for place in range(len(shape)))
+    layout = Layout(devices=devices, axes=axes)
+    divides = shape[0] % (layout.parts()[0] * shards) == 0
+    # where tensor ranks hold copies, MindSpore would give shards to them too
+    if divides and (dim is not None or topology.tensor == 1):
+        layout = replace(layout, shards=shards)
+    return layout
+
+
+def _strategy(config: Run, layouts: _Layouts) -> dict[int, dict[str, Layout]]:
+    prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
+    return {
+        stage: {prefix + row.theirs: layout for prefix in prefixes for row, layout in rows.items()}
+        for stage, rows in layouts.items()
+    }
+
+
+# ---- the tensors of a rank ----
+
+
+@contextmanager
+def _tensors(
+    config: Run,
+    layouts: Mapping[NameRow, Layout],
+    rank: int,
+    place: tuple[int, int],
+    checkpoint: Path,
+) -> Iterator[dict[str, Weight]]:
+    """Yield the tensors of a rank and the counters. Each is read when it is written."""
+    manifest = read_manifest(checkpoint, checksums=False)
+    shapes = _shapes(config.model, max(layout.devices[1] for layout in layouts.values()))
+    with (
+        open_stored(checkpoint, MODEL_FILE, manifest) as model,
+        open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
+    ):
+        tensors = {
+            row.theirs: _part(model, row, "", layout, rank, row.shape(shapes))
+            for row, layout in layouts.items()
+        }
+        for part in config.optimizer.rule.parts if optimizer else ():
+            tensors |= {
+                MOMENTS[part] + row.theirs: _part(
+                    optimizer, row, f".{part}", layout, rank, row.shape(shapes)
+                )
+                for row, layout in layouts.items()
+            }
+        yield tensors | counters_of(manifest, epoch=place[0])
+
+
+def _part(
+    stored: ShardedReader,
+    row: NameRow,
+    suffix: str,
+    layout: Layout,
+    rank: int,
+    whole: tuple[int, ...],
+) -> Weight:
+    shape = tuple(size // parts for size, parts in zip(whole, layout.parts(), strict=True))
+    spans = layout.spans(rank, shape)
+    rows, *columns = reversed(spans) if row.transposed else spans
+    piece = TensorSlice(rows=rows, columns=columns[0] if columns else None)
+    name = row.ours[0] + suffix
+
+    def load() -> NDArray[Any]:
+        array = stored.read(name, piece)
+        return array.T if row.transposed else array
+
+    return Weight(dtype="float32", shape=shape, load=load)
+
+
+# ---- files of a name ----
+
+
+def _prune(folder: Path, target: Path, pattern: str, keep: int) -> None:
+    """Keep the file just written, then the newest before it, then those of the resumed run."""
+    numbers = _of_name(folder, pattern)
+    others = sorted((path for path in numbers if path != target), key=lambda path: numbers[path])
+    future = [path for path in others if numbers[path] > numbers[target]]
+    past = [path for path in others if path not in future]
+    _remove([*future, *past][: max(0, len(numbers) - keep)] if keep else [])
+
+
+def _of_name(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
+    """Return the files whose whole name matches, with the epoch and the step in it."""
+    matches = ((path, re.fullmatch(pattern, path.name)) for path in folder.glob("*"))
+    return {path: (int(match[1]), int(match[2])) for path, match in matches if match}
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

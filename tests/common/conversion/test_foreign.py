@@ -7,16 +7,15 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from common.checkpoint.folders import NoCheckpointError, read_manifest, require_checkpoint
 from common.conversion.convert import convert, convert_as_mindformers_did
 from common.conversion.foreign import explained
-from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import write_project
-from common.systems.weights import Weight, Weights, checked_model
-from common.weights.names import parameter_shapes
+from common.systems.run_state import MODEL_YAML
+from common.systems.weights import checked_model
+from tests.common.systems.tiny_weights import as_weights, random_arrays
 from tools.convert_weight import main
 
 SIZES = {
@@ -34,21 +33,8 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of weights, in a current folder of its own."""
     monkeypatch.chdir(tmp_path)
     model = checked_model(Path("here"), SIZES)
-    random = np.random.default_rng(0)
-    arrays = {
-        name: random.normal(size=shape).astype(np.float32)
-        for name, shape in parameter_shapes(model).items()
-    }
-    tensors = {
-        name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
-        for name, array in arrays.items()
-    }
     Path("ours").mkdir()
-    write_project(
-        Path("ours"),
-        Weights(path=Path("ours"), format="torch_gpt2", model=model, tensors=tensors),
-        None,
-    )
+    write_project(Path("ours"), as_weights(model, random_arrays(model)), None)
     return Path("ours")
 
 

@@ -20,7 +20,7 @@ from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
-from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.errors import CheckpointError  # noqa: E402
 from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 from common.systems.table import FORMATS  # noqa: E402
@@ -212,8 +212,8 @@ def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: 
     convert(trained, folder, target_format="mindformers")
     config = yaml.safe_load((folder / "model.yaml").read_text())
 
-    def fails(match: str, error: type[Exception] = CheckpointError) -> None:
-        with pytest.raises(error, match=match):
+    def fails(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
             convert(folder, tmp_path / "out", target_format="torch_gpt2")
         assert not (tmp_path / "out").exists()
 
@@ -226,13 +226,6 @@ def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: 
         r" found \[1\]",
     ):
         convert(tmp_path / "ours", tmp_path / "out", target_format="hf")
-    for change, match in (
-        ({"state": config["run"]["state"] | {"step": "2"}}, "does not say where its run stood"),
-        ({"state": {}}, "does not say where its run stood"),
-        ({"engine": 3}, "does not say where its run stood"),
-    ):
-        (folder / "model.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | change}))
-        fails(match, ConfigError)
     engine = config["run"]["engine"] | {"optimizer_steps": 5}
     (folder / "model.yaml").write_text(
         yaml.safe_dump(config | {"run": config["run"] | {"engine": engine}})

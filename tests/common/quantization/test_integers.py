@@ -25,7 +25,7 @@ from common.quantization.scheme import (
     weight_levels,
     weight_scales,
 )
-from common.systems.onnx.session import logits
+from common.systems.onnx.folder import logits
 from common.systems.own_folder import write_project
 from common.systems.weights import Weight, Weights
 from common.training.opened_checkpoint import Checkpoint

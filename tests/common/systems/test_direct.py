@@ -17,9 +17,9 @@ import pytest
 from common.conversion.convert import convert
 from common.errors import CheckpointError
 from common.parallel.sharding import slice_of
-from common.systems.mindformers.rank_files import write_rank_file
-from common.systems.model_yaml import MODEL_YAML
+from common.systems.mindformers.write import write_rank_file
 from common.systems.own_folder import open_project
+from common.systems.run_state import MODEL_YAML
 from common.systems.table import detect
 from common.training.loss_scale import LossScale
 from common.training.metrics import read_metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import yaml
 from common.config.schema import ModelConfig
 from common.errors import ConfigError
 from common.systems.megatron.write import write_megatron
-from common.systems.model_yaml import MODEL_YAML, read_model_yaml, write_model_yaml
-from common.systems.run_state import moment_shapes
-from common.systems.weights import Weight, Weights
-from common.weights.names import parameter_shapes
+from common.systems.run_state import MODEL_YAML, moment_shapes, read_model_yaml, write_model_yaml
+from common.systems.weights import Weights
+from tests.common.systems.tiny_weights import as_weights, random_arrays
 
 MODEL = {
     "num_layers": 1,
@@ -46,23 +46,12 @@ def read(folder: Path, text: str) -> tuple[ModelConfig, dict[str, Any] | None]:
     return read_model_yaml(folder / MODEL_YAML)
 
 
-def zeros(shapes: dict[str, tuple[int, ...]]) -> dict[str, Weight]:
-    return {
-        name: Weight(
-            dtype="float32", shape=shape, load=lambda shape=shape: np.zeros(shape, np.float32)
-        )
-        for name, shape in shapes.items()
-    }
-
-
 def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(
     tmp_path: Path,
 ) -> None:
     model, run = read(tmp_path, yaml.safe_dump({"model": MODEL, "run": RUN}))
-    tensors, moments = zeros(parameter_shapes(model)), zeros(moment_shapes(model, "adamw"))
-    weights = Weights(
-        path=tmp_path, format="mindformers", model=model, tensors=tensors, moments=moments, run=run
-    )
+    moments = {name: np.zeros(shape, "f4") for name, shape in moment_shapes(model, "adamw").items()}
+    weights = as_weights(model, random_arrays(model), moments=moments, run=run)
     write_megatron(tmp_path / "out", weights, None)
     saved = torch.load(
         tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False
@@ -101,44 +90,29 @@ def test_a_date_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "problem"),
+    ("key", "value", "problem"),
     [
-        (("run",), 5, "it is 5"),
-        (("run", "state"), None, "state is None"),
-        (("run", "state", "step"), -1, "state.step is -1"),
-        (("run", "state", "losses"), [None], "state.losses.0 is None"),
-        (
-            ("run", "engine", "loss_scale"),
-            {"mode": "dynamic"},
-            "engine.loss_scale lacks one of mode, value",
-        ),
-        (("run", "engine", "loss_scale"), {"value": "x"}, "engine.loss_scale.value is 'x'"),
-        (("run", "config", "optimizer", "name"), "lamb", "config.optimizer.name is 'lamb'"),
-        (
-            ("run", "config", "optimizer", "learning_rate"),
-            [],
-            r"config.optimizer.learning_rate is \[\]",
-        ),
-        (("run", "config", "precision"), 5, "config.precision is 5"),
-        (
-            ("run", "config", "train", "global_batch_size"),
-            "two",
-            "config.train.global_batch_size is 'two'",
-        ),
-        (("run", "state", "skipped_steps"), 9, "skipped_steps=9 and step=3 contradict"),
-        (("run", "engine", "rng"), {"torch": []}, r"engine.rng.torch is \[\]: List should"),
-        (("run", "tokenizer"), 3, "tokenizer is 3: Input should be a valid dictionary"),
-        (("model",), [1], "no section model .found a list"),
-        (("model", "num_layers"), "9" * 500, "num_layers='9{70,80}... of the model"),
+        ("run", 5, "it is 5"),
+        ("run.state", None, "state is None"),
+        ("run.state.step", -1, "state.step is -1"),
+        ("run.state.losses", [None], "state.losses.0 is None"),
+        ("run.engine.loss_scale", {"mode": "dynamic"}, "engine.loss_scale lacks one of mode"),
+        ("run.engine.loss_scale", {"value": "x"}, "engine.loss_scale.value is 'x'"),
+        ("run.config.optimizer.name", "lamb", "config.optimizer.name is 'lamb'"),
+        ("run.config.optimizer.learning_rate", [], r"optimizer.learning_rate is \[\]"),
+        ("run.config.precision", 5, "config.precision is 5"),
+        ("run.config.train.global_batch_size", "two", "train.global_batch_size is 'two'"),
+        # what a manifest of ours would refuse
+        ("run.state.skipped_steps", 9, "skipped_steps=9 and step=3 contradict"),
+        ("run.engine.rng", {"torch": []}, r"engine.rng.torch is \[\]: List should"),
+        ("run.tokenizer", 3, "tokenizer is 3: Input should be a valid dictionary"),
+        ("model", [1], "no section model .found a list"),
+        ("model.num_layers", "9" * 500, "num_layers='9{70,80}... of the model"),
     ],
 )
-def test_values_of_wrong_types(
-    tmp_path: Path, path: tuple[str, ...], value: Any, problem: str
-) -> None:
+def test_values_of_wrong_types(tmp_path: Path, key: str, value: Any, problem: str) -> None:
     words: Any = copy.deepcopy({"model": MODEL, "run": RUN})
-    place = words
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+    *sections, name = key.split(".")
+    functools.reduce(dict.__getitem__, sections, words)[name] = value
     with pytest.raises(ConfigError, match=problem):
         read(tmp_path, yaml.safe_dump(words))

@@ -2,17 +2,14 @@
 and the formulas of their layouts.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.systems.fleetx import parts as fleetx
-from common.systems.hugging_face import names as hugging_face
-from common.systems.megatron import names as megatron
-from common.systems.mindformers import names as mindformers
+from common.systems.fleetx import read as fleetx
+from common.systems.hugging_face import weights as hugging_face
+from common.systems.megatron import shards as megatron
+from common.systems.mindformers import read as mindformers
 from common.systems.name_map import Fusion, NameMap, NameRow
 from common.weights.names import parameter_shapes
 
@@ -29,11 +26,6 @@ MODEL = ModelConfig(
     ffn_hidden_size=20,
     max_positions=9,
 )
-
-
-def theirs(name_map: NameMap, model: ModelConfig = MODEL) -> dict[str, tuple[int, ...]]:
-    shapes = parameter_shapes(model)
-    return {row.theirs: row.shape(shapes) for row in name_map.rows(model.num_layers)}
 
 
 def random_parameters(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -68,92 +60,12 @@ def test_every_parameter_has_one_place(name_map: NameMap) -> None:
     assert not any(name_map.ignores(row.theirs) for row in rows)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["with transformer.", "without"])
-def test_hugging_face_is_what_transformers_has(number: int) -> None:
-    """Names and shapes of both of its classes, and the values of a fused weight by their logits."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    sizes = {
-        "n_layer": 2,
-        "n_embd": 12,
-        "n_head": 3,
-        "n_positions": 9,
-        "vocab_size": 11,
-        "n_inner": 20,
-    }
-    model = (transformers.GPT2LMHeadModel, transformers.GPT2Model)[number](
-        transformers.GPT2Config(**sizes)
-    )
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    name_map = NAME_MAPS["hf"][number]
-    assert (
-        expected.pop("lm_head.weight", (11, 12)) == (11, 12) and name_map.head == "lm_head.weight"
-    )
-    assert theirs(name_map) == expected
-
-    # of a linear layer (out, in), transformers' Conv1D (in, out) must give the same
-    parameters = random_parameters(MODEL)
-    layer = model.h[1] if number else model.transformer.h[1]
-    prefix = ("transformer.", "")[number]
-    found = packed(name_map, parameters)
-    x = np.random.default_rng(1).standard_normal((5, 12), np.float32)
-    with torch.no_grad():
-        for part in ("weight", "bias"):
-            getattr(layer.attn.c_attn, part).copy_(
-                torch.from_numpy(np.ascontiguousarray(found[f"{prefix}h.1.attn.c_attn.{part}"]))
-            )
-        queries = layer.attn.c_attn(torch.from_numpy(x)).split(12, dim=-1)
-    for name, values in zip("qkv", queries, strict=True):
-        linear = (
-            x @ parameters[f"h.1.attn.{name}_proj.weight"].T
-            + parameters[f"h.1.attn.{name}_proj.bias"]
-        )
-        np.testing.assert_allclose(values.numpy(), linear, rtol=1e-5, atol=1e-5)
-
-
 def test_causal_masks_of_old_files_are_ignored() -> None:
     for name_map, prefix in zip(NAME_MAPS["hf"], ("transformer.", ""), strict=True):
         assert all(name_map.ignores(f"{prefix}h.3.attn.{name}") for name in ("bias", "masked_bias"))
         assert not name_map.ignores(f"{prefix}h.3.attn.c_attn.bias") and not name_map.ignores(
             f"other.{prefix}h.3.attn.bias"
         )
-
-
-def test_megatron_core_is_what_its_model_has(tmp_path: Any) -> None:
-    """With its own layers; those of Transformer Engine hold the norms."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
-    )
-    try:
-        parallel_state.initialize_model_parallel()
-        config = TransformerConfig(
-            num_layers=2,
-            hidden_size=12,
-            num_attention_heads=3,
-            ffn_hidden_size=20,
-            use_cpu_initialization=True,
-        )
-        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=11, max_sequence_length=9)
-        expected = {
-            name: tuple(tensor.shape)
-            for name, tensor in model.state_dict().items()
-            if isinstance(tensor, torch.Tensor)
-        }
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-    name_map = NAME_MAPS["megatron_core"][0]
-    assert theirs(name_map) == {
-        name: shape
-        for name, shape in expected.items()
-        if not name_map.ignores(name) and name != name_map.head
-    }
 
 
 MINDFORMERS = """
@@ -224,45 +136,3 @@ def test_rows_of_query_key_and_value_lie_where_the_formula_says(fusion: Fusion) 
     assert fusion is Fusion.OUTPUTS or all(
         any(np.shares_memory(piece, values) for values in parts) for piece in pieces
     )
-
-
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_versions_of_megatron(version: int) -> None:
-    fusions = [Fusion.BLOCKS, Fusion.OUTPUTS, Fusion.HEADS]
-    name_map = NAME_MAPS["megatron"][0].fused(fusions[version])
-    (row,) = (
-        row
-        for row in name_map.rows(2)
-        if row.theirs == "language_model.encoder.layers.1.self_attention.query_key_value.bias"
-    )
-    assert (
-        row.pack([np.full(12, part) for part in range(3)], 3)[:5].tolist()
-        == [[0] * 5, [0, 1, 2, 0, 1], [0, 0, 0, 0, 1]][version]
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    fusion=st.sampled_from(Fusion),
-    parts=st.sampled_from([1, 3]),
-    transposed=st.booleans(),
-    heads=st.integers(1, 5),
-    outputs=st.integers(1, 4),
-    inputs=st.integers(0, 6),
-)
-def test_unpacked_values_equal_packed_ones(
-    fusion: Fusion, parts: int, transposed: bool, heads: int, outputs: int, inputs: int
-) -> None:
-    row = NameRow(ours=tuple("qkv"[:parts]), theirs="t", transposed=transposed, fusion=fusion)
-    shape = (heads * outputs, inputs) if inputs else (heads * outputs,)
-    given_parts = [
-        np.random.default_rng(part).integers(0, 2**16, shape, np.uint16) for part in range(parts)
-    ]
-    found = row.pack(given_parts, heads)
-    assert found.shape == row.shape(dict.fromkeys(row.ours, shape))
-    for one, other in zip(
-        [row.part(np.ascontiguousarray(found), heads, number) for number in range(parts)],
-        given_parts,
-        strict=True,
-    ):
-        np.testing.assert_array_equal(one, other)

@@ -22,10 +22,9 @@ from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.systems import config as systems
 from common.systems.bases import read_with_bases
-from common.systems.config import COMMAND_LINES, DIALECTS, open_config, open_flags
+from common.systems.config import COMMAND_LINES, DIALECTS, Opened, open_config, open_flags
 from common.systems.dialect import Dialect
 from common.systems.flags import read_flag_file, read_flags
-from common.systems.opened import Opened
 from common.weights.names import count_parameters
 from tools import convert_config
 

@@ -77,9 +77,6 @@ def test_files_of_torch_are_read(tmp_path: Path, as_zip: bool) -> None:
                 tensor.dtype
             ).removeprefix("torch.")
             assert torch.equal(as_torch(stored[name].read(), tensor.dtype), tensor), name
-            if tensor.ndim == 2 and tensor.numel():
-                part = stored[name].read([[1, 2], [1, 2]])
-                assert torch.equal(as_torch(part, tensor.dtype), tensor[1:2, 1:2]), name
         assert np.shares_memory(stored["model.a.weight"].read(), stored["model.b.weight"].read())
         assert stored.tree["model"]["numbers"][0] is stored["model.numbers.0"]
 
@@ -239,10 +236,6 @@ def test_any_view_is_read(
     torch.save({"a": tensor}, path)
     with open_tensors(path) as stored:
         np.testing.assert_array_equal(stored["a"].read(), tensor.numpy())
-        rectangle = [(size // 2, size) for size in shape]
-        np.testing.assert_array_equal(
-            stored["a"].read(rectangle), tensor.numpy()[tuple(slice(*span) for span in rectangle)]
-        )
 
 
 def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
@@ -338,6 +331,13 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "model_optim_rng.pt"
     write_torch(path, tree, (array for _, array in arrays.values()))
     loaded = torch.load(path, weights_only=True)
+    torch.save(loaded, tmp_path / "theirs.pt")
+    sums = []
+    for file in (path, tmp_path / "theirs.pt"):
+        with zipfile.ZipFile(file) as records:
+            assert records.testzip() is None
+            sums.append({Path(each.filename).name: each.CRC for each in records.infolist()})
+    assert [name for name in sums[1] if sums[0][name] != sums[1][name]] == ["serialization_id"]
     for name, (word, array) in arrays.items():
         tensor = loaded["model"][name]
         assert str(tensor.dtype) == f"torch.{word}" and tuple(tensor.shape) == array.shape

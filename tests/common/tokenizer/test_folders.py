@@ -16,7 +16,7 @@ from common.dataset.metadata import read_metadata
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
 from common.errors import TokenizerError
-from common.systems.hugging_face.tokenizer_files import files_of
+from common.systems.hugging_face.tokenizer import files_of
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.lines import encode_prompt, encode_words
 from common.tokenizer.training import TRAINERS

@@ -13,8 +13,7 @@ import pytest
 from common.config.tokenizer_kinds import kind_named
 from common.errors import TokenizerError
 from common.files import atomic_write
-from common.systems.hugging_face.tokenizer import read_tokenizer
-from common.systems.hugging_face.tokenizer_files import files_of
+from common.systems.hugging_face.tokenizer import files_of, read_tokenizer
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.bert_files import SPECIAL
 from common.tokenizer.lines import encode_prompt

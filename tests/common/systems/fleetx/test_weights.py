@@ -5,7 +5,6 @@ incomplete model is refused.
 import json
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from common.conversion.convert import convert  # noqa: E402
-from common.errors import CheckpointError, ConfigError  # noqa: E402
+from common.errors import CheckpointError  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
-from tools.convert_weight import main  # noqa: E402
+from tests.common.systems.tiny_weights import refused  # noqa: E402
 
 FIXTURE = Path(__file__).parents[2] / "tensor_files" / "data" / "fleetx"
 PARTS = Path(__file__).parent / "data"
@@ -228,60 +227,43 @@ def test_states_of_generators_are_records(tmp_path: Path) -> None:
         assert found.model.vocab_size == 12
 
 
-def test_parts_that_do_not_fit_are_one_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, last = "mp_00_sharding_00_pp_00", "mp_01_sharding_00_pp_01"
+FIRST, LAST = "mp_00_sharding_00_pp_00", "mp_01_sharding_00_pp_01"
 
-    def fails(message: str, spoil: Callable[[Path], object]) -> None:
-        source = copy_parts("2x2", tmp_path / "epoch")
-        spoil(source)
-        code = main(["--to", "hf", "--input", str(source), "--output", str(tmp_path / "out")])
-        error = capsys.readouterr().err
-        assert code == 2 and error.startswith("error: ")
-        assert re.search(message, error), error
-        assert not (tmp_path / "out").exists()
-        shutil.rmtree(source)
 
-    def save(path: Path, change: dict[str, Any], without: str = "-") -> None:
-        with open_tensors(path) as stored:
-            state = {n: np.array(t.read()) for n, t in stored.items() if without not in n}
-            path.write_bytes(pickle.dumps(state | dict(stored.plain) | change, 4))
+def resaved(file: str, change: dict[str, Any], without: str = "-") -> Callable[[Path], None]:
+    """Return a function that saves a file again, with other values."""
 
-    fails(f"missing {last}; copy", lambda source: shutil.rmtree(source / last))
-    fails(
-        f"{last}/model.pdparams: not a whole file of paddle.save",
-        lambda source: (source / last / "model.pdparams").write_bytes(
-            (source / last / "model.pdparams").read_bytes()[:-50]
-        ),
-    )
-    fails(
-        f"{last}/meta_state.pdopt: step is 8, and {first} says 7",
-        lambda source: save(source / last / "meta_state.pdopt", {"step": 8}),
-    )
-    fails(
-        "1 of 2 tensor ranks lack gpt.decoder.layers.1.norm2.bias",
-        lambda source: save(source / last / "model.pdparams", {}, "2.norm2.bias"),
-    )
-    fails(
-        "tensor ranks hold gpt.decoder.layers.1.linear1.bias as .*16.*3",
-        lambda source: save(
-            source / last / "model.pdparams", {"_layers.2.linear1.bias": np.zeros(3, np.float32)}
-        ),
-    )
-    fails(
-        f"{last}/model.pdparams: _layers.1.norm1.bias is in another stage too",
-        lambda source: save(
-            source / last / "model.pdparams", {"_layers.1.norm1.bias": np.zeros(8, np.float32)}
-        ),
-    )
-    fails(
-        "unexpected lm_head.weight",
-        lambda source: [
-            save(source / rank / "model.pdparams", {"lm_head.weight": np.ones(2, np.float32)})
-            for rank in ("mp_00_sharding_00_pp_01", last)
-        ],
-    )
+    def spoil(folder: Path) -> None:
+        for path in folder.glob(file):
+            with open_tensors(path) as stored:
+                state = {n: np.array(t.read()) for n, t in stored.items() if without not in n}
+                path.write_bytes(pickle.dumps(state | dict(stored.plain) | change, 4))
+
+    return spoil
+
+
+MODEL_OF_LAST = f"{LAST}/model.pdparams"
+BAD_PARTS: dict[str, Callable[[Path], object]] = {
+    f"missing {LAST}; copy": lambda folder: shutil.rmtree(folder / LAST),
+    f"{MODEL_OF_LAST}: not a whole file of paddle.save":
+        lambda folder: os.truncate(folder / MODEL_OF_LAST, 3000),
+    f"{LAST}/meta_state.pdopt: step is 8, and {FIRST} says 7":
+        resaved(f"{LAST}/meta_state.pdopt", {"step": 8}),
+    "1 of 2 tensor ranks lack gpt.decoder.layers.1.norm2.bias":
+        resaved(MODEL_OF_LAST, {}, "2.norm2.bias"),
+    "tensor ranks hold gpt.decoder.layers.1.linear1.bias as .*16.*3":
+        resaved(MODEL_OF_LAST, {"_layers.2.linear1.bias": np.zeros(3, np.float32)}),
+    f"{MODEL_OF_LAST}: _layers.1.norm1.bias is in another stage too":
+        resaved(MODEL_OF_LAST, {"_layers.1.norm1.bias": np.zeros(8, np.float32)}),
+    "unexpected lm_head.weight":
+        resaved("*_pp_01/model.pdparams", {"lm_head.weight": np.ones(2, np.float32)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_PARTS)
+def test_parts_that_do_not_fit_are_one_error(tmp_path: Path, capsys: Any, message: str) -> None:
+    BAD_PARTS[message](source := copy_parts("2x2", tmp_path / "epoch"))
+    refused(capsys, source, message)
 
 
 def test_the_true_vocabulary_of_a_model_yaml_comes_first(tmp_path: Path) -> None:
@@ -307,60 +289,49 @@ class Evil:
         return os.system, ("touch executed",)
 
 
-def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_model(content: Any) -> Callable[[Path], object]:
+    raw = content if isinstance(content, bytes) else pickle.dumps(content)
+    return lambda folder: (folder / "model.pdparams").write_bytes(raw)
+
+
+def with_yaml(text: str, name: str = "pretrain_gpt.yaml") -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+BAD: dict[str, Callable[[Path], object]] = {
+    "model.pdparams: its pickle names posix.system, .* nothing of it was executed":
+        with_model({"gpt.decoder.norm.weight": np.zeros(2000), "x": Evil()}),
+    "not a whole file of paddle.save":
+        lambda folder: os.truncate(folder / "model.pdparams", 3000),
+    "not a whole file of paddle.save: it holds a list": with_model([1]),
+    "a is not an array of numbers": with_model({"a": 1}),
+    "of no type of plain numbers": with_model({"a": np.array([None])}),
+    "99 bytes at 9 are not a part of it": with_model(b"(I9\nI99\ntQ."),
+    "holds no names of fleetx, but a": with_model({"a": np.zeros(3)}),
+    "missing gpt.decoder.layers.1.norm1.weight":
+        with_yaml(YAML.replace("num_layers: 1", "num_layers: 2")),
+    "Model lacks num_attention_heads; give the file that the run was started with":
+        with_yaml(YAML.replace("  num_attention_heads: 2\n", "")),
+    "pretrain_gpt.yaml:1:9: not valid YAML": with_yaml("Model: ["),
+    "other.yaml, pretrain_gpt.yaml have a section Model; leave one there":
+        with_yaml(YAML, "other.yaml"),
+    "no YAML with a section Model": with_yaml("Optimizer: {}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    source = copy(tmp_path / "source")
-    file, config = source / "model.pdparams", source / "pretrain_gpt.yaml"
-    content = file.read_bytes()
-
-    def fails(error: type[Exception], match: str, to: str = "hf") -> None:
-        with pytest.raises(error, match=match):
-            convert(
-                source,
-                tmp_path / "out",
-                source_format="fleetx",
-                target_format=to,
-                dtype=None,
-                verify=False,
-            )
-        assert not list(tmp_path.glob("*out*"))
-
-    fails(ConfigError, "--to fleetx: this format is read only; say --to hf", to="fleetx")
-    file.write_bytes(pickle.dumps({"gpt.decoder.norm.weight": np.zeros(2000), "x": Evil()}))
-    fails(
-        CheckpointError,
-        r"model.pdparams: its pickle names posix.system, .* nothing of it was executed",
-    )
+    BAD[message](source := copy(tmp_path / "source"))
+    refused(capsys, source, message, "--from", "fleetx")
     assert not (tmp_path / "executed").exists()
-    for data, reason in (
-        (content[:3000], "not a whole file of paddle.save"),
-        (content[:-1], "not a whole file of paddle.save"),
-        (pickle.dumps([1]), "it holds a list"),
-        (pickle.dumps({"a": 1}), "a is not an array of numbers"),
-        (pickle.dumps({"a": np.array([None])}), "of no type of plain numbers"),
-        (
-            b"(I9\nI99\ntQ.",
-            "99 bytes at 9 are not a part of it",
-        ),
-        (pickle.dumps({"a": np.zeros(3)}), "holds no names of fleetx, but a"),
-    ):
-        file.write_bytes(data)
-        fails(CheckpointError, reason)
-    file.write_bytes(content)
-    config.write_text(YAML.replace("num_layers: 1", "num_layers: 2"))
-    fails(CheckpointError, "missing gpt.decoder.layers.1.norm1.weight")
-    config.write_text(YAML.replace("  num_attention_heads: 2\n", ""))
-    fails(
-        ConfigError, "Model lacks num_attention_heads; give the file that the run was started with"
-    )
-    config.write_text("Model: [")
-    fails(ConfigError, "pretrain_gpt.yaml:1:9: not valid YAML")
-    config.write_text(YAML)
-    shutil.copy(config, source / "other.yaml")
-    fails(ConfigError, "other.yaml, pretrain_gpt.yaml have a section Model; leave one there")
-    config.unlink()
-    (source / "other.yaml").write_text("Optimizer: {}")
-    fails(ConfigError, "no YAML with a section Model")
+
+
+def test_it_is_not_written(tmp_path: Path, capsys: Any) -> None:
+    message = "--to fleetx: this format is read only; say --to hf"
+    refused(capsys, copy(tmp_path / "source"), message, to="fleetx")
 
 
 def test_a_byte_that_is_missing_or_too_many_is_found(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from common.errors import CheckpointError
 from common.inference.source import find_source
 from common.systems.direct import foreign_format
-from common.systems.hugging_face.read import open_hugging_face
+from common.systems.hugging_face.weights import open_hugging_face
 from common.tokenizer.bpe_files import byte_alphabet
 from tools.convert_weight import main
 

@@ -21,7 +21,7 @@ from common.config.resolved import resolve_model
 from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from common.systems.gguf.write import FILE, write_gguf
+from common.systems.gguf import FILE, write_gguf
 from common.systems.weights import Weight, Weights
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from common.weights.initial import initial_rows

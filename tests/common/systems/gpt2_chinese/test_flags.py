@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -91,100 +92,52 @@ def test_generate_sh_slides_its_window(tmp_path: Path) -> None:
     assert "#   device: CUDA_VISIBLE_DEVICES says it" in opened.yaml
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["--epochs", "3", "--lr", "1e-3", "--warmup_steps", "7", "--max_grad_norm", "0.5"],
-            {
-                "train.max_epochs": 3, "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 7,
-                "optimizer.clip_grad": 0.5, "optimizer.schedule": "linear", "data.split": "1,0,0",
-            },
-        ),
-        (
-            ["--batch_size", "3", "--gradient_accumulation", "4", "--log_step", "9"],
-            {
-                "train.micro_batch_size": 3, "train.accumulation_steps": 4, "logging.interval": 3,
-                "logging.style": "gpt2-chinese",
-            },
-        ),
-        (
-            ["--fp16", "--fp16_opt_level", "O3", "--output_dir", "out/", "--stride", "100"],
-            {"precision": "pure_fp16", "output_dir": "out", "data.stride": 100},
-        ),
-        ([], {"precision": "float32", "data.stride": 768, "train.max_epochs": 5}),
-        (["--stride", "9999"], {"data.stride": 1024}),
-        (
-            ["--tokenized_data_path", "ids/", "--pretrained_model", "elsewhere"],
-            {
-                "data.train": "ids/tokenized_train_text_document",
-                "checkpoint.init_from": "elsewhere",
-            },
-        ),
-        (
-            ["--segment", "--tokenizer_path", "cache/vocab_seg.txt"],
-            {
-                "data.tokenizer.type": "BertWordLevel",
-                "data.tokenizer.vocab_file": "cache/vocab_seg.txt",
-            },
-        ),
-        (
-            ["--bpe_token", "--encoder_json", "own/spm.model", "--vocab_bpe", ""],
-            {
-                "data.tokenizer.type": "SentencePieceTokenizer",
-                "data.tokenizer.vocab_file": "own/spm.model",
-            },
-        ),
-        (
-            ["--bpe_token"],
-            {
-                "data.tokenizer.type": "GPT2BPETokenizer",
-                "data.tokenizer.vocab_file": "tokenizations/encoder.json",
-                "data.tokenizer.merge_file": "tokenizations/vocab.bpe",
-            },
-        ),
-    ],
-)  # fmt: skip
-def test_flags_of_train_py_become_keys(words: list[str], expected: dict[str, Any]) -> None:
-    found = keys_of("gpt2_chinese", *words)
-    assert {key: found.get(key) for key in expected} == expected
+BECOME: dict[str, dict[str, Any]] = {
+    # program and flags: keys
+    "train --epochs 3 --lr 1e-3 --warmup_steps 7 --max_grad_norm 0.5": {
+        "train.max_epochs": 3, "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 7,
+        "optimizer.clip_grad": 0.5, "optimizer.schedule": "linear", "data.split": "1,0,0"},
+    "train --batch_size 3 --gradient_accumulation 4 --log_step 9": {
+        "train.micro_batch_size": 3, "train.accumulation_steps": 4, "logging.interval": 3,
+        "logging.style": "gpt2-chinese"},
+    "train --fp16 --fp16_opt_level O3 --output_dir out/ --stride 100": {
+        "precision": "pure_fp16", "output_dir": "out", "data.stride": 100},
+    "train": {"precision": "float32", "data.stride": 768, "train.max_epochs": 5},
+    "train --stride 9999": {"data.stride": 1024},
+    "train --tokenized_data_path ids/ --pretrained_model elsewhere": {
+        "data.train": "ids/tokenized_train_text_document", "checkpoint.init_from": "elsewhere"},
+    "train --segment --tokenizer_path cache/vocab_seg.txt": {
+        "data.tokenizer.type": "BertWordLevel",
+        "data.tokenizer.vocab_file": "cache/vocab_seg.txt"},
+    "train --bpe_token --encoder_json own/spm.model --vocab_bpe ''": {
+        "data.tokenizer.type": "SentencePieceTokenizer",
+        "data.tokenizer.vocab_file": "own/spm.model"},
+    "train --bpe_token": {
+        "data.tokenizer.type": "GPT2BPETokenizer",
+        "data.tokenizer.vocab_file": "tokenizations/encoder.json",
+        "data.tokenizer.merge_file": "tokenizations/vocab.bpe"},
+    "generate --prefix 1.5 --save_samples --save_samples_path out": {
+        "predict.prompt": "1.5", "predict.output_file": "out/samples.txt"},
+    "generate --prefix [CLS][MASK]": {"predict.prompt": "[CLS][MASK]"},
+    "generate --model_path 007 --prefix [1]": {"checkpoint.load": "007"},
+    "generate --titles '萧炎 林动' --articles_per_title 3 --save_path made/": {
+        "predict.prompt": ["萧炎", "林动"], "predict.num_sequences": 3,
+        "predict.output_folder": "made", "predict.max_new_tokens": 1024},
+    "generate --titles_file titles.txt --repetition_penalty 1.2 --topk 0": {
+        "predict.prompt_file": "titles.txt", "predict.repetition_penalty": 1.2,
+        "predict.top_k": 0, "predict.num_sequences": 5, "predict.prompt": None},
+    "generate --batch_size 4 --temperature 0.5 --topp 0.9 --fast_pattern": {
+        "predict.batch_size": 4, "predict.temperature": 0.5, "predict.top_p": 0.9,
+        "predict.num_sequences": 10},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["--prefix", "1.5", "--save_samples", "--save_samples_path", "out"],
-            {"predict.prompt": "1.5", "predict.output_file": "out/samples.txt"},
-        ),
-        (["--prefix", "[CLS][MASK]"], {"predict.prompt": "[CLS][MASK]"}),
-        (["--model_path", "007", "--prefix", "[1]"], {"checkpoint.load": "007"}),
-        (
-            ["--titles", "萧炎 林动", "--articles_per_title", "3", "--save_path", "made/"],
-            {
-                "predict.prompt": ["萧炎", "林动"], "predict.num_sequences": 3,
-                "predict.output_folder": "made", "predict.max_new_tokens": 1024,
-            },
-        ),
-        (
-            ["--titles_file", "titles.txt", "--repetition_penalty", "1.2", "--topk", "0"],
-            {
-                "predict.prompt_file": "titles.txt", "predict.repetition_penalty": 1.2,
-                "predict.top_k": 0, "predict.num_sequences": 5, "predict.prompt": None,
-            },
-        ),
-        (
-            ["--batch_size", "4", "--temperature", "0.5", "--topp", "0.9", "--fast_pattern"],
-            {
-                "predict.batch_size": 4, "predict.temperature": 0.5, "predict.top_p": 0.9,
-                "predict.num_sequences": 10,
-            },
-        ),
-    ],
-)  # fmt: skip
-def test_flags_of_generate_py_become_keys(words: list[str], expected: dict[str, Any]) -> None:
-    found = keys_of("gpt2_chinese_generate", *words)
-    assert {key: found.get(key) for key in expected} == expected
+@pytest.mark.parametrize("text", BECOME)
+def test_flags_become_keys(text: str) -> None:
+    program, *words = shlex.split(text)
+    system = {"train": "gpt2_chinese", "generate": "gpt2_chinese_generate"}[program]
+    found = keys_of(system, *words)
+    assert {key: found.get(key) for key in BECOME[text]} == BECOME[text]
 
 
 def test_model_config_json_is_a_configuration() -> None:

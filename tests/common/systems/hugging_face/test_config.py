@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from common.errors import ConfigError  # noqa: E402
-from common.systems.hugging_face.config import read_config  # noqa: E402
+from common.systems.hugging_face.weights import read_config  # noqa: E402
 
 SIZES = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 40}
 

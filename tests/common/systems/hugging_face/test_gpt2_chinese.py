@@ -15,8 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
-from common.systems.hugging_face.config import read_config  # noqa: E402
-from common.systems.hugging_face.read import open_hugging_face  # noqa: E402
+from common.systems.hugging_face.weights import open_hugging_face, read_config  # noqa: E402
 from common.systems.table import detect  # noqa: E402
 
 SIZES = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 13317}

@@ -5,16 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from common.conversion.convert import convert
 from common.errors import ConfigError
 from common.systems.mindformers.read import open_mindformers
-from common.systems.model_yaml import MODEL_YAML
 from common.systems.own_folder import write_project
-from common.systems.weights import Weight, Weights, checked_model
-from common.weights.names import parameter_shapes
+from common.systems.run_state import MODEL_YAML
+from common.systems.weights import checked_model
+from tests.common.systems.tiny_weights import as_weights, random_arrays
 
 SIZES = {
     "num_layers": 2,
@@ -53,14 +52,9 @@ RUN_OF_R03 = "base_config: ['./model_config/gpt2.yaml']\nrunner_config: {epochs:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Only the checkpoint."""
-    model = checked_model(tmp_path, SIZES)
-    tensors = {
-        name: Weight(dtype="float32", shape=shape, load=lambda shape=shape: np.ones(shape, "f4"))
-        for name, shape in parameter_shapes(model).items()
-    }
     (tmp_path / "ours").mkdir()
-    weights = Weights(path=tmp_path, format="torch_gpt2", model=model, tensors=tensors)
-    write_project(tmp_path / "ours", weights, None)
+    model = checked_model(tmp_path, SIZES)
+    write_project(tmp_path / "ours", as_weights(model, random_arrays(model)), None)
     convert(tmp_path / "ours", tmp_path / "mf", target_format="mindformers")
     (tmp_path / "mf" / MODEL_YAML).unlink()
     return tmp_path / "mf"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,13 +16,15 @@ from common.config.load import build_config
 from common.config.resolved import as_run
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config
-from common.systems.mindformers.rank_files import epoch_and_step, write_rank_file
 from common.systems.mindformers.read import open_mindformers
+from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.systems.own_folder import open_project, write_project
 from common.systems.run_state import NO_SCALE, new_run
-from common.systems.weights import Weight, Weights, checked_model
+from common.systems.weights import checked_model
 from common.tensor_files.containers import open_tensors
 from common.weights.names import parameter_shapes
+from tests.common.systems.test_name_map import MINDFORMERS
+from tests.common.systems.tiny_weights import as_weights, random_arrays
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 101}
 PARTS = {"": "", ".exp_avg": "adam_m.", ".exp_avg_sq": "adam_v."}
@@ -29,54 +32,23 @@ PARTS = {"": "", ".exp_avg": "adam_m.", ".exp_avg_sq": "adam_v."}
 
 def theirs(ours: str) -> tuple[str, bool]:
     """Return MindFormers' name of a parameter, and whether it is transposed there."""
-    table = {
-        "wte": "backbone.embedding.word_embedding.embedding_table",
-        "wpe": "backbone.embedding.position_embedding.embedding_table",
-        "ln_f": "backbone.layernorm",
-        "ln_1": "layernorm1",
-        "ln_2": "layernorm2",
-        "attn.q_proj": "attention.dense1",
-        "attn.k_proj": "attention.dense2",
-        "attn.v_proj": "attention.dense3",
-        "attn.c_proj": "attention.projection",
-        "mlp.c_fc": "output.mapping",
-        "mlp.c_proj": "output.projection",
-    }
-    module, _, kind = ours.rpartition(".")
-    block = ""
-    if module.startswith("h."):
-        _, layer, module = module.split(".", 2)
-        block = f"backbone.blocks.{layer}."
-    if module in ("wte", "wpe"):
-        return table[module], False
-    if "ln_" in module:
-        kind = {"weight": "gamma", "bias": "beta"}[kind]
-    turned = kind == "weight" and module in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    return f"{block}{table[module]}.{kind}", turned
+    block = re.match(r"h\.(\d+)\.", ours)
+    of_block_1 = re.sub(r"^h\.\d+", "h.1", ours)
+    line = next(line for line in MINDFORMERS.splitlines() if line.endswith(f"| {of_block_1}"))
+    name = line.split()[0]
+    return name.replace("blocks.1.", f"blocks.{block[1]}.") if block else name, " T |" in line
 
 
 def write_run(folder: Path) -> Path:
     """Write a run's checkpoint after four steps, and return its folder."""
     model = checked_model(folder, MODEL)
-    random = np.random.default_rng(0)
-
-    def weight(shape: tuple[int, ...]) -> Weight:
-        values = random.normal(size=shape).astype(np.float32)
-        return Weight(dtype="float32", shape=shape, load=lambda: values)
-
-    shapes = parameter_shapes(model)
-    weights = Weights(
-        path=folder,
-        format="torch_gpt2",
-        model=model,
-        tensors={name: weight(shape) for name, shape in shapes.items()},
-        moments={
-            f"{name}{part}": weight(shape)
-            for name, shape in shapes.items()
-            for part in (".exp_avg", ".exp_avg_sq")
-        },
-        run=new_run("adamw", step=4, updates=3, scale=NO_SCALE),
+    parts = enumerate(("", ".exp_avg", ".exp_avg_sq"))
+    arrays, *moments = (
+        {f"{name}{part}": array for name, array in random_arrays(model, seed).items()}
+        for seed, part in parts
     )
+    run = new_run("adamw", step=4, updates=3, scale=NO_SCALE)
+    weights = as_weights(model, arrays, moments=moments[0] | moments[1], run=run)
     checkpoint = folder / "checkpoints" / "step_00000004"
     checkpoint.mkdir(parents=True)
     write_project(checkpoint, weights, None)

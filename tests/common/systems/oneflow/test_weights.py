@@ -2,7 +2,6 @@
 meta files of google's protobuf.
 """
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from google.protobuf import (  # noqa: E402
 
 from common.conversion.convert import convert  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
-from tools.convert_weight import main  # noqa: E402
+from tests.common.systems.tiny_weights import refused  # noqa: E402
 
 LAYERS, WIDTH, HEADS, POSITIONS, VOCABULARY, ROWS = 2, 12, 3, 7, 13, 16
 SECTION = (
@@ -214,8 +213,4 @@ def test_bad_input_is_one_error(
 ) -> None:
     spoil, message = BAD[what]
     spoil(snapshot_of(tmp_path / "save"))
-    code = main(["--to", "hf", "--input", str(tmp_path / "save"), "--output", str(tmp_path / "o")])
-    error = capsys.readouterr().err
-    assert code == 2 and error.startswith("error: ")
-    assert re.search(message, error), error
-    assert not (tmp_path / "o").exists()
+    refused(capsys, tmp_path / "save", message)

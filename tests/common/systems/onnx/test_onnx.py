@@ -19,10 +19,9 @@ from common.errors import ConfigError
 from common.generation.exported import ExportedDecoder
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from common.systems.hugging_face.read import open_hugging_face
-from common.systems.onnx.quantize import BLOCK, quantize_blocks
-from common.systems.onnx.session import OnnxModel
-from common.systems.onnx.write import DATA_FILE, GRAPH_FILE, write_onnx
+from common.systems.hugging_face.weights import open_hugging_face
+from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, write_onnx
+from common.systems.onnx.model import BLOCK, quantize_blocks
 from common.systems.weights import Weights
 from tools.convert_weight import main
 

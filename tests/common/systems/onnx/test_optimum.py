@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from common.systems.hugging_face.read import open_hugging_face
-from common.systems.onnx.write import write_onnx
+from common.systems.hugging_face.weights import open_hugging_face
+from common.systems.onnx.folder import write_onnx
 from tests.peers import peer_python
 from tools.convert_weight import main as convert
 

@@ -8,9 +8,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from common.errors import ConfigError
-from common.systems.onnx.session import OnnxModel
-from common.systems.onnx.slots import OnnxSlots
-from common.systems.onnx.write import GRAPH_FILE
+from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, OnnxSlots
 from tests.common.systems.onnx.test_onnx import POSITIONS, VOCABULARY, logits_of, oracle, write
 from tests.mixed_load import prompts, run
 

@@ -75,8 +75,10 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, folder, model.vocab_size)
     tensors = export_names(NAME_MAP, weights.tensors, model, "float32")
+    matrices = [name for name in tensors if name.endswith(".weight") and "norm" not in name]
+    matrices.remove("position_embd.weight")
     types = {
-        name: gguf.GGMLQuantizationType[kind if _is_matrix(name) else "F32"] for name in tensors
+        name: gguf.GGMLQuantizationType[kind if name in matrices else "F32"] for name in tensors
     }
     for name, tensor in tensors.items():
         block, size = gguf.GGML_QUANT_SIZES[types[name]]
@@ -95,10 +97,6 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     with (folder / FILE).open("rb") as file:
         os.fsync(file.fileno())  # before the folder is renamed to its final name
     return {FILE: file_checksum(folder / FILE)}
-
-
-def _is_matrix(name: str) -> bool:
-    return name.endswith(".weight") and "norm" not in name and name != "position_embd.weight"
 
 
 def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:

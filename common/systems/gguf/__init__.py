@@ -1,1 +1,0 @@
-"""GGUF, as llama.cpp runs it: ``gguf``."""

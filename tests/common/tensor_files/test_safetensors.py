@@ -1,0 +1,121 @@
+"""Our safetensors reader and writer against the safetensors library, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from common.errors import CheckpointError
+from common.tensor_files.containers import open_tensors
+from common.tensor_files.safetensors_file import open_safetensors, shapes_of, write_safetensors
+
+TENSORS = {
+    "half": torch.tensor([[1.5, -2.0, 3.25], [0.1, 1e30, -0.0]], dtype=torch.bfloat16),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(7),
+    "mask": torch.tensor([True, False]),
+    "double": torch.arange(4.0, dtype=torch.float64),
+}
+
+
+def test_the_library_writes_what_we_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "x.safetensors", metadata={"format": "pt", "note": "7"})
+    with open_tensors(tmp_path / "x.safetensors") as stored:
+        assert stored.plain == {"format": "pt", "note": "7"}
+        assert stored.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            assert (
+                stored[name].dtype == str(tensor.dtype).removeprefix("torch.")
+                and stored[name].shape == tensor.shape
+            )
+        assert torch.equal(
+            torch.from_numpy(stored["half"].read().view(np.int16).copy()).view(torch.bfloat16),
+            TENSORS["half"],
+        )
+        np.testing.assert_array_equal(stored["double"].read(), np.arange(4.0))
+        assert (
+            stored["scalar"].read() == 7
+            and stored["mask"].read().tolist() == [True, False]
+            and stored["empty"].read().shape == (0, 3)
+        )
+
+
+arrays = hnp.arrays(
+    st.sampled_from([np.float32, np.float16, np.int64, np.uint8]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"),
+        arrays,
+        max_size=5,
+    )
+)
+def test_the_library_reads_what_we_write(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, np.ndarray]
+) -> None:
+    path = tmp_path_factory.mktemp("safetensors") / "x.safetensors"
+    write_safetensors(path, tensors)
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    for name, array in tensors.items():
+        assert read[name].dtype == array.dtype and read[name].shape == array.shape
+        assert read[name].tobytes() == array.tobytes()
+
+
+def test_a_transposed_array_is_written_in_order(tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    write_safetensors(tmp_path / "x.safetensors", {"a": array})
+    np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["a"], array)
+
+
+def raw(header: object, data: bytes = b"\0" * 8) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(first: int, end: int, dtype: str = "F32", shape: object = (1,)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+
+
+WHOLE = raw({"a": entry(0, 4), "b": entry(4, 8)})
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        *((WHOLE[:end], "") for end in (5, 40, -1)),
+        (WHOLE + b"\0", ""),
+        (b"\xff" * 7 + b"\x7f{", ""),
+        (raw([1]), ""),
+        (raw({"a": 3}), ""),
+        (raw({"a": entry(0, 8)}), ""),
+        (raw({"a": entry(0, 4), "b": entry(2, 6)}), "`b`"),
+        (raw({"a": entry(0, 4)}), ""),
+        (raw({"a": entry(0, 8, "F8_E4M3", [8])}), "a is of type 'F8_E4M3', and"),
+        (raw({"a": entry(0, 0, "F32", [0, 2**62, 2**62])}, b""), "beyond what an array can have"),
+    ],
+)
+def test_a_file_that_does_not_fit_together_is_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    message = f"x.safetensors: not a whole safetensors file: .*{reason}.*; copy it again"
+    with pytest.raises(CheckpointError, match=message), open_tensors(path):
+        pass
+    if not reason:
+        with (
+            pytest.raises(CheckpointError, match="not a whole safetensors file"),
+            open_safetensors(path) as reader,
+        ):
+            shapes_of(reader)
