@@ -123,7 +123,7 @@ def _of_place(
     )
     within = (traffic.tensor + traffic.sequence) / _speed(device, topology, GroupKind.TENSOR)
     all_work = micro_batches * work + within
-    hidden = work * 2 / 3 * (micro_batches if config.parallel.zero_stage > 1 else 1)
+    hidden = work * _overlapped(config, topology)
     data = max(0.0, traffic.data / _speed(device, topology, GroupKind.DATA) - hidden)
     between = (traffic.pipeline + traffic.embedding) / _speed(device, topology, GroupKind.PIPELINE)
     # read and write weights, state and gradients once
@@ -195,11 +195,27 @@ def _linear_weights(config: Run) -> int:
     return 4 * config.sizes.hidden**2 + 2 * config.sizes.hidden * config.sizes.ffn
 
 
-def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
-    """Return the bytes per second of a group whose ranks are consecutive on servers.
+def _overlapped(config: Run, topology: Topology) -> float:
+    """Return the micro batches whose work hides messages between data-parallel ranks.
 
-    It is the rate of the network if the group spans servers.
+    They run beside backward passes, which are two thirds of the work: of the last micro batch where
+    gradients are sent once a step, as behind a pipeline, and of all where ZeRO reduces each one's.
+    In stage 3 forward passes hide gathers too.
     """
-    group = topology.group(kind, 0)
-    within = group[0] // device.server_devices == group[-1] // device.server_devices
-    return device.link if within else device.network
+    zero, micro_batches = config.parallel.zero_stage, config.train.accumulation_steps
+    if zero < 2 or topology.pipeline > 1:
+        return 2 / 3
+    return micro_batches * (1.0 if zero == 3 else 2 / 3)
+
+
+def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
+    """Return the bytes per second that each rank of a group sends.
+
+    Within a server it is the link's rate. Rings over several servers leave a server by as many
+    adapters as the group has devices there. A message between stages has one.
+    """
+    group, server = topology.group(kind, 0), device.server_devices
+    if group[-1] < server:
+        return device.link
+    beside = 1 if kind is GroupKind.PIPELINE else -(-server // (group[1] - group[0]))
+    return min(device.link, beside * device.network)
