@@ -38,11 +38,11 @@ from common.parallel.run import Run
 from common.planner.fitting import resolve_on
 from common.planner.plan import make_plan, memory_limit, table
 from common.program import command
+from common.resolve import compilation
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from tests.fake_cuda.build import with_cuda
 from tests.fake_cuda.device import CUDA, fake_device, h100
-from torch_gpt2 import compilation
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 
