@@ -31,7 +31,6 @@ from common.inference.source import Source
 from common.log import LOG
 from common.parallel.run import Run
 from common.planner.fitting import Fitting, is_open, rank_memory
-from common.planner.plan import RESERVED
 from common.planner.room import check_memory, gibibytes
 from common.resolve.derive import export_format, length_in_steps, require_length, resolve_mode
 from common.resolve.engine_checks import check_here
@@ -149,7 +148,7 @@ def _chosen(
 def _described(limit: float | None, config: RunConfig) -> str:
     if limit is None:
         return "unknown memory"
-    free = "" if config.context.max_device_memory else f", with {RESERVED:.0%} of it left free"
+    free = "" if config.context.max_device_memory else ", which leaves a reserve"
     return gibibytes(limit) + free
 
 

@@ -206,7 +206,7 @@ for name in {sorted(modules)}:
 
 _REWRITES = {
     "as_run": {
-        "common/inputs.py", "common/parallel/run.py",
+        "common/inputs.py", "common/parallel/run.py", "common/planner/fitting.py",
         "common/planner/suggest.py", "common/resolve/derive.py",
     },
     "resolve_other": {

@@ -16,17 +16,13 @@ import torch
 
 from common.log import LOG
 from common.parallel.run import Run
-from common.resolve.compilation import compile_error
+from common.resolve.compilation import compile_error, in_regions
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.private_api import ASYNC_TENSOR_PARALLEL, keep_graphs_whole
 
 BACKEND = "inductor"
-MAX_LAYERS_IN_ONE_GRAPH = 24
-"""One graph takes some 2.6 seconds of a processor for each layer, measured at 4 and 12 layers.
-Regions take as long for any number of layers.
-"""
 
 
 def is_compiled(config: Run, device: TorchDevice) -> bool:
@@ -44,11 +40,7 @@ def compile_model(parts: Sequence[GPT2], config: Run) -> LossSum:
     Every graph is for one shape of batch.
     """
     model = parts[0]
-    whole = (
-        config.topology.world_size == 1
-        and len(model.h) <= MAX_LAYERS_IN_ONE_GRAPH
-        and not config.train.offload_activations
-    )
+    whole = not in_regions(config)
     LOG.info(
         f"compile: {'the model as one graph' if whole else 'a graph for each kind of region'}; the"
         " first step takes longer"

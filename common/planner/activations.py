@@ -1,8 +1,9 @@
 """Bytes that the forward pass of one micro batch keeps for its backward pass.
 
-They are the tensors that torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep. They are
-counted as on an accelerator (fused attention, one byte per element of a dropout mask). MindSpore's
-attention is counted as fused only where it is (common/parallel/fused_attention.py).
+They are the tensors that torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep, operator by
+operator or in compiled regions. They are counted as on an accelerator (fused attention, one byte
+per element of a dropout mask). MindSpore's attention is counted as fused only where it is
+(common/parallel/fused_attention.py).
 
 Tensor parallelism is Megatron's (arXiv 1909.08053, section 3). With sequence parallelism (arXiv
 2205.05198, section 4.2.2) activations between its regions are split too. The input of a region is
@@ -15,6 +16,7 @@ from common.parallel.fused_attention import keeps_no_scores
 from common.parallel.loss_rows import loss_rows
 from common.parallel.run import Run
 from common.parallel.topology import Topology
+from common.resolve.compilation import in_regions, is_compiled
 
 
 def block_bytes(config: Run, recompute: str) -> int:
@@ -70,7 +72,22 @@ def norm_bytes(config: Run) -> int:
     """
     s = config.sizes
     weights = 2 * s.hidden * s.norm if s.norm != s.held else 0
-    return (s.tokens * s.hidden + 2 * s.tokens) * s.norm // s.between + weights
+    kept = s.tokens * s.hidden * input_of_norm(config) + 2 * s.tokens * s.norm
+    return kept // s.between + weights
+
+
+def input_of_norm(config: Run) -> int:
+    """Return the bytes of an element of a norm's input: of the norm's type, or where a graph
+    converts it in the kernel, of the computation's.
+    """
+    return config.sizes.compute if has_regions(config) else config.sizes.norm
+
+
+def has_regions(config: Run) -> bool:
+    """Return whether regions of the model are compiled. One graph of all keeps more, as measured on
+    an H100 (docs/speed.md), and is counted as if nothing were compiled.
+    """
+    return is_compiled(config, config.hardware) and in_regions(config)
 
 
 def _attention(config: Run) -> int:
@@ -110,10 +127,11 @@ def documents_bytes(config: Run) -> int:
 
 def loss_bytes(config: Run) -> int:
     """Return the bytes of gradients that the forward pass computes: hidden states, and the head in
-    float32.
+    float32, or where a graph keeps it in the type of the computation.
     """
     s = config.sizes
-    return s.region + 4 * s.vocabulary * s.hidden // s.tensor
+    element = s.compute if has_regions(config) else 4
+    return s.region + element * s.vocabulary * s.hidden // s.tensor
 
 
 def while_in_loss(config: Run) -> int:
@@ -121,7 +139,8 @@ def while_in_loss(config: Run) -> int:
 
     Forward, beside the head in the type of the computation: the float32 logits of
     ``train.loss_rows`` positions (those of a CPU if left out), and as much for their logsumexp, or
-    the product that adds to the head's gradient. Backward: that gradient times the loss scale.
+    the product that adds to the head's gradient. A compiled loss needs neither. Backward: that
+    gradient times the loss scale.
     """
     s = config.sizes
     memory = None if config.hardware is None else config.hardware.memory
@@ -131,7 +150,8 @@ def while_in_loss(config: Run) -> int:
     if config.precision.float8_head:  # two copies of a byte, of the hidden states too
         head = 2 * (shard + s.tokens) * s.hidden
     product = shard * s.hidden * s.compute + rows * shard * (4 + s.compute) if s.compute < 4 else 0
-    return max(head + max(8 * rows * shard, product), 4 * shard * s.hidden)
+    logits = 4 * rows * shard if has_regions(config) else max(8 * rows * shard, product)
+    return max(head + logits, 4 * shard * s.hidden)
 
 
 def moments_in_blocks(config: Run, layers: int) -> list[tuple[int, int]]:

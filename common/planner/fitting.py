@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.accelerators import GIB, Accelerator, Hardware, find_accelerator, require_accelerator
+from common.config.resolved import as_run
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.ramp import micro_batches
@@ -20,7 +21,7 @@ from common.parallel.run import Run
 from common.parallel.topology import Topology
 from common.planner.communication import traffic_of
 from common.planner.memory import memory_of
-from common.planner.plan import RESERVED
+from common.planner.plan import RESERVED, usable_memory
 from common.planner.room import machine_memory
 from common.planner.timing import step_time
 from common.resolve.derive import resolve_other
@@ -40,21 +41,28 @@ def rank_memory(config: RunConfig, hardware: Hardware, *, ranks: int = 1) -> flo
     """Return the bytes that the plan may give a rank, or None if unknown.
 
     They are context.max_device_memory, else the memory of the device, or on a CPU of the machine
-    divided by its ``ranks``, without the part RESERVED.
+    divided by its ``ranks``, without a reserve.
     """
     given = config.context.max_device_memory
     if given is not None:
         return float(given.removesuffix("GB")) * GIB
-    is_cpu = hardware.kind == "cpu"
-    there = machine_memory() if is_cpu else hardware.memory
-    return None if there is None else there / (ranks if is_cpu else 1) * (1 - RESERVED)
+    if hardware.kind == "cpu":
+        there = machine_memory()
+        return None if there is None else there / ranks * (1 - RESERVED)
+    return None if hardware.memory is None else usable_memory(hardware.memory)
 
 
 def resolve_on(config: RunConfig, device: Accelerator | None, *, world_size: int) -> Run:
     """Resolve a training for an accelerator, with what it leaves open chosen by the plan.
 
-    Without one the memory is this machine's, if the run may be on its CPU.
+    Without one the memory is this machine's, if the run may be on its CPU. Float8 in layouts whose
+    training is refused is planned all the same.
     """
+    scaling, parallel = config.precision.float8, config.parallel
+    if scaling != "none" and (parallel.model_parallel > 1 or parallel.zero_stage):
+        plain = as_run(RunConfig, config, precision={"float8": "none"})
+        run = resolve_on(plain, device, world_size=world_size)
+        return as_run(Run, run, precision={"float8": scaling})
     if device is not None:
         hardware = Hardware(kind="auto", name=device.name, memory=device.memory)
         limit = rank_memory(config, hardware)

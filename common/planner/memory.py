@@ -349,9 +349,8 @@ def _saved_by_stage(config: Run, topology: Topology, stage: int) -> _Saved:
     if stage == 0:
         saved += activations.embedding_bytes(config)
     else:
-        is_in_block = (
-            layers > 0 and not offloads and (mode == "full" or sizes.norm == sizes.compute)
-        )
+        same = activations.input_of_norm(config) == sizes.compute
+        is_in_block = layers > 0 and not offloads and (mode == "full" or same)
         is_sent = topology.place_of_stage(stage - 1) != place
         saved += (is_sent - is_in_block) * sizes.residual
     if stage == topology.stages - 1:

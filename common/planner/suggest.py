@@ -25,6 +25,8 @@ from common.planner.fitting import RECOMPUTATIONS, Fitting, time_within
 from common.planner.plan import Plan, make_plan, memory_limit, table
 
 _SHOWN = 10
+EQUAL = 1e-9
+"""Part of a time by which sums of equal parts may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool
         if outcome is None:
             continue
         settled.add((zero, sequence))  # more recomputation changes nothing or is slower
-        if outcome < (best.seconds if best else math.inf):
+        if outcome < (best.seconds * (1 - EQUAL) if best else math.inf):
             best = Layout(config=candidate, seconds=outcome)
     if best is not None:
         return best

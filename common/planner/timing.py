@@ -1,26 +1,38 @@
-"""Estimate of the time of an optimizer step from a device's peak rates.
-
-It serves to compare layouts with each other rather than to predict a time.
-"""
+"""Estimate of the time of an optimizer step from a device's peak rates and five factors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from common.accelerators import Accelerator
+from common.accelerators import Accelerator, Hardware
 from common.parallel.pipeline import bubble
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner import activations
 from common.planner.communication import Traffic
 from common.planner.memory import Memory
+from common.resolve.compilation import is_compiled
 
-PRODUCTS = 0.65
-"""Part of the peak rate that large matrix products reach.
+PRODUCTS = 0.77
+"""Part of the peak rate that matrix products reach.
 
-With the other terms below, layouts of 18 to 1000 billion parameters are within 15 % of Megatron's
-times on A100 (arXiv 2104.04473, table 1).
+This, attention on both generations, eager elements and the network are the five factors that were
+fitted to one half of the published steps in benchmarks/published.csv (docs/plan_accuracy.md).
+"""
+ATTENTION, ATTENTION_OF_HOPPER = 0.62, 0.33
+"""Part of the peak rate that attention reaches, with all pairs of a window counted. Hopper's peak
+has grown more than its kernels of 2023 and 2024.
+"""
+ELEMENTS = {"eager": 0.33, "compiled": 0.90}
+"""Part of the memory bandwidth that the operations between products reach, with each activation
+counted once a pass. Operator by operator it is read and written again. Fused kernels reach the
+bandwidth of benchmarks/roofline.py.
+"""
+NETWORK = 0.67
+"""Part of the adapters' rate that messages between servers reach."""
+RANGE = 0.83, 1.24
+"""Measured by planned times: eight of ten published steps to which nothing was fitted lie between.
 """
 HOST_LINK = 25e9
 """Bytes per second between a device and its host, one way: a PCIe 4 x16 link of 32 GB/s."""
@@ -98,23 +110,25 @@ def _of_place(
     micro_batches, schedule = config.train.accumulation_steps, config.parallel.pipeline_schedule
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
-    products = flops_of_micro_batch(config, topology, place) / peak / PRODUCTS
-    scaling, has_head = config.precision.float8, _has_head(topology, place)
-    if scaling != "none":
-        linear = linear_flops(config, topology, place)
-        products += linear * (1 / device.float8_peak() - 1 / peak) / PRODUCTS
-    if config.precision.float8_head and has_head:
-        head = head_flops(config) / config.sizes.tensor
-        products += head * (1 / device.float8_peak() - 1 / peak) / PRODUCTS
+    scaling, sizes = config.precision.float8, config.sizes
+    of_blocks = peak if scaling == "none" else device.float8_peak()
+    of_head = device.float8_peak() if config.precision.float8_head else peak
+    is_hopper = device.float8_flops > 0
+    products = (
+        linear_flops(config, topology, place) / of_blocks / PRODUCTS
+        + head_flops(config, topology, place) / of_head / PRODUCTS
+        + attention_flops(config, topology, place)
+        / peak
+        / (ATTENTION_OF_HOPPER if is_hopper else ATTENTION)
+    )
     again = activations.recomputed_of_rank(config, topology, place)
-    passes = layers * PASSES + again * (mode == "full")
-    elements = passes * activations.block_bytes(config, "none") / device.bandwidth
-    if has_head:
-        sizes = config.sizes
-        # float32 logits, written and read twice
-        elements += 4 * 4 * sizes.tokens * sizes.vocabulary / sizes.tensor / device.bandwidth
+    moved = (layers * PASSES + again * (mode == "full")) * activations.block_bytes(config, "none")
+    if _has_head(topology, place):  # float32 logits, written and read twice
+        moved += 4 * 4 * sizes.tokens * sizes.vocabulary // sizes.tensor
     if scaling != "none":
-        elements += layers * float8_bytes(config) / device.bandwidth
+        moved += layers * float8_bytes(config)
+    compiled = is_compiled(config, Hardware(kind="auto", name=device.name))
+    elements = moved / device.bandwidth / ELEMENTS["compiled" if compiled else "eager"]
     work = products + elements
     waiting = (
         bubble(schedule, topology, micro_batches, recomputes=mode == "full")
@@ -123,20 +137,19 @@ def _of_place(
     )
     within = (traffic.tensor + traffic.sequence) / _speed(device, topology, GroupKind.TENSOR)
     all_work = micro_batches * work + within
-    hidden = work * 2 / 3 * (micro_batches if config.parallel.zero_stage > 1 else 1)
+    hidden = work * _overlapped(config, topology)
     data = max(0.0, traffic.data / _speed(device, topology, GroupKind.DATA) - hidden)
     between = (traffic.pipeline + traffic.embedding) / _speed(device, topology, GroupKind.PIPELINE)
     # read and write weights, state and gradients once
     updated = 2 * (memory.weights + memory.gradients + memory.optimizer)
     # a sum reads the old one and the gradient, and writes the new one
     summed = 3 * memory.gradients * (micro_batches - 1)
-    moved = sum(
+    on_host = config.train.offload_activations * sum(
         activations.blocks_bytes(
             config, len(topology.layers_of_stage(stage, config.model.num_layers))
         )
         for stage in topology.stages_of(place)
     )
-    on_host = moved * config.train.offload_activations
     return StepTime(
         products=micro_batches * products,
         elements=micro_batches * elements,
@@ -149,26 +162,22 @@ def _of_place(
     )
 
 
-def flops_of_micro_batch(config: Run, topology: Topology, place: int) -> float:
-    """Return the operations of the forward and backward pass of one micro batch on one rank.
+def attention_flops(config: Run, topology: Topology, place: int) -> float:
+    """Return the operations of one micro batch in attention, on one rank.
 
-    They are 6 per weight and token and 12 h T of attention (common.training.metrics), and a third
-    more for recomputed parts.
+    They are 12 h T for each token and layer (common.training.metrics), and a third more where it
+    recomputes.
     """
+    sizes, times = config.sizes, 3 * topology.layer_count(place, config.model.num_layers)
+    times += activations.recomputed_of_rank(config, topology, place)
+    return sizes.tokens * times * 4 * sizes.seq_length * sizes.hidden / sizes.tensor
+
+
+def head_flops(config: Run, topology: Topology, place: int) -> float:
+    """Return the operations of one micro batch in the head, on one rank."""
     sizes = config.sizes
-    attention = 4 * sizes.seq_length * sizes.hidden
-    times = 3 * topology.layer_count(place, config.model.num_layers)
-    if config.train.recompute != "none":
-        times += activations.recomputed_of_rank(config, topology, place)
-    flops = sizes.tokens * times * attention
-    if _has_head(topology, place):
-        flops += head_flops(config)
-    return flops / sizes.tensor + linear_flops(config, topology, place)
-
-
-def head_flops(config: Run) -> int:
-    """Return the operations of one micro batch in the head, on all tensor-parallel ranks."""
-    return 6 * config.sizes.tokens * config.sizes.vocabulary * config.sizes.hidden
+    operations = 6 * sizes.tokens * sizes.vocabulary * sizes.hidden / sizes.tensor
+    return operations * _has_head(topology, place)
 
 
 def _has_head(topology: Topology, place: int) -> bool:
@@ -186,10 +195,10 @@ def linear_flops(config: Run, topology: Topology, place: int) -> float:
 def float8_bytes(config: Run) -> float:
     """Return the bytes that float8 adds to one micro batch in the linear layers of a block."""
     sizes = config.sizes
-    elements = 2 * sizes.tokens * (5 * sizes.hidden + sizes.ffn)  # inputs, and as many outputs
-    return FLOAT8_COPIES[config.precision.float8] * elements + FLOAT8_WEIGHTS * _linear_weights(
-        config
-    )
+    # inputs of q, k, v and c_fc and outputs of both c_proj; the other inputs and outputs
+    whole, split = 6 * sizes.hidden, 4 * sizes.hidden + 2 * sizes.ffn
+    copies = FLOAT8_COPIES[config.precision.float8] * (whole * sizes.tensor + split) * sizes.tokens
+    return (copies + FLOAT8_WEIGHTS * _linear_weights(config)) / sizes.tensor
 
 
 def _linear_weights(config: Run) -> int:
@@ -197,11 +206,27 @@ def _linear_weights(config: Run) -> int:
     return 4 * config.sizes.hidden**2 + 2 * config.sizes.hidden * config.sizes.ffn
 
 
-def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
-    """Return the bytes per second of a group whose ranks are consecutive on servers.
+def _overlapped(config: Run, topology: Topology) -> float:
+    """Return the micro batches whose work hides messages between data-parallel ranks.
 
-    It is the rate of the network if the group spans servers.
+    They run beside backward passes, which are two thirds of the work: of the last micro batch where
+    gradients are sent once a step, as behind a pipeline, and of all where ZeRO reduces each one's.
+    In stage 3 forward passes hide gathers too.
     """
-    group = topology.group(kind, 0)
-    within = group[0] // device.server_devices == group[-1] // device.server_devices
-    return device.link if within else device.network
+    zero, micro_batches = config.parallel.zero_stage, config.train.accumulation_steps
+    if zero < 2 or topology.pipeline > 1:
+        return 2 / 3
+    return micro_batches * (1.0 if zero == 3 else 2 / 3)
+
+
+def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:
+    """Return the bytes per second that each rank of a group sends.
+
+    Within a server it is the link's rate. Rings over several servers leave a server by as many
+    adapters as the group has devices there. A message between stages has one.
+    """
+    group, server = topology.group(kind, 0), device.server_devices
+    if group[-1] < server:
+        return device.link
+    beside = 1 if kind is GroupKind.PIPELINE else -(-server // (group[1] - group[0]))
+    return NETWORK * min(device.link, beside * device.network)

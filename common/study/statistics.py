@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
 from common.accelerators import require_accelerator
-from common.planner.plan import RESERVED
+from common.planner.plan import usable_memory
 from common.study.results import CellResult, Measured, Repeat, State, Study
 
 CONFIDENCE = 0.95
@@ -81,7 +81,7 @@ def summarize(study: Study) -> dict[str, Summary]:
     accelerator that is not known.
     """
     device = require_accelerator(study.accelerator) if study.accelerator else None
-    room = device.memory * (1 - RESERVED) if device else math.inf
+    room = usable_memory(device.memory) if device else math.inf
     alone = {
         result.cell.id: _calculated(result, room) if study.calculated else _measured(result)
         for result in study.cells

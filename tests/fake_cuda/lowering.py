@@ -19,8 +19,8 @@ import torch
 
 from common.config.resolved import as_run
 from common.parallel.run import Run
+from common.resolve import compilation
 from tests.fake_cuda.device import CUDA, fake_device, h100
-from torch_gpt2 import compilation
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 

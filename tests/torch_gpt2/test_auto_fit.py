@@ -86,8 +86,10 @@ def test_ranks_share_the_memory_of_a_cpu(memory: Any) -> None:
     memory(1000)
     one, four = (fitting.rank_memory(written(), CPU, ranks=ranks) for ranks in (1, 4))
     assert one is not None and one == pytest.approx(1000, abs=2) and four == one / 4
-    device = fitting.rank_memory(written(), Hardware(kind="cuda", memory=100), ranks=4)
-    assert device == 100 * (1 - fitting.RESERVED)
+    for size, reserve in ((80, 4.8), (16, 2.4)):
+        device = Hardware(kind="cuda", memory=size * 2**30)
+        found = fitting.rank_memory(written(), device, ranks=4)
+        assert found == pytest.approx((size - reserve) * 2**30)
 
 
 def train(folder: Path, corpus: Path, **changes: Any) -> Any:

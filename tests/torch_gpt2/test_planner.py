@@ -25,6 +25,7 @@ from common.parallel.sharding import local_shape  # noqa: E402
 from common.parallel.topology import GroupKind, Topology  # noqa: E402
 from common.planner.plan import make_plan  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
+from torch_gpt2.compilation import compile_model  # noqa: E402
 from torch_gpt2.device import select_device  # noqa: E402
 from torch_gpt2.model import (  # noqa: E402
     GPT2,
@@ -91,10 +92,13 @@ def saved_bytes(config: RunConfig) -> int:
     set_recompute(model, config.train.recompute, config.train.recompute_layers)
     set_packing(model, config, select_device("cpu"))
     model.to(getattr(torch, config.precision.parameters))
+    if config.rounds_weights_once:
+        round_linear_layers(model)
     ids = torch.zeros(
         config.train.micro_batch_size or 0, config.model.seq_length, dtype=torch.int64
     )
-    return kept_bytes(model, lambda: model.loss_sum(ids, ids))
+    loss_sum = compile_model([model], config) if config.train.compile is True else model.loss_sum
+    return kept_bytes(model, lambda: loss_sum(ids, ids))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -109,6 +113,21 @@ def test_activations_are_what_autograd_keeps(precision: str, recompute: str) -> 
         )
         (stage,) = make_plan(config).stages
         assert stage.memory.activations + stage.memory.loss == saved_bytes(config)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_regions_keep_the_input_of_a_norm_in_the_type_of_the_computation(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, by the partitioner of torch's compiler; a device's kernels do not change it."""
+    monkeypatch.setattr("common.resolve.compilation.MAX_LAYERS_IN_ONE_GRAPH", 1)
+    monkeypatch.setattr("torch_gpt2.compilation.BACKEND", "aot_eager_decomp_partition")
+    train = {"recompute": recompute, "compile": True, "accumulation_steps": 2}
+    config = make(precision="bf16", train=train)
+    (stage,) = make_plan(config).stages
+    assert stage.memory.activations + stage.memory.loss == saved_bytes(config)
+    (eager,) = make_plan(make(precision="bf16", train={**train, "compile": False})).stages
+    assert stage.memory.activations < eager.memory.activations
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

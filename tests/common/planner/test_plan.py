@@ -14,7 +14,7 @@ from common.accelerators import require_accelerator
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.planner.plan import Plan, describe_plan, make_plan, time_of
+from common.planner.plan import Plan, describe_plan, make_plan
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import load_config
 from common.weights.names import count_parameters, parameter_shapes
@@ -386,50 +386,6 @@ def test_traffic_by_hand() -> None:
         0,
         8 * (4 * 4 * tokens * 2 + embedding + loss) + 4 * whole,
     )
-
-
-# heads, hidden, layers, tensor, pipeline, GPUs, batch, TFLOP/s of each: arXiv 2104.04473, table 1,
-# of 18 billion parameters and more
-MEGATRON = [
-    (48, 6144, 40, 8, 1, 256, 1024, 135),
-    (64, 8192, 48, 8, 2, 512, 1536, 138),
-    (80, 10240, 60, 8, 4, 1024, 1792, 140),
-    (96, 12288, 80, 8, 8, 1536, 2304, 148),
-    (128, 16384, 96, 8, 16, 1920, 2160, 155),
-    (128, 20480, 105, 8, 35, 2520, 2520, 163),
-    (160, 25600, 128, 8, 64, 3072, 3072, 163),
-]
-
-
-@pytest.mark.parametrize("row", MEGATRON)
-def test_step_times_are_near_megatrons(row: tuple[int, ...]) -> None:
-    heads, hidden, layers, tensor, pipeline, devices, batch, reached = row
-    tree = {
-        "output_dir": "nowhere",
-        "model": {
-            "num_layers": layers,
-            "hidden_size": hidden,
-            "num_heads": heads,
-            "seq_length": 2048,
-            "vocab_size": 51200,
-        },
-        "precision": {"parameters": "float16", "compute": "float16"},
-        "train": {"micro_batch_size": 1, "global_batch_size": batch, "recompute": "full"},
-        "optimizer": {"learning_rate": 1e-4},
-        "parallel": {"model_parallel": tensor, "pipeline_stage": pipeline},
-    }
-    config = resolve_config(build_config(tree), world_size=devices)
-    seconds = time_of(make_plan(config), config, require_accelerator("A100 80GB")).total
-    # their formula 3
-    flops = (
-        96
-        * batch
-        * 2048
-        * layers
-        * hidden**2
-        * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
-    )
-    assert flops / devices / seconds / 1e12 == pytest.approx(reached, rel=0.15)
 
 
 def text(plan: Plan, config: RunConfig, **options: Any) -> list[str]:

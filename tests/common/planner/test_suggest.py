@@ -17,6 +17,7 @@ from common.parallel.topology import Topology
 from common.planner.fitting import telling_places
 from common.planner.plan import make_plan, memory_limit, time_of
 from common.planner.suggest import (
+    EQUAL,
     Layout,
     Suggestions,
     _keys,
@@ -134,9 +135,9 @@ def test_nothing_fits() -> None:
     assert found.fitting == ()
     text = describe_suggestions(found, 8, ASCEND)
     assert "none fits; use more devices" in text
-    # 32 but for 6 %
+    # 32 but for 2.4
     assert (
-        "more than the 30.1 GiB of a device, whatever ZeRO and recomputation do" in text
+        "more than the 29.6 GiB of a device, whatever ZeRO and recomputation do" in text
         and "GB" not in text
     )
 
@@ -195,7 +196,7 @@ def tried_one_by_one(config: RunConfig, topology: Topology) -> Layout | None:
         if (plan := make_plan(candidate)).peak > (limit or 0):
             continue
         seconds = time_of(plan, candidate, ASCEND).total
-        if best is None or seconds < best.seconds:
+        if best is None or seconds < best.seconds * (1 - EQUAL):
             best = Layout(config=candidate, seconds=seconds)
     return best
 
@@ -244,10 +245,9 @@ def test_nothing_is_lost_by_what_is_not_tried(sections: dict[str, Any], memory: 
     fitting = sorted(
         (layout for layout in wanted if layout is not None), key=lambda layout: layout.seconds
     )
-    assert sorted((layout.seconds, str(layout.plan.topology)) for layout in found.fitting) == [
-        (layout.seconds, str(layout.plan.topology))
-        for layout in sorted(fitting, key=lambda some: (some.seconds, str(some.plan.topology)))
-    ]
+    assert {str(layout.plan.topology): layout.seconds for layout in found.fitting} == (
+        pytest.approx({str(layout.plan.topology): layout.seconds for layout in fitting})
+    )
     chosen = {str(layout.plan.topology): layout.config for layout in fitting}
     assert all(layout.config == chosen[str(layout.plan.topology)] for layout in found.fitting)
     for layout in found.fitting:
@@ -289,7 +289,7 @@ def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(
 def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
     """The next larger one does not fit, or leaves fewer micro batches than stages."""
     device = require_accelerator("H100")
-    config = preset("run_gpt2_1558m", "train.micro_batch_size=auto")
+    config = preset("run_gpt2_1558m", "train.micro_batch_size=auto", "train.compile=false")
     found = suggest(config, 8, device, is_auto=True)
     limit = memory_limit(config, device)
     assert limit is not None and len(found.fitting) == 4

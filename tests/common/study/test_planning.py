@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.accelerators import require_accelerator
+from common.planner.fitting import resolve_on
 from common.planner.plan import make_plan, time_of
-from common.resolve.derive import resolve_mode
 from common.run_config import load_config
 from common.study.cells import PlannedCell, expand
 from common.study.definition import Definition
@@ -41,7 +41,7 @@ def test_the_prediction_is_the_plan_of_the_same_run() -> None:
     device = require_accelerator("A100")
     found = predict(cells()["pp2"], device)
     words = ["parallel.pipeline_stage=2", "train.micro_batch_size=2", "train.max_steps=15"]
-    config = resolve_mode(load_config(TINY, words), "train", world_size=2)
+    config = resolve_on(load_config(TINY, words), device, world_size=2)
     plan = make_plan(config)
     assert found.peak == [stage.memory.peak for stage in plan.stages]
     assert [sum(parts.values()) for parts in found.memory] == [

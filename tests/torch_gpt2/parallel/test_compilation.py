@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import torch_gpt2.compilation
 from common.training.metrics import read_metrics
 from tests.graph_counters import watch
 from tests.layouts import TOLERANCE, TORCH
@@ -87,7 +86,7 @@ def test_graphs_compute_the_losses_of_one_process_without(runs: Path, layout: st
 def test_deep_models_are_compiled_by_regions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_gpt2.compilation, "MAX_LAYERS_IN_ONE_GRAPH", 1)
+    monkeypatch.setattr("common.resolve.compilation.MAX_LAYERS_IN_ONE_GRAPH", 1)
     config = make_config(train__compile=True)
     assert config.model.num_layers == 2
     with watch(tmp_path / "counts"):

@@ -1,0 +1,67 @@
+"""The plan beside every published figure, with the errors of docs/plan_accuracy.md as bounds."""
+
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+
+from benchmarks.published import Figure, errors, plan_row, read_rows
+
+
+@pytest.fixture(scope="module")
+def figures() -> list[Figure]:
+    return [plan_row(row) for row in read_rows()]
+
+
+def times(figures: list[Figure], of: Callable[[Figure], bool]) -> list[Figure]:
+    return [each for each in figures if each.counts and not each.is_memory and of(each)]
+
+
+def test_every_row_has_a_source_and_a_basis(figures: list[Figure]) -> None:
+    assert len(figures) == 425
+    for each in figures:
+        assert each.row["source"] and each.row["place"]
+        assert each.row["basis"] in ("published", "assumed", "measured here", "left out")
+    assert sum(not each.counts for each in figures) == 6
+
+
+def test_the_half_to_which_nothing_was_fitted(figures: list[Figure]) -> None:
+    middle, _, within = errors(times(figures, lambda each: each.is_test))
+    assert middle <= 0.10 and within >= 0.80
+
+
+@pytest.mark.parametrize(
+    ("family", "most", "share"),
+    [("A100", 0.08, 0.92), ("H100", 0.10, 0.84), ("V100", 0.15, 0.70), ("Ascend", 0.30, 0.40)],
+)
+def test_errors_of_a_family(figures: list[Figure], family: str, most: float, share: float) -> None:
+    """Median, and part of the rows within 25 %."""
+    middle, _, within = errors(times(figures, lambda each: each.family == family))
+    assert middle <= most and within >= share
+
+
+@pytest.mark.parametrize(
+    ("source", "rows", "most"), [("Megatron SC21", 10, 0.15), ("this project", 4, 0.11)]
+)
+def test_rows_that_are_all_near(figures: list[Figure], source: str, rows: int, most: float) -> None:
+    found = times(figures, lambda each: each.row["source"] == source)
+    assert len(found) == rows and all(each.error <= most for each in found)
+
+
+def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> None:
+    """14336 x 72 on 384 A100, measured in twelve ways on one day."""
+    found = times(
+        figures, lambda each: (each.row["source"], each.row["note"]) == ("BLOOM tuning", "02-25")
+    )
+    first = min(found, key=lambda each: each.planned)
+    assert len(found) == 12
+    assert first.measured <= 1.03 * min(each.measured for each in found)
+
+
+@pytest.mark.parametrize(
+    ("source", "most"), [("BLOOM tuning", 0.1), ("PaddleFleetX", 0.1), ("this project", 0.04)]
+)
+def test_memory(figures: list[Figure], source: str, most: float) -> None:
+    found = [each for each in figures if each.is_memory and each.row["source"] == source]
+    assert median(each.error for each in found) <= most
+    assert source == "BLOOM tuning" or all(each.error <= most for each in found)
