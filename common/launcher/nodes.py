@@ -133,8 +133,8 @@ def _place_by_address(request: LaunchRequest) -> LaunchRequest:
         )
     node = own[0] if len(own) == 1 else 0
     port = given_port(os.environ) or DEFAULT_PORT
-    found = _with_nodes(request, len(addresses), node, addresses[0], port)
-    return replace(found, master=request.master or found.master)
+    placed = _with_nodes(request, len(addresses), node, addresses[0], port)
+    return replace(placed, master=request.master or placed.master)
 
 
 def _with_nodes(

@@ -394,10 +394,8 @@ def test_one_server_may_be_loopback_and_without_addresses(tmp_path: Path) -> Non
         "server_list": [{"server_id": "127.0.0.1", "device": [{"device_id": 3, "rank_id": 0}]}],
     }
     table = read_table(put(tmp_path, data))
-    assert [
-        re.match(r"server 127\.0\.0\.1 is a loopback address.*--server_ip", text) is not None
-        for text in table_warnings(table)
-    ] == [True]
+    (warning,) = table_warnings(table)
+    assert re.match(r"server 127\.0\.0\.1 is a loopback address.*--server_ip", warning)
     assert to_json(table)["server_list"] == [
         {"server_id": "127.0.0.1", "device": [{"device_id": "3", "rank_id": "0"}]}
     ]
@@ -428,10 +426,8 @@ def test_the_address_is_the_first_field_that_is_one(
 
 def test_uneven_servers_are_remarked(tmp_path: Path) -> None:
     data = {**table_1(), "server_list": [server(1, range(0, 2)), server(2, range(2, 3))]}
-    assert table_warnings(read_table(put(tmp_path, data))) == [
-        "servers hold different numbers of devices (10.0.0.1 has 2, 10.0.0.2 has 1); most"
-        " collectives expect the same number"
-    ]
+    (warning,) = table_warnings(read_table(put(tmp_path, data)))
+    assert "different numbers of devices (10.0.0.1 has 2, 10.0.0.2 has 1)" in warning
 
 
 def test_the_place_of_a_rank(tmp_path: Path) -> None:
@@ -439,9 +435,7 @@ def test_the_place_of_a_rank(tmp_path: Path) -> None:
     one, device = table.place(3)
     assert (one.server_id, device.device_id) == ("10.0.0.2", 1)
     for rank in (-1, 4):
-        with pytest.raises(
-            DataError, match=rf"rank {rank} is not in the rank table, which holds ranks 0 to 3"
-        ):
+        with pytest.raises(DataError, match=rf"rank {rank} is not in the rank table, which holds"):
             table.place(rank)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from common.errors import RunError
 from common.launcher.attempts import pause, run_attempts, why_not
 from common.launcher.host_channel import Host, Hosts
 from common.launcher.rank_process import ProcessSpec
@@ -117,57 +116,33 @@ def test_a_lost_host_is_waited_for_even_before_the_first_step_and_at_the_same_st
     assert why_not(lost, [], 1) == ""
     assert why_not(lost, [lost], 2) == ""
     assert "used up" in why_not(lost, [lost], 1)
+    assert [pause(number) for number in (*range(8), 10**6)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_pauses_grow_to_a_minute() -> None:
-    assert [pause(number) for number in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert pause(10**6) == 60
-
-
-def attempt_of(own: int, port: int, folder: Path, *, limit: float) -> Outcome | str:
-    """Outcome or error of the first host's attempt 4, which others join with their own count."""
-    hosts = Hosts(
-        all=tuple(Host(address=f"127.0.0.{1 + n}", ranks=(n,)) for n in range(3)),
-        own=own,
-        port=port,
-    )
+def test_hosts_meet_before_a_rank_starts_and_count_as_host_0_does(tmp_path: Path) -> None:
+    """Each has a count of its own; where that is larger, host 0 has begun anew, and it has not."""
+    port = free_port()
+    hosts = tuple(Host(address=f"127.0.0.{1 + n}", ranks=(n,)) for n in range(3))
     command = (sys.executable, "-c", "import os; print(os.environ['TORCHELASTIC_RESTART_COUNT'])")
-    job = Job(
-        children=(ProcessSpec(rank=own, command=command, environment={}),),
-        log_folder=folder,
-        stall_limit=100.0,
-        hosts=hosts,
-        return_limit=limit if own == 0 else 0.1,
-        when_met=lambda number: (folder / f"met {own}").write_text(str(number)) and None,
-    )
-    try:
+
+    def attempt_of(own: int) -> Outcome:
+        job = Job(
+            children=(ProcessSpec(rank=own, command=command, environment={}),),
+            log_folder=tmp_path,
+            stall_limit=100.0,
+            hosts=Hosts(all=hosts, own=own, port=port),
+            return_limit=30.0,
+            when_met=lambda number: (tmp_path / f"met {own}").write_text(str(number)) and None,
+        )
         return run_attempt(job, number=own + 4, may_restart=lambda outcome: False)
-    except RunError as error:
-        return str(error)
 
-
-@pytest.mark.parametrize("present", [(2, 0, 1), (0, 2)])
-def test_hosts_meet_before_a_rank_starts_and_count_as_host_0_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: tuple[int, ...]
-) -> None:
-    monkeypatch.setattr("common.launcher.host_channel.PATIENCE_SECONDS", 3.0)
-    port, limit = free_port(), 30.0 if len(present) == 3 else 0.8
     with ThreadPoolExecutor() as pool:
-        waiting = {
-            own: pool.submit(attempt_of, own, port, tmp_path, limit=limit) for own in present
-        }
-        found: dict[int, Any] = {own: one.result(timeout=60) for own, one in waiting.items()}
-    if len(present) == 3:
-        assert {(outcome.code, outcome.number) for outcome in found.values()} == {(0, 4)}
-        for own in present:
-            log = (tmp_path / f"mf_parallel{own}" / "mindformer.log").read_text()
-            assert log.splitlines()[1:] == ["4"]
-            # its own count where that is larger: host 0 has begun anew, and it has not
-            assert (tmp_path / f"met {own}").read_text() == str(own + 4)
-    else:
-        assert "host 127.0.0.2 (rank 1) has not come within" in found[0]
-        assert "could not be reached" in found[2]
-        assert (tmp_path / "mf_parallel0" / "mindformer.log").read_text() == ""
+        found = [pool.submit(attempt_of, own) for own in (2, 0, 1)]
+        assert {(one.result(60).code, one.result().number) for one in found} == {(0, 4)}
+    for own in range(3):
+        log = (tmp_path / f"mf_parallel{own}" / "mindformer.log").read_text()
+        assert log.splitlines()[1:] == ["4"]
+        assert (tmp_path / f"met {own}").read_text() == str(own + 4)
 
 
 def test_a_signal_after_the_failure_ends_the_run(tmp_path: Path) -> None:

@@ -93,31 +93,22 @@ def test_hosts_end_well_together(launch: Launch, tmp_path: Path) -> None:
     assert [one.end()[0] for one in (first, second)] == [0, 0]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
-    launch: Launch, tmp_path: Path
+    launch: Launch, tmp_path: Path, failing: int
 ) -> None:
     now = tmp_path / "now"
-    first = launch(0, SLEEP, SLEEP)
-    launch(
-        1,
-        SLEEP,
+    broken = (
         f"import os, time\nwhile not os.path.exists({str(now)!r}): time.sleep(.01)\nprint('why');"
-        " raise SystemExit(7)",
+        " raise SystemExit(7)"
     )
-    first.until_said("started ranks")
+    both = [launch(own, SLEEP, broken if own == failing else SLEEP) for own in (0, 1)]
+    both[1 - failing].until_said("started ranks")
     now.touch()
-    code, output = first.end()
-    assert code == 7
-    assert "rank 3 (host 127.0.0.2) ended with exit code 7" in output
-    assert ranks_left(tmp_path) == []
-
-
-def test_a_failure_on_host_0_ends_the_other(launch: Launch, tmp_path: Path) -> None:
-    second = launch(1, SLEEP, SLEEP)
-    first = launch(0, SLEEP, "raise SystemExit(9)")
-    (code, _), (other_code, output) = first.end(), second.end()
-    assert (code, other_code) == (9, 9)
-    assert "rank 1 (host 127.0.0.1) ended with exit code 9" in output
+    rank = 2 * failing + 1
+    for code, output in (one.end() for one in both):
+        assert code == 7
+        assert f"rank {rank} (host 127.0.0.{failing + 1}) ended with exit code 7" in output
     assert ranks_left(tmp_path) == []
 
 
@@ -247,13 +238,6 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
     with socket.socket() as caller:
         assert (caller.connect_ex(("127.0.0.3", port)) == 0) is is_open
     control.close()
-
-
-def test_a_host_without_a_known_address_has_a_plain_name() -> None:
-    assert [str(Host(address=address, ranks=(1,))) for address in ("node 1", "10.0.0.2")] == [
-        "node 1 (rank 1)",
-        "host 10.0.0.2 (rank 1)",
-    ]
 
 
 def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:

@@ -35,25 +35,15 @@ def parts(
 def test_addresses_of_the_table_are_matched_and_names_follow_its_order(
     table: tuple[RankPlacement, ...],
 ) -> None:
-    for hosts in (
-        "d,c,b,me@a",
-        ",".join(["me@" + ADDRESSES[3], ADDRESSES[1], ADDRESSES[0], ADDRESSES[2]]),
+    addresses = ["me@" + ADDRESSES[3], ADDRESSES[1], ADDRESSES[0], ADDRESSES[2]]
+    for hosts, order in (
+        (["d", "c", "b", "me@a"], ["d", "c", "b", "me@a"]),
+        (addresses, [*ADDRESSES[:3], "me@" + ADDRESSES[3]]),
     ):
-        found = parts(hosts, range(32), 32, table)
-        assert [part.numbers for part in found] == [
-            range(0, 8),
-            range(8, 16),
-            range(16, 24),
-            range(24, 32),
+        assert parts(",".join(hosts), range(32), 32, table) == [
+            HostPart(host=host, numbers=range(8 * n, 8 * n + 8), options=())
+            for n, host in enumerate(order)
         ]
-        assert [part.options for part in found] == [()] * 4
-    assert [part.host for part in found] == [*ADDRESSES[:3], "me@" + ADDRESSES[3]]
-    assert [part.host for part in parts("d,c,b,me@a", range(32), 32, table)] == [
-        "d",
-        "c",
-        "b",
-        "me@a",
-    ]
 
 
 def test_without_a_table_the_first_host_is_the_master() -> None:
@@ -84,37 +74,32 @@ def test_slots_as_open_mpi_writes_them_are_refused() -> None:
         parse_hosts("me@a:2,b:2")
 
 
-def test_lists_that_do_not_fit(table: tuple[RankPlacement, ...]) -> None:
-    with pytest.raises(
-        ConfigError, match="--hosts names 2 hosts, but the rank table has 4 servers"
-    ):
-        parts("a,b", range(32), 32, table)
-    with pytest.raises(ConfigError, match=r"10.0.0.1 is not a server of the rank table"):
-        parts(",".join([*ADDRESSES[:3], "10.0.0.1"]), range(32), 32, table)
-    with pytest.raises(ConfigError, match=r"needs all its ranks and RANK_SIZE: '\[0,32\)' MODE 32"):
-        parts("a,b,c,d", range(8), None, table)
-    with pytest.raises(ConfigError, match=r"give all ranks, '\[0,9\)', as many on each host"):
-        parts("a,b", range(9), 9)
-    with pytest.raises(ConfigError, match=r"give all ranks, '\[0,8\)'"):
-        parts("a,b", range(4), 8)
-
-
-def test_network_variables_of_the_user_go_with_the_command() -> None:
-    text = host_command(
-        ["none", "it's"], {"MASTER_PORT": "4000", "HCCL_IF_IP": "10.0.0.1", "SECRET_KEY": "x"}
-    )
-    assert " MASTER_PORT=4000 bash " in text and "HCCL_IF_IP" not in text and "SECRET" not in text
-    assert text.endswith("""/scripts/run_distribute.sh none 'it'"'"'s'""")
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "size", "message"),
+    [
+        ("a,b", 32, 32, "--hosts names 2 hosts, but the rank table has 4 servers"),
+        (",".join([*ADDRESSES[:3], "10.0.0.1"]), 32, 32, "10.0.0.1 is not a server of the rank"),
+        ("a,b,c,d", 8, None, r"needs all its ranks and RANK_SIZE: '\[0,32\)' MODE 32"),
+        ("a,b", 9, 9, r"give all ranks, '\[0,9\)', as many on each host"),
+        ("a,b", 4, 8, r"give all ranks, '\[0,8\)'"),
+    ],
+)
+def test_lists_that_do_not_fit(
+    table: tuple[RankPlacement, ...], hosts: str, ranks: int, size: int | None, message: str
+) -> None:
+    """The last two are without a table."""
+    with pytest.raises(ConfigError, match=message):
+        parts(hosts, range(ranks), size, () if size in (8, 9) else table)
 
 
 def test_settings_of_network_and_memory_reach_every_host() -> None:
     given = {
-        "NCCL_IB_HCA": "mlx5",
-        "HCCL_BUFFSIZE": "200",
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-        "TASK_QUEUE_ENABLE": "2",
+        **{"NCCL_IB_HCA": "mlx5", "HCCL_BUFFSIZE": "200", "TASK_QUEUE_ENABLE": "2"},
+        **{"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "MASTER_PORT": "4000"},
     }
-    text = host_command(["none"], {**given, "NCCL_HOSTID": "7", "NCCL_DEBUG": ""})
+    others = {"NCCL_HOSTID": "7", "NCCL_DEBUG": "", "HCCL_IF_IP": "10.0.0.1", "SECRET_KEY": "x"}
+    text = host_command(["none", "it's"], {**given, **others})
     assert [word for word in text.split() if "=" in word and not word.startswith("PYTHON=")] == [
         f"{name}={given[name]}" for name in sorted(given)
     ]
+    assert text.endswith("""/scripts/run_distribute.sh none 'it'"'"'s'""")

@@ -23,12 +23,7 @@ SCHEMAS = json.loads((Path(__file__).parent / "data" / "job_schemas.json").read_
 TYPES = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list}
 NAMES = ("--name", "gpt2", "--image", "registry.example/gpt2:1")
 TINY = (
-    "--config",
-    str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"),
-    "--nodes",
-    "2",
-    "--devices",
-    "2",
+    *("--config", str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "--nodes", "2", "--devices", "2"),
     "train.micro_batch_size=2",
 )
 
@@ -120,10 +115,8 @@ def test_fields_of_a_volcano_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert variables["RANK_TABLE_FILE"]["value"] == table
     values = [variables[name]["value"] for name in ("EMPTY", "NUMBER", "WORD", "QUOTES")]
     assert values == ["", "1e3", "no", '"\\n: $$(X)']
-    assert container["resources"]["limits"] == {
-        **{"cpu": "64", "memory": "512Gi"},
-        "huawei.com/Ascend910": "2",
-    }
+    limits = {"cpu": "64", "memory": "512Gi", "huawei.com/Ascend910": "2"}
+    assert container["resources"]["limits"] == limits
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     volumes = {each.pop("name"): each for each in pod["volumes"]}
     assert volumes[mounts["/user/config"]]["configMap"] == {
@@ -215,22 +208,8 @@ def test_a_file_is_written_whole_and_a_lost_output_is_said(
 
 
 def test_strings_stay_strings_for_every_parser() -> None:
-    words = [
-        "1e3",
-        "0x1f",
-        "no",
-        "Y",
-        "1:30",
-        "~",
-        "",
-        "a: b",
-        "- a",
-        "#",
-        "null",
-        "é\t\u2028",
-        "a\nb",
-    ]
-    for word in words:
+    plain = ["1e3", "0x1f", "no", "Y", "1:30", "~", "", "null"]
+    for word in (*plain, "a: b", "- a", "#", "é\t\u2028", "a\nb"):
         text = quoted(word)
         assert yaml.safe_load(f"{text}: [{text}]") == {word: [word]}
         assert re.fullmatch(r'".*"|[A-Za-z/][\w./-]*', text)
