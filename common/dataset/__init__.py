@@ -11,13 +11,11 @@ from common.dataset.blend import (
     require_data,
     windows_by_part,
 )
-from common.dataset.indexed import IndexedDataset, token_dtype
-from common.dataset.indexed_writer import IndexedWriter
+from common.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from common.dataset.metadata import Metadata
 from common.dataset.prefetch import Prefetch
 from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches
-from common.dataset.samples import EmptySplitError, GPTDataset, Samples
-from common.dataset.split import Split
+from common.dataset.samples import EmptySplitError, GPTDataset, Samples, Split
 
 __all__ = [
     "Batch",

@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx pair, read by memory map and checked when it is opened.
+"""Megatron's .bin/.idx pair, read by memory map and written in one pass.
 
     PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 sequences n
                  | u64 boundaries m | int32 sizes[n] in tokens | int64 pointers[n] in bytes
@@ -6,7 +6,7 @@
     PREFIX.bin   the tokens of all sequences, one after the other
 
 All numbers are little endian. Source: megatron-core 0.16.1,
-megatron/core/datasets/indexed_dataset.py.
+megatron/core/datasets/indexed_dataset.py, whose IndexedDatasetBuilder writes the same bytes.
 
 What Megatron-LM wrote until 2023 with --dataset-impl lazy or cached is read too:
 
@@ -26,8 +26,9 @@ import os
 import re
 import struct
 import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +37,15 @@ from common.dataset.token_files import (
     CHUNK,
     Column,
     TokenFiles,
+    TokenWriter,
     content_key,
     map_file,
+    running_sums,
     spread,
     with_extension,
 )
 from common.errors import DataError
-from common.files import open_input, reading
+from common.files import atomic_write, open_input, reading
 from common.paths import looked_in
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -247,6 +250,40 @@ class IndexedDataset(TokenFiles):
             self.document_index = Column(file, "<i8", m, at + arrays)
         self.offsets = Column(file, "<i8", n, at + 8 * (n + 1))
         self.sizes = Column(file, "<i8", n, at + 16 * (n + 1))
+
+
+class IndexedWriter(TokenWriter):
+    """Writer of a pair, whose final names appear only when it is complete.
+
+    prefix: path without extension; its folder is created if absent. dtype: see ``token_dtype``.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        super().__init__(strip_extension(prefix), dtype)
+        if self.dtype not in CODES:
+            raise ValueError(f"dtype {self.dtype} has no code in the .idx format")
+
+    def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
+        return atomic_write(with_extension(self.prefix, ".bin"))
+
+    def _publish(self) -> None:
+        self._close(".idx")
+        with atomic_write(with_extension(self.prefix, ".idx")) as file:
+            self._write_index(file)
+
+    def _write_index(self, file: IO[bytes]) -> None:
+        file.write(
+            HEADER.pack(
+                MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1
+            )
+        )
+        for sizes, _ in running_sums(self._sizes):
+            file.write(sizes.tobytes())
+        for sizes, ends in running_sums(self._sizes):
+            file.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
+        file.write(np.zeros(1, dtype="<i8").tobytes())
+        for _, ends in running_sums(self._documents):
+            file.write(ends.astype("<i8").tobytes())
 
 
 def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:

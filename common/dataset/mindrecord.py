@@ -25,8 +25,7 @@ from common.dataset.mindrecord_file import (
     read_header,
 )
 from common.dataset.permutation import ORDER_VERSION, Ids, shuffled
-from common.dataset.samples import EmptySplitError
-from common.dataset.split import SPLITS, Split, document_range
+from common.dataset.samples import SPLITS, EmptySplitError, Split, document_range
 from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import reading

@@ -21,8 +21,7 @@ from common.dataset.corpus import TABLES, Corpus, CorpusFormat, open_corpus
 from common.dataset.encode import EncodingRules
 from common.dataset.fleetx import IDS, INDEX, FleetXWriter, fleetx_dtype
 from common.dataset.id_files import PiecesWriter, numbered_files
-from common.dataset.indexed import token_dtype
-from common.dataset.indexed_writer import IndexedWriter
+from common.dataset.indexed import IndexedWriter, token_dtype
 from common.dataset.input_folders import files_of
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ import numpy.typing as npt
 from common.config.split import check_weights
 from common.dataset.indexed import IndexedDataset
 from common.dataset.permutation import ORDER_VERSION, Ids, drawn, shuffled
-from common.dataset.split import SPLITS, Split, document_range
 from common.dataset.token_files import TokenFiles
 from common.errors import DataError
 
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+"""Train, validation and test parts of a data set: whole documents, by weight, in file order."""
 _ROUND = 1 << 16
 """Tokens that are copied together, so that they stay in the processor's cache."""
 
@@ -185,3 +187,15 @@ def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int
     if stride is None or tokens <= seq_length:
         return max(0, (tokens - 1) // seq_length)
     return -(-(tokens - seq_length - 1) // stride) + 1
+
+
+def document_range(
+    split: Split, weights: tuple[float, float, float], documents: int
+) -> tuple[int, int]:
+    """Return the first document of the split and the one after its last.
+
+    The three splits cover all documents without overlap.
+    """
+    bounds = np.rint(np.cumsum([0.0, *weights]) / sum(weights) * documents).astype(np.int64)
+    n = SPLITS.index(split)
+    return int(bounds[n]), int(bounds[n + 1])

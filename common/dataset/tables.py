@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.dataset.limits import check_words
+from common.dataset.limits import WORD_CHARACTERS, check_words
 from common.dataset.shards import Share
 from common.errors import DataError
 from common.packages import require_package
@@ -137,6 +137,8 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
                 " column as text again"
             ) from None
         for row, text in enumerate(texts, first):
+            if text is not None and 4 * len(text) <= document_bytes and len(text) < WORD_CHARACTERS:
+                continue  # the usual case, without a message
             where = f"{path}: row {row} (from 0)"
             if text is None:
                 raise DataError(

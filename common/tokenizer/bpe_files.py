@@ -8,20 +8,15 @@ src/encoder.py.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from common.errors import TokenizerError
-from common.structured_files import (
-    DuplicateKeyError,
-    MalformedError,
-    parse_json,
-    shown,
-)
+from common.structured_files import MalformedError, parse_json
 from common.tokenizer.base import Framing
 from common.tokenizer.folder import Folder, added_in, begin_of, read_tokenizer_json, version_of
 from common.tokenizer.marks import Marks, framing_of, read_marks
@@ -192,28 +187,10 @@ def _read_text(path: Path, what: str) -> str:
     return read_vocabulary_text(path, f"{what} of a GPT-2 tokenizer")
 
 
-def _place(text: str, token: str) -> str:
-    """Return the place of ``token`` as a JSON string, for an error message.
-
-    Empty if the token is spelled with unusual escapes.
-    """
-    at = max(text.find(json.dumps(token)), text.find(json.dumps(token, ensure_ascii=False)))
-    return (
-        ""
-        if at < 0
-        else f" line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}:"
-    )
-
-
 def _read_ids(path: Path) -> dict[str, int]:
     text = _read_text(path, "vocabulary (JSON, token -> id)")
     try:
         table = parse_json(text)
-    except DuplicateKeyError as error:
-        raise TokenizerError(
-            f"{path}:{_place(text, error.key)} the token {error.key!r} is listed twice; expected"
-            " each token once; remove one"
-        ) from None
     except MalformedError as error:
         place = f" line {error.line}, column {error.column}:" if error.line else ""
         raise TokenizerError(
@@ -221,26 +198,15 @@ def _read_ids(path: Path) -> dict[str, int]:
             'such as {"!": 0, ...}; fetch the file again, or check that the vocabulary and merge'
             " files are not swapped"
         ) from None
-    if not isinstance(table, dict):
-        raise TokenizerError(
-            f"{path}: holds a JSON {type(table).__name__}; expected one object of token -> id; give"
-            " vocab.json here"
-        )
-    if isinstance(table.get("model"), dict):
+    if isinstance(table, dict) and isinstance(table.get("model"), dict):
         raise TokenizerError(
             f"{path}: looks like a tokenizer.json; expected vocab.json, that is its part"
             " model.vocab"
         )
-    for token, token_id in table.items():
-        if type(token_id) is not int:  # bool is an int to isinstance
-            raise TokenizerError(
-                f"{path}:{_place(text, token)} the token {token!r} has the value {shown(token_id)}"
-                f" of type {type(token_id).__name__}; expected an integer id"
-            )
-    if not table:
+    if not (table and isinstance(table, dict) and set(map(type, table.values())) == {int}):
         raise TokenizerError(
-            f"{path}: holds no tokens; expected at least the 256 bytes and {END_OF_TEXT!r}; fetch"
-            " the file again"
+            f"{path}: expected one object of token -> id with at least the 256 bytes and"
+            f" {END_OF_TEXT!r}; give vocab.json here, or fetch the file again"
         )
     return table
 
@@ -250,27 +216,14 @@ def _in_id_order(path: Path, ids: dict[str, int]) -> list[str]:
 
     An embedding row belongs to each id.
     """
-    tokens: list[str | None] = [None] * len(ids)
-    outside: tuple[str, int] | None = None
-    for token, token_id in ids.items():
-        if not 0 <= token_id < len(tokens):
-            outside = outside or (token, token_id)
-            continue
-        other = tokens[token_id]
-        if other is not None:
-            raise TokenizerError(
-                f"{path}: id {token_id} belongs to both {other!r} and {token!r}; expected one token"
-                " per id"
-            )
-        tokens[token_id] = token
-    if outside is not None:
-        gap = tokens.index(None)
+    tokens = sorted(ids, key=ids.__getitem__)
+    wrong = next((token for at, token in enumerate(tokens) if ids[token] != at), None)
+    if wrong is not None:
         raise TokenizerError(
-            f"{path}: no token has id {gap}, while {outside[0]!r} has id {outside[1]}; expected the"
-            f" {len(ids)} tokens to have the ids 0 to {len(ids) - 1}; renumber them, or restore the"
-            " missing tokens"
+            f"{path}: the {len(ids)} tokens must have the ids 0 to {len(ids) - 1}, one each, but"
+            f" {wrong!r} has {ids[wrong]}, which is taken or leaves a gap; fetch the file again"
         )
-    return [token for token in tokens if token is not None]
+    return tokens
 
 
 def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[bytes, ...]:
@@ -293,10 +246,7 @@ def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[byt
             " byte alphabet of GPT-2 (a space is written Ġ); expected a byte-level BPE vocabulary"
         ) from None
     if b"" in spelled:
-        raise TokenizerError(
-            f"{path}: id {spelled.index(b'')} is the empty token; expected at least one byte;"
-            " remove it"
-        )
+        raise TokenizerError(f"{path}: id {spelled.index(b'')} is the empty token; remove it")
     return spelled
 
 
@@ -323,39 +273,21 @@ def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tup
     whole = set(map(len, pairs)) == {2} and len(set(pairs)) == len(pairs)
     if whole and ids.keys() >= {"".join(pair) for pair in pairs}.union(*zip(*pairs, strict=True)):
         return tuple(pairs)  # type: ignore[arg-type]
-    # Something is wrong: find the first line that is.
-    line_of: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(lines[first:], start=first + 1):
-        fields = line.split(" ")
-        if len(fields) != 2 or not all(fields):
+    for number, (line, pair) in enumerate(zip(lines[first:], pairs, strict=True), first + 1):
+        if len(pair) != 2 or not all(pair):
             raise TokenizerError(
-                f"{path}: line {number}: {_shorten(line)} has {len([f for f in fields if f])}"
-                " fields; expected two tokens with one space between them; fetch the file again,"
-                " or check that the vocabulary and merge files are not swapped"
+                f"{path}: line {number}: {line[:60]!r}: expected two tokens with one space between"
+                " them; fetch the file again, or check that the vocabulary and merge files are not"
+                " swapped"
             )
-        pair = (fields[0], fields[1])
-        for token, role in (
-            (pair[0], "its left part"),
-            (pair[1], "its right part"),
-            (pair[0] + pair[1], "what it makes"),
-        ):
-            if token not in ids:
-                raise TokenizerError(
-                    f"{path}: line {number}: the merge {line!r}: {role}, {token!r}, is not a token"
-                    f" of {vocab_file}; expected the merges and the vocabulary of one model; take"
-                    " both files from the same place"
-                )
-        if pair in line_of:
+        if missing := [token for token in (*pair, "".join(pair)) if token not in ids]:
             raise TokenizerError(
-                f"{path}: line {number}: the merge {line!r} stands on line {line_of[pair]} already;"
-                " remove one of them"
+                f"{path}: line {number}: the merge {line!r}: {missing[0]!r} is not a token of"
+                f" {vocab_file}; expected the merges and the vocabulary of one model; take both"
+                " files from the same place"
             )
-        line_of[pair] = number
-    return tuple(line_of)
-
-
-def _shorten(line: str) -> str:
-    return repr(line) if len(line) <= 60 else repr(line[:60]) + "..."
+    twice = next(pair for pair, count in Counter(pairs).items() if count > 1)
+    raise TokenizerError(f"{path}: the merge {' '.join(twice)!r} stands there twice; remove one")
 
 
 def _check_same_model(

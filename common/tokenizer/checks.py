@@ -36,54 +36,6 @@ def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
     return found
 
 
-def checked_texts(texts: object) -> list[str]:
-    """Return texts to encode as a list. Raises TokenizerError unless it is a sequence of str."""
-    # the usual case, without Python code per text
-    if isinstance(texts, list) and set(map(type, texts)) <= {str}:
-        return texts
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise TokenizerError(
-            f"encode_batch: found one {type(texts).__name__}; expected a sequence of str; use"
-            " encode for one text"
-        )
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TokenizerError(
-                f"encode_batch: text {number} is {type(text).__name__}; expected str; use"
-                " encode_packed for UTF-8 bytes"
-            )
-    return list(texts)
-
-
-def checked_text(text: object) -> str:
-    """Return a text to encode. Raises TokenizerError for anything but a str."""
-    if not isinstance(text, str):
-        raise TokenizerError(
-            f"encode: found {type(text).__name__}; expected str; use encode_batch for several texts"
-        )
-    return text
-
-
-def decoded_texts(texts: Sequence[str] | Sequence[bytes]) -> list[str]:
-    """Return texts, or bytes as UTF-8. Raises TokenizerError with the text and the byte."""
-    if not len(texts) or not isinstance(texts[0], bytes):
-        return checked_texts(texts)
-    if isinstance(texts, bytes) or not all(isinstance(text, bytes) for text in texts):
-        raise TokenizerError("encode_packed: expected a sequence of bytes or of str, not of both")
-    strings: list[str] = []
-    for number, raw in enumerate(texts):
-        assert isinstance(raw, bytes)
-        try:
-            strings.append(raw.decode())
-        except UnicodeDecodeError as error:
-            raise TokenizerError(
-                f"text {number} of the batch, byte {error.start}: 0x{raw[error.start]:02x} is"
-                f" not UTF-8 ({error.reason}); convert the source to UTF-8, or decode it with"
-                " errors='replace'"
-            ) from None
-    return strings
-
-
 def refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
     """Raise TokenizerError with the place of the surrogate that a library rejected.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.tokenizer.base import Framing, Ids, PackedIds, TextStream, TokenIds
-from common.tokenizer.checks import checked_text, checked_texts, decoded_texts, refuse_surrogate
+from common.tokenizer.checks import refuse_surrogate
 from common.tokenizer.marks import Marks, encode_around
 
 
@@ -74,22 +74,13 @@ class MarkedTokenizer(ABC):
         Special tokens in the text are ordinary text, unless ``allow_special``; added words are
         tokens. Raises TokenizerError for a lone surrogate, with its position.
         """
-        return self._encode_strings([checked_text(text)], allow_special).ids
+        return self._encode_strings([text], allow_special).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, without special tokens: int32 arrays, views of one buffer
-        per call. Raises TokenizerError for a lone surrogate, with the text and the position.
+    def encode_packed(self, texts: Sequence[str], allow_special: bool = False) -> PackedIds:
+        """Encode like ``encode``, into one buffer with offsets. Raises TokenizerError for a lone
+        surrogate, with the text and the position.
         """
-        return self._encode_strings(checked_texts(texts), False).rows()
-
-    def encode_packed(
-        self, texts: Sequence[str] | Sequence[bytes], allow_special: bool = False
-    ) -> PackedIds:
-        """Encode like ``encode``, into one buffer with offsets. This is the fastest form.
-
-        Raises TokenizerError for bytes that are not UTF-8, with the text and the byte.
-        """
-        return self._encode_strings(decoded_texts(texts), allow_special)
+        return self._encode_strings(list(texts), allow_special)
 
     def _encode_strings(self, texts: list[str], allow_special: bool) -> PackedIds:
         try:

@@ -51,10 +51,8 @@ class ByteTokenizer:
     kind, backend, vocab_size, eod_id, sha256 = "Byte", "python", 257, 256, "0" * 64
     framing, has_marks, special = Framing(suffix=(256,)), False, {"¶": 256}
 
-    def encode_packed(
-        self, texts: Sequence[str] | Sequence[bytes], allow_special: bool = False
-    ) -> PackedIds:
-        data = [text if isinstance(text, bytes) else text.encode() for text in texts]
+    def encode_packed(self, texts: Sequence[str], allow_special: bool = False) -> PackedIds:
+        data = [text.encode() for text in texts]
         offsets = np.zeros(len(data) + 1, dtype=np.int64)
         np.cumsum([len(text) for text in data], out=offsets[1:])
         return PackedIds(

@@ -19,9 +19,6 @@ class Characters:
         offsets = np.cumsum([0, *map(len, rows)])
         return PackedIds(ids=np.concatenate(rows), offsets=offsets)
 
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
-        return [self.encode(text) for text in texts]
-
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Tokenizer of characters with an id each; é stands for the others."""
         return "".join(

@@ -85,7 +85,7 @@ def test_ids_of_odd_texts(vocabulary: Path, lower_case: bool) -> None:
     tokenizer = load_tokenizer(_kind(lower_case), vocabulary)
     theirs, python = fast(vocabulary, lower_case), slow(vocabulary, lower_case)
     for repeated in (TEXTS, TEXTS[::-1]):  # the second time from the memory of words
-        rows = [row.tolist() for row in tokenizer.encode_batch(repeated)]
+        rows = [row.tolist() for row in tokenizer.encode_packed(repeated).rows()]
         assert rows == ids_of(theirs, repeated)
     assert [tokenizer.encode(text).tolist() for text in TEXTS] == ids_of(theirs, TEXTS)
     # the class in Python composes accents, which the one of today leaves as they are
@@ -129,7 +129,7 @@ def test_ids_of_every_code_point(
         wrong = [
             text
             for text, ours, expected in zip(
-                texts, tokenizer.encode_batch(texts), ids_of(theirs, texts), strict=True
+                texts, tokenizer.encode_packed(texts).rows(), ids_of(theirs, texts), strict=True
             )
             if ours.tolist() != expected
         ]
@@ -138,7 +138,7 @@ def test_ids_of_every_code_point(
 
 def check_novel(file: Path, chapters: list[str]) -> None:
     tokenizer = load_tokenizer("BertTokenizer", file)
-    rows = [row.tolist() for row in tokenizer.encode_batch(chapters)]
+    rows = [row.tolist() for row in tokenizer.encode_packed(chapters).rows()]
     assert rows == ids_of(fast(file, True), chapters)
     assert rows[0] == slow(file, True)(chapters[0])
 
@@ -231,7 +231,7 @@ def test_it_is_a_tokenizer_that_workers_can_build(vocabulary: Path) -> None:
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.sha256 == tokenizer.sha256 and again.encode("她说").tolist() == [5, 6]
     with pytest.raises(TokenizerError, match=r"text 1 of the batch, character 1 .* U\+D83D"):
-        tokenizer.encode_batch(["她", "她\ud83d"])
+        tokenizer.encode_packed(["她", "她\ud83d"])
     with pytest.raises(TokenizerError, match=f"id {len(TOKENS)} at position 1 is outside"):
         tokenizer.decode([0, len(TOKENS)])
     cased = load_tokenizer("BertWordPieceCase", vocabulary)

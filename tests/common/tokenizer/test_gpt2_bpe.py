@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def test_special_token_is_ordinary_text_unless_allowed(tokenizer: GPT2BPETokenizer) -> None:
     ordinary = [27, 91, 437, 1659, 5239, 91, 29]
     assert tokenizer.encode("<|endoftext|>").tolist() == ordinary
-    assert tokenizer.encode_batch(["<|endoftext|>"])[0].tolist() == ordinary
+    assert tokenizer.encode_packed(["<|endoftext|>"]).rows()[0].tolist() == ordinary
     assert tokenizer.encode("<|endoftext|>", allow_special=True).tolist() == [50256]
     several = tokenizer.encode(
         "Hello<|endoftext|> world<|endoftext|><|endoftext|>", allow_special=True
@@ -45,36 +45,15 @@ def test_surrogates_are_refused_with_their_place(
     with pytest.raises(TokenizerError, match=f"character 5 \\(line 2\\).*{code}"):
         tokenizer.encode("é ok\n" + surrogate + "b")
     with pytest.raises(TokenizerError, match=f"text 2 of the batch, character 1 .*{code}"):
-        tokenizer.encode_batch(["fine", "", "x" + surrogate])
+        tokenizer.encode_packed(["fine", "", "x" + surrogate])
     with pytest.raises(TokenizerError, match=code):
         tokenizer.encode("<|endoftext|>" + surrogate, allow_special=True)
 
 
-def test_bytes_that_are_not_utf8_are_refused_with_their_place(tokenizer: GPT2BPETokenizer) -> None:
-    for bad in (b"ab\xff", b"ab\xed\xa0\x80", b"ab\xc0\x80", b"ab\xe4\xb8"):
-        with pytest.raises(TokenizerError, match="text 1 of the batch, byte 2: 0x"):
-            tokenizer.encode_packed([b"fine", bad])
-        with pytest.raises(TokenizerError, match="text 1 of the batch, byte 2: 0x"):
-            tokenizer.encode_packed([b"fine", bad])
-
-
-def test_wrong_types_are_refused(tokenizer: GPT2BPETokenizer) -> None:
-    with pytest.raises(TokenizerError, match="found bytes; expected str"):
-        tokenizer.encode(b"abc")  # type: ignore[arg-type]
-    with pytest.raises(TokenizerError, match="found one str"):
-        tokenizer.encode_batch("abc")
-    with pytest.raises(TokenizerError, match="text 1 is bytes"):
-        tokenizer.encode_batch(["a", b"abc"])  # type: ignore[list-item]
-    with pytest.raises(TokenizerError, match="text 1 is int"):
-        tokenizer.encode_batch(("a", 3))  # type: ignore[arg-type]
-    with pytest.raises(TokenizerError, match="sequence of bytes"):
-        tokenizer.encode_packed([b"a", "a"])  # type: ignore[list-item]
-
-
 def test_empty_input(tokenizer: GPT2BPETokenizer) -> None:
     assert tokenizer.encode("").shape == (0,)
-    assert tokenizer.encode_batch([]) == [] and tokenizer.encode_packed([]).rows() == []
-    assert [len(ids) for ids in tokenizer.encode_batch(["", "a", ""])] == [0, 1, 0]
+    assert tokenizer.encode_packed([]).rows() == []
+    assert [len(ids) for ids in tokenizer.encode_packed(["", "a", ""]).rows()] == [0, 1, 0]
     assert tokenizer.encode_packed([]).offsets.tolist() == [0]
     assert tokenizer.decode([]) == ""
 

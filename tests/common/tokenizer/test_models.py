@@ -122,11 +122,9 @@ def library_ids(folder: Path, kind: str, text: str) -> list[int]:
 def test_ids_and_text_are_those_of_the_library(folder: Path) -> None:
     tokenizer = load_tokenizer("AutoTokenizer", folder)
     assert isinstance(tokenizer, Tokenizer)
-    rows = [row.tolist() for row in tokenizer.encode_batch([*TEXTS, *ODD])]
+    rows = [row.tolist() for row in tokenizer.encode_packed([*TEXTS, *ODD]).rows()]
     assert rows == [library_ids(folder, tokenizer.kind, text) for text in [*TEXTS, *ODD]]
     assert rows == [tokenizer.encode(text).tolist() for text in [*TEXTS, *ODD]]
-    packed = tokenizer.encode_packed([text.encode() for text in [*TEXTS, *ODD]])
-    assert [row.tolist() for row in packed.rows()] == rows
     if not tokenizer.kind.startswith("Bert"):  # which changes white space and case
         assert [tokenizer.decode(row) for row in rows] == [*TEXTS, *ODD]
     with pytest.raises(TokenizerError, match="is outside 0"):
