@@ -70,12 +70,15 @@ class Matrix:
     layouts: dict[str, Layout]
     numerics: dict[str, Settings]
     base: Settings
+    blends: bool = True
+    compares_tensors: bool = True
 
     def job(self, folder: Path, corpus: Path, **changes: Any) -> Settings:
         """Return the tree of a run. 101 tokens, which no vocabulary is padded to. With the usual
         deviation of 0.02 gradients of biases would only be rounding at this width.
         """
-        return tiny_run(folder, **({"data__train": blended(corpus)} | self.base | changes))
+        data = {"data__train": blended(corpus) if self.blends else str(corpus)}
+        return tiny_run(folder, **(data | self.base | changes))
 
     def case(self, runs: Path, corpus: Path, layout: str, numerics: str) -> Settings:
         """Return the job of a row; "one" is one process."""
@@ -110,7 +113,7 @@ class Matrix:
         require_equal(found, wanted, usual, updated=tolerances.get(numerics))
         if numerics.startswith("quantized"):
             require_equal_movement(found, wanted)
-        elif "precision" not in self.numerics[numerics]:
+        elif self.compares_tensors and "precision" not in self.numerics[numerics]:
             require_equal_tensors(found, wanted)
 
 
@@ -343,7 +346,7 @@ NPU = Matrix(
             ("tensor", TENSOR, ("plain",)),
             ("sequence", SEQUENCE, ("clip",)),
             ("pipeline", PIPELINE | RECOMPUTE | {"train__offload_activations": True}, ("clip",)),
-            ("pipeline, packed", PIPELINE, ("packed",)),
+            ("pipeline, documents apart", PIPELINE, ("documents apart",)),
             ("zero1", ZERO, ("clip",)),
             ("zero2", {"parallel__zero_stage": 2}, ("adamw",)),
             ("zero3", SPLIT | {"train__offload_activations": True}, ("clip",)),
@@ -358,7 +361,8 @@ NPU = Matrix(
         "clip": {"optimizer__clip_grad": NPU_CLIP},
         "bf16 weights": {"precision": BF16_WEIGHTS},
         "fp16": {"precision": "fp16", "loss_scale": SCALE},
-        "packed": FLAGS | {"optimizer__clip_grad": NPU_CLIP},
+        # the end of a document occurs among the random tokens
+        "documents apart": FLAGS | {"data__eod_id": 3, "optimizer__clip_grad": NPU_CLIP},
         "adamw": {
             "optimizer": {"learning_rate": 0.01, "schedule": "constant", "clip_grad": NPU_CLIP}
         },
@@ -370,6 +374,8 @@ NPU = Matrix(
         "train__global_batch_size": 8,
         "validation": {"max_samples": 8, "interval": 4},
     },
+    blends=False,
+    compares_tensors=False,
 )
 
 MINDSPORE_CLIP = 2.75

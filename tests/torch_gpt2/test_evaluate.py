@@ -194,28 +194,21 @@ def test_the_three_tasks_as_commands(
     assert found["scored_tokens"] == len(ids) - 1 and found["checkpoint"] == str(checkpoint)
     assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-4)
-    assert found["bits_per_byte"] == pytest.approx(
-        nats / math.log(2) / len(text.encode()), rel=1e-5
-    )
+    bits = nats / math.log(2) / len(text.encode())
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     out = capsys.readouterr().out
-    assert (
-        " validation results on part.txt | avg loss: " in out
-        and " | adjusted ppl: " in out
-        and " | token ratio: " in out
-    )
+    for words in (
+        " validation results on part.txt | avg loss: ",
+        " | adjusted ppl: ",
+        " | token ratio: ",
+    ):
+        assert words in out
 
     passages = tmp_path / "passages.jsonl"
     starts = (english[at : at + 300].rpartition(" ")[0] for at in range(5000, 17000, 1000))
     passages.write_text("".join(json.dumps({"text": start}) + "\n" for start in starts))
-    assert (
-        evaluate(
-            trained,
-            f"evaluation.file={passages}",
-            "evaluation.task=lambada",
-            "evaluation.max_samples=12",
-        )
-        == 0
-    )
+    words = [f"evaluation.file={passages}", "evaluation.task=lambada", "evaluation.max_samples=12"]
+    assert evaluate(trained, *words) == 0
     found = json.loads((run / "evaluation_lambada.json").read_text())
     nats, right, tokens = 0.0, 0, 0
     for line in passages.read_text().splitlines()[:12]:
@@ -226,22 +219,14 @@ def test_the_three_tasks_as_commands(
         )
         loss, hits = alone(reference, row)
         nats, right, tokens = nats + loss, right + (hits == len(target)), tokens + len(target)
-    assert (found["passages"], found["last_word_tokens"], found["correct"]) == (
-        12,
-        tokens,
-        right,
-    ) and tokens > 12
-    assert found["loss"] == pytest.approx(nats / 12, rel=1e-5) and found[
-        "perplexity"
-    ] == pytest.approx(math.exp(nats / 12), rel=1e-4)
+    counts = found["passages"], found["last_word_tokens"], found["correct"]
+    assert counts == (12, tokens, right) and tokens > 12
+    assert found["loss"] == pytest.approx(nats / 12, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / 12), rel=1e-4)
 
     assert evaluate(trained) == 0
     assert json.loads((run / "evaluation.json").read_text())["tokens"] == 64
-    assert {path.name for path in run.glob("evaluation*.json")} == {
-        "evaluation.json",
-        "evaluation_text.json",
-        "evaluation_lambada.json",
-    }
+    assert len(list(run.glob("evaluation*.json"))) == 3
 
 
 @pytest.mark.parametrize(

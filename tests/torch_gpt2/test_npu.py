@@ -13,7 +13,6 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.layouts import NPU, NPU_CLIP, chosen_rows
-from tests.packed_corpus import write_packed_corpus
 from tests.ranks import ROOT, run_ranks
 from tests.tiny import rows_of, some_but_not_all, tiny_run, train_here
 
@@ -44,7 +43,6 @@ def runs(
 ) -> Path:
     """folder / layout / numerics on two NPUs; "one" is one process on the CPU."""
     folder = tmp_path_factory.mktemp("npus")
-    write_packed_corpus(folder)
     (folder / "ds_config.json").write_text("{}")
     variables = npu_variables | {"ASCEND_HOME_PATH": str(folder)}  # DeepSpeed asks where CANN is
     rows = chosen_rows(request)
