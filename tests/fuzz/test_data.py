@@ -1,11 +1,10 @@
 """Data files, each held against an independent reader: pairs, FleetX's files, .meta.json,
-MindRecord, vocabularies, prompts, cached sample orders, corpora.
+MindRecord, vocabularies, prompts, corpora.
 """
 
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -88,11 +87,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         inputs=(folder / "corpus.txt",), output_prefix=folder / "made", tokenizer=_choice(folder)
     )
     preprocess(options)
-    lengths = generator.integers(1, 40, size=12)
-    with IndexedWriter(folder / "cached", np.uint16) as writer:
-        writer.append(np.arange(lengths.sum()), lengths)
-    _order(folder, seed=4, cache_minimum=0)
-    _order(folder, cache_minimum=0)
     return folder
 
 
@@ -172,15 +166,6 @@ def _rows(folder: Path) -> Any:
     return samples.read(np.arange(samples.samples_per_epoch)).tolist()
 
 
-def _order(folder: Path, seed: int = 3, **cache: int) -> Any:
-    """Read two epochs, with a data set that holds no order yet."""
-    samples = GPTDataset(
-        IndexedDataset(folder / "cached"), split="train", seq_length=4, seed=seed,
-        split_weights=(1, 0, 0), **cache,
-    )  # fmt: skip
-    return samples.read(np.arange(2 * samples.samples_per_epoch)).tolist()
-
-
 def _changed_merges(content: bytes, fault: Fault) -> bytes:
     """Exchange two lines, repeat, remove or replace one."""
     lines = content.split(b"\n")
@@ -202,19 +187,6 @@ def _changed_header(content: bytes, fault: Fault) -> bytes:
     return (len(text).to_bytes(8, "little") + text).ljust(length + 8, b"\0") + content[8 + length :]
 
 
-def _changed_array(content: bytes, fault: Fault) -> bytes:
-    """Other values, types and shapes of an order's array."""
-    array = np.load(io.BytesIO(content))
-    others = (
-        array * 0, array + 1, array[::-1], array + 0.25, array.astype(">i8"), array.astype("U5"),
-        array.astype(object), array[:, None], array[:-1], array[:0], np.append(array, 0),
-        np.where(np.arange(len(array)) == fault.at % len(array), fault.at % 200, array),
-    )  # fmt: skip
-    buffer = io.BytesIO()
-    np.save(buffer, others[fault.number % len(others)], allow_pickle=True)
-    return buffer.getvalue()
-
-
 @dataclass(frozen=True)
 class Kind:
     """files: glob of those that get a fault. change: what a fault of a tree does to them."""
@@ -223,7 +195,6 @@ class Kind:
     read: Callable[[Path], Any]
     again: Callable[[Path], Any]
     change: Callable[[bytes, Fault], bytes] | None = None
-    refuses: bool = True
 
 
 KINDS = {
@@ -244,14 +215,6 @@ KINDS = {
         lambda folder: readers.read_prompts(folder / "prompts.jsonl"),
         _more_prompts,
     ),
-    # what is read through a changed cache is what is read without one
-    "cached order": Kind(
-        "cached.index-cache/*/*.npy",
-        lambda folder: _order(folder, cache_minimum=0),
-        _order,
-        _changed_array,
-        refuses=False,
-    ),
 }
 ROWS = Kind(
     "rows.mindrecord*",
@@ -266,7 +229,6 @@ ROWS = Kind(
 
 
 def take_or_refuse(judge: Any, whole: Path, kind: Kind, file: int, fault: Fault) -> None:
-    judge.needed = {"accepted"} | ({"refused"} if kind.refuses else set())
     with judge.folder() as folder:
         shutil.copytree(whole, folder, dirs_exist_ok=True)
         paths = sorted(folder.glob(kind.files))
