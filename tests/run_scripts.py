@@ -52,6 +52,24 @@ def run_words(output: Path, corpus: Path, **keys: object) -> list[str]:
     return [*TINY, f"output_dir={output}", f"data.train={corpus}", *changes]
 
 
+def start_program(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """``run_gpt2.py words``, with pipes for its output and its errors."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run_gpt2.py"), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+def run_program(*words: str) -> tuple[int, str, str]:
+    """Return its exit code, its output and its errors."""
+    with start_program(*words) as child:
+        out, error = child.communicate(timeout=120)
+    return child.returncode, out, error
+
+
 def start_script(
     *words: str, before: tuple[str, ...] = (), log: Path, **variables: str
 ) -> subprocess.Popen[bytes]:

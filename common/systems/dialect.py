@@ -103,7 +103,7 @@ class Translation:
     def drop(self, key: str, why: str) -> None:
         """Remove a key or a section that has no effect. Values of the command line stay."""
         *sections, name = key.split(".")
-        at = self.tree
+        at: Any = self.tree
         for section in sections:
             at = at.get(section) if isinstance(at, dict) else None
         if (

@@ -229,7 +229,6 @@ ROWS = Kind(
 
 
 def take_or_refuse(judge: Any, whole: Path, kind: Kind, file: int, fault: Fault) -> None:
-    judge.needed = {"accepted", "refused"}
     with judge.folder() as folder:
         shutil.copytree(whole, folder, dirs_exist_ok=True)
         paths = sorted(folder.glob(kind.files))

@@ -1,7 +1,7 @@
 """Plant each fault of faults.txt in a copy of the project, and see which tests find it.
 
     make mutants                            all of them, compared with found.txt
-    python tests/mutants/run.py schedule    those whose file, description or tests hold a word
+    python tests/mutants/run.py schedule    those whose file, meaning or tests hold a word
     python tests/mutants/run.py --stale     which of them no longer apply; plants nothing
     python tests/mutants/run.py --missing   those that nothing has found yet
     python tests/mutants/run.py --record    write found.txt too; with words, only their lines
@@ -181,7 +181,10 @@ def main() -> int:
     chosen = [
         fault
         for fault in every
-        if all(word in f"{fault.file} {fault.meaning} {fault.tests}" for word in arguments.words)
+        if any(
+            word in f"{fault.file} {fault.meaning} {fault.tests}"
+            for word in arguments.words or [""]
+        )
     ]
     recorded = read_found(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     if arguments.missing:

@@ -1,39 +1,17 @@
 """run_gpt2.py as a user starts it: exit codes, one clear message, a kill, a full disk."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from run_gpt2 import main
+from tests.run_scripts import run_program, start_program
 from tools.preprocess_data import main as preprocess
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def start(*words: str, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "run_gpt2.py"), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,
-    )
-
-
-def run(*words: str, **options: Any) -> tuple[int, str, str]:
-    with start(*words, **options) as child:
-        out, error = child.communicate(timeout=120)
-    return child.returncode, out, error
 
 
 @pytest.fixture
@@ -70,15 +48,15 @@ def config(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Pa
 
 @pytest.mark.representative  # of the commands of the pages
 def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
-    code, out, error = run("--config", str(config), "--run_mode", "train")
+    code, out, error = run_program("--config", str(config), "--run_mode", "train")
     assert code == 0, error
     assert "step 3/3" in out and "finished: step 3" in out
     assert "\r" not in error, "no progress bar where there is no terminal"
-    code, out, error = run("--config", str(config), "--run_mode", "eval")
+    code, out, error = run_program("--config", str(config), "--run_mode", "eval")
     assert code == 0 and "perplexity" in out, error
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["tokens"] == 64
     words = ["predict.prompt=Hello world", "predict.max_new_tokens=5"]
-    code, greedy, error = run("--config", str(config), "--run_mode", "predict", *words)
+    code, greedy, error = run_program("--config", str(config), "--run_mode", "predict", *words)
     assert code == 0 and greedy.startswith("Prompt: Hello world\nGeneration: Hello world"), error
 
 
@@ -182,7 +160,7 @@ def test_a_stopped_or_killed_run_resumes(config: Path, tmp_path: Path, number: i
         "logging.plot=false",
     ]
     metrics = tmp_path / "out" / "metrics.jsonl"
-    with start(*words) as child:
+    with start_program(*words) as child:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (
             metrics.is_file() and len(metrics.read_text().splitlines()) > 20
@@ -193,7 +171,7 @@ def test_a_stopped_or_killed_run_resumes(config: Path, tmp_path: Path, number: i
     assert child.returncode == (128 + number if number == signal.SIGTERM else -number)
     if number == signal.SIGTERM:
         assert "stopped by SIGTERM after step" in error
-    code, out, error = run(*words)
+    code, out, error = run_program(*words)
     assert code == 0, error
     assert "resuming" in out
     steps = [
@@ -221,14 +199,14 @@ def test_a_full_disk_while_saving_leaves_the_old_checkpoint(config: Path, tmp_pa
             "train.max_steps=9",
             "logging.tensorboard=false",
         ]
-        code, _, error = run("--config", str(config), "--run_mode", "train", *words)
+        code, _, error = run_program("--config", str(config), "--run_mode", "train", *words)
         assert code == 1
         assert (
             "No space left on device" in error
             and "earlier checkpoints are whole" in error
             and len(error.splitlines()) == 1
         )
-        code, _, error = run("--config", str(config), "--run_mode", "eval", words[0])
+        code, _, error = run_program("--config", str(config), "--run_mode", "eval", words[0])
         assert code == 0, error
     finally:
         subprocess.run(["umount", str(small)], check=True)

@@ -2,11 +2,8 @@
 
 import http.client
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,25 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.run_scripts import run_program, start_program
+
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def start(*words: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "run_gpt2.py"), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
-
-
-def run(*words: str) -> tuple[int, str, str]:
-    with start(*words) as child:
-        out, error = child.communicate(timeout=120)
-    return child.returncode, out, error
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +38,7 @@ def config(
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    code, _, error = run("--config", str(path), "--run_mode", "train")
+    code, _, error = run_program("--config", str(path), "--run_mode", "train")
     assert code == 0, error
     return path
 
@@ -66,7 +47,9 @@ class Served:
     """The process, and a stream of it that has begun."""
 
     def __init__(self, config: Path, *words: str, **variables: str) -> None:
-        self.child = start("--config", str(config), "--run_mode", "serve", *words, **variables)
+        self.child = start_program(
+            "--config", str(config), "--run_mode", "serve", *words, **variables
+        )
         assert self.child.stdout is not None
         line = ""
         while "is served at" not in line:
@@ -135,7 +118,9 @@ def test_an_export_says_what_its_checkpoint_says(config: Path, tmp_path: Path) -
     """An ONNX folder is served without torch in the process."""
     pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[export]'")
     folder, words = config.parent / "tiny", ("--config", str(config), "--run_mode", "export")
-    code, _, error = run(*words, "export.format=onnx", "predict.window=null", "export.check=false")
+    code, _, error = run_program(
+        *words, "export.format=onnx", "predict.window=null", "export.check=false"
+    )
     assert code == 0, error
     found = []
     for path in (folder, folder / "onnx"):
