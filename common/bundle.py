@@ -18,9 +18,9 @@ from common.errors import ConfigError, DataError
 from common.failures.explain import explain_log
 from common.files import atomic_write
 
-MOST_OF_FILE = 2 << 20
+MAX_FILE_BYTES = 2 << 20
 """Most bytes of one file: half from its start, half from its end."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Most bytes of all files, before compression."""
 _HIDDEN = "(hidden)"
 _PATTERNS = (
@@ -157,7 +157,7 @@ def write_bundle(
         raise ConfigError(f"--bundle {target}: expected a name that ends with .tar.gz")
     if not run.is_dir():
         raise ConfigError(f"--output_dir {run}: no such folder; give the folder of the run")
-    cleaner, notes, left = Cleaner(with_addresses=with_addresses), list[str](), MOST_BYTES
+    cleaner, notes, left = Cleaner(with_addresses=with_addresses), list[str](), MAX_BYTES
     with atomic_write(target) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, text in _texts(run, table, environ, notes):
             data = cleaner.clean(text).encode()
@@ -207,15 +207,15 @@ def _read(path: Path, name: str, notes: list[str]) -> str | None:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size <= MOST_OF_FILE:
-                return file.read(MOST_OF_FILE).decode("utf-8", "replace")
-            start = file.read(MOST_OF_FILE // 2)
-            file.seek(size - MOST_OF_FILE // 2)
-            end = file.read(MOST_OF_FILE // 2)
+            if size <= MAX_FILE_BYTES:
+                return file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
+            start = file.read(MAX_FILE_BYTES // 2)
+            file.seek(size - MAX_FILE_BYTES // 2)
+            end = file.read(MAX_FILE_BYTES // 2)
     except OSError as error:
         notes.append(f"{name}: {error.strerror or error}")
         return None
-    notes.append(f"{name}: shortened, {size - MOST_OF_FILE:,} bytes in its middle are left out")
+    notes.append(f"{name}: shortened, {size - MAX_FILE_BYTES:,} bytes in its middle are left out")
     # partial lines at the cut are dropped, as a secret in them might not be recognised
     return (start.rpartition(b"\n")[0] + b"\n[...]\n" + end.partition(b"\n")[2]).decode(
         "utf-8", "replace"

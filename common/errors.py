@@ -34,11 +34,11 @@ class GPT2Error(Exception):
         return "\n".join(map(_shortened, super().__str__().split("\n")))
 
 
-_LONGEST_LINE = 1000
+_MAX_LINE = 1000
 
 
 def _shortened(line: str) -> str:
-    if len(line) <= _LONGEST_LINE:
+    if len(line) <= _MAX_LINE:
         return line
     start, end = line[:600], line[-300:]
     return f"{start}... ({len(line) - len(start) - len(end)} characters left out) ...{end}"

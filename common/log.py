@@ -9,7 +9,7 @@ from typing import Any
 
 LOG = logging.getLogger("gpt2")
 
-MOST_LISTED = 16
+MAX_LISTED = 16
 """Names that one line of the log lists."""
 
 
@@ -38,8 +38,8 @@ def start_log(*, rank: int = 0) -> None:
 
 def listed(texts: Sequence[str]) -> str:
     """Return texts as one list, shortened if there are very many."""
-    more = f" and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
-    return ", ".join(texts[:MOST_LISTED]) + more
+    more = f" and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return ", ".join(texts[:MAX_LISTED]) + more
 
 
 def progress_bar(*, total: int, initial: int = 0, unit: str = "step", description: str = "") -> Any:

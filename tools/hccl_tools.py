@@ -41,7 +41,7 @@ from common.flags import flag
 from common.processes.addresses import is_loopback
 from common.program import command
 
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 """More than any machine holds. The table lists as many."""
 
 
@@ -133,8 +133,8 @@ def generate(arguments: Request) -> None:
 
 
 def _device_range(text: str, per_node: int) -> list[int]:
-    if not 1 <= per_node <= MOST_DEVICES:
-        raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MOST_DEVICES}")
+    if not 1 <= per_node <= MAX_DEVICES:
+        raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MAX_DEVICES}")
     match = re.fullmatch(r"\s*\[\s*([0-9]{1,18})\s*,\s*([0-9]{1,18})\s*[)\]]\s*", text)
     if match is None:
         raise DataError(
@@ -165,9 +165,9 @@ def _visible_devices(text: str | None, per_node: int) -> list[int]:
             " 4,5,6,7"
         )
     numbers = [int(word) for word in words]
-    if len(numbers) > MOST_DEVICES:
+    if len(numbers) > MAX_DEVICES:
         raise DataError(
-            f"--visible_devices names {len(numbers)} devices, {MOST_DEVICES} at most; name those of"
+            f"--visible_devices names {len(numbers)} devices, {MAX_DEVICES} at most; name those of"
             " this machine"
         )
     for number in numbers:

@@ -2,7 +2,7 @@
 
     python benchmarks/first_contact/probes.py facts npu
 
-Answers are lines ``NAME: VALUE``. On a CPU only ``device``, ``texts`` and ``requests`` answer.
+Answers are lines ``NAME: VALUE``. On a CPU only device, saves, texts and requests answer.
 """
 
 from __future__ import annotations
@@ -125,6 +125,35 @@ def mindspore_facts(kind: str) -> None:
         ms.ops.ones((2, 2), ms.float32).asnumpy()
 
 
+def saves(folder: str, kind: str) -> None:
+    """Ask how long training of 124M waits for a save to begin, and how fast it is written."""
+    from common.checkpoint.state import TrainState
+    from common.checkpoint.writer import CheckpointWriter
+    from common.resolve.derive import resolve_config
+    from common.run_config import load_config
+    from torch_gpt2.device import open_device
+    from torch_gpt2.engine import Engine
+
+    words = [f"device={kind}", f"output_dir={folder}", "precision=float32", "train.max_steps=10"]
+    config = load_config(ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml", words)
+    run = resolve_config(config, samples_per_epoch=1)
+    engine = Engine(run, open_device(run))
+    for tensor in engine.master.tensors.values():
+        moments = {part: tensor.detach().clone() for part in ("exp_avg", "exp_avg_sq")}
+        engine.optimizer.state[tensor] = {"step": 10.0 * tensor.new_ones(()), **moments}
+    for asynchronous, step in ((True, 1), (False, 2)):
+        with CheckpointWriter(Path(folder), asynchronous=asynchronous) as writer:
+            start = time.perf_counter()
+            snapshot = engine.snapshot(TrainState(step=step))
+            writer.save(snapshot)
+            took = time.perf_counter() - start
+            snapshot.detach()
+        if asynchronous:
+            say("training waits s", took)
+    files = (Path(folder) / "step_00000002").iterdir()
+    say("written GB/s", sum(path.stat().st_size for path in files) / 1e9 / took)
+
+
 def texts(folder: str, kind: Any, new_tokens: str, *words: str) -> None:
     """Write two texts of one and of eight sequences. ``cudnn``: with its attention."""
     from gpt2_toolkit import load_model
@@ -195,7 +224,7 @@ def _ask(address: str, prompt: str, new_tokens: int) -> tuple[int, float]:
     return usage["completion_tokens"], time.perf_counter() - start
 
 
-PROBES = (device, rates, facts, mindspore_facts, texts, requests)
+PROBES = (device, rates, facts, mindspore_facts, saves, texts, requests)
 
 
 def main() -> int:

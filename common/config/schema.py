@@ -724,7 +724,7 @@ def _without_empty(values: Any) -> Any:
     return values
 
 
-_LEAST_TEMPERATURE = 1e-6
+_MIN_TEMPERATURE = 1e-6
 """Below it logits overflow, and the most probable token has all of the probability."""
 Strategy = Literal["greedy", "sampling", "beam_search"]
 _TextOrIds = str | list[int]
@@ -859,7 +859,7 @@ class PredictConfig(Section):
         """The strategy, also where it is left out. Sampling at temperature 0 is greedy."""
         draws = self.temperature is not None or self.top_k or self.top_p < 1.0 or self.min_p
         found: Strategy = self.strategy or ("sampling" if draws else "greedy")
-        is_cold = self.temperature is not None and self.temperature < _LEAST_TEMPERATURE
+        is_cold = self.temperature is not None and self.temperature < _MIN_TEMPERATURE
         return "greedy" if is_cold and found == "sampling" else found
 
     @model_validator(mode="after")

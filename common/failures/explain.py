@@ -16,9 +16,9 @@ from common.files import unreadable
 from common.yaml_files import read_yaml_mapping
 
 Language = Literal["en", "zh"]
-MOST_READ = 16 << 20
+MAX_LOG_BYTES = 16 << 20
 """Most bytes read of one log: half from its start, half from its end."""
-MOST_LOGS = 1024
+MAX_LOGS = 1024
 _LOGS = ("launcher.log", "mf_*/mindformer.log", "host_*/mindformer.log", "*.log")
 """Logs of a run folder."""
 _LINE = 200
@@ -149,7 +149,7 @@ def find_in_logs(place: Path) -> list[Found]:
 
     Raises DataError if it cannot be read, or is a folder without logs.
     """
-    logs = list(dict.fromkeys(_logs_of(place)))[:MOST_LOGS] if place.is_dir() else [place]
+    logs = list(dict.fromkeys(_logs_of(place)))[:MAX_LOGS] if place.is_dir() else [place]
     if not logs:
         raise DataError(f"{place}: a folder without logs; expected {', '.join(_LOGS)}")
     return merged(find_errors(read_log(path), path) for path in logs)
@@ -169,10 +169,10 @@ def read_log(path: Path) -> str:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            data = file.read(MOST_READ // 2 if size > MOST_READ else MOST_READ)
-            if size > MOST_READ:
-                file.seek(size - MOST_READ // 2)
-                data += b"\n" + file.read(MOST_READ // 2)
+            data = file.read(MAX_LOG_BYTES // 2 if size > MAX_LOG_BYTES else MAX_LOG_BYTES)
+            if size > MAX_LOG_BYTES:
+                file.seek(size - MAX_LOG_BYTES // 2)
+                data += b"\n" + file.read(MAX_LOG_BYTES // 2)
     except OSError as error:
         raise DataError(f"{path}: {unreadable(error)}") from None
     return data.decode("utf-8", "replace").replace("\r", "\n")

@@ -106,6 +106,6 @@ def test_float8_moves_what_the_plan_adds(scaling: str) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[fp8]'")
     sections = {"precision": {"compute": "bfloat16", "float8": scaling}}
     plain, found = moved()[0], moved(**sections)
-    assert found[1] == 3 * 4 * LAYERS, "three products for each of the four of a block"
+    assert found[1] == 3 * 6 * LAYERS, "three products for each linear layer"
     planned = LAYERS * float8_bytes(run(**sections))
     assert found[0] - plain == pytest.approx(planned, rel=0.02)

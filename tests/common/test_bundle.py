@@ -76,7 +76,7 @@ def parts(archive: Path) -> dict[str, str]:
 def test_a_bundle_holds_the_run_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.bundle.MOST_OF_FILE", most := 20_000)
+    monkeypatch.setattr("common.bundle.MAX_FILE_BYTES", most := 20_000)
     table = tmp_path / "table.json"
     table.write_text('{"server_id": "10.9.8.7"}')
     target = tmp_path / "report.tar.gz"
@@ -116,7 +116,7 @@ def test_an_archive_is_limited_and_its_old_file_survives_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, target = run_folder(tmp_path), tmp_path / "report.tar.gz"
-    monkeypatch.setattr("common.bundle.MOST_BYTES", 10_000)
+    monkeypatch.setattr("common.bundle.MAX_BYTES", 10_000)
     notes = write_bundle(target, run=run, table=None, environ={})
     assert "run/mf_parallel0/mindformer.log: left out, the archive is full" in notes
     old = target.read_bytes()

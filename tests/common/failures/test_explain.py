@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import DataError
 from common.failures.explain import (
-    MOST_READ,
+    MAX_LOG_BYTES,
     Kind,
     error_of,
     explain_code,
@@ -86,7 +86,7 @@ def test_the_first_of_two_causes_in_a_log_is_named() -> None:
 def test_a_huge_log_is_read_at_both_ends(tmp_path: Path) -> None:
     log = tmp_path / "huge.log"
     with log.open("wb") as file:
-        file.seek(2 * MOST_READ)
+        file.seek(2 * MAX_LOG_BYTES)
         file.write(b"\nCUDA out of memory\n")
     assert find_in_logs(log)[0].error.name == "oom.cuda"
 

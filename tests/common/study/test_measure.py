@@ -20,6 +20,10 @@ def cell(ranks: int) -> Cell:
     return Cell(id="one", axes={}, settings={}, backend="torch", engine="native", ranks=ranks)
 
 
+def span(cat: str, name: str, begin: float, length: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": length}
+
+
 def make_run(folder: Path, style: str = "gpt2", *, traced: bool = True) -> Path:
     """Two steps of warm-up, three measured, two traced. Rank 1's trace has twice the messages."""
     folder.mkdir()
@@ -58,21 +62,9 @@ def make_run(folder: Path, style: str = "gpt2", *, traced: bool = True) -> Path:
     for rank in (0, 1) if traced else ():
         (folder / "profile").mkdir(exist_ok=True)
         events = [
-            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10},
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": "gloo:all_reduce",
-                "ts": 10,
-                "dur": 1e6 * (1 + rank),
-            },
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": "Optimizer.step#AdamW.step",
-                "ts": 3e6,
-                "dur": 0.4e6,
-            },
+            span("cpu_op", "aten::mm", 0, 10),
+            span("user_annotation", "gloo:all_reduce", 10, 1e6 * (1 + rank)),
+            span("user_annotation", "Optimizer.step#AdamW.step", 3e6, 0.4e6),
             {
                 "ph": "i",
                 "name": "[memory]",
