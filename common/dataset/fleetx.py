@@ -171,8 +171,8 @@ class FleetXWriter(TokenWriter):
             zipfile.ZipFile(file, "w") as archive,
         ):
             _write_member(archive, "lens", "<i4", self.sequence_count, lens)
-            docs = chain([np.zeros(1, dtype=np.int64)], docs)
-            _write_member(archive, "docs", "<i8", self.document_count + 1, docs)
+            starts = chain([np.zeros(1, dtype=np.int64)], docs)
+            _write_member(archive, "docs", "<i8", self.document_count + 1, starts)
 
     def _write_header(self) -> None:
         """Write the header of the .npy.

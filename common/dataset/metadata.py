@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import DataError
 from common.files import atomic_write, reading
-from common.structured_files import kind_of, read_json_mapping, require_mapping
+from common.structured_files import read_json_mapping
 
 METADATA_EXTENSION = ".meta.json"
 SHARD_OPTION = "shard"
 """Key of ``Metadata.options`` that names the part of a corpus, such as 2/8."""
 _FORMAT = "gpt2-toolkit dataset"
 _VERSION = 1
+Kind = TypeVar("Kind", "Metadata", "SourceFile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,46 +79,37 @@ def read_metadata(path: Path) -> Metadata | None:
         raw = read_json_mapping(path, error=DataError)
         if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
-        _require(Metadata, raw, str(path))
-        for source in raw["sources"]:
-            _require(
-                SourceFile,
-                require_mapping(source, f"{path}: sources", error=DataError),
-                f"{path}: sources",
-            )
-    except DataError as error:
+        metadata = _made(Metadata, raw)
+        files: list[Any] = list(metadata.sources)
+        sources = tuple(_made(SourceFile, dict(file)) for file in files)
+    except (DataError, TypeError, ValueError) as error:
+        where = "" if isinstance(error, DataError) else f"{path}: "
         raise DataError(
-            f"{error}; the file does not describe token files: delete it (it is optional) or"
-            " preprocess again"
+            f"{where}{str(error)[:200]}; the file does not describe token files: delete it (it is"
+            " optional) or preprocess again"
         ) from None
-    return Metadata(**{**raw, "sources": tuple(SourceFile(**source) for source in raw["sources"])})
+    return replace(metadata, sources=sources)
 
 
-def _require(kind: type[Metadata | SourceFile], raw: dict[str, Any], where: str) -> None:
-    """Raise DataError unless ``raw`` has the keys of a dataclass, with values of their types."""
-    names = {item.name: item for item in fields(kind)}
-    if unknown := raw.keys() - names.keys():
-        raise DataError(f"{where}: unknown keys {', '.join(sorted(unknown))[:80]}")
-    for name, item in names.items():
-        if name not in raw and item.default_factory is not MISSING:
-            continue
-        if name not in raw or not _fits(raw[name], str(item.type)):
-            found = kind_of(raw[name]) if name in raw else "nothing"
-            raise DataError(f"{where}: {name}: expected {_EXPECTED[str(item.type)]}, found {found}")
-
-
-_EXPECTED = {
-    "str": "text",
-    "int": "a whole number from 0 on",
-    "int | None": "a whole number from 0 on, or null",
-    "tuple[SourceFile, ...]": "a list",
-    "dict[str, str | bool]": "keys and values",
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "tuple[SourceFile, ...]": (list,),
+    "dict[str, str | bool]": (dict,),
 }
 
 
-def _fits(value: Any, annotation: str) -> bool:
-    if annotation.startswith("int"):
-        return (type(value) is int and 0 <= value < 2**63) or (
-            value is None and "None" in annotation
-        )
-    return isinstance(value, {"s": str, "t": list, "d": dict}[annotation[0]])
+def _made(kind: type[Kind], raw: dict[str, Any]) -> Kind:
+    """Return a dataclass of its fields. Raises TypeError for others or for values of other
+    types.
+    """
+    if unknown := raw.keys() - {item.name for item in fields(kind)}:
+        raise TypeError(f"unknown keys {', '.join(sorted(unknown))}")
+    made = kind(**raw)
+    for item in fields(kind):
+        value = getattr(made, item.name)
+        fits = type(value) in _TYPES[str(item.type)]
+        if not fits or (type(value) is int and not 0 <= value < 2**63):
+            raise TypeError(f"{item.name}: expected {item.type}, found {str(value)[:40]!r}")
+    return made

@@ -78,7 +78,8 @@ def _through(numbers: _Words, keys: _Words, a: np.uint64, b: np.uint64) -> _Word
         bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
         left, right = right, (left + (bits >> np.uint64(16))) % a
         a, b = b, a
-    return left * b + right
+    joined: _Words = left * b + right
+    return joined
 
 
 def drawn(below: int, purpose: str) -> int:

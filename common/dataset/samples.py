@@ -171,11 +171,13 @@ class GPTDataset:
         width = self.seq_length + 1
         tokens = self.data.tokens[self._first : self._first + self.token_count]
         if int(begins.max()) > self.token_count - width:  # one goes on at the first token
-            return tokens[(begins[:, None] + np.arange(width)) % self.token_count]
+            places = (begins[:, None] + np.arange(width)) % self.token_count
+            return np.take(tokens, places)
         # a view of each window; as_strided and sliding_window_view are slow to make it
         shape, size = (self.token_count - width + 1, width), tokens.itemsize
         every: npt.NDArray[Any] = np.ndarray(shape, tokens.dtype, tokens.data, 0, (size, size))
-        return every[begins]
+        windows: npt.NDArray[Any] = every[begins]
+        return windows
 
 
 def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int:

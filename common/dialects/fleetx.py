@@ -38,7 +38,7 @@ COSINE = "CosineAnnealingWithWarmupDecay"
 END_OF_TEXT = 50256
 """Id of the end of text in the tokenizer that FleetX has for GPT."""
 _MOST_GENERATED = 512
-_ORDER = "documents and windows are shuffled again in every epoch"
+_ORDER = "windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _NOT_HERE = "is not in this version; leave the section out"
 
