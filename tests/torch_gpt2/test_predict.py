@@ -48,17 +48,9 @@ def ours(
 ) -> list[list[int]]:
     given = [Prompt(text="", ids=ids, new_tokens=new_tokens) for ids in rows]
     decoder = Decoder(model, select_device("cpu"), batch)
-    return [
-        each.tokens
-        for each in generate(
-            decoder,
-            given,
-            PredictConfig.model_validate(settings),
-            seed=0,
-            ends=ends,
-            window=window,
-        )
-    ]
+    config = PredictConfig.model_validate(settings)
+    found = generate(decoder, given, config, seed=0, ends=ends, window=window)
+    return [each.tokens for each in found]
 
 
 def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int]]:
@@ -67,12 +59,8 @@ def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int
     ids = torch.tensor([[50] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     reference = hugging_face_model(model.config, dict(model.named_parameters()))
-    settings = {
-        "do_sample": False,
-        "max_new_tokens": 30,
-        "eos_token_id": None,
-        "pad_token_id": 50,
-    } | settings
+    usual = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 50}
+    settings = usual | settings
     found = reference.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
     return [list(takewhile(lambda token: token not in ends, row)) for row in found]
 

@@ -312,17 +312,22 @@ def test_the_end_of_text_has_an_entry(server: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def connect(server: Server, sent: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    client.sendall(sent)
+    return client
+
+
 def test_a_client_that_leaves_ends_its_work(server: Server) -> None:
     """Tokens of a stream and of a whole answer."""
     for stream in (True, False):
         before = server.engine.counts.cancelled
         fields = {"prompt": "a", "max_tokens": 60, "n": 30, "stream": stream, "temperature": 0}
         body = json.dumps(fields).encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
-                b" application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-            )
+        with connect(server, HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)):
             wait_until(lambda: server.engine.running > 0)
         wait_until(lambda: server.engine.running + server.engine.waiting == 0)
         assert server.engine.counts.cancelled > before
@@ -363,19 +368,13 @@ def test_requests_refused_before_the_body_is_read(server: Server) -> None:
     assert server.call("GET", "/v1/models", Host="evil.example:80")[0] == 403
     for host in ("[::1]:8000", "LOCALHOST:8000", "localhost.:8000", "Localhost"):
         assert server.call("GET", "/v1/models", Host=host)[0] == 200
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
-            b" application/json\r\nContent-Length: 100000000\r\n\r\n{"
-        )
-        assert client.recv(100).startswith(b"HTTP/1.1 413")
     chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
-            b" application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 17
-        )
-        assert client.recv(100).startswith(b"HTTP/1.1 413")
+    for rest in (
+        b"Content-Length: 100000000\r\n\r\n{",
+        b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 17,
+    ):
+        with connect(server, HEAD + rest) as client:
+            assert client.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_models_health_metrics_and_page(server: Server) -> None:
@@ -454,14 +453,9 @@ def test_slow_clients_are_given_up(tmp_path: Path, model: GPT2, tokenizer: Token
     """A head and a body that do not come, and an answer that takes too long."""
     serve = {"read_timeout": 0.3, "request_timeout": 0.6}
     with Server(tmp_path, model, tokenizer, serve=serve) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-            client.sendall(b"POST /v1/comp")
+        with connect(server, b"POST /v1/comp") as client:
             assert client.recv(100) == b""
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
-                b" application/json\r\nContent-Length: 20\r\n\r\n{"
-            )
+        with connect(server, HEAD + b"Content-Length: 20\r\n\r\n{") as client:
             assert client.recv(100).startswith(b"HTTP/1.1 408")
         status, tree = server.post(prompt="a")
         assert status == 504 and "0.6 seconds" in tree["error"]["message"]
