@@ -115,15 +115,19 @@ def plain_loop(
     return [tokens for _, tokens in sorted(finished, key=lambda each: -each[0])]
 
 
-@pytest.mark.parametrize(("groups", "size"), [(2, 2), (3, 1)])
-def test_groups_avoid_each_others_tokens(model: GPT2, groups: int, size: int) -> None:
-    prompt = [3, 1, 4]
+@pytest.mark.parametrize(
+    ("groups", "size", "prompt"),
+    [(2, 2, [3, 1, 4]), (3, 1, [3, 1, 4]), (3, 2, [14, 14, 29]), (2, 4, [15, 25, 26, 11])],
+)
+def test_groups_avoid_each_others_tokens(
+    model: GPT2, groups: int, size: int, prompt: list[int]
+) -> None:
     beams = {"num_beams": groups * size, "num_beam_groups": groups}
     found = ours(
-        model, [prompt], 6, [], num_sequences=groups * size, diversity_rate=1.5,
+        model, [prompt], 8, [], num_sequences=groups * size, diversity_rate=1.5,
         stop_at_end_of_text=False, **beams,
     )  # fmt: skip
-    assert [each.tokens for each in found] == plain_loop(model, prompt, groups, size, 1.5, 6)
+    assert [each.tokens for each in found] == plain_loop(model, prompt, groups, size, 1.5, 8)
     assert len({each.tokens[0] for each in found}) > 1
 
 

@@ -15,11 +15,12 @@ LAYERS, WIDTH, WINDOW, MICRO = 4, 64, 32, 2
 TOKENS = WINDOW * MICRO
 
 
-def time(accelerator: str, micro_batches: int = 1, **precision: Any) -> StepTime:
+def time(accelerator: str, micro_batches: int = 1, stages: int = 1, **precision: Any) -> StepTime:
     config = resolve_config(
         build_config(
             {
                 "output_dir": "out",
+                "parallel": {"pipeline_stage": stages},
                 "precision": precision,
                 "model": {
                     "num_layers": LAYERS,
@@ -37,7 +38,8 @@ def time(accelerator: str, micro_batches: int = 1, **precision: Any) -> StepTime
                 },
                 "optimizer": {"learning_rate": 1e-3},
             }
-        )
+        ),
+        world_size=stages,
     )
     return time_of(make_plan(config), config, require_accelerator(accelerator))
 
@@ -64,6 +66,12 @@ def test_the_head_takes_half_the_time() -> None:
     saved = 6 * rows * WIDTH * TOKENS * (1 / 989.4e12 - 1 / 1978.9e12)
     assert plain.products - found.products == pytest.approx(saved / PRODUCTS)
     assert plain.elements == found.elements
+
+
+def test_stages_wait_for_their_part_of_the_whole() -> None:
+    """Megatron, arXiv 2104.04473, section 2.2.1: (p - 1) / m of the work."""
+    found = time("H100", 8, stages=2, compute="bfloat16")
+    assert found.waiting == pytest.approx((found.products + found.elements) / 8)
 
 
 def test_a_device_without_float8_is_refused() -> None:

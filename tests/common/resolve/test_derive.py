@@ -47,6 +47,11 @@ def test_derived_values_are_filled_in() -> None:
     assert resolve_config(resolved, world_size=2) == resolved
 
 
+def test_batches_of_a_validation_are_global() -> None:
+    found = config(validation__max_batches=3, train__global_batch_size=12)
+    assert resolve_config(found, world_size=2).validation.max_samples == 36
+
+
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [
