@@ -23,7 +23,7 @@ import torch_gpt2.model  # noqa: E402
 import torch_gpt2.train  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import RunConfig  # noqa: E402
-from common.evaluation import ScoredRow, score_rows  # noqa: E402
+from common.evaluation.rows import ScoredRow, score_rows  # noqa: E402
 from common.inputs import make_run  # noqa: E402
 from common.resolve.derive import resolve_config  # noqa: E402
 

@@ -409,7 +409,7 @@ def test_a_run_resumes_with_the_same_bits_and_samples(tmp_path: Path) -> None:
 
 def test_rows_of_an_evaluated_text_are_one_document_each() -> None:
     """Their first token may be the end-of-document token, which is context there."""
-    from common.evaluation import ScoredRow, score_rows
+    from common.evaluation.rows import ScoredRow, score_rows
 
     model = make_model(make_config())
     rows = [ScoredRow(tokens=np.array([EOD, 9, 10, 11], np.int32), scored=3)]
