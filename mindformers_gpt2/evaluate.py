@@ -8,7 +8,9 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from common.cluster.environment import ALONE, Process
-from common.evaluation import RowBatch, Scorer, TokenScores, open_task, report, run_task
+from common.evaluation.corpus import report
+from common.evaluation.rows import RowBatch, Scorer, TokenScores
+from common.evaluation.task import open_task, run_task
 from common.inputs import Inputs
 from common.parallel.run import Run
 from common.training.start import weights_to_use

@@ -14,7 +14,6 @@ complete or absent.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -28,23 +27,18 @@ from mindspore import Tensor, nn
 
 from common import run_folder
 from common.cluster.environment import ALONE, Process
+from common.conversion.export import write_record
 from common.errors import RunError
-from common.files import atomic_write, fsync_folder
+from common.files import fsync_folder
 from common.inputs import Inputs
 from common.log import LOG
 from common.parallel.run import Run
-from common.training.export import (
-    describe_files,
-    export_folder,
-    put_tokenizer_files,
-    refuse_to_replace,
-)
+from common.training.export import export_folder, put_tokenizer_files, refuse_to_replace
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_model
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2
 
-FORMAT_VERSION = 1
 TOLERANCE = 1e-6
 """Largest allowed difference between a file and the model. On a CPU the difference is 0."""
 
@@ -82,33 +76,23 @@ def export(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
                 f" of {' and '.join(map(str, batches))})"
             )
         put_tokenizer_files(temporary, config)
-        files = _seal(temporary)
-        with atomic_write(temporary / "export.json", "w") as record:
-            json.dump(
-                {
-                    "format_version": FORMAT_VERSION,
-                    "graphs": graphs,
-                    "dynamic": ({} if config.export.batch_size else {"batch": "1 or more"})
-                    | {"length": f"1 to {config.model.max_positions}"},
-                    "files": files,
-                    "checkpoint": str(checkpoint.path.resolve()),
-                    "step": manifest["state"].get("step"),
-                    "tokenizer": manifest.get("tokenizer"),
-                    "model": config.model.model_dump(),
-                    "precision": config.precision.model_dump(),
-                    "predict": config.predict.model_dump(
-                        exclude={"prompt", "prompt_file", "output_file"}
-                    ),
-                    "device": device.kind,
-                    "mindspore": ms.__version__,
-                },
-                record,
-                indent=1,
-            )
-    LOG.info(
-        f"{folder}: weights of {checkpoint}; "
-        + ", ".join(f"{name} {size['bytes'] / 1e6:.1f} MB" for name, size in files.items())
-    )
+        _seal(temporary)
+        batch = {} if config.export.batch_size else {"batch": "1 or more"}
+        sizes = write_record(
+            temporary,
+            config,
+            format="mindir",
+            graphs=graphs,
+            dynamic=batch | {"length": f"1 to {config.model.max_positions}"},
+            checkpoint=str(checkpoint.path.resolve()),
+            step=manifest["state"].get("step"),
+            tokenizer=manifest.get("tokenizer"),
+            model=config.model.model_dump(),
+            precision=config.precision.model_dump(),
+            device=device.kind,
+            mindspore=ms.__version__,
+        )
+    LOG.info(f"{folder}: weights of {checkpoint}; {sizes}")
 
 
 class Logits(nn.Cell):
@@ -273,9 +257,8 @@ def _int32(values: Any) -> Tensor:
     return Tensor(np.array(values, np.int32))
 
 
-def _seal(folder: Path) -> dict[str, dict[str, Any]]:
-    """Make all files durable, and as readable as other files of this user; return sizes and
-    SHA-256.
+def _seal(folder: Path) -> None:
+    """Make all files durable, and as readable as other files of this user.
 
     MindSpore makes its files readable only by their owner.
     """
@@ -287,4 +270,3 @@ def _seal(folder: Path) -> dict[str, dict[str, Any]]:
             continue
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    return describe_files(folder)

@@ -5,19 +5,21 @@ Hooks run in PyNative mode, where Python computes every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 from common.errors import ConfigError
 from common.training.recording import LAST_NORM, VARIABLE, Array, RecorderBase, StepRecord
-from mindformers_gpt2.checkpoint import Pieces, weights_on_host
+from mindformers_gpt2.checkpoint import weights_on_host
 from mindformers_gpt2.model import GPT2, LayerNorm
 
 
 class Recorder(RecorderBase):
     """Hooks of one step. Outside of it the model is as it was."""
+
+    pieces_on_host = staticmethod(weights_on_host)
 
     def __init__(self, record: StepRecord) -> None:
         """Raises ConfigError outside of PyNative mode."""
@@ -34,17 +36,7 @@ class Recorder(RecorderBase):
         if isinstance(part.ln_f, LayerNorm):
             yield LAST_NORM, part.ln_f
 
-    def end(
-        self,
-        loss: Tensor,
-        weights: Mapping[str, Parameter],
-        gradients: Mapping[str, Tensor],
-        pieces: Pieces,
-    ) -> None:
-        """Write the record, before the update. pieces: those that this rank writes."""
-        held, slopes = (weights_on_host(each, pieces) for each in (weights, gradients))
-        self.finish(float(loss.asnumpy()), held, slopes, pieces)
-
-    def on_host(self, values: Tensor) -> Array:
+    @staticmethod
+    def on_host(values: Tensor) -> Array:
         found: Array = values.astype(ms.float32).asnumpy()
         return found

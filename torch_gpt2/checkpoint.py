@@ -26,8 +26,8 @@ _BLOCK = 2**26
 
 
 def copy_at_once(name: str, tensor: Tensor) -> Array:
-    """Wait for a copy. On a CPU a float32 array shares the memory of its tensor."""
-    copied: Array = tensor.to("cpu", torch.float32).numpy()
+    """Wait for a copy."""
+    copied: Array = tensor.to("cpu", torch.float32, copy=True).numpy()
     return copied
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.checkpoint.copy_on_write import CopyOnWriteArrays
 from common.checkpoint.snapshot import true_slice
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import Part, Snapshot
@@ -108,8 +107,6 @@ class Engine(BaseEngine):
         """Function that waits for the result of the last step, if that is not known."""
         self._began: Any = None
         """Moment at which an accelerator began the step under way."""
-        self._lent: Snapshot | None = None
-        """Arrays that the checkpoint writer may still be reading."""
         self._staging = Staging() if device.runs_ahead else None
         self._loss_sum = (
             compile_model(self.parts, config)
@@ -177,32 +174,30 @@ class Engine(BaseEngine):
         return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Lend the tensors of a CPU to the writer, or the memory into which other devices copy.
+        """Copy what this rank writes to the host.
 
         A device copies before it starts the next step. The writer waits for it, not the training.
+        No earlier snapshot may be under way.
         """
         generators = self.world.gather(self.device.rng_state())
         if self.world.rank and not self.is_sharded:
             return None
         owned = self._owned_pieces()
         parts = self.config.optimizer.state_parts
-        if self._staging is not None and self._lent is not None:
-            self._lent.detach()
         copy = copy_at_once if self._staging is None else self._staging.copy
         moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned, copy)
         rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
         part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
         snapshot = self._make_snapshot(
             state,
-            CopyOnWriteArrays(weights_on_host(self.master.tensors, owned, copy)),
-            CopyOnWriteArrays(moments),
+            weights_on_host(self.master.tensors, owned, copy),
+            moments,
             optimizer_steps=steps,
             generators=generators,
             versions={},
             part=part if self.is_sharded else None,
         )
-        self._lent = replace(snapshot, ready=self.device.mark())
-        return self._lent
+        return replace(snapshot, ready=self.device.mark())
 
     def _owned_pieces(self) -> dict[str, TensorSlice]:
         """Return the pieces of parameters that this rank writes, without padded vocabulary."""
@@ -314,9 +309,6 @@ class Engine(BaseEngine):
             self._data_parallel.update(lambda: self._step_on_device(applied, factor))
         elif applied:
             scale_gradients(gradients, factor.item())
-            if self._lent is not None:
-                self._lent.detach()
-                self._lent = None
             self._data_parallel.update(self.optimizer.step)
         else:
             return

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
-from common.evaluation import RowBatch, Scorer, TokenScores, open_task, report, run_task
+from common.evaluation.corpus import report
+from common.evaluation.rows import RowBatch, Scorer, TokenScores
+from common.evaluation.task import open_task, run_task
 from common.inputs import Inputs
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
@@ -18,7 +20,6 @@ from common.training.agreement import check_everywhere
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import load_weights
-from torch_gpt2.cpu_products import use_fastest_products
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.engine import sum_losses
 from torch_gpt2.int8 import load_integer_model
@@ -27,6 +28,7 @@ from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.world import World, open_world
+from torch_gpt2.products import use_fastest_products
 from torch_gpt2.quantize import quantize_model
 
 

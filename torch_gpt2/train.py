@@ -15,10 +15,10 @@ from common.training.engine import Engine
 from common.training.recording import open_recorder
 from common.training.session import agree_on_start
 from torch_gpt2.base_engine import BaseEngine
-from torch_gpt2.cpu_products import use_fastest_products
 from torch_gpt2.deepspeed.engine import DeepSpeedEngine
 from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
+from torch_gpt2.products import use_fastest_products
 from torch_gpt2.profile import make_trace
 from torch_gpt2.recording import Recorder
 

@@ -31,7 +31,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.checkpoint.copy_on_write import CopyOnWriteArrays
 from common.checkpoint.folders import (
     LATEST,
     folder_of_step,
@@ -69,9 +68,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything needed to resume a run, written while training continues.
-
-    Tensors are copied out of the framework, or lent by it until ``detach``.
+    """Everything needed to resume a run, copied out of the framework and written while training
+    continues.
     """
 
     files: Mapping[str, Tensors]
@@ -84,19 +82,6 @@ class Snapshot:
     also_write: Callable[[Path], None] | None = None
     """Function that writes another form, called on each rank with the complete checkpoint's folder.
     """
-
-    def detach(self) -> None:
-        """Make lent tensors independent of the framework's memory before that changes."""
-        self.ready()
-        for tensors in self.files.values():
-            if isinstance(tensors, CopyOnWriteArrays):
-                tensors.detach()
-
-    def release(self) -> None:
-        """Give lent tensors back, because they are written or will never be."""
-        for tensors in self.files.values():
-            if isinstance(tensors, CopyOnWriteArrays):
-                tensors.release()
 
 
 class CheckpointWriter:
@@ -236,8 +221,6 @@ class CheckpointWriter:
                 f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are"
                 " whole"
             ) from error
-        finally:
-            snapshot.release()
         if snapshot.also_write is not None:
             self._await_whole(temporary, target)
             snapshot.also_write(target)

@@ -234,27 +234,30 @@ def export_program(
             write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
         comparison = _check(program, temporary, weights, source_format, config)
         _write_generation(temporary, weights, generation)
-        files = describe_files(temporary)
-        record = {
-            "format_version": FORMAT_VERSION,
-            "format": format,
-            "weights": config.export.weights,
-            "cache": config.export.cache,
-            "checkpoint": str(path.resolve()),
-            "step": None if weights.run is None else weights.run["state"]["step"],
-            "model": weights.model.model_dump(),
-            "tokenizer": weights.tokenizer,
-            "predict": config.predict.model_dump(exclude={"prompt", "prompt_file", "output_file"}),
+        sizes = write_record(
+            temporary,
+            config,
+            format=format,
+            weights=config.export.weights,
+            cache=config.export.cache,
+            checkpoint=str(path.resolve()),
+            step=None if weights.run is None else weights.run["state"]["step"],
+            model=weights.model.model_dump(),
+            tokenizer=weights.tokenizer,
             **comparison,
             **program.versions,
-            "files": files,
-        }
-        with atomic_write(temporary / RECORD, "w") as file:
-            json.dump(record, file, indent=1)
-    LOG.info(
-        f"{folder}: weights of {checkpoint} as {config.export.weights}; "
-        + ", ".join(f"{name} {record['bytes'] / 1e6:.1f} MB" for name, record in files.items())
-    )
+        )
+    LOG.info(f"{folder}: weights of {checkpoint} as {config.export.weights}; {sizes}")
+
+
+def write_record(folder: Path, config: Run, **facts: Any) -> str:
+    """Write the record of the files in a folder, and return their sizes in words."""
+    files = describe_files(folder)
+    predict = config.predict.model_dump(exclude={"prompt", "prompt_file", "output_file"})
+    record = {"format_version": FORMAT_VERSION, **facts, "predict": predict, "files": files}
+    with atomic_write(folder / RECORD, "w") as file:
+        json.dump(record, file, indent=1)
+    return ", ".join(f"{name} {each['bytes'] / 1e6:.1f} MB" for name, each in files.items())
 
 
 def _check(

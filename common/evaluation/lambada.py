@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import DataError
-from common.evaluation.corpus import EvaluationFile
-from common.evaluation.report import EvaluationResult, table
+from common.evaluation.corpus import EvaluationFile, EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow
 from common.parallel.run import Run
 from common.tokenizer import Tokenizer

@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 from common.config.schema import EvaluationConfig
 from common.dataset import Tokens
 from common.errors import ConfigError
-from common.evaluation.corpus import read_evaluation_file
+from common.evaluation.corpus import EvaluationResult, read_evaluation_file
 from common.evaluation.lambada import LambadaTask
-from common.evaluation.report import EvaluationResult
 from common.evaluation.rows import Scorer, score_rows
 from common.evaluation.text import TextTask
 from common.parallel.run import Run

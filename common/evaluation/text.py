@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import DataError
-from common.evaluation.corpus import EvaluationFile
-from common.evaluation.report import EvaluationResult, table
+from common.evaluation.corpus import EvaluationFile, EvaluationResult, table
 from common.evaluation.rows import RowScores, ScoredRow, sliding_windows
 from common.parallel.run import Run
 from common.tokenizer import Tokenizer

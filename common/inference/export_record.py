@@ -39,8 +39,7 @@ class ExportRecord(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    format: str = "mindir"
-    """Format of the export; records from the time of a single format do not name it."""
+    format: str
     files: Annotated[dict[str, _File], Field(min_length=1)]
     """Files by their path in the folder."""
     model: dict[str, Any]

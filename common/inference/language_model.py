@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from common.config.hints import explain_all
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
-from common.evaluation import ScoredRow, Scorer, score_tokens, sliding_windows
+from common.evaluation.rows import ScoredRow, Scorer, score_tokens, sliding_windows
 from common.generation.generate import Decoder, rows_at_once
 from common.generation.output import continuations, read_text, unused_by_greedy
 from common.generation.prompts import Given, Prompt, encode_given

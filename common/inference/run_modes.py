@@ -12,7 +12,9 @@ from common.config.schema import PredictConfig, TokenizerConfig
 from common.conversion.export import RECORD
 from common.dataset import Tokens
 from common.errors import ConfigError
-from common.evaluation import ScoredRow, Scorer, open_task, report, run_task, score_rows
+from common.evaluation.corpus import report
+from common.evaluation.rows import ScoredRow, Scorer, score_rows
+from common.evaluation.task import open_task, run_task
 from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
-from common.evaluation import RowBatch, Scorer, TokenScores
+from common.evaluation.rows import RowBatch, Scorer, TokenScores
 from common.generation.exported import ExportedDecoder, ExportedModel
 from common.generation.generate import Decoder
 from common.inference.source import Source

@@ -84,30 +84,11 @@ def scale_of(maximum: Array, high: int) -> Array:
     return np.where(scale == 0, np.float32(1), scale)
 
 
-def weight_scales(weight: Array, config: QuantizationConfig) -> Array:
-    """Return the scales of a weight (out, in): (out, 1) by channel, or (1, 1)."""
-    axes = 1 if config.weights == "channel_wise_abs_max" else (0, 1)
-    maximum = np.abs(weight).max(axes, keepdims=True)
-    return scale_of(maximum, weight_levels(config.weight_bits).high)
-
-
-def token_scales(x: Array, config: QuantizationConfig) -> Array:
-    """Return the scales (..., 1) of activations (..., in) that are quantized token by token."""
-    maximum = np.abs(x).max(-1, keepdims=True)
-    return scale_of(maximum, activation_levels(config.activation_bits).high)
-
-
 def quantize(x: Array, scale: Array, levels: Levels) -> NDArray[np.int8]:
     """Return the integers of x."""
     inverse = np.float32(1) / np.asarray(scale, np.float32)
     steps = np.rint(np.asarray(x, np.float32) * inverse)
     return np.clip(steps, *levels).astype(np.int8)
-
-
-def fake_quantize(x: Array, scale: Array, levels: Levels) -> Array:
-    """Return the numbers that the integers of x represent."""
-    result: Array = quantize(x, scale, levels).astype(np.float32) * np.asarray(scale, np.float32)
-    return result
 
 
 class ActivationScales:

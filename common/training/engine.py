@@ -105,5 +105,5 @@ class Engine(ABC):
     def snapshot(self, state: TrainState) -> Snapshot | None:
         """Return everything needed to resume from ``state``; None on ranks that need not write.
 
-        Tensors may be lent until the next update.
+        The snapshot before must have been written.
         """

@@ -213,9 +213,17 @@ class RecorderBase(ABC):
         """Take the activations of what is computed next; None takes nothing."""
         self._micro_batch = micro_batch
 
+    @staticmethod
     @abstractmethod
-    def on_host(self, values: Any) -> Array:
+    def on_host(values: Any) -> Array:
         """Return a tensor as float32 of the host."""
+
+    @staticmethod
+    @abstractmethod
+    def pieces_on_host(
+        tensors: Mapping[str, Any], pieces: Mapping[str, TensorSlice]
+    ) -> Mapping[str, Array]:
+        """Return pieces of tensors as float32 of the host."""
 
     @abstractmethod
     def layers(self, part: Any) -> Iterator[tuple[str, Any]]:
@@ -263,20 +271,23 @@ class RecorderBase(ABC):
 
         return hook
 
-    def finish(
+    def end(
         self,
-        loss: float,
-        weights: Mapping[str, Array],
-        gradients: Mapping[str, Array],
+        loss: Any,
+        weights: Mapping[str, Any],
+        gradients: Mapping[str, Any],
         pieces: Mapping[str, TensorSlice],
     ) -> None:
-        """Remove the hooks and write the record. weights, gradients: pieces on the host."""
+        """Remove the hooks and write the record, before the update. pieces: those that this rank
+        writes.
+        """
         for hook in self._hooks:
             hook.remove()
-        scaled = {name: values / np.float32(self._scale) for name, values in gradients.items()}
+        slopes = self.pieces_on_host(gradients, pieces)
+        scaled = {name: values / np.float32(self._scale) for name, values in slopes.items()}
         self._record.take_parameters(GRADIENTS, scaled, pieces)
-        self._record.take_parameters(WEIGHTS, weights, pieces)
-        self._record.write(loss)
+        self._record.take_parameters(WEIGHTS, self.pieces_on_host(weights, pieces), pieces)
+        self._record.write(float(loss))
 
 
 def open_recorder(

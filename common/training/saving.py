@@ -1,15 +1,25 @@
-"""Choice of the steps to save. Weights of a diverging run must not replace good ones."""
+"""Choice of the steps to save, and weights of a run as transformers reads them.
+
+Weights of a diverging run must not replace good ones.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
+from common.files import whole_folder
 from common.log import LOG
+from common.parallel.ramp import batch_sizes, epochs_done
 from common.processes.heartbeat import beat
+from common.systems.hugging_face.tokenizer import put_tokenizer
+from common.systems.hugging_face.weights import CONFIG, write_with_pickle
+from common.systems.own_folder import open_project
 
 SANE_LOSS = 10.0
 """Limit of a sane loss, as a multiple of a uniform guess's, ln(vocabulary).
@@ -99,9 +109,39 @@ class Saver:
 
     def _save(self, state: TrainState) -> None:
         beat(state.step, "saving")
-        self._writer.wait()  # it would wait later, and arrays that it still reads would be copied
+        self._writer.wait()  # it reads the memory into which the next snapshot is copied
         snapshot = self._take(state)
         if snapshot is not None:
             self._writer.save(snapshot)
         self.saved_step = state.step
         self._learnt = self._told = self.is_postponed = False
+
+
+def write_epoch_models(checkpoint: Path, *, missing: bool = False) -> None:
+    """Write the folders of transformers that are due at a checkpoint of a run: model_epoch{n} and
+    final_model in output_dir, as GPT2-Chinese names them.
+
+    missing: skip those that are newer than the checkpoint. Raises StorageError; an older folder of
+    the same name is then unchanged.
+    """
+    manifest = read_manifest(checkpoint, checksums=False)
+    train, step = manifest["config"]["train"], manifest["state"]["step"]
+    batches = batch_sizes(train["global_batch_size"], train.get("rampup_batch_size"))
+    samples = manifest["samples_per_epoch"]
+    epoch = epochs_done(step, batches, samples)
+    names = [f"model_epoch{epoch}"] if epoch > epochs_done(step - 1, batches, samples) else []
+    if step == train["max_steps"]:
+        names.append("final_model")
+    for name in names:
+        target = checkpoint.parents[1] / name
+        file, saved = target / CONFIG, (checkpoint / MANIFEST).stat().st_mtime_ns
+        if missing and file.is_file() and file.stat().st_mtime_ns >= saved:
+            continue
+        remedy = "the checkpoint is whole; make room there, and start the run again"
+        with (
+            open_project(checkpoint) as weights,
+            whole_folder(target, what="the model", remedy=remedy) as folder,
+        ):
+            put_tokenizer(folder, weights)
+            write_with_pickle(folder, weights)
+        LOG.info(f"{target}: the weights after step {step}, as transformers reads them")

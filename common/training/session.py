@@ -19,13 +19,13 @@ from common.parallel.world import WorldBase
 from common.training.agreement import check_everywhere
 from common.training.data import TrainingData
 from common.training.engine import Engine
-from common.training.epoch_models import write_epoch_models
 from common.training.loop import train as train_loop
 from common.training.memory import record_memory
 from common.training.metrics import MetricsWriter
 from common.training.opened_checkpoint import Checkpoint
 from common.training.profile import ProfileWindow, Trace
 from common.training.rewind import RewindNeeded, checkpoint_before, go_back
+from common.training.saving import write_epoch_models
 from common.training.start import Start, record_start, where_to_start
 from common.training.steps import TrainingParts
 from common.training.summary import announce, draw, finish

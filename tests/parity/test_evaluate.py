@@ -21,7 +21,7 @@ import torch_gpt2.device  # noqa: E402
 import torch_gpt2.evaluate  # noqa: E402
 import torch_gpt2.model  # noqa: E402
 from common.config.load import build_config  # noqa: E402
-from common.evaluation import ScoredRow, score_rows  # noqa: E402
+from common.evaluation.rows import ScoredRow, score_rows  # noqa: E402
 from common.inputs import make_run  # noqa: E402
 from tests.tiny import tiny_config, tiny_run, train_here  # noqa: E402
 from tests.twins import mindspore_twin  # noqa: E402

@@ -18,7 +18,6 @@ ONE_SIDED_FILES = {
     "decode_step.py": "MindSpore's is a method of its model, which its compiler makes a graph",
     "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the"
     " caller",
-    "cpu_products.py": "MindSpore's products on a CPU are oneDNN's already",
     "private_api.py": "MindSpore needs none of its private interfaces",
     "offload.py": "MindSpore's compiler decides where activations are",
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",
@@ -62,7 +61,7 @@ DIFFERENCES = {
         "CrossEntropySum": "the Cell itself: graphs hold no other communication",
     },
     "export.py": dict.fromkeys(
-        ("Decode", "Logits", "FORMAT_VERSION", "TOLERANCE"),
+        ("Decode", "Logits", "TOLERANCE"),
         "MindIR's own graphs and record; torch's program is written as ONNX is",
     ),
     "predict.py": {"hugging_face_logits": "transformers runs on torch"},

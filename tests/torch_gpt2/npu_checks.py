@@ -455,8 +455,8 @@ def test_rounding_to_few_bits_copies_nothing_from_the_host(activations: str) -> 
 
 def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., Run]) -> None:
     """The host reads one number and waits for no copy, the next step comes after all of them, and
-    the next save takes the same memory, also where the writer is slow. The rows of the token table
-    that pad the vocabulary are cut off; parts of a block are pinned as it is.
+    the next save takes the same memory. The rows of the token table that pad the vocabulary are
+    cut off; parts of a block are pinned as it is.
     """
     settings = config("run", "npu", precision="bf16")
     engine = Engine(settings, select_device("npu"))
@@ -481,8 +481,6 @@ def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., Run]) 
             engine.run(iter([BATCH]), 1)
             after = engine.local_weights()["wte.weight"].cpu().numpy()
             assert not np.array_equal(after, before["wte.weight"])
-            if len(taken) == 1:
-                first, held = snapshot, before
             event.return_value.synchronize.reset_mock()
             snapshot.ready()
             event.return_value.synchronize.assert_called_once()
@@ -490,8 +488,6 @@ def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., Run]) 
             for name, array in before.items():
                 np.testing.assert_array_equal(weights[name], array[: len(weights[name])])
             np.testing.assert_array_equal(moments["wte.weight.exp_avg"], moment[:101].numpy())
-        for name, array in first.files["model.safetensors"].items():
-            np.testing.assert_array_equal(array, held[name][: len(array)])
     assert taken == [1, 0] and len(moments) == 2 * len(weights) == 2 * len(before)
 
 

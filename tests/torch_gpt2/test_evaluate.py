@@ -17,7 +17,7 @@ from transformers import GPT2LMHeadModel
 import run_gpt2
 import torch_gpt2.evaluate
 from common.checkpoint.folders import find_checkpoint
-from common.evaluation import ScoredRow, score_rows, sliding_windows
+from common.evaluation.rows import ScoredRow, score_rows, sliding_windows
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.tokenizer import load_tokenizer

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.dataset import Batch
-from common.evaluation import ScoredRow, score_rows
+from common.evaluation.rows import ScoredRow, score_rows
 from common.inputs import make_run
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config

@@ -294,11 +294,6 @@ class ZeroState(DeepSpeedState):
             for name, values in self._values(reader):
                 self._utils.safe_set_full_fp32_param(self.tensors[name], self._there(name, values))
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the moments that the optimizer keeps after its first step."""
-        return self.config.optimizer.state_parts
-
     def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
         link_moments(self._optimizer)
         super().fill_moments(values, updates)

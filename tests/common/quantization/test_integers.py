@@ -18,12 +18,10 @@ from common.conversion.logits import config_of
 from common.errors import CheckpointError, ConfigError
 from common.quantization.scheme import (
     activation_levels,
-    fake_quantize,
+    quantize,
     quantized_layers,
     scale_of,
-    token_scales,
     weight_levels,
-    weight_scales,
 )
 from common.systems.onnx.folder import logits
 from common.systems.own_folder import write_project
@@ -84,14 +82,17 @@ def fake_quantized_logits(values: dict[str, np.ndarray], config: QuantizationCon
     def rounded(x: torch.Tensor) -> torch.Tensor:
         array = x.numpy()
         fixed = scale_of(np.float32(MAXIMUM), levels.high)
-        scale = token_scales(array, config) if config.activations == "dynamic" else fixed
-        return torch.from_numpy(fake_quantize(array, scale, levels))
+        of_rows = scale_of(np.abs(array).max(-1, keepdims=True), levels.high)
+        scale = of_rows if config.activations == "dynamic" else fixed
+        return torch.from_numpy(quantize(array, scale, levels) * scale)
 
     rough = dict(values)
     for layer in layers:
         weight = values[f"{layer}.weight"]
-        scales, of_weights = weight_scales(weight, config), weight_levels(config.weight_bits)
-        rough[f"{layer}.weight"] = fake_quantize(weight, scales, of_weights)
+        of_weights = weight_levels(config.weight_bits)
+        axes = 1 if config.weights == "channel_wise_abs_max" else (0, 1)
+        scales = scale_of(np.abs(weight).max(axes, keepdims=True), of_weights.high)
+        rough[f"{layer}.weight"] = quantize(weight, scales, of_weights) * scales
     model = hugging_face_model(MODEL, {name: torch.from_numpy(a) for name, a in rough.items()})
 
     def around(name: str, module: torch.nn.Module) -> None:

@@ -9,16 +9,16 @@ import torch
 from torch.nn import functional as F
 
 from tests.torch_gpt2.test_engine import make_config, make_engine, run, token_batches
-from torch_gpt2 import cpu_products
-from torch_gpt2.cpu_products import use_fastest_products
+from torch_gpt2 import products
 from torch_gpt2.device import select_device
 from torch_gpt2.parallel.world import World
+from torch_gpt2.products import use_fastest_products
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     yield
-    cpu_products._set_onednn(False)
+    products._set_onednn(False)
 
 
 def uses_onednn() -> bool:
@@ -41,7 +41,7 @@ class TwoRanks(World):
 def test_all_ranks_must_find_it_faster(
     monkeypatch: pytest.MonkeyPatch, gain: float, other: float, chosen: bool
 ) -> None:
-    monkeypatch.setattr(cpu_products, "_gain", lambda: gain)
+    monkeypatch.setattr(products, "_gain", lambda: gain)
     use_fastest_products(select_device("cpu"), TwoRanks(size=2, other=other))
     assert uses_onednn() is chosen
 
@@ -52,9 +52,9 @@ def test_products_that_round_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def rounding(x: torch.Tensor, weight: torch.Tensor, bias: object = None) -> torch.Tensor:
         return (x.bfloat16() @ weight.bfloat16().t()).float() if uses_onednn() else x @ weight.t()
 
-    assert cpu_products._gain() > 0 or torch.cpu._is_amx_tile_supported()
+    assert products._gain() > 0 or torch.cpu._is_amx_tile_supported()
     monkeypatch.setattr(F, "linear", rounding)
-    assert cpu_products._gain() == 0
+    assert products._gain() == 0
     assert not uses_onednn(), "left as it was"
 
 
@@ -64,8 +64,8 @@ def test_losses_are_equal() -> None:
     batches = token_batches(config)
     losses = []
     for chosen in (False, True):
-        cpu_products._set_onednn(chosen)
+        products._set_onednn(chosen)
         losses.append(run(make_engine(config), batches))
-    if not all(cpu_products._is_exact(*size) for size in cpu_products._SIZES):
+    if not all(products._is_exact(*size) for size in products._SIZES):
         pytest.skip("oneDNN rounds float32 on this processor, so it is never chosen")
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
