@@ -65,14 +65,6 @@ def find_process(environ: Mapping[str, str]) -> Process:
         process = source(variables)
         if process is not None:
             return _checked(process)
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        # each would run as the only one, and all would write into one folder
-        if environ.get(name) and variables.size(name) > 1:
-            raise ConfigError(
-                f"environment: {name}={environ[name]}, but not which of these processes this one"
-                " is on its host; start them with Open MPI's mpirun, srun or torchrun, or unset"
-                f" {name} for one process"
-            )
     return ALONE
 
 

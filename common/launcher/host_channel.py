@@ -242,10 +242,11 @@ class HostChannel:
         while not self._closed.is_set():
             try:
                 connection, (address, *_) = server.accept()
+                link = Channel(connection)
             except OSError:
                 self._closed.wait(1.0)  # out of file descriptors for a while
                 continue
-            self._in_thread(self._admit, Channel(connection), str(address).removeprefix("::ffff:"))
+            self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
 
     def _admit(self, link: Channel, address: str) -> None:
         hello, hosts = link.hello(), self._hosts.all

@@ -139,9 +139,9 @@ class _Failure:
 class _Supervisor:
     def __init__(self, job: Job, number: int, may_restart: MayRestart | None) -> None:
         self._job, self._number, self._may_restart = job, number, may_restart
-        self._hosts, self._channel = job.hosts, None
         self._events: queue.SimpleQueue[Callable[[], None] | Message] = queue.SimpleQueue()
         own = None if job.hosts is None else job.hosts.all[job.hosts.own]
+        self._is_first = job.hosts is None or job.hosts.own == 0
         self._here = "" if own is None else f" at {own}"
         address = None if own is None else own.address
         self._processes = [RankProcess(spec, job.log_folder, address) for spec in job.children]
@@ -149,8 +149,11 @@ class _Supervisor:
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
         limit = connect_limit({**os.environ, **job.children[0].environment})
         self._limit = job.return_limit if may_restart and number else limit
-        if job.hosts is not None:
-            self._channel = HostChannel(job.hosts, self._events, restarts=may_restart is not None)
+        self._channel = (
+            None
+            if job.hosts is None
+            else HostChannel(job.hosts, self._events, restarts=may_restart is not None)
+        )
         self._descendants = Descendants(_KILL_SECONDS)
         self._terminal = Terminal()
         self._began = time.monotonic()
@@ -335,12 +338,11 @@ class _Supervisor:
             )
 
     def _take_message(self, event: Message) -> None:
-        assert self._hosts is not None
         values = event.values
         if event.kind == "note":
             self._say_error(values["text"])
         elif event.kind == "lost":
-            self._lost_first = self._hosts.own > 0
+            self._lost_first = not self._is_first
             self._fail(_Failure(text=values["text"], code=1, lost_host=True))
         elif event.kind == "life":
             states = [RankState(**state) for state in values.get("states", ())]
@@ -391,7 +393,7 @@ class _Supervisor:
         if self._failures:
             return
         states = self._states()
-        if self._channel is not None and self._hosts is not None and self._hosts.own > 0:
+        if self._channel is not None and not self._is_first:
             self._channel.set_life(
                 states=[asdict(state) for state in states],
                 done=self._done,
@@ -413,7 +415,7 @@ class _Supervisor:
 
         Each host by itself would blame its ranks for another's stall.
         """
-        if self._hosts is not None and self._hosts.own > 0:
+        if not self._is_first:
             return
         states = [
             *states,
@@ -450,10 +452,11 @@ class _Supervisor:
                 or (self._job.over_ssh and self._done)
                 or time.monotonic() - self._failed_at > settle
             )
-        if self._hosts is None or not self._done or self._hosts.own > 0:
-            return self._done and (self._hosts is None or self._end is not None)
+        if not self._is_first:
+            return self._done and self._end is not None
+        others = 0 if self._job.hosts is None else len(self._job.hosts.all) - 1
         finished = sum(bool(life.get("done")) for life in self._elsewhere.values())
-        return finished == len(self._hosts.all) - 1
+        return self._done and finished == others
 
     def _wait_for_leavers(self) -> None:
         deadline = time.monotonic() + _LEAVE_SECONDS
@@ -507,7 +510,7 @@ class _Supervisor:
         Others without host 0 try again after a failure.
         """
         again = self._may_restart is not None and bool(self._failures) and self._stop is None
-        if self._hosts is None or self._hosts.own == 0:
+        if self._is_first:
             code = self._code()
             if self._may_restart is not None and again:
                 again = self._may_restart(self._outcome(code, seconds))
@@ -517,7 +520,7 @@ class _Supervisor:
 
     def _hear_decision(self, again: bool) -> bool:
         """Return host 0's decision, for which others wait; ``again`` without one."""
-        if self._may_restart is None or self._hosts is None or self._hosts.own == 0:
+        if self._may_restart is None or self._is_first:
             return again
         deadline = time.monotonic() + _DECISION_SECONDS
         while self._end is None and not self._lost_first and time.monotonic() < deadline:

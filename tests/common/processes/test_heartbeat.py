@@ -6,8 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -205,38 +205,27 @@ def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:
     process.close()
 
 
-def rank(number: int, step: int, doing: str = "computing") -> RankState:
-    return RankState(
-        rank=number,
-        name=f"rank {number}",
-        log="",
-        step=step,
-        doing=doing,
-        idle=60.0,
-        silent=1.0,
-        process_state=psutil.STATUS_SLEEPING,
-    )
+def rank(number: int, step: int, doing: str = "computing", **more: Any) -> RankState:
+    known = {"idle": 60.0, "silent": 1.0, "process_state": psutil.STATUS_SLEEPING, **more}
+    return RankState(rank=number, name="", log="", step=step, doing=doing, **known)
+
+
+STOPPED = {"process_state": psutil.STATUS_STOPPED}
 
 
 @pytest.mark.parametrize(
     ("states", "expected"),
     [
-        ([rank(0, 5), replace(rank(1, 5), process_state=psutil.STATUS_STOPPED), rank(2, 4)], [1]),
-        ([rank(0, 5), replace(rank(1, 5), silent=45.0), rank(2, 4)], [1]),
-        (
-            [
-                replace(rank(0, 5), silent=45.0),
-                replace(rank(1, 5), process_state=psutil.STATUS_STOPPED, silent=45.0),
-            ],
-            [1],
-        ),
+        ([rank(0, 5), rank(1, 5, **STOPPED), rank(2, 4)], [1]),
+        ([rank(0, 5), rank(1, 5, silent=45.0), rank(2, 4)], [1]),
+        ([rank(0, 5, silent=45.0), rank(1, 5, silent=45.0, **STOPPED)], [1]),
         ([rank(0, 5), rank(1, 4, "saving"), rank(2, 5)], [1]),
         ([rank(0, 5), rank(1, 5, "reading data"), rank(2, 5, "reading data")], [1, 2]),
         ([rank(0, 5), rank(1, -1, "starting")], [1]),
         ([rank(0, 5, "saving"), rank(1, 5, "computing")], [1]),
         ([rank(0, 5, "saving"), rank(1, 5, "validating")], [0, 1]),
         ([rank(0, 5), rank(1, 5)], [0, 1]),
-        ([replace(rank(0, 5), silent=None), rank(1, 6)], [0]),
+        ([rank(0, 5, silent=None), rank(1, 6)], [0]),
     ],
 )
 def test_the_stalled_ranks_are_blamed(states: list[RankState], expected: list[int]) -> None:
