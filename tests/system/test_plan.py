@@ -1,6 +1,8 @@
 """--run_mode plan as a user starts it: no framework is loaded, contradictions exit with 2."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,13 +69,14 @@ def test_the_world_is_the_launchers_else_the_layouts(
 ) -> None:
     done = plan(preset, *words, **variables)
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith(f"world: {world}\n")
+    assert f"\nworld: {world}\n" in done.stdout
 
 
 def test_all_ranks() -> None:
-    assert "\n ...\n" in plan("run_gpt2_175b").stdout
-    done = plan("run_gpt2_175b", "--all_ranks")
-    assert done.returncode == 0 and "\n ...\n" not in done.stdout
+    told = plan("run_gpt2_175b").stdout
+    assert "\nranks: stage x 8 + tensor (--all lists them)\n" in told and len(told) < 3000
+    done = plan("run_gpt2_175b", "--all")
+    assert done.returncode == 0 and "\n 127     15     0       7 " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -116,13 +119,15 @@ def test_a_device_and_devices() -> None:
     done = plan("run_gpt2_13b", "--accelerator", "Ascend 910A")
     assert (
         done.returncode == 0
-        and "\nA step may take " in done.stdout
-        and " s on Ascend 910A, " in done.stdout
+        and done.stdout.startswith("fits: ")
+        and re.search(r"\ntime: .* s a step .*, on Ascend 910A\n", done.stdout)
+        and re.search(r"\nthe best other layouts are faster by up to \d+%:\n", done.stdout)
     )
     done = plan("run_gpt2_13b", "--accelerator=Ascend 910A", "--devices=32")
     assert done.returncode == 0 and done.stdout.startswith(
-        "Layouts for 32 x Ascend 910A (32 GiB), best first"
+        "Layouts for 32 x Ascend 910A (32 GiB), by the time of a step"
     )
+    done_before = done.stdout
     assert (
         "\nThe first: parallel.data_parallel=" in done.stdout and "\nNot possible:\n" in done.stdout
     )
@@ -131,12 +136,27 @@ def test_a_device_and_devices() -> None:
         "error: --accelerator abacus: no figures are known for it; choose H200, "
     )
     assert (
-        "--devices needs to know of what kind they are; add --accelerator NAME"
+        "--devices needs to know of what kind the devices are; add --accelerator NAME"
         in plan("run_gpt2_13b", "--devices", "8").stderr
     )
+    both = [("--devices", "32xAscend 910A"), ("--accelerator", "32xAscend 910A")]
+    assert [plan("run_gpt2_13b", *words).stdout for words in both] == [done_before] * 2
+    assert "differ: 16 and 32" in plan("run_gpt2_13b", *both[0], "--accelerator", "16xH100").stderr
 
 
-@pytest.mark.parametrize("words", [["--all_ranks"], ["--accelerator", "H100"], ["--devices", "8"]])
+def test_another_network() -> None:
+    """Eight devices share one adapter of 100 Gb/s, or each has a faster one."""
+    told = "run_gpt2_13b", "--accelerator=V100 32GB", "context.max_device_memory=null"
+    slow, plain, fast = (
+        float(re.search(r"\ntime: ([\d.]+) s a step", plan(*told, *words).stdout)[1])
+        for words in (["--network=1.5625"], [], ["--network=50", "--link=450"])
+    )
+    assert slow > plain > fast
+    wide = plan(*told, "--server_devices=1").stdout
+    assert "warning: tensor parallel over 2 devices leaves a server of 1" in wide
+
+
+@pytest.mark.parametrize("words", [["--all"], ["--accelerator", "H100"], ["--devices", "8"]])
 def test_options_of_plans_only(words: list[str]) -> None:
     command = [
         sys.executable,
@@ -149,3 +169,34 @@ def test_options_of_plans_only(words: list[str]) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and f"{words[0]} is for --run_mode plan, not train" in done.stderr
+
+
+def test_like_a_run_that_measured_a_step(tmp_path: Path) -> None:
+    """The run took twice what its plan says, so everything else does."""
+    words = ["model.num_layers=4", "--accelerator=H100"]
+    command = f"run_gpt2.py --config configs/gpt2/run_gpt2_124m.yaml --run_mode train {words[0]}"
+    shown = subprocess.run(
+        [sys.executable, *command.split(), "--show_config"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (tmp_path / "config.yaml").write_text(shown.stdout)
+
+    def seconds(*more: str) -> float:
+        found = re.search(r"\ntime: ([\d.]+) s a step", plan("run_gpt2_124m", *words, *more).stdout)
+        assert found is not None
+        return float(found[1])
+
+    like, measured = f"--like={tmp_path}", 2 * seconds()
+    memory = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "ranks": []}
+    (tmp_path / "memory.json").write_text(json.dumps(memory | {"step_seconds": measured}))
+    assert seconds(like) == pytest.approx(measured, rel=0.01)
+    assert seconds(like, "parallel.data_parallel=2") < measured
+    text = plan("run_gpt2_124m", *words, like).stdout
+    assert f"(scaled by 2.00: {tmp_path} took " in text and "published" not in text
+    (tmp_path / "memory.json").write_text(json.dumps(memory | {"step_seconds": None}))
+    done = plan("run_gpt2_124m", *words, like)
+    assert done.returncode == 2 and "expected a run that ended and measured steps" in done.stderr

@@ -20,10 +20,11 @@ from common.dataset import Batch, Tokens
 from common.resolve.derive import resolve_config
 from common.training.engine import StepResult
 from common.training.loop import perplexity, train
-from common.training.metrics import MetricsWriter, flops_per_token, read_metrics
+from common.training.metrics import MetricsWriter, read_metrics
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow
 from common.training.steps import Agreements, TrainingParts
+from common.weights.names import flops_per_token
 from tests.config_overrides import changed
 
 
