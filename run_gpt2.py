@@ -80,10 +80,14 @@ def show_config(arguments: argparse.Namespace) -> None:
 def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Print what the run would be, and start nothing. Of a dry run of several ranks rank 0 does."""
     from common.cluster.environment import find_process
+    from common.command_line import PLAN_FLAGS
     from common.planner.show import plan_text
+    from common.run_config import load_config
 
     raise_interrupts()
-    options = {name: getattr(arguments, name) for name in ("all_ranks", "accelerator", "devices")}
+    options = {name: getattr(arguments, name) for name in PLAN_FLAGS}
+    if like := options.pop("like"):
+        options["like"] = (Path(like), load_config(Path(like) / "config.yaml"))
     path, overrides = Path(arguments.config), arguments.overrides
     config = read(arguments).open(overrides).config
     text = plan_text(config, path, overrides, environ, **options)

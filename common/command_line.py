@@ -33,6 +33,7 @@ MODES = {
 }
 """Purpose of each run mode, and example overrides."""
 RUN_MODES = tuple(MODES)
+PLAN_FLAGS = ("all", "accelerator", "devices", "like", "link", "network", "server_devices")
 
 
 class _Explain(argparse.Action):
@@ -83,16 +84,34 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "train the first N steps twice in processes of their own, compare them bit for bit,"
         " and write certificate.json into output_dir",
     },
-    "all_ranks": {"action": "store_true", "help": "list every rank in the plan, also above 64"},
+    "all": {
+        "action": "store_true",
+        "help": "plan lists every rank, stage and layout, and explains its columns",
+    },
     "accelerator": {
         "metavar": "NAME",
         "help": 'plan estimates the time of a step on it, such as "Ascend 910A" or H100',
     },
     "devices": {
-        "type": int,
         "metavar": "N",
-        "help": "plan suggests layouts for so many of --accelerator, also written 8xH100",
+        "help": "plan suggests layouts for so many of --accelerator; or both in one: 8xH100",
     },
+    "like": {
+        "metavar": "FOLDER",
+        "help": "plan scales its times by what the run in this folder measured",
+    },
+    "link": {
+        "type": float,
+        "metavar": "GB/S",
+        "help": "plan: what a device sends to the others of its server, where it differs from the"
+        " table's machine",
+    },
+    "network": {
+        "type": float,
+        "metavar": "GB/S",
+        "help": "plan: what a device sends to other servers, its share of their adapters",
+    },
+    "server_devices": {"type": int, "metavar": "N", "help": "plan: devices of a server"},
 }
 """Flags with their argparse settings."""
 _EPILOG = """\
@@ -139,21 +158,42 @@ def parse_arguments(
 
         parser.error(unknown_arguments(unknown, sys.argv[1:] if argv is None else argv))
     arguments.overrides = [*arguments.override, *arguments.overrides]
-    for name in ("all_ranks", "accelerator", "devices"):
-        if getattr(arguments, name) and arguments.run_mode != "plan":
+    for name in PLAN_FLAGS:
+        given = getattr(arguments, name)
+        if given not in (None, False) and arguments.run_mode != "plan":
             parser.error(f"--{name} is for --run_mode plan, not {arguments.run_mode}; leave it out")
     if arguments.certify is not None and (
         arguments.certify < 1 or arguments.run_mode not in ("train", "finetune")
     ):
         parser.error("--certify N is for --run_mode train and finetune, with N of 1 or more")
-    if counted := re.fullmatch(r"(\d{1,7}) ?x ?(.+)", arguments.accelerator or ""):
-        number, arguments.accelerator = int(counted[1]), counted[2]
-        if arguments.devices not in (None, number):
-            parser.error(f"--devices {arguments.devices} and --accelerator {counted[0]} differ")
-        arguments.devices = number
-    if arguments.devices is not None and arguments.accelerator is None:
-        parser.error(
-            "--devices needs to know of what kind they are; add --accelerator NAME, such as H100 or"
-            ' "Ascend 910A"'
-        )
+    _read_devices(parser, arguments)
     return arguments
+
+
+def _read_devices(parser: Parser, arguments: argparse.Namespace) -> None:
+    """Take --devices and --accelerator apart, where one says both, and check what was given."""
+    found: dict[str, set[str]] = {"devices": set(), "accelerator": set()}
+    for name in found:
+        text = getattr(arguments, name) or ""
+        counted = re.fullmatch(r"(\d{1,9}) ?x ?(.+)", text)
+        found["devices"] |= {counted[1]} if counted else {text} & {arguments.devices}
+        found["accelerator"] |= {counted[2]} if counted else {text} & {arguments.accelerator}
+    for name, given in found.items():
+        if len(given) > 1:
+            parser.error(f"--devices and --accelerator differ: {' and '.join(sorted(given))}")
+        setattr(arguments, name, next(iter(given), None))
+    if arguments.devices is not None:
+        if not re.fullmatch(r"-?\d{1,9}", arguments.devices):
+            parser.error(f"--devices {arguments.devices}: expected a number, or 8xH100")
+        arguments.devices = int(arguments.devices)
+    for name in ("link", "network", "server_devices"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"--{name} {value:g}: expected more than 0")
+    needs = ("devices", "link", "network", "server_devices")
+    if arguments.accelerator is None and any(getattr(arguments, name) for name in needs):
+        [name, *_] = [name for name in needs if getattr(arguments, name)]
+        parser.error(
+            f"--{name} needs to know of what kind the devices are; add --accelerator NAME, such as"
+            ' H100 or "Ascend 910A"'
+        )

@@ -211,7 +211,8 @@ _REWRITES = {
     },
     "resolve_other": {
         "common/inference/language_model.py", "common/inference/load.py",
-        "common/inference/run_modes.py", "common/planner/fitting.py", "common/planner/room.py",
+        "common/inference/run_modes.py", "common/planner/fitting.py", "common/planner/plan.py",
+        "common/planner/room.py",
     },
     "make_run": {"common/backends.py"},
     "model_copy": {

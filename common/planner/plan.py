@@ -5,12 +5,14 @@ It is arithmetic on the config, without a framework or a device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 
 from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
+from common.errors import ConfigError
 from common.parallel.batch import BatchPlan
 from common.parallel.fused_attention import FIRST_ASCEND
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
@@ -20,8 +22,9 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
-from common.planner.timing import StepTime, step_time
-from common.weights.names import count_parameters
+from common.planner.timing import RANGE, StepTime, step_time
+from common.resolve.derive import resolve_other
+from common.weights.names import count_parameters, flops_per_token
 
 _LISTED = 64
 
@@ -98,35 +101,33 @@ def describe_plan(
     all_ranks: bool = False,
     places: Sequence[RankPlacement] = (),
     device: Accelerator | None = None,
+    like: Likeness | None = None,
 ) -> str:
-    """Return the plan as text: the arithmetic, a table of stages and a table of ranks.
+    """Return the plan as text: whether it fits, how long a step takes, and how that comes about.
 
-    The middle ones of more than 64 ranks are shown only with ``all_ranks``. places: of every rank
-    in order, if known, to show host and device. device: the one whose step time to estimate.
+    Stages that are alike share a line, and ranks are told by a formula. ``all_ranks`` lists all of
+    them. places: of every rank in order, if known, to show host and device. device: the one whose
+    step time to estimate. like: a measured run that scales the estimate.
     """
     topology, batch = plan.topology, plan.batch
-    lines = [
+    lines = [_fit(plan, config, device)]
+    if device is not None:
+        lines += _time_lines(plan, config, device, like)
+    lines += [
+        *(f"warning: {warning}" for warning in _warnings(plan, config, device)),
+        *_kernels_to_check(config, device),
         f"world: {topology}",
         f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
         *_ramp_lines(config),
         *_window_lines(config),
-        *_schedule_lines(config),
+        f"schedule: {describe_schedule(config.optimizer)}",
         f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
         f" {config.vocab_rows}",
     ]
     if topology.pipeline > 1:
         lines += _pipeline_lines(plan, config)
-    lines += [
-        "",
-        *_memory_lines(plan, config),
-        *_room(plan, config, device),
-        *_kernels_to_check(config, device),
-        "",
-        *_traffic_lines(plan),
-    ]
-    if device is not None:
-        lines += ["", *_time_lines(plan, config, device)]
-    if topology.world_size > 1 or places:
+    lines += ["", *_memory_lines(plan, config, all_ranks), "", *_traffic_lines(plan)]
+    if all_ranks or places:
         lines += [
             "",
             *table(
@@ -134,7 +135,65 @@ def describe_plan(
                 _rank_rows(topology, all_ranks, places),
             ),
         ]
+    elif topology.world_size > 1:
+        lines += _rank_lines(topology)
     return "\n".join(lines) + "\n"
+
+
+def _fit(plan: Plan, config: Run, device: Accelerator | None) -> str:
+    """Return what the fullest rank needs of the memory that is given, if it is known."""
+    peaks = [stage.memory.peak / GIB for stage in plan.stages]
+    most, least = max(peaks), min(peaks)
+    where = (
+        f" at place {peaks.index(most)} of the pipeline (least: place {peaks.index(least)},"
+        f" {least:.1f})"
+        if len(peaks) > 1
+        else ""
+    )
+    limit = memory_limit(config, device)
+    if limit is None:
+        ask = "" if device else "; --accelerator NAME tells whether it fits, and the time of a step"
+        return f"needs: {most:.1f} GiB{where}{ask}"
+    given = config.context.max_device_memory
+    source = f"context.max_device_memory={given}" if given or device is None else device.name
+    of = f"{most:.1f} of {limit / GIB:.1f} GiB{where}, {source}"
+    if plan.peak < limit:
+        return f"fits: {of}"
+    return (
+        f"does not fit: {of}: {most - limit / GIB:.2f} GiB short; raise model_parallel,"
+        " pipeline_stage or zero_stage, or recompute more"
+    )
+
+
+def _warnings(plan: Plan, config: Run, device: Accelerator | None) -> Iterable[str]:
+    """Yield what the engine, the schedule or a device has against the run."""
+    if config.precision.float8 != "none":
+        try:
+            resolve_other(config, world_size=plan.topology.world_size)
+        except ConfigError as error:
+            yield f"a training refuses what is planned here: {error}"
+    if config.train.max_steps is not None:
+        yield from schedule_warnings(config)
+    schedule = config.parallel.pipeline_schedule
+    if error := schedule_error(schedule, plan.topology, plan.batch.accumulation):
+        yield f"{error}; change the accumulation, or set parallel.pipeline_schedule=gpipe"
+    tensor, width = plan.topology.tensor, config.sizes.hidden
+    if device is not None and width // tensor % TILE:
+        yield (
+            f"model.hidden_size {width} / tensor {tensor} = {width // tensor} is no multiple of"
+            f" {TILE}: products may take a quarter more time, which is not counted"
+        )
+    if device is not None and tensor > device.server_devices:
+        yield (
+            f"tensor parallel over {tensor} devices leaves a server of {device.server_devices}, and"
+            " exchanges data in every layer"
+        )
+
+
+TILE = 64
+"""Widths that products are made for. 14400 / 8 = 1800 took 221 s a step, and 13824 / 8 = 1728, with
+8 % fewer operations, 160 s (BigScience's chronicles of BLOOM).
+"""
 
 
 def _window_lines(config: Run) -> Iterable[str]:
@@ -146,24 +205,19 @@ def _window_lines(config: Run) -> Iterable[str]:
         )
 
 
-def _schedule_lines(config: Run) -> Iterable[str]:
-    """Describe the schedule. Its warnings need the length in steps, which epochs have with data."""
-    yield f"schedule: {describe_schedule(config.optimizer)}"
-    if config.train.max_steps is not None:
-        yield from (f"warning: {warning}" for warning in schedule_warnings(config))
-
-
 def _pipeline_lines(plan: Plan, config: Run) -> Iterable[str]:
     schedule, micro_batches = config.parallel.pipeline_schedule, plan.batch.accumulation
     waits = bubble(
         schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full"
     )
-    yield f"pipeline: {schedule}; each stage waits {waits:.0%} of a step for the others"
-    if error := schedule_error(schedule, plan.topology, micro_batches):
-        yield f"warning: {error}; change the accumulation, or set parallel.pipeline_schedule=gpipe"
+    yield f"pipeline: {schedule}; each stage waits {_percent(waits)} of a step for the others"
 
 
-def _memory_lines(plan: Plan, config: Run) -> Iterable[str]:
+def _percent(part: float) -> str:
+    return f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
+
+
+def _memory_lines(plan: Plan, config: Run, all_stages: bool) -> Iterable[str]:
     train, parallel, precision = config.train, config.parallel, config.precision
     zero = f"ZeRO stage {parallel.zero_stage}" + (
         f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else ""
@@ -177,21 +231,18 @@ def _memory_lines(plan: Plan, config: Run) -> Iterable[str]:
         f" {config.optimizer.name}'s state float32; {zero}; recompute"
         f" {train.recompute}{of_layers}):"
     )
-    yield from table(
-        ("stage", "ranks", "layers", "parameters", *plan.stages[0].memory.parts, "GiB"),
-        _stage_rows(plan),
-    )
-    yield (
-        "(loss: gradients that the loss computes at once; working: temporary memory of a pass;"
-        " communication: buffers of messages"
-        f"{'; gathered: weights of other ranks' if parallel.zero_stage else ''})"
-    )
+    yield from _stage_table(plan, all_stages)
+    if all_stages:
+        yield (
+            "(loss: gradients that the loss computes at once; working: temporary memory of a pass;"
+            " communication: buffers of messages; gathered: weights of other ranks)"
+        )
     if on_host := max(stage.memory.on_host for stage in plan.stages):
         yield (
             f"On the host a rank keeps {on_host / GIB:.2f} GiB of activations at most, in pinned"
             " memory (train.offload_activations)"
         )
-    if plan.batch.accumulation == 1:
+    if plan.batch.accumulation == 1 and all_stages:
         yield "(with one micro batch a step, gradients take the room of activations as these go)"
     if config.backend == "mindspore":
         yield (
@@ -203,30 +254,6 @@ def _memory_lines(plan: Plan, config: Run) -> Iterable[str]:
 def _ramp_lines(config: Run) -> Iterable[str]:
     if config.train.rampup_batch_size is not None:
         yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"
-
-
-def _room(plan: Plan, config: Run, device: Accelerator | None) -> list[str]:
-    """Return a line on what the given memory leaves on the fullest rank, if memory is known.
-
-    The memory is context.max_device_memory, in 2^30 bytes as both backends read it, or the
-    device's.
-    """
-    limit = memory_limit(config, device)
-    if limit is None:
-        return []
-    given = config.context.max_device_memory
-    what = (
-        f"context.max_device_memory={given}"
-        if given is not None
-        else f"{device.name if device else ''}, {limit / GIB:.1f} GiB"
-    )
-    room = limit - plan.peak
-    if room > 0:
-        return [f"fits: {what} leaves {room / GIB:.2f} GiB on the fullest rank"]
-    return [
-        f"does not fit: {what} is {-room / GIB:.2f} GiB short; raise model_parallel, pipeline_stage"
-        " or zero_stage, or recompute more"
-    ]
 
 
 def _kernels_to_check(config: Run, device: Accelerator | None) -> Iterable[str]:
@@ -267,7 +294,7 @@ def _traffic_lines(plan: Plan) -> Iterable[str]:
         field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages)
         for field in fields(Traffic)
     }
-    text = ", ".join(f"{axis} {size / GIB:.3g}" for axis, size in sent.items() if size)
+    text = ", ".join(f"{axis} {three_digits(size / GIB)}" for axis, size in sent.items() if size)
     yield (
         f"A rank sends in a step at most (GiB, ring algorithms): {text}"
         if text
@@ -275,18 +302,53 @@ def _traffic_lines(plan: Plan) -> Iterable[str]:
     )
 
 
-def _time_lines(plan: Plan, config: Run, device: Accelerator) -> Iterable[str]:
-    time = time_of(plan, config, device)
-    parts = ", ".join(
-        f"{field.name} {part / time.total:.0%}"
-        for field in fields(StepTime)
-        if (part := getattr(time, field.name))
+def three_digits(value: float) -> str:
+    """Return a number with three digits, and no exponent above 1."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _time_lines(
+    plan: Plan, config: Run, device: Accelerator, like: Likeness | None
+) -> Iterable[str]:
+    time, factor = time_of(plan, config, device), like.factor if like else 1.0
+    seconds = time.total * factor
+    low, high = (
+        three_digits(seconds * end) for end in ((0.9, 1.1) if like else (RANGE[0], RANGE[1]))
     )
-    speed = plan.tokens_per_step / time.total
+    speed, devices = plan.tokens_per_step / seconds, plan.topology.world_size
     yield (
-        f"A step may take {time.total:.3g} s on {device.name}, {speed:,.0f} tokens/s (estimated"
-        f" from peak rates, not measured): {parts}"
+        f"time: {three_digits(seconds)} s a step ({low} to {high}), {speed:,.0f} tokens/s,"
+        f" {three_digits(speed / devices)} a device, MFU {mfu(plan, config, device, seconds):.1%},"
+        f" on {device.name}"
     )
+    parts = sorted(
+        ((getattr(time, field.name) / time.total, field.name) for field in fields(StepTime)),
+        reverse=True,
+    )
+    yield "limited by: " + ", ".join(f"{name} {_percent(part)}" for part, name in parts if part)
+    yield (
+        f"(scaled by {factor:.2f}: {like.folder} took {three_digits(like.seconds)} s a step)"
+        if like
+        else "(calculated, not measured; eight of ten published steps are within the range)"
+    )
+
+
+def mfu(plan: Plan, config: Run, device: Accelerator, seconds: float) -> float:
+    """Return the part of the devices' peak rate that a step of this time uses."""
+    peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
+    operations = plan.tokens_per_step * flops_per_token(config.model)
+    return operations / seconds / peak / plan.topology.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """A run that measured what the plan estimates."""
+
+    folder: str
+    seconds: float
+    """Of a step, measured."""
+    factor: float
+    """Measured by planned seconds."""
 
 
 _RANK = ("rank", "stage", "data", "tensor")
@@ -294,22 +356,47 @@ _PLACE = ("host", "device")
 _SHOWN = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.PIPELINE, GroupKind.EMBEDDING)
 
 
-def _stage_rows(plan: Plan) -> Iterable[tuple[str, ...]]:
+def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
+    """Return the memory of each place of the pipeline.
+
+    Unless all are asked for, neighbours with as many parameters share a line, as a range where they
+    differ, and columns that are 0.00 everywhere are left out.
+    """
     size = plan.topology.data * plan.topology.tensor
+    groups: list[list[int]] = []
     for place, stage in enumerate(plan.stages):
-        sizes = stage.memory.parts.values()
-        ranks = range(place * size, (place + 1) * size)
-        numbers, layers = (
-            " ".join(map(str, stage.stages)),
-            " ".join(map(_ranks, _joined(stage.layers))),
+        alike = groups and plan.stages[groups[-1][0]].parameters == stage.parameters
+        if alike and not all_stages:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    parts = [
+        name
+        for name in plan.stages[0].memory.parts
+        if all_stages or any(stage.memory.parts[name] / GIB >= 0.005 for stage in plan.stages)
+    ]
+
+    def between(first: str, last: str) -> str:
+        return first if first == last else f"{first} .. {last}"
+
+    def row(places: list[int]) -> tuple[str, ...]:
+        first, last = (plan.stages[place] for place in (places[0], places[-1]))
+        stages, layers = (
+            between(*(" ".join(words) for words in ends))
+            for ends in (
+                [map(str, end.stages) for end in (first, last)],
+                [map(_ranks, _joined(end.layers)) for end in (first, last)],
+            )
         )
-        yield (
-            numbers,
-            _ranks(ranks),
-            layers,
-            f"{stage.parameters:,}",
-            *(f"{value / GIB:.2f}" for value in (*sizes, stage.memory.peak)),
+        values = (
+            between(*(f"{end.memory.parts[name] / GIB:.2f}" for end in (first, last)))
+            for name in parts
         )
+        total = between(*(f"{end.memory.peak / GIB:.2f}" for end in (first, last)))
+        ranks = _ranks(range(places[0] * size, (places[-1] + 1) * size))
+        return stages, ranks, layers, f"{first.parameters:,}", *values, total
+
+    return table(("stage", "ranks", "layers", "parameters", *parts, "GiB"), map(row, groups))
 
 
 def _joined(parts: Sequence[range]) -> list[range]:
@@ -321,6 +408,23 @@ def _joined(parts: Sequence[range]) -> list[range]:
         else:
             joined.append(part)
     return joined
+
+
+def _rank_lines(topology: Topology) -> Iterable[str]:
+    """Yield how a rank follows from its place on the axes, and the first groups of each."""
+    axes = {"stage": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
+    shown = {name: size for name, size in axes.items() if size > 1}
+    terms = [
+        f"{name} x {math.prod([*shown.values()][number + 1 :])}"
+        for number, name in enumerate(shown)
+    ]
+    yield f"ranks: {' + '.join(terms).removesuffix(' x 1')} (--all lists them)"
+    groups = (
+        f"{kind} {_ranks(group)}"
+        for kind in _SHOWN[:3]
+        if len(group := topology.group(kind, 0)) > 1
+    )
+    yield f"groups of rank 0: {'; '.join(groups)}"
 
 
 def _rank_rows(

@@ -5,18 +5,21 @@ suggested ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from common.accelerators import require_accelerator
+from common.accelerators import GIGA, Accelerator, find_accelerator, require_accelerator
 from common.cluster.environment import announced_world_size
 from common.cluster.rank_table_files import read_table
 from common.config.schema import RunConfig
+from common.errors import ConfigError
 from common.planner.cluster import describe_cluster, places_of_plan
 from common.planner.fitting import resolve_on
-from common.planner.plan import describe_plan, make_plan
+from common.planner.plan import Likeness, describe_plan, make_plan, time_of
 from common.planner.room import fits_machine
-from common.planner.suggest import describe_suggestions, suggest
+from common.planner.suggest import describe_next, describe_suggestions, suggest
 from common.resolve.derive import resolve_config, written_ranks
+from common.structured_files import read_json_mapping
 
 
 def plan_text(
@@ -25,23 +28,36 @@ def plan_text(
     overrides: Sequence[str],
     environ: Mapping[str, str],
     *,
-    all_ranks: bool = False,
+    all: bool = False,
     accelerator: str | None = None,
     devices: int | None = None,
+    like: tuple[Path, RunConfig] | None = None,
+    link: float | None = None,
+    network: float | None = None,
+    server_devices: int | None = None,
 ) -> str:
     """Return the plan of the processes that a launcher announces, else of those that the layout
     needs.
 
-    written: the configuration of these words. accelerator: whose step time to estimate. devices:
-    how many of it to suggest layouts for.
+    written: the configuration of these words. accelerator: whose step time to estimate, on a
+    machine with other ``link`` and ``network`` (GB/s of a device) or ``server_devices`` if they are
+    given. devices: how many of it to suggest layouts for. like: folder and configuration of a run
+    that measured a step.
     """
     device = require_accelerator(accelerator) if accelerator else None
+    if device is not None:
+        rates = {"link": link, "network": network}
+        given = {name: rate * GIGA for name, rate in rates.items() if rate is not None}
+        device = replace(device, **given, server_devices=server_devices or device.server_devices)
+    likeness = None
+    if like is not None:
+        likeness, device = _likeness(*like, device)
     ranks = announced_world_size(environ) or written_ranks(written)
     if devices is not None and device is not None:
         is_auto = written.train.micro_batch_size == "auto"
         config = resolve_config(written, world_size=ranks)
         found = suggest(config, devices, device, is_auto=is_auto)
-        return describe_suggestions(found, devices, device)
+        return describe_suggestions(found, devices, device, likeness, all_layouts=all)
     config = resolve_on(written, device, world_size=ranks)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"]).absolute()
@@ -52,12 +68,39 @@ def plan_text(
             config_path=config_path.absolute(),
             overrides=overrides,
             table=(path, table),
-            all_ranks=all_ranks,
+            all_ranks=all,
             environ=environ,
             device=device,
         )
     plan = make_plan(config)
-    text = describe_plan(plan, config, all_ranks=all_ranks, device=device)
+    text = describe_plan(plan, config, all_ranks=all, device=device, like=likeness)
     if device is None and (here := fits_machine(config, plan.peak)):
-        text += f"\n{here}\n"
+        return f"{here}\n{text}"
+    if device is not None and 1 < ranks <= MOST_RANKS:
+        text += describe_next(config, plan, device, likeness)
     return text
+
+
+MOST_RANKS = 4096
+"""Ranks up to which a plan looks for faster layouts too, which takes about a second."""
+
+
+def _likeness(
+    folder: Path, written: RunConfig, device: Accelerator | None
+) -> tuple[Likeness, Accelerator]:
+    """Return how a run's step compares with its plan, and the device to plan for: by default the
+    run's own. Raises ConfigError if the run did not measure a step, or its device is unknown.
+    """
+    path = folder / "memory.json"
+    found = read_json_mapping(path)
+    seconds, name = found.get("step_seconds"), str(found.get("name"))
+    own = find_accelerator(name) or device
+    if not isinstance(seconds, float) or own is None:
+        raise ConfigError(
+            f"--like {folder}: expected a run that ended and measured steps on an accelerator with"
+            f" known rates, found {seconds} s a step on {name}; name another run, or --accelerator"
+        )
+    config = resolve_on(written, own, world_size=written_ranks(written))
+    planned = time_of(make_plan(config), config, own).total
+    like = Likeness(folder=str(folder), seconds=seconds, factor=seconds / planned)
+    return like, device or own

@@ -1,13 +1,15 @@
 """Search of layouts for N devices: those that fit, sorted by step time, and why others do not.
 
 Model and global batch stay unchanged. The search varies the layout, ZeRO, sequence parallelism and
-recomputation. With train.micro_batch_size=auto each layout has the largest micro batch that fits.
+recomputation, and doubles the micro batch while that is faster. With train.micro_batch_size=auto
+each layout has the largest micro batch that fits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -22,7 +24,16 @@ from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import Topology
 from common.planner.fitting import RECOMPUTATIONS, Fitting, time_within
-from common.planner.plan import Plan, make_plan, memory_limit, table
+from common.planner.plan import (
+    Likeness,
+    Plan,
+    make_plan,
+    memory_limit,
+    mfu,
+    table,
+    three_digits,
+    time_of,
+)
 
 _SHOWN = 10
 EQUAL = 1e-9
@@ -49,8 +60,6 @@ class Suggestions:
     """Reason -> layouts that it excludes."""
     recompute_layers: int | None = None
     """train.recompute_layers of the run, which layouts that recompute keep."""
-    micro_batch_is_auto: bool = False
-    """Whether each layout has a micro batch of its own."""
 
 
 def suggest(
@@ -73,14 +82,13 @@ def suggest(
         topology = Topology(data=devices // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
         found = _best(config, topology, device, is_auto=is_auto)
         if isinstance(found, Layout):
-            fitting.append(found)
+            fitting.append(found if is_auto else with_larger_batches(found, device))
         else:
             refused.setdefault(found, []).append(topology)
     return Suggestions(
         fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)),
         refused=refused,
         recompute_layers=config.train.recompute_layers,
-        micro_batch_is_auto=is_auto,
     )
 
 
@@ -119,6 +127,25 @@ def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool
     if not is_run:
         return reasons[0]
     return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
+
+
+def with_larger_batches(layout: Layout, device: Accelerator) -> Layout:
+    """Return the layout with its micro batch doubled as long as it fits and a step gets faster."""
+    config, topology = layout.config, layout.config.topology
+    limit = memory_limit(config, device)
+    assert limit is not None
+    parallel = config.parallel
+    keys = _keys(
+        config, topology, parallel.zero_stage, config.train.recompute, parallel.sequence_parallel
+    )
+    size = 2 * config.train.micro_batch_size
+    found = _resolved(
+        config, topology, device, limit, keys[0], keys[1] | {"micro_batch_size": size}
+    )
+    seconds = None if isinstance(found, str) else time_within(found, device, limit)
+    if isinstance(found, str) or seconds is None or seconds >= layout.seconds * (1 - EQUAL):
+        return layout
+    return with_larger_batches(Layout(config=found, seconds=seconds), device)
 
 
 def _ways(config: Run, topology: Topology) -> Iterator[tuple[int, str, bool]]:
@@ -185,31 +212,37 @@ def _with_possible_schedule(config: Run) -> Run | str:
     return config if error is None else error
 
 
-def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) -> str:
-    """Return a table of the best layouts, the overrides for the best one, and reasons against
+def describe_suggestions(
+    found: Suggestions,
+    devices: int,
+    device: Accelerator,
+    like: Likeness | None = None,
+    *,
+    all_layouts: bool = False,
+) -> str:
+    """Return a table of the best layouts, the overrides for the first one, and reasons against
     others.
+
+    Layouts within TIE of the best are equal for all that the plan knows, and sorted by their free
+    memory.
     """
+    source = f"scaled by {like.folder}" if like else "calculated, not measured"
     lines = [
-        f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB), best first by the"
-        " time of a step (calculated, not measured):"
+        f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB), by the time of a step"
+        f" ({source}):"
     ]
     if found.fitting:
-        head = (
-            "data",
-            "tensor",
-            "pipeline",
-            "ZeRO",
-            "sequence",
-            "recompute",
-            "micro batches",
-            "GiB",
-            "s a step",
-            "tokens/s",
-        )
-        lines += table(head, map(_row, found.fitting[:_SHOWN]))
-        if len(found.fitting) > _SHOWN:
-            lines.append(f"and {len(found.fitting) - _SHOWN} slower ones")
-        words = [*_words(found.fitting[0].config, micro_batch=found.micro_batch_is_auto)]
+        ties, others = _with_ties(found.fitting)
+        shown = [*ties, *others][: None if all_layouts else max(_SHOWN, len(ties))]
+        lines += _table(shown, device, like)
+        if len(ties) > 1:
+            lines.append(
+                f"The first {len(ties)} are within {TIE:.0%} of the best, which is a tie; they are"
+                " sorted by free memory"
+            )
+        if more := len(found.fitting) - len(shown):
+            lines.append(f"and {more} slower ones (--all lists them)")
+        words = [*_words(ties[0].config)]
         if found.recompute_layers is not None and words[-1] == "train.recompute=none":
             words.append("train.recompute_layers=null")
         lines += ["", f"The first: {' '.join(words)}"]
@@ -219,42 +252,104 @@ def describe_suggestions(found: Suggestions, devices: int, device: Accelerator) 
             " float32"
         )
     if found.refused:
-        lines += ["", "Not possible:"]
-        for reason, layouts in sorted(found.refused.items(), key=lambda item: -len(item[1])):
-            named = ", ".join(
-                f"{layout.data} x {layout.tensor} x {layout.pipeline}" for layout in layouts
-            )
-            lines.append(f"  {named}: {reason}")
-        lines.append("  (data x tensor x pipeline)")
+        lines += ["", "Not possible:", *_refusals(found.refused, all_layouts)]
     return "\n".join(lines) + "\n"
 
 
-def _row(layout: Layout) -> tuple[str, ...]:
+TIE = 0.03
+"""Part of a time within which the plan cannot tell which layout is faster."""
+
+
+def describe_next(config: Run, plan: Plan, device: Accelerator, like: Likeness | None) -> str:
+    """Return the three fastest other layouts of as many devices, and whether they are faster."""
+    own = time_of(plan, config, device).total
+    others = [
+        layout
+        for layout in suggest(config, plan.topology.world_size, device).fitting
+        if layout.config != config
+    ][:3]
+    if not others:
+        return ""
+    gain = own / others[0].seconds - 1
+    said = (
+        f"the best other layouts are faster by up to {gain:.0%}"
+        if gain > TIE
+        else f"no other layout is more than {TIE:.0%} faster"
+    )
+    return "\n".join([f"\n{said}:", *_table(others, device, like)]) + "\n"
+
+
+def _with_ties(layouts: Sequence[Layout]) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts that tie with the fastest, those with most free memory first, and the
+    others.
+    """
+    most = layouts[0].seconds * (1 + TIE)
+    ties = [layout for layout in layouts if layout.seconds <= most]
+    return sorted(ties, key=lambda layout: layout.plan.peak), [*layouts[len(ties) :]]
+
+
+def _refusals(refused: dict[str, list[Topology]], all_layouts: bool) -> Iterator[str]:
+    """Yield a line for each kind of reason, with the bounds of the layouts that it excludes.
+
+    Reasons of a kind differ in numbers, which are joined.
+    """
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for reason in refused:
+        kinds.setdefault(tuple(_NUMBER.split(reason)), []).append(reason)
+    counted = [
+        (kind, reasons, [layout for reason in reasons for layout in refused[reason]])
+        for kind, reasons in kinds.items()
+    ]
+    for kind, reasons, layouts in sorted(counted, key=lambda found: -len(found[2])):
+        numbers = [dict.fromkeys(each) for each in zip(*map(_NUMBER.findall, reasons), strict=True)]
+        joined = ["/".join(each) if len(each) < 5 else "..." for each in numbers]
+        said = "".join(f"{text}{number}" for text, number in zip(kind, [*joined, ""], strict=True))
+        bounds = ", ".join(
+            f"{axis} {min(sizes)}" + (f"-{max(sizes)}" if max(sizes) > min(sizes) else "")
+            for axis in ("data", "tensor", "pipeline")
+            if (sizes := [getattr(layout, axis) for layout in layouts])
+        )
+        count = "1 layout" if len(layouts) == 1 else f"{len(layouts)} layouts"
+        yield f"  {bounds} ({count}): {said}"
+        if all_layouts:
+            names = (f"{each.data} x {each.tensor} x {each.pipeline}" for each in layouts)
+            yield f"    data x tensor x pipeline: {', '.join(names)}"
+
+
+_NUMBER = re.compile(r"\d+")
+_HEAD = (
+    *("data", "tensor", "pipeline", "ZeRO", "sequence", "recompute", "micro batch"),
+    *("GiB", "s a step", "tokens/s", "MFU"),
+)
+
+
+def _table(layouts: Sequence[Layout], device: Accelerator, like: Likeness | None) -> list[str]:
+    return table(_HEAD, [_row(layout, device, like) for layout in layouts])
+
+
+def _row(layout: Layout, device: Accelerator, like: Likeness | None) -> tuple[str, ...]:
     parallel, train, plan = layout.config.parallel, layout.config.train, layout.plan
-    axes = (
+    seconds = layout.seconds * (like.factor if like else 1.0)
+    return (
         str(plan.topology.data),
         str(plan.topology.tensor),
         str(plan.topology.pipeline),
         str(parallel.zero_stage),
-    )
-    speed = f"{plan.tokens_per_step / layout.seconds:,.0f}"
-    ways = (
         "yes" if parallel.sequence_parallel else "no",
         train.recompute,
-        str(plan.batch.accumulation),
+        str(train.micro_batch_size),
+        f"{plan.peak / GIB:.1f}",
+        three_digits(seconds),
+        f"{plan.tokens_per_step / seconds:,.0f}",
+        f"{mfu(plan, layout.config, device, seconds):.1%}",
     )
-    return *axes, *ways, f"{plan.peak / GIB:.1f}", f"{layout.seconds:.3g}", speed
 
 
-def _words(config: Run, *, micro_batch: bool) -> Iterator[str]:
-    """Yield the overrides to append to the command.
-
-    micro_batch: include the micro batch size.
-    """
+def _words(config: Run) -> Iterator[str]:
+    """Yield the overrides to append to the command."""
     names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
     values = {name: getattr(config.parallel, name) for name in names}
     for name, value in (values | {"micro_batch_num": config.batch.accumulation}).items():
         yield f"parallel.{name}={str(value).lower() if isinstance(value, bool) else value}"
-    if micro_batch:
-        yield f"train.micro_batch_size={config.train.micro_batch_size}"
+    yield f"train.micro_batch_size={config.train.micro_batch_size}"
     yield f"train.recompute={config.train.recompute}"

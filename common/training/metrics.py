@@ -12,29 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from common.config.resolved import ResolvedModel
 from common.errors import ConfigError, StorageError
 from common.files import atomic_write
 from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
 from common.training.tensorboard import EventFile
 from common.training.trackers import Trackers
-from common.weights.names import count_parameters
 
 METRICS_FILE = "metrics.jsonl"
-
-
-def flops_per_token(model: ResolvedModel) -> float:
-    """Return the training FLOPs of one token.
-
-    They are 6 per parameter that multiplies (the position table does not) plus 12 L h T of
-    attention. Recomputation is not counted (PaLM, Chowdhery et al. 2022, appendix B).
-    """
-    positions = (model.max_positions or model.seq_length) * model.hidden_size
-    return (
-        6.0 * (count_parameters(model) - positions)
-        + 12.0 * model.num_layers * model.hidden_size * model.seq_length
-    )
 
 
 class MetricsWriter:

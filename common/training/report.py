@@ -21,7 +21,7 @@ from common.accelerators import GIB
 from common.log import LOG, listed
 from common.parallel.ramp import place_in_epochs
 from common.parallel.run import Run
-from common.training.metrics import flops_per_token
+from common.weights.names import flops_per_token
 
 Row = dict[str, Any]
 

@@ -77,12 +77,15 @@ class Session:
                 state = engine.begin(self.start)
                 go_back(config, state, needed.state)
                 engine.schedule.factor = state.rate_factor
+        speed = summary.get("median_tokens_per_second")
+        tokens = config.train.global_batch_size * config.model.seq_length
         record_memory(
             folder,
             self.world,
             device,
             state_bytes=engine.state_bytes(),
             resident_at_start=self.resident_at_start,
+            step_seconds=tokens / speed if speed else None,
         )
         if is_first:
             finish(config, state, summary, peak_memory=device.peak_memory())

@@ -17,9 +17,10 @@ from common.parallel.ramp import epochs_done
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.training.engine import Engine, StepResult
-from common.training.metrics import MetricsWriter, flops_per_token
+from common.training.metrics import MetricsWriter
 from common.training.outliers import NO_LIMITS, limits_of, record_outlier
 from common.training.profile import ProfileWindow
+from common.weights.names import flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,19 @@ def count_parameters(model: ResolvedModel) -> int:
     return outside + model.num_layers * (with_a_block - outside)
 
 
+def flops_per_token(model: ResolvedModel) -> float:
+    """Return the training FLOPs of one token.
+
+    They are 6 per parameter that multiplies (the position table does not) plus 12 L h T of
+    attention. Recomputation is not counted (PaLM, Chowdhery et al. 2022, appendix B).
+    """
+    positions = (model.max_positions or model.seq_length) * model.hidden_size
+    return (
+        6.0 * (count_parameters(model) - positions)
+        + 12.0 * model.num_layers * model.hidden_size * model.seq_length
+    )
+
+
 def decays(name: str) -> bool:
     """Whether weight decay applies: to matrices and embeddings, but not to biases and layer
     norms.

@@ -122,10 +122,11 @@ def test_bad_input_is_one_message_and_exit_code_2(
     [
         ("", "--run_mode"),
         ("--run_mode dance", "invalid choice: 'dance'"),
-        ("--run_mode train --all_ranks", "--all_ranks is for --run_mode plan, not train"),
+        ("--run_mode train --all", "--all is for --run_mode plan, not train"),
         ("--run_mode train --accelerator H100", "--accelerator is for --run_mode plan, not train"),
         ("--run_mode train --devices 8", "--devices is for --run_mode plan, not train"),
         ("--run_mode plan --nonsense=1", "unrecognized arguments: --nonsense=1"),
+        ("--run_mode plan --devices 32xH100 --accelerator 16xH100", "differ: 16 and 32"),
         ("--run_mode plan --devices 8", "of what kind they are; add --accelerator NAME"),
     ],
 )

@@ -1,5 +1,7 @@
 """--run_mode plan as a user starts it: no framework is loaded."""
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,19 +19,29 @@ for name in ("torch", "mindspore", "deepspeed", "torch_npu", "transformers"):
 sys.argv = ["run_gpt2.py", *sys.argv[1:]]
 runpy.run_path("run_gpt2.py", run_name="__main__")
 """
+Plan = Callable[..., str]
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Give a function that plans a preset."""
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Give a function that plans a preset and returns what is printed, or the error."""
     monkeypatch.chdir(ROOT)
 
-    def plan(preset: str, *words: str) -> str:
+    def plan(preset: str, *words: str, code: int = 0) -> str:
         capsys.readouterr()
-        assert main(["--config", f"configs/gpt2/{preset}.yaml", "--run_mode", "plan", *words]) == 0
-        return capsys.readouterr().out
+        assert (
+            main(["--config", f"configs/gpt2/{preset}.yaml", "--run_mode", "plan", *words]) == code
+        )
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
 
     return plan
+
+
+def _seconds(text: str) -> float:
+    found = re.search(r"\ntime: ([\d.]+) s a step", text)
+    assert found is not None
+    return float(found[1])
 
 
 def test_no_framework_is_loaded() -> None:
@@ -37,7 +49,7 @@ def test_no_framework_is_loaded() -> None:
     command = [sys.executable, "-c", BLOCKED, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("world: 1 rank = data 1 x tensor 1 x pipeline 1\n")
+    assert "\nworld: 1 rank = data 1 x tensor 1 x pipeline 1\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -53,7 +65,7 @@ def test_no_framework_is_loaded() -> None:
     ],
 )  # fmt: skip
 def test_the_world_is_the_launchers_else_the_layouts(
-    plan: Callable[..., str],
+    plan: Plan,
     monkeypatch: pytest.MonkeyPatch,
     preset: str,
     words: list[str],
@@ -62,17 +74,58 @@ def test_the_world_is_the_launchers_else_the_layouts(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert plan(f"run_gpt2_{preset}", *words).startswith(f"world: {world}\n")
+    assert f"\nworld: {world}\n" in plan(f"run_gpt2_{preset}", *words)
 
 
-def test_all_ranks(plan: Callable[..., str]) -> None:
-    assert "\n ...\n" in plan("run_gpt2_175b")
-    assert "\n ...\n" not in plan("run_gpt2_175b", "--all_ranks")
+def test_all_ranks(plan: Plan) -> None:
+    told = plan("run_gpt2_175b")
+    assert "\nranks: stage x 8 + tensor (--all lists them)\n" in told and len(told) < 3000
+    assert "\n 127     15     0       7 " in plan("run_gpt2_175b", "--all")
 
 
-def test_a_device_and_devices(plan: Callable[..., str]) -> None:
+def test_a_device_and_devices(plan: Plan) -> None:
     text = plan("run_gpt2_13b", "--accelerator", "Ascend 910A")
-    assert "\nA step may take " in text and " s on Ascend 910A, " in text
+    assert text.startswith("fits: ")
+    assert re.search(r"\ntime: .* s a step .*, on Ascend 910A\n", text)
+    assert re.search(r"\nthe best other layouts are faster by up to \d+%:\n", text)
     text = plan("run_gpt2_13b", "--accelerator=Ascend 910A", "--devices=32")
-    assert text.startswith("Layouts for 32 x Ascend 910A (32 GiB), best first")
+    assert text.startswith("Layouts for 32 x Ascend 910A (32 GiB), by the time of a step")
     assert "\nThe first: parallel.data_parallel=" in text and "\nNot possible:\n" in text
+    both = [("--devices", "32xAscend 910A"), ("--accelerator", "32xAscend 910A")]
+    assert [plan("run_gpt2_13b", *words) for words in both] == [text] * 2
+
+
+def test_another_network(plan: Plan) -> None:
+    """Eight devices share one adapter of 100 Gb/s, or each has a faster one."""
+    told = "run_gpt2_13b", "--accelerator=V100 32GB", "context.max_device_memory=null"
+    networks = ["--network=1.5625"], [], ["--network=50", "--link=450"]
+    slow, plain, fast = (_seconds(plan(*told, *words)) for words in networks)
+    assert slow > plain > fast
+    wide = plan(*told, "--server_devices=1")
+    assert "warning: tensor parallel over 2 devices leaves a server of 1" in wide
+
+
+def test_like_a_run_that_measured_a_step(plan: Plan, tmp_path: Path) -> None:
+    """The run took twice what its plan says, so everything else does."""
+    words = ["model.num_layers=4", "--accelerator=H100"]
+    command = f"run_gpt2.py --config configs/gpt2/run_gpt2_124m.yaml --run_mode train {words[0]}"
+    shown = subprocess.run(
+        [sys.executable, *command.split(), "--show_config"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (tmp_path / "config.yaml").write_text(shown.stdout)
+    like = f"--like={tmp_path}"
+    measured = 2 * _seconds(plan("run_gpt2_124m", *words))
+    memory = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "ranks": []}
+    (tmp_path / "memory.json").write_text(json.dumps(memory | {"step_seconds": measured}))
+    text = plan("run_gpt2_124m", *words, like)
+    assert _seconds(text) == pytest.approx(measured, rel=0.01)
+    assert f"(scaled by 2.00: {tmp_path} took " in text and "published" not in text
+    assert _seconds(plan("run_gpt2_124m", *words, like, "parallel.data_parallel=2")) < measured
+    (tmp_path / "memory.json").write_text(json.dumps(memory | {"step_seconds": None}))
+    error = plan("run_gpt2_124m", *words, like, code=2)
+    assert "expected a run that ended and measured steps" in error

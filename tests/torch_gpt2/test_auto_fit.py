@@ -1,5 +1,6 @@
 """train.micro_batch_size=auto and train.recompute=auto: the choice of the plan, in runs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,9 @@ def test_a_run_takes_the_choice_for_the_memory_that_is_there(
     found = train(tmp_path / "auto", corpus_prefix)
     assert (found.micro_batch_size, found.accumulation_steps, found.global_batch_size) == (4, 3, 12)
     assert load_config(tmp_path / "auto" / "config.yaml").validation.micro_batch_size == 4
+    measured = json.loads((tmp_path / "auto" / "memory.json").read_text())
+    steps = [row["step_time"] for row in rows_of(tmp_path / "auto")]
+    assert min(steps) <= measured["step_seconds"] <= max(steps) and measured["name"]
     memory(peak(12))
     assert train(tmp_path / "auto", corpus_prefix, train__max_steps=6).micro_batch_size == 12
     train(tmp_path / "one", corpus_prefix, train__max_steps=6, train__micro_batch_size=1)

@@ -14,7 +14,8 @@ from common.accelerators import require_accelerator
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.planner.plan import Plan, describe_plan, make_plan
+from common.planner.fitting import resolve_on
+from common.planner.plan import Plan, describe_plan, make_plan, time_of
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import load_config
 from common.weights.names import count_parameters, parameter_shapes
@@ -420,25 +421,33 @@ def test_text_of_mindformers_13b() -> None:
         " end 1e-06" in lines
     )
     assert "pipeline: 1f1b; each stage waits 11% of a step for the others" in lines  # 3 of 27
+    assert lines[-2:] == [
+        "ranks: stage x 8 + data x 2 + tensor (--all lists them)",
+        "groups of rank 0: tensor 0-1; data 0 2 4 6; pipeline 0 8 16 24",
+    ]
+    of_stages = [" ".join(line.split()[:9]) for line in lines if re.match(r" *(\d .. )?\d  ", line)]
+    assert [each.split()[0] for each in of_stages] == ["0", "1", "3"]
+    assert of_stages[1].startswith("1 .. 2 8-23 10-19 .. 20-29 1,573,350,400")
+    plan = make_plan(config)
+    assert lines[0].startswith(f"fits: {plan.peak / 2**30:.1f} of 31.0 GiB at place 0 ")
+    assert lines[0].endswith(", context.max_device_memory=31GB")
+    assert not [line for line in lines if "GB" in line.replace("31GB", "")], "one unit for all"
+    assert len(lines) <= 20
+    lines = text(plan, config, all_ranks=True)
     assert " ".join(lines[-32].split()) == "0 0 0 0 0-1 0 2 4 6 0 8 16 24 0 24"
     assert " ".join(lines[-20].split()) == "12 1 2 0 12-13 8 10 12 14 4 12 20 28 -"
     assert " ".join(lines[-1].split()) == "31 3 3 1 30-31 25 27 29 31 7 15 23 31 7 31"
-    plan = make_plan(config)
-    assert (
-        f"fits: context.max_device_memory=31GB leaves {31 - plan.peak / 2**30:.2f} GiB on the"
-        " fullest rank" in lines
-    )
-    assert not [line for line in lines if "GB" in line.replace("31GB", "")], "one unit for all"
     assert len({len(line) for line in lines[-33:]}) == 1, "columns are aligned"
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
     config = preset("run_gpt2_13b", "context.max_device_memory=10GB")
-    (line,) = [line for line in text(make_plan(config), config) if line.startswith("does not fit")]
-    short = make_plan(config).peak - 10 * 2**30
-    assert line == (
-        f"does not fit: context.max_device_memory=10GB is {short / 2**30:.2f} GiB short; raise"
-        " model_parallel, pipeline_stage or zero_stage, or recompute more"
+    plan = make_plan(config)
+    first, peak = text(plan, config)[0], plan.peak / 2**30
+    assert first.startswith(f"does not fit: {peak:.1f} of 10.0 GiB at place 0 ")
+    assert first.endswith(
+        f", context.max_device_memory=10GB: {peak - 10:.2f} GiB short; raise model_parallel,"
+        " pipeline_stage or zero_stage, or recompute more"
     )
 
 
@@ -469,26 +478,43 @@ def test_text_of_a_device_and_of_a_schedule_that_does_not_run() -> None:
         for line in lines
     )
     # 80 but for 6 %
-    assert any(line.startswith("fits: H100, 75.2 GiB leaves 75.") for line in lines)
-    assert any(line.startswith("A step may take ") and " s on H100, " in line for line in lines)
+    assert re.fullmatch(r"fits: 0.0 of 75.2 GiB at place \d of .*, H100", lines[0])
+    assert re.fullmatch(
+        r"time: \S+ s a step \(\S+ to \S+\), [\d,]+ tokens/s, [\d,.]+ a device, MFU [\d.]+%,"
+        " on H100",
+        lines[1],
+    )
+    assert lines[2].startswith("limited by: ") and lines[3].startswith("(calculated, not measured")
     config = small(pipeline=2, parallel={"pipeline_schedule": "zbv_zero_bubble"})
-    lines = text(make_plan(config), config)
+    lines = text(make_plan(config), config, all_ranks=True)
     # stages, ranks and layers: a rank of a V has one of each from either end
     rows = [line.split()[:5] for line in lines if line.startswith(("  0 3", "  1 2"))]
     assert rows == [["0", "3", "0", "0", "3"], ["1", "2", "1", "1-2", "6,560"]]
 
 
-def test_many_ranks_are_shortened_unless_all_are_asked_for() -> None:
-    config = preset("run_gpt2_175b")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("model.hidden_size=14400", "model.num_heads=96"), "14400 / tensor 8 = 1800 is no mult"),
+        (("parallel.model_parallel=16",), "tensor parallel over 16 devices leaves a server of 8"),
+        ((), None),
+    ],
+)
+def test_a_plan_warns_of_what_its_times_leave_out(overrides: tuple[str, ...], says: str) -> None:
+    config = preset("run_gpt2_175b", *overrides)
+    lines = text(make_plan(config), config, device=require_accelerator("A100 80GB"))
+    found = [line for line in lines if line.startswith("warning: ")]
+    assert len(found) == bool(says) and (says is None or says in found[0])
+
+
+def test_float8_is_planned_where_a_training_refuses_it() -> None:
+    words = ("precision=fp8", "parallel.model_parallel=8")
+    written, device = load_config(FOLDER / "run_gpt2_175b.yaml", words), require_accelerator("H100")
+    config, plain = (
+        resolve_on(each, device, world_size=128)
+        for each in (written, load_config(FOLDER / "run_gpt2_175b.yaml", ["precision=bf16"]))
+    )
     plan = make_plan(config)
-    for options, wanted in (
-        ({}, [*range(32), *range(96, 128)]),
-        ({"all_ranks": True}, list(range(128))),
-    ):
-        lines = text(plan, config, **options)
-        start = next(number for number, line in enumerate(lines) if line.startswith("rank"))
-        assert [
-            int(line.split()[0]) for line in lines[start + 1 :] if line.strip() != "..."
-        ] == wanted
-    config = preset("run_gpt2_13b", "parallel.data_parallel=8")  # 64: none is left out
-    assert not any(line.strip() == "..." for line in text(make_plan(config), config))
+    assert time_of(plan, config, device).products < time_of(plan, plain, device).products
+    [warning] = [line for line in text(plan, config, device=device) if "refuses" in line]
+    assert "precision.float8=tensorwise needs parallel.model_parallel=1" in warning

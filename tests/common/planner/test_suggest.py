@@ -25,6 +25,7 @@ from common.planner.suggest import (
     _ways,
     describe_suggestions,
     suggest,
+    with_larger_batches,
 )
 from common.resolve.derive import resolve_config, resolve_other, written_ranks
 from common.run_config import load_config
@@ -73,7 +74,7 @@ def test_suggestions_fit_and_are_runs() -> None:
     found = suggest(config, 16, require_accelerator("Ascend 910B2"))
     for layout in found.fitting:
         assert layout.plan.peak < 31 * 2**30  # context.max_device_memory=31GB of the preset
-        assert layout.plan.batch.global_batch == 192 and layout.plan.batch.micro_batch == 2
+        assert layout.plan.batch.global_batch == 192 and layout.plan.batch.micro_batch % 2 == 0
     text = describe_suggestions(found, 16, require_accelerator("Ascend 910B2"))
     (words,) = [
         line.removeprefix("The first: ").split()
@@ -242,9 +243,7 @@ def test_nothing_is_lost_by_what_is_not_tried(sections: dict[str, Any], memory: 
         for d, t, p in layouts(found)
         if t <= ASCEND.server_devices
     ]
-    fitting = sorted(
-        (layout for layout in wanted if layout is not None), key=lambda layout: layout.seconds
-    )
+    fitting = [with_larger_batches(layout, ASCEND) for layout in wanted if layout is not None]
     assert {str(layout.plan.topology): layout.seconds for layout in found.fitting} == (
         pytest.approx({str(layout.plan.topology): layout.seconds for layout in fitting})
     )
@@ -317,6 +316,40 @@ def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
     text = describe_suggestions(found, 8, device)
     best = found.fitting[0].config.train.micro_batch_size
     assert f" train.micro_batch_size={best} train.recompute=" in text
-    assert "micro_batch_size" not in describe_suggestions(
-        suggest(preset("run_gpt2_1558m", "train.micro_batch_size=4"), 8, device), 8, device
+
+
+def test_a_given_micro_batch_doubles_while_that_is_faster() -> None:
+    device = require_accelerator("A100 80GB")
+    config = preset("run_gpt2_175b")
+    found = suggest(config, 128, device)
+    for layout in found.fitting:
+        size, tries = layout.config.train.micro_batch_size, []
+        for other in (size // 2, size * 2):
+            if other:
+                keys = {"micro_batch_size": other, "accumulation_steps": None}
+                made = resolve_other(
+                    layout.config, world_size=128, hardware=layout.config.hardware, train=keys
+                )
+                tries += [time_of(plan := make_plan(made), made, device).total]
+                if plan.peak > device.memory * 0.94:
+                    tries.pop()
+        assert size in (1, 2, 4, 8) and all(layout.seconds <= each for each in tries)
+
+
+def test_ties_are_named_and_reasons_take_a_line_each() -> None:
+    device = require_accelerator("A100 80GB")
+    found = suggest(preset("run_gpt2_175b"), 384, device)
+    lines = describe_suggestions(found, 384, device).splitlines()
+    [tie] = [line for line in lines if "which is a tie" in line]
+    count = int(tie.split()[2])
+    rows = [line.split() for line in lines[2 : 2 + count]]
+    seconds, memory = ([float(row[column]) for row in rows] for column in (8, 7))
+    assert count > 1 and max(seconds) <= 1.035 * min(seconds) and memory == sorted(memory)
+    reasons = lines[lines.index("Not possible:") + 1 :]
+    assert reasons[0] == (
+        "  data 1-32, tensor 12-384, pipeline 1-32 (41 layouts): tensor parallel would leave a"
+        " server of 8 devices"
     )
+    assert len(reasons) == 4 and max(map(len, reasons)) < 140
+    everything = describe_suggestions(found, 384, device, all_layouts=True).splitlines()
+    assert len(everything) == len(found.fitting) + 2 * len(reasons) + 7

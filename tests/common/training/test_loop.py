@@ -15,9 +15,10 @@ from common.dataset import Batch
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.training.loop import perplexity
-from common.training.metrics import flops_per_token, read_metrics
+from common.training.metrics import read_metrics
 from common.training.outliers import NO_LIMITS
 from common.training.steps import Agreements
+from common.weights.names import flops_per_token
 from tests.common.training.scripted import Scripted, batches, start
 from tests.tiny import require_equal, rows_of
 
