@@ -170,8 +170,8 @@ def _warnings(plan: Plan, config: Run, device: Accelerator | None) -> Iterable[s
     if config.precision.float8 != "none":
         try:
             resolve_other(config, world_size=plan.topology.world_size)
-        except ConfigError as error:
-            yield f"a training refuses what is planned here: {error}"
+        except ConfigError as refusal:
+            yield f"a training refuses what is planned here: {refusal}"
     if config.train.max_steps is not None:
         yield from schedule_warnings(config)
     schedule = config.parallel.pipeline_schedule

@@ -46,9 +46,12 @@ def plan_text(
     """
     device = require_accelerator(accelerator) if accelerator else None
     if device is not None:
-        rates = {"link": link, "network": network}
-        given = {name: rate * GIGA for name, rate in rates.items() if rate is not None}
-        device = replace(device, **given, server_devices=server_devices or device.server_devices)
+        device = replace(
+            device,
+            link=link * GIGA if link else device.link,
+            network=network * GIGA if network else device.network,
+            server_devices=server_devices or device.server_devices,
+        )
     likeness = None
     if like is not None:
         likeness, device = _likeness(*like, device)

@@ -122,7 +122,9 @@ def _of_place(
         / (ATTENTION_OF_HOPPER if is_hopper else ATTENTION)
     )
     again = activations.recomputed_of_rank(config, topology, place)
-    moved = (layers * PASSES + again * (mode == "full")) * activations.block_bytes(config, "none")
+    moved: float = (layers * PASSES + again * (mode == "full")) * activations.block_bytes(
+        config, "none"
+    )
     if _has_head(topology, place):  # float32 logits, written and read twice
         moved += 4 * 4 * sizes.tokens * sizes.vocabulary // sizes.tensor
     if scaling != "none":

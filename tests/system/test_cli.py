@@ -127,7 +127,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
         ("--run_mode train --devices 8", "--devices is for --run_mode plan, not train"),
         ("--run_mode plan --nonsense=1", "unrecognized arguments: --nonsense=1"),
         ("--run_mode plan --devices 32xH100 --accelerator 16xH100", "differ: 16 and 32"),
-        ("--run_mode plan --devices 8", "of what kind they are; add --accelerator NAME"),
+        ("--run_mode plan --devices 8", "of what kind the devices are; add --accelerator NAME"),
     ],
 )
 def test_usage_errors_exit_with_2(
