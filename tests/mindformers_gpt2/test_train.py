@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
 from common.checkpoint.folders import find_checkpoint
-from tests.tiny import rows_of, tiny_run
+from tests.tiny import SGD, rows_of, tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,11 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
     tmp_path: Path, corpus_prefix: Path, number: signal.Signals
 ) -> None:
     """Exit code 128 + n, finished steps are saved, and the same command resumes from there."""
-    changes: dict[str, Any] = {"model__num_layers": 1, "optimizer__decay_steps": 100000}
+    changes: dict[str, Any] = {
+        "model__num_layers": 1,
+        "optimizer": SGD | {"momentum": 0.0, "decay_steps": 100000},
+        "data__split": "100,0,0",
+    }
     tree = tiny_run(tmp_path / "run", corpus_prefix, backend="mindspore", **changes)
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps(tree))  # JSON is YAML

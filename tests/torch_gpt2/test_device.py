@@ -123,7 +123,8 @@ def test_lengths_that_vary_leave_out_cudnns_attention(
 
 
 def test_each_process_has_its_device() -> None:
-    free, fixed = tiny_config(), tiny_config(context={"device_id": 2})
+    free = tiny_config(device="auto")
+    fixed = tiny_config(device="auto", context={"device_id": 2})
     assert device_index(free, Process()) == 0 and device_index(fixed, Process()) == 2
     assert device_index(free, Process(rank=9, world_size=16, local_rank=1)) == 1
     assert device_index(free, Process(rank=9, world_size=16, local_rank=1, device_id=5)) == 5
