@@ -19,6 +19,7 @@ from common.errors import TokenizerError
 from common.systems.hugging_face.tokenizer import files_of
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.lines import encode_prompt, encode_words
+from common.tokenizer.marks import Mark, Marks
 from common.tokenizer.training import TRAINERS
 
 transformers = pytest.importorskip("transformers")
@@ -286,3 +287,11 @@ def test_prompts_and_ends_are_those_of_transformers(name: str, folder: Path) -> 
     assert ours.ends == (tuple(ends[ends < rows]) or (ours.eod_id,))
     if theirs.eos_token_id is not None:
         assert ours.eod_id == theirs.eos_token_id
+
+
+def test_the_longest_mark_is_found_first() -> None:
+    marks = (Mark(text="<|end", id=1), Mark(text="<|end|>", id=2))
+    nothing: dict[str, Any] = {"ends": (), "end": None, "bos_id": None, "pad_id": None}
+    found = Marks(marks=marks, size=3, named={}, implied=frozenset(), **nothing)
+    pattern = found.pattern(special=True)
+    assert pattern is not None and pattern.search("a<|end|>")[0] == "<|end|>"
