@@ -13,7 +13,6 @@ ppfleetx/data/dataset/gpt_dataset.py.
 from __future__ import annotations
 
 import math
-import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -249,7 +248,7 @@ def _mapped_member(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
         raise ValueError(f"{name} has other bytes than its head says")
     with path.open("rb") as file:
         file.seek(info.header_offset + 26)
-        begin = file.tell() + 4 + sum(struct.unpack("<HH", file.read(4)))
+        begin = file.tell() + 4 + int(np.frombuffer(file.read(4), "<u2").sum())
     return np.memmap(path, dtype, "r", begin + header, shape)
 
 
@@ -268,7 +267,6 @@ def _named(path: Path) -> Iterator[None]:
         OverflowError,
         SyntaxError,
         TokenError,
-        struct.error,
     ) as error:
         said = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise DataError(
