@@ -241,7 +241,7 @@ def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
         (["--accelerator", "H100"], ("H100", None)),
         (
             ["--accelerator", "8xH100", "--devices", "4"],
-            "--devices 4 and --accelerator 8xH100 differ",
+            "--devices and --accelerator differ: 4 and 8",
         ),
         (["--devices", "4"], "add --accelerator NAME, such as H100"),
     ],
