@@ -140,7 +140,7 @@ def run_ranks(
     if jobs[0].get("backend") == "mindspore":
         codes, texts = end_ranks(
             start_ranks(ranks, jobs, variables=variables),
-            seconds=60.0 + 3 * seconds * ranks * len(jobs),
+            seconds=120.0 + 3 * seconds * ranks * len(jobs),
         )
         assert codes == [0] * ranks, "\n".join([str(codes), *texts])
         return
