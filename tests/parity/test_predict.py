@@ -28,7 +28,7 @@ from common.generation.prompts import Prompt  # noqa: E402
 from common.generation.stop_strings import GrowingText  # noqa: E402
 from common.tokenizer.streams import ByteStream  # noqa: E402
 from tests.tiny import tiny_config  # noqa: E402
-from tests.twins import mindspore_twin, random_model  # noqa: E402
+from tests.twins import mindspore_twin  # noqa: E402
 
 VOCABULARY, POSITIONS = 101, 24
 
@@ -36,9 +36,14 @@ VOCABULARY, POSITIONS = 101, 24
 @pytest.fixture(scope="module")
 def decoders() -> dict[str, Any]:
     """By backend and rows, of one set of random weights."""
-    config = tiny_config(model__seq_length=POSITIONS)
+    config = tiny_config(model__seq_length=POSITIONS, model__num_heads=4)
     device = torch_gpt2.device.select_device("cpu")
-    one = random_model(seq_length=POSITIONS, vocab_size=VOCABULARY)
+    one = torch_gpt2.model.build_model(config, device)
+    torch.manual_seed(0)
+    for parameter in one.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    # or a tied model of random weights repeats itself
+    torch.nn.init.normal_(one.wpe.weight, std=2.0)
     other, other_device = mindspore_twin(config, one), mindformers_gpt2.device.select_device("cpu")
     return {f"torch {rows}": torch_gpt2.predict.Decoder(one, device, rows) for rows in (1, 4)} | {
         "mindspore 4": mindformers_gpt2.predict.Decoder(other, other_device, 4),
