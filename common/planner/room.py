@@ -62,7 +62,8 @@ def _of_meminfo(root: Path, *names: str) -> int | None:
 class Need:
     """Memory that the ranks of one device or machine need.
 
-    certain: allocated for sure. likely: peak by the plan's estimate.
+    certain: allocated for sure. likely: peak by the plan's estimate, on a CPU with the copy of weights
+    and optimizer state that a checkpoint is written from.
     """
 
     certain: int
@@ -70,13 +71,12 @@ class Need:
     ranks: int = 1
 
 
-def need_of(config: Run, place: int, ranks: int, *, training: bool) -> Need:
+def need_of(config: Run, place: int, ranks: int, *, training: bool, on_cpu: bool) -> Need:
     """Return the need of this many ranks like the one at this pipeline place."""
     memory = _memory(config, place)
     certain = memory.weights + (memory.optimizer if training else 0)
-    return Need(
-        certain=certain * ranks, likely=(memory.peak if training else certain) * ranks, ranks=ranks
-    )
+    likely = memory.peak + on_cpu * certain if training else certain
+    return Need(certain=certain * ranks, likely=likely * ranks, ranks=ranks)
 
 
 def _memory(config: Run, place: int) -> Memory:
@@ -96,7 +96,7 @@ def check_room(config: Run, *, rank: int = 0, ranks: int = 1, training: bool = F
     if there is None:
         return None
     place = config.topology.coordinates(rank).pipeline
-    need = need_of(config, place, ranks if on_cpu else 1, training=training)
+    need = need_of(config, place, ranks if on_cpu else 1, training=training, on_cpu=on_cpu)
     has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
     who = f"{need.ranks} ranks need" if need.ranks > 1 else "a rank needs"
     part = "weights and optimizer state" if training else "weights"
