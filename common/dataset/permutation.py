@@ -42,7 +42,7 @@ def shuffled(ids: Ids, n: int, purpose: str) -> tuple[Ids, Ids]:
     return found[0], found[1]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2**14)
 def _block(number: int, n: int, purpose: str) -> Ids:
     """Return ``shuffled`` of consecutive sample numbers, since numpy is slow for few at a time."""
     epochs, places = np.divmod(np.arange(number * _BLOCK, (number + 1) * _BLOCK), n)

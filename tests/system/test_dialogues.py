@@ -1,6 +1,7 @@
 """A fine-tune of marked dialogues stops at its mark, here and in the programs that take it over."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def run(folder: Path) -> Path:
         for asked, said in TURNS.items()
     )
     text = folder.parent / "dialogues.jsonl"
-    text.write_text("\n".join([*lines] * 20))
+    dialogues = [*lines] * 20
+    random.Random(0).shuffle(dialogues)
+    text.write_text("\n".join(dialogues))
     prefix = str(folder.parent / "data")
     words = ["--input", str(text), "--output-prefix", prefix, "--vocab-file", str(folder)]
     assert preprocess(words) == 0
