@@ -270,7 +270,7 @@ def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tup
     )
     first = 1 if lines[0].startswith("#version") else 0
     pairs = [tuple(line.split(" ")) for line in lines[first:]]
-    whole = set(map(len, pairs)) == {2} and len(set(pairs)) == len(pairs)
+    whole = set(map(len, pairs)) <= {2} and len(set(pairs)) == len(pairs)
     if whole and ids.keys() >= {"".join(pair) for pair in pairs}.union(*zip(*pairs, strict=True)):
         return tuple(pairs)  # type: ignore[arg-type]
     for number, (line, pair) in enumerate(zip(lines[first:], pairs, strict=True), first + 1):

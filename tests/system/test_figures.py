@@ -32,4 +32,4 @@ def test_every_figure_is_on_a_page() -> None:
         for page in pages
         for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
     }
-    assert shown == set(FIGURES) | {"quickstart_loss.png"}
+    assert shown == set(FIGURES) | {"quickstart_loss.png", "plan_accuracy.png"}
