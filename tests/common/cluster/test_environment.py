@@ -87,12 +87,6 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
     ("environ", "expected"),
     [
         ({}, ALONE),
-        # left over from something else, whatever they hold
-        (env("DEVICE_ID=abc"), ALONE),
-        (env("ASCEND_DEVICE_ID=0,1"), ALONE),
-        (env("MA_NUM_HOSTS=x"), ALONE),
-        (env("SLURM_STEP_ID=batch"), ALONE),
-        (env("PMI_RANK=0 PMI_SIZE=1"), ALONE),
         (TORCHRUN, BY_TORCHRUN),
         # deepspeed/launcher/launch.py of DeepSpeed 0.19
         ({**RANKS, **env("LOCAL_SIZE=4 CROSS_RANK=1 CROSS_SIZE=2")}, BY_TORCHRUN),
@@ -141,6 +135,12 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
             env("MA_NUM_HOSTS=2 VC_WORKER_HOSTS=job-0.job,job-1.job ASCEND_DEVICE_ID=1", **ASCEND),
             process(9, 16, 1, 8, "job-0.job", 29500, "rank table", device_id=1),
         ),
+        # left over from something else, whatever they hold
+        (env("DEVICE_ID=abc"), ALONE),
+        (env("ASCEND_DEVICE_ID=0,1"), ALONE),
+        (env("MA_NUM_HOSTS=x"), ALONE),
+        (env("SLURM_STEP_ID=batch"), ALONE),
+        (env("PMI_RANK=0 PMI_SIZE=1"), ALONE),
     ],
 )
 def test_every_launcher(environ: dict[str, str], expected: Process) -> None:
