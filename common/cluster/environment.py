@@ -58,13 +58,22 @@ def find_process(environ: Mapping[str, str]) -> Process:
 
     The order is ours and torchrun's, horovodrun's, msrun's, Ascend's, Open MPI's, Slurm's. Without
     any, this is the only process. Raises ConfigError for a value that is not a number, for an
-    incomplete pair, and where two launchers contradict each other.
+    incomplete pair, where two launchers contradict each other, and for several processes of an MPI
+    that does not number those of a host.
     """
     variables = _Variables(environ)
     for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, _srun):
         process = source(variables)
         if process is not None:
             return _checked(process)
+    # each of several would run as a single one
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if variables.text(name) and variables.size(name) > 1:
+            raise ConfigError(
+                f"environment: {name}={environ[name]}, but not which of these processes this one"
+                " is on its host; start them with Open MPI's mpirun, srun or torchrun, or unset"
+                f" {name} for one process"
+            )
     return ALONE
 
 
@@ -391,6 +400,8 @@ def _ascend(variables: _Variables) -> Process | None:
     """Find the rank in RANK_ID with RANK_SIZE, or with the rank table instead of it."""
     if variables.text("RANK_TABLE_FILE"):
         return _in_table(variables)
+    if not (variables.text("RANK_ID") or variables.text("RANK_SIZE")):
+        return None
     device = variables.device("DEVICE_ID", "ASCEND_DEVICE_ID")
     hosts = variables.number("MA_NUM_HOSTS", 1, least=1)
     # a container on one host, whose rank 0 belongs to no run
@@ -401,8 +412,7 @@ def _ascend(variables: _Variables) -> Process | None:
         )
         return Process(device_id=device, remarks=(remark,))
     pair = variables.rank_and_size("RANK_ID", "RANK_SIZE")
-    if pair is None:
-        return None
+    assert pair is not None
     rank, world = pair
     if world % hosts:
         raise ConfigError(
@@ -460,8 +470,10 @@ def _srun(variables: _Variables) -> Process | None:
     ConfigError then.
     """
     nodes = variables.text("SLURM_STEP_NODELIST")
+    if nodes is None:
+        return None
     step = variables.number("SLURM_STEP_ID", _RESERVED_STEPS)
-    if nodes is None or step >= _RESERVED_STEPS:
+    if step >= _RESERVED_STEPS:
         return None
     size = "SLURM_STEP_NUM_TASKS" if variables.text("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     pair = variables.rank_and_size("SLURM_PROCID", size)

@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -236,8 +237,7 @@ def _cann_version(folder: Path) -> str | None:
         *sorted(folder.glob("*-linux/ascend_toolkit_install.info")),
         folder / "version.cfg",
     ):
-        if path.is_file() and (
-            match := re.search(pattern, path.read_text("utf-8", "replace"), flags=re.M)
-        ):
-            return match[1] or match[2]
+        with suppress(OSError):
+            if match := re.search(pattern, path.read_text("utf-8", "replace"), flags=re.M):
+                return match[1] or match[2]
     return None

@@ -1,7 +1,7 @@
 """Copies from URLs (once per host) and to URLs: complete or absent.
 
 A store is OBS through ModelArts' moxing, which tries again by itself, or a folder, which may be a
-mounted bucket.
+mounted bucket. Each file of the output is tried three times in either.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from common.modelarts.arguments import SCHEMES, is_url
 
 _COPY_SECONDS = 7200.0
 """Seconds to wait for another process of this host that copies."""
+_PAUSES = (5.0, 10.0)
+"""Seconds before the second and third try of a file of the output."""
 
 
 class StoredFile(NamedTuple):
@@ -203,7 +206,19 @@ def push(folder: Path, url: str, *, wanted: Callable[[str], bool] = lambda name:
     store = find_store(url)
     with _named(f"{url}: {folder} could not be copied there, and is still here"):
         for name in names:  # copy_parallel keeps no order
-            store.copy(str(folder / name), join(url, name))
+            _copy(store, str(folder / name), join(url, name))
+
+
+def _copy(store: Any, source: str, target: str) -> None:
+    """Copy a file, again after a failure, which may be any exception."""
+    for pause in _PAUSES:
+        try:
+            return store.copy(source, target)
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            LOG.warning(f"{target} could not be written ({why}); trying again in {pause:g} s")
+            time.sleep(pause)
+    return store.copy(source, target)
 
 
 @contextmanager

@@ -33,15 +33,14 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._rest = b""
+        connection.setblocking(True)  # settimeout limits sending by other threads too
         self._sending = threading.Lock()
         self.ended = threading.Event()
         """Set when nothing more can be received."""
         with suppress(OSError):  # a socket of another kind than TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0)
-        )
+        self._limit(socket.SO_SNDTIMEO, _SEND_SECONDS)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send an object. Raises OSError."""
@@ -55,10 +54,12 @@ class Channel:
         that is not an object. Other kinds of OSError come from the network.
         """
         try:
-            self._socket.settimeout(limit)
+            self._limit(socket.SO_RCVTIMEO, limit or 0)
             message = parse_json(self._line(), finite=False)  # a damaged sum may be NaN
         except MalformedError:
             message = None
+        except BlockingIOError:
+            raise TimeoutError("nothing has come in time") from None
         except OSError:
             self.ended.set()
             raise
@@ -96,6 +97,11 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _limit(self, option: int, seconds: float) -> None:
+        """Limit one call for sending or for receiving; 0: without a limit."""
+        parts = int(seconds), int(seconds % 1 * 1e6)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *parts))
 
     def _line(self) -> bytes:
         while b"\n" not in self._rest:

@@ -135,6 +135,12 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
             env("MA_NUM_HOSTS=2 VC_WORKER_HOSTS=job-0.job,job-1.job ASCEND_DEVICE_ID=1", **ASCEND),
             process(9, 16, 1, 8, "job-0.job", 29500, "rank table", device_id=1),
         ),
+        # left over from something else, whatever they hold
+        (env("DEVICE_ID=abc"), ALONE),
+        (env("ASCEND_DEVICE_ID=0,1"), ALONE),
+        (env("MA_NUM_HOSTS=x"), ALONE),
+        (env("SLURM_STEP_ID=batch"), ALONE),
+        (env("PMI_RANK=0 PMI_SIZE=1"), ALONE),
     ],
 )
 def test_every_launcher(environ: dict[str, str], expected: Process) -> None:
@@ -196,6 +202,13 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         ({**MSRUN, "MS_NODE_ID": ""}, "MS_NODE_ID is not set; give msrun --node_rank"),
         ({**MSRUN, "MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set: expected the number of"),
         ({**OPEN_MPI, **MPI_ALONE}, "mpirun -x MASTER_ADDR=HOST_OF_RANK_0"),
+        (env("PMI_RANK=1 PMI_SIZE=2"), "PMI_SIZE=2, but not which of these processes this one is"),
+        (env("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=4"), "unset MV2_COMM_WORLD_SIZE for one"),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": ""},
+            "OMPI_COMM_WORLD_SIZE=2, but not which of these processes this one is on its host;"
+            " start them with Open MPI's mpirun, srun or torchrun, or unset OMPI_COMM_WORLD_SIZE",
+        ),
         ({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR": ""}, "set MASTER_ADDR to the address"),
         ({**HOROVOD, "HOROVOD_SIZE": ""}, "HOROVOD_RANK=5, but HOROVOD_SIZE is not set"),
         ({**HOROVOD, "HOROVOD_RANK": ""}, "HOROVOD_SIZE=8, but HOROVOD_RANK is not set"),

@@ -157,6 +157,12 @@ def test_the_version_of_cann(tmp_path: Path, name: str, text: str, version: str)
     assert (check.state, found) == (State.OK, version)
 
 
+def test_a_version_of_cann_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "version.cfg").symlink_to("/proc/self/mem")
+    environ = {"ASCEND_TOOLKIT_HOME": str(tmp_path)}
+    assert check_cann(environ, needed=True, root=tmp_path)[1] is None
+
+
 def test_cann_that_is_not_there_not_sourced_or_gone(tmp_path: Path) -> None:
     assert check_cann({}, needed=False, root=tmp_path)[0].state is State.OK
     assert check_cann({}, needed=True, root=tmp_path)[0].state is State.ERROR

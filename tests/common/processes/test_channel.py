@@ -2,7 +2,9 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -45,8 +47,33 @@ def test_the_end_of_the_other_side_and_its_silence(ends: Ends) -> None:
     channel, other = ends
     with pytest.raises(TimeoutError):
         channel.receive(0.05)
+    assert not channel.ended.is_set()
     other.close()
     assert channel.hello() == {}
+    assert channel.ended.is_set()
+
+
+@pytest.mark.parametrize("limit", [0.1, 9.0])
+def test_sending_has_a_limit_of_its_own(
+    limit: float, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever limit a thread has that receives meanwhile."""
+    monkeypatch.setattr("common.processes.channel._SEND_SECONDS", 1)
+    channel, other = Channel(ends[0]._socket), ends[1]
+
+    def receive() -> None:
+        with suppress(OSError):
+            channel.receive(limit)
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    time.sleep(0.05)
+    began = time.monotonic()
+    with pytest.raises(BlockingIOError):
+        channel.send({"much": "x" * 5_000_000})
+    assert 0.9 < time.monotonic() - began < 5
+    other.close()
+    receiver.join(5.0)
 
 
 def test_a_line_without_an_end_is_not_kept(ends: Ends) -> None:
