@@ -62,8 +62,8 @@ def _of_meminfo(root: Path, *names: str) -> int | None:
 class Need:
     """Memory that the ranks of one device or machine need.
 
-    certain: allocated for sure. likely: peak by the plan's estimate, on a CPU with the copy of weights
-    and optimizer state that a checkpoint is written from.
+    certain: allocated for sure. likely: peak by the plan's estimate, on a CPU with the copy of
+    weights and optimizer state that a checkpoint is written from.
     """
 
     certain: int
