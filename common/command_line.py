@@ -191,9 +191,9 @@ def _read_devices(parser: Parser, arguments: argparse.Namespace) -> None:
         if value is not None and not 0 < value < float("inf"):
             parser.error(f"--{name} {value:g}: expected more than 0")
     needs = ("devices", "link", "network", "server_devices")
-    if arguments.accelerator is None and any(getattr(arguments, name) for name in needs):
-        [name, *_] = [name for name in needs if getattr(arguments, name)]
+    given = [name for name in needs if getattr(arguments, name)]
+    if given and arguments.accelerator is None and arguments.like is None:
         parser.error(
-            f"--{name} needs to know of what kind the devices are; add --accelerator NAME, such as"
-            ' H100 or "Ascend 910A"'
+            f"--{given[0]} needs to know of what kind the devices are; add --accelerator NAME, such"
+            ' as H100 or "Ascend 910A"'
         )

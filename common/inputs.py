@@ -148,7 +148,7 @@ def _chosen(
 def _described(limit: float | None, config: RunConfig) -> str:
     if limit is None:
         return "unknown memory"
-    free = "" if config.context.max_device_memory else ", which leaves a reserve"
+    free = "" if limit == config.context.most_bytes else ", which leaves a reserve"
     return gibibytes(limit) + free
 
 

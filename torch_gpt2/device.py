@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.accelerators import GIB, accelerator_flops
+from common.accelerators import accelerator_flops
 from common.cluster.environment import ALONE, Process
 from common.config.schema import PrecisionConfig
 from common.device import (
@@ -298,8 +298,7 @@ def open_device(
     check_support(config, device)
     if lengths_vary and device.kind == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if config.context.max_device_memory:
-        limit = float(config.context.max_device_memory.removesuffix("GB")) * GIB
+    if limit := config.context.most_bytes:
         device.module.set_per_process_memory_fraction(
             min(1.0, limit / device.module.mem_get_info()[1])
         )

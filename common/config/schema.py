@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from common.accelerators import GIB
 from common.config.split import parse_split
 from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
 from common.config.update_rules import RULES, RuleName, UpdateRule
@@ -1134,6 +1135,11 @@ class ContextConfig(Section):
     """Fuse neighbouring operators into one kernel (Ascend and GPU)."""
     graph_kernel_flags: Annotated[Text | None, MINDSPORE] = None
     """Flags that MindSpore takes for that fusion."""
+
+    @property
+    def most_bytes(self) -> float | None:
+        memory = self.max_device_memory
+        return None if memory is None else float(memory.removesuffix("GB")) * GIB
 
 
 class RuntimeConfig(Section):

@@ -21,7 +21,7 @@ from common.cluster.rank_environment import (
 from common.cluster.rank_table import RankTable, table_warnings
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
-from common.planner.plan import describe_plan, make_plan
+from common.planner.plan import Likeness, describe_plan, make_plan
 from common.processes.addresses import DEFAULT_PORT
 
 
@@ -41,19 +41,18 @@ def describe_cluster(
     all_ranks: bool = False,
     environ: Mapping[str, str],
     device: Accelerator | None = None,
+    like: Likeness | None = None,
 ) -> str:
     """Describe a run on these places.
 
     The text has the arithmetic, the ranks, the checks of the whole cluster, and variables and
-    command of the first rank of each host, or of every rank. device: the one whose step time to
-    estimate.
+    command of the first rank of each host, or of every rank. device, like: those of describe_plan.
     """
     plan = make_plan(config)
-    lines = [
-        describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device),
-        "Checks of the cluster:",
-    ]
-    lines += [f"  {line}" for line in _facts(places, table)]
+    text = describe_plan(
+        plan, config, all_ranks=all_ranks, places=places.all, device=device, like=like
+    )
+    lines = [text, "Checks of the cluster:", *(f"  {line}" for line in _facts(places, table))]
     found = [*layout_warnings(places, plan.topology), *(table_warnings(table[1]) if table else ())]
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]
     port = given_port(environ) or DEFAULT_PORT

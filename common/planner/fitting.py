@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from common.accelerators import GIB, Accelerator, Hardware, find_accelerator, require_accelerator
+from common.accelerators import Accelerator, Hardware, find_accelerator, require_accelerator
 from common.config.resolved import as_run
 from common.config.schema import RunConfig
 from common.errors import ConfigError
@@ -21,7 +21,7 @@ from common.parallel.run import Run
 from common.parallel.topology import Topology
 from common.planner.communication import traffic_of
 from common.planner.memory import memory_of
-from common.planner.plan import RESERVED, usable_memory
+from common.planner.plan import RESERVED, memory_limit
 from common.planner.room import machine_memory
 from common.planner.timing import step_time
 from common.resolve.derive import resolve_other
@@ -40,16 +40,13 @@ def is_open(config: RunConfig) -> bool:
 def rank_memory(config: RunConfig, hardware: Hardware, *, ranks: int = 1) -> float | None:
     """Return the bytes that the plan may give a rank, or None if unknown.
 
-    They are context.max_device_memory, else the memory of the device, or on a CPU of the machine
-    divided by its ``ranks``, without a reserve.
+    On a CPU without context.max_device_memory they are the memory of the machine divided by its
+    ``ranks``, without a reserve.
     """
-    given = config.context.max_device_memory
-    if given is not None:
-        return float(given.removesuffix("GB")) * GIB
-    if hardware.kind == "cpu":
+    if hardware.kind == "cpu" and config.context.max_device_memory is None:
         there = machine_memory()
         return None if there is None else there / ranks * (1 - RESERVED)
-    return None if hardware.memory is None else usable_memory(hardware.memory)
+    return memory_limit(config, hardware)
 
 
 def resolve_on(config: RunConfig, device: Accelerator | None, *, world_size: int) -> Run:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 
-from common.accelerators import GIB, Accelerator
+from common.accelerators import GIB, Accelerator, Hardware
 from common.cluster.places import RankPlacement
+from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan
 from common.parallel.fused_attention import FIRST_ASCEND
@@ -154,8 +155,12 @@ def _fit(plan: Plan, config: Run, device: Accelerator | None) -> str:
     if limit is None:
         ask = "" if device else "; --accelerator NAME tells whether it fits, and the time of a step"
         return f"needs: {most:.1f} GiB{where}{ask}"
-    given = config.context.max_device_memory
-    source = f"context.max_device_memory={given}" if given or device is None else device.name
+    given = config.context
+    source = (
+        f"context.max_device_memory={given.max_device_memory}"
+        if device is None or limit == given.most_bytes
+        else device.name
+    )
     of = f"{most:.1f} of {limit / GIB:.1f} GiB{where}, {source}"
     if plan.peak < limit:
         return f"fits: {of}"
@@ -278,15 +283,15 @@ def usable_memory(memory: float) -> float:
     return memory - max(RESERVED * memory, RESERVED_AT_LEAST)
 
 
-def memory_limit(config: Run, device: Accelerator | None) -> float | None:
+def memory_limit(config: RunConfig, device: Accelerator | Hardware | None) -> float | None:
     """Return the bytes that a rank may use, or None if unknown.
 
-    They are context.max_device_memory, or the device's memory without a reserve.
+    They are the device's memory without a reserve, or context.max_device_memory if that is less.
     """
-    given = config.context.max_device_memory
-    if given is not None:
-        return float(given.removesuffix("GB")) * GIB
-    return None if device is None else usable_memory(device.memory)
+    limits = [] if config.context.most_bytes is None else [config.context.most_bytes]
+    if device is not None and device.memory is not None:
+        limits.append(usable_memory(device.memory))
+    return min(limits, default=None)
 
 
 def _traffic_lines(plan: Plan) -> Iterable[str]:

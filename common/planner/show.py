@@ -4,9 +4,11 @@ suggested ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.accelerators import GIGA, Accelerator, find_accelerator, require_accelerator
 from common.cluster.environment import announced_world_size
@@ -39,22 +41,21 @@ def plan_text(
     """Return the plan of the processes that a launcher announces, else of those that the layout
     needs.
 
-    written: the configuration of these words. accelerator: whose step time to estimate, on a
-    machine with other ``link`` and ``network`` (GB/s of a device) or ``server_devices`` if they are
-    given. devices: how many of it to suggest layouts for. like: folder and configuration of a run
-    that measured a step.
+    written: the configuration of these words. accelerator: whose step time to estimate. devices:
+    how many of it to suggest layouts for. like: folder and configuration of a run that measured a
+    step. Both are on machines with other ``link`` and ``network`` (GB/s of a device) or
+    ``server_devices`` if they are given.
     """
-    device = require_accelerator(accelerator) if accelerator else None
-    if device is not None:
-        device = replace(
-            device,
-            link=link * GIGA if link else device.link,
-            network=network * GIGA if network else device.network,
-            server_devices=server_devices or device.server_devices,
-        )
+    given: dict[str, Any] = {
+        "link": link and link * GIGA,
+        "network": network and network * GIGA,
+        "server_devices": server_devices,
+    }
+    machine = {name: value for name, value in given.items() if value is not None}
+    device = replace(require_accelerator(accelerator), **machine) if accelerator else None
     likeness = None
     if like is not None:
-        likeness, device = _likeness(*like, device)
+        likeness, device = _likeness(*like, device, machine)
     ranks = announced_world_size(environ) or written_ranks(written)
     if devices is not None and device is not None:
         is_auto = written.train.micro_batch_size == "auto"
@@ -74,6 +75,7 @@ def plan_text(
             all_ranks=all,
             environ=environ,
             device=device,
+            like=likeness,
         )
     plan = make_plan(config)
     text = describe_plan(plan, config, all_ranks=all, device=device, like=likeness)
@@ -89,19 +91,22 @@ MOST_RANKS = 4096
 
 
 def _likeness(
-    folder: Path, written: RunConfig, device: Accelerator | None
+    folder: Path, written: RunConfig, device: Accelerator | None, machine: Mapping[str, Any]
 ) -> tuple[Likeness, Accelerator]:
     """Return how a run's step compares with its plan, and the device to plan for: by default the
-    run's own. Raises ConfigError if the run did not measure a step, or its device is unknown.
+    run's own, on this machine. Raises ConfigError if the run did not measure a step, or its device
+    is unknown.
     """
-    path = folder / "memory.json"
-    found = read_json_mapping(path)
-    seconds, name = found.get("step_seconds"), str(found.get("name"))
-    own = find_accelerator(name) or device
-    if not isinstance(seconds, float) or own is None:
+    found = read_json_mapping(folder / "memory.json")
+    seconds, name, kind = found.get("step_seconds"), str(found.get("name")), found.get("device")
+    known = find_accelerator(name)
+    own = device if known is None else replace(known, **machine)
+    measured = type(seconds) in (int, float) and 0 < seconds < math.inf
+    if not measured or own is None or kind == "cpu":
+        other = "" if kind == "cpu" else ", or --accelerator"
         raise ConfigError(
             f"--like {folder}: expected a run that ended and measured steps on an accelerator with"
-            f" known rates, found {seconds} s a step on {name}; name another run, or --accelerator"
+            f" known rates, found {seconds} s a step on {name} ({kind}); name another run{other}"
         )
     config = resolve_on(written, own, world_size=written_ranks(written))
     planned = time_of(make_plan(config), config, own).total

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from run_gpt2 import main
+from tests.cluster_tables import write_tutorial_table
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKED = """
@@ -105,27 +107,78 @@ def test_another_network(plan: Plan) -> None:
     assert "warning: tensor parallel over 2 devices leaves a server of 1" in wide
 
 
-def test_like_a_run_that_measured_a_step(plan: Plan, tmp_path: Path) -> None:
+RUN = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "ranks": []}
+
+
+@pytest.fixture
+def like(plan: Plan, tmp_path: Path) -> Callable[..., str]:
+    """Give a function that writes a run's folder, and returns the flag for it."""
+
+    def like(*words: str, preset: str = "run_gpt2_124m", **memory: Any) -> str:
+        (tmp_path / "config.yaml").write_text(plan(preset, "--show_config", *words))
+        (tmp_path / "memory.json").write_text(json.dumps(RUN | memory))
+        return f"--like={tmp_path}"
+
+    return like
+
+
+def test_like_a_run_that_measured_a_step(
+    plan: Plan, like: Callable[..., str], tmp_path: Path
+) -> None:
     """The run took twice what its plan says, so everything else does."""
     words = ["model.num_layers=4", "--accelerator=H100"]
-    command = f"run_gpt2.py --config configs/gpt2/run_gpt2_124m.yaml --run_mode train {words[0]}"
-    shown = subprocess.run(
-        [sys.executable, *command.split(), "--show_config"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    (tmp_path / "config.yaml").write_text(shown.stdout)
-    like = f"--like={tmp_path}"
     measured = 2 * _seconds(plan("run_gpt2_124m", *words))
-    memory = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "ranks": []}
-    (tmp_path / "memory.json").write_text(json.dumps(memory | {"step_seconds": measured}))
-    text = plan("run_gpt2_124m", *words, like)
+    flag = like(words[0], step_seconds=measured)
+    text = plan("run_gpt2_124m", *words, flag)
     assert _seconds(text) == pytest.approx(measured, rel=0.01)
     assert f"(scaled by 2.00: {tmp_path} took " in text and "published" not in text
-    assert _seconds(plan("run_gpt2_124m", *words, like, "parallel.data_parallel=2")) < measured
-    (tmp_path / "memory.json").write_text(json.dumps(memory | {"step_seconds": None}))
-    error = plan("run_gpt2_124m", *words, like, code=2)
-    assert "expected a run that ended and measured steps" in error
+    assert _seconds(plan("run_gpt2_124m", *words, flag, "parallel.data_parallel=2")) < measured
+    assert _seconds(plan("run_gpt2_124m", *words, like(words[0], step_seconds=3))) == 3
+
+
+MACHINE = ("--network=1.5625", "--link=20", "--server_devices=4")
+
+
+@pytest.mark.parametrize("accelerator", [("--accelerator=V100 32GB",), ()])
+@pytest.mark.parametrize("words", [(), *zip(MACHINE), MACHINE])
+def test_the_machine_of_a_run_is_counted_once(
+    plan: Plan, like: Callable[..., str], words: tuple[str, ...], accelerator: tuple[str, ...]
+) -> None:
+    """What a run measured is what its own plan says, whatever the links."""
+    preset, limit = "run_gpt2_13b", "context.max_device_memory=null"
+    flag = like(limit, preset=preset, name="Tesla V100-SXM2-32GB", step_seconds=12.5)
+    assert _seconds(plan(preset, limit, flag, *words, *accelerator)) == 12.5
+
+
+def test_a_rank_tables_plan_is_scaled_too(
+    plan: Plan, like: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = like(preset="run_gpt2_13b", name="Ascend 910A", step_seconds=12.5)
+    table = write_tutorial_table(tmp_path / "table.json", servers=4)
+    monkeypatch.setenv("RANK_TABLE_FILE", str(table))
+    text = plan("run_gpt2_13b", flag)
+    assert _seconds(text) == 12.5 and "\nChecks of the cluster:\n" in text
+
+
+@pytest.mark.parametrize(
+    ("memory", "words", "says"),
+    [
+        ({"step_seconds": None}, (), "found None s a step on NVIDIA H100 80GB HBM3 (cuda)"),
+        ({"step_seconds": 0.0}, (), "measured steps on an accelerator with known rates, found 0.0"),
+        ({"step_seconds": True}, (), "found True s a step"),
+        ({"step_seconds": 1.0, "name": "TPU"}, (), "(cuda); name another run, or --accelerator\n"),
+        (
+            {"step_seconds": 1.0, "name": "EPYC", "device": "cpu"},
+            ("--accelerator=A100",),
+            "found 1.0 s a step on EPYC (cpu); name another run\n",
+        ),
+    ],
+)
+def test_a_run_that_measured_nothing_of_use_is_refused(
+    plan: Plan,
+    like: Callable[..., str],
+    memory: dict[str, Any],
+    words: tuple[str, ...],
+    says: str,
+) -> None:
+    assert says in plan("run_gpt2_124m", like(**memory), *words, code=2)

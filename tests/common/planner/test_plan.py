@@ -16,6 +16,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.planner.fitting import resolve_on
 from common.planner.plan import Plan, describe_plan, make_plan, time_of
+from common.planner.suggest import suggest
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import load_config
 from common.weights.names import count_parameters, parameter_shapes
@@ -449,6 +450,34 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
         f", context.max_device_memory=10GB: {peak - 10:.2f} GiB short; raise model_parallel,"
         " pipeline_stage or zero_stage, or recompute more"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "limit", "source"),
+    [
+        ("31GB", "V100", 16 - 2.4, "V100"),
+        ("31GB", "Ascend 910B2", 31, "context.max_device_memory=31GB"),
+        ("31GB", None, 31, "context.max_device_memory=31GB"),
+        ("null", "Ascend 910B2", 64 * 0.94, "Ascend 910B2"),
+    ],
+)
+def test_a_rank_has_the_less_of_what_is_given_and_there(
+    given: str, name: str | None, limit: float, source: str
+) -> None:
+    """Also where the micro batch or the layout is chosen."""
+    keys = (f"context.max_device_memory={given}", "train.micro_batch_size=auto")
+    batch = ("parallel.micro_batch_num=null", "train.global_batch_size=192")
+    layout = ("parallel.model_parallel=4", "parallel.data_parallel=null")
+    written = load_config(FOLDER / "run_gpt2_13b.yaml", keys + batch + layout)
+    device = None if name is None else require_accelerator(name)
+    config = resolve_on(written, device, world_size=32)
+    plan = make_plan(config)
+    line = text(plan, config, device=device)[0]
+    assert re.fullmatch(rf"fits: \S+ of {limit:.1f} GiB at place .*, {source}", line)
+    assert plan.peak <= limit * 2**30
+    if device is not None:
+        found = suggest(config, 32, device).fitting
+        assert found and all(layout.plan.peak <= limit * 2**30 for layout in found)
 
 
 @pytest.mark.parametrize(
