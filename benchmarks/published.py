@@ -118,15 +118,16 @@ def plan_row(row: dict[str, str]) -> Figure:
     written = load_config(path, overrides(row))
     config = resolve_on(written, device, world_size=written_ranks(written))
     plan = make_plan(config)
-    value, unit, name = float(row["published"]), row["unit"], device.name
+    value, unit = float(row["published"]), row["unit"]
     is_memory = unit in ("GB", "GiB")
     if is_memory:
         measured, planned = value * (GIB if unit == "GiB" else 1e9), float(plan.peak)
     else:
         planned = time_of(plan, config, device).total
         measured = _seconds(row, value, unit, config.topology.world_size)
-    family = "Ascend" if name.startswith("Ascend") else name[:4]
-    return Figure(row=row, family=family, measured=measured, planned=planned, is_memory=is_memory)
+    return Figure(
+        row=row, family=device.family, measured=measured, planned=planned, is_memory=is_memory
+    )
 
 
 def _seconds(row: dict[str, str], value: float, unit: str, devices: int) -> float:

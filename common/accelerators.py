@@ -97,6 +97,11 @@ class Accelerator:
     float8_flops: float = 0.0
     """Peak FLOP/s of float8 matrix products; 0 for a device without."""
 
+    @property
+    def family(self) -> str:
+        """Devices by whose published steps a plan is judged: A100, H100 (Hopper), V100, Ascend."""
+        return "H100" if self.float8_flops else self.name.split()[0]
+
     def float8_peak(self) -> float:
         """Return ``float8_flops``. Raises ConfigError for a device that multiplies no float8."""
         if not self.float8_flops:

@@ -23,7 +23,7 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
-from common.planner.timing import RANGE, StepTime, step_time
+from common.planner.timing import RANGES, StepTime, step_time
 from common.resolve.derive import resolve_other
 from common.weights.names import count_parameters, flops_per_token
 
@@ -317,9 +317,8 @@ def _time_lines(
 ) -> Iterable[str]:
     time, factor = time_of(plan, config, device), like.factor if like else 1.0
     seconds = time.total * factor
-    low, high = (
-        three_digits(seconds * end) for end in ((0.9, 1.1) if like else (RANGE[0], RANGE[1]))
-    )
+    ends = (0.9, 1.1) if like else RANGES[device.family]
+    low, high = (three_digits(seconds * end) for end in ends)
     speed, devices = plan.tokens_per_step / seconds, plan.topology.world_size
     yield (
         f"time: {three_digits(seconds)} s a step ({low} to {high}), {speed:,.0f} tokens/s,"
@@ -334,7 +333,8 @@ def _time_lines(
     yield (
         f"(scaled by {factor:.2f}: {like.folder} took {three_digits(like.seconds)} s a step)"
         if like
-        else "(calculated, not measured; eight of ten published steps are within the range)"
+        else "(calculated, not measured; eight of ten published steps on"
+        f" {device.family} are within the range)"
     )
 
 

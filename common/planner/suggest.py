@@ -263,10 +263,11 @@ TIE = 0.03
 def describe_next(config: Run, plan: Plan, device: Accelerator, like: Likeness | None) -> str:
     """Return the three fastest other layouts of as many devices, and whether they are faster."""
     own = time_of(plan, config, device).total
+    named = _row(Layout(config=config, seconds=own), device, like)[:_KEYS]
     others = [
         layout
         for layout in suggest(config, plan.topology.world_size, device).fitting
-        if layout.config != config
+        if _row(layout, device, like)[:_KEYS] != named
     ][:3]
     if not others:
         return ""
@@ -321,6 +322,8 @@ _HEAD = (
     *("data", "tensor", "pipeline", "ZeRO", "sequence", "recompute", "micro batch"),
     *("GiB", "s a step", "tokens/s", "MFU"),
 )
+_KEYS = 7
+"""Columns that name a layout, before its figures."""
 
 
 def _table(layouts: Sequence[Layout], device: Accelerator, like: Likeness | None) -> list[str]:

@@ -14,26 +14,25 @@ from common.planner.communication import Traffic
 from common.planner.memory import Memory
 from common.resolve.compilation import is_compiled
 
-PRODUCTS = 0.77
+PRODUCTS = 0.76
 """Part of the peak rate that matrix products reach.
 
 This, attention on both generations, eager elements and the network are the five factors that were
 fitted to one half of the published steps in benchmarks/published.csv (docs/plan_accuracy.md).
 """
-ATTENTION, ATTENTION_OF_HOPPER = 0.62, 0.33
+ATTENTION, ATTENTION_OF_HOPPER = 0.62, 0.32
 """Part of the peak rate that attention reaches, with all pairs of a window counted. Hopper's peak
 has grown more than its kernels of 2023 and 2024.
 """
 ELEMENTS = {"eager": 0.33, "compiled": 0.90}
 """Part of the memory bandwidth that the operations between products reach, with each activation
-counted once a pass. Operator by operator it is read and written again. Fused kernels reach the
-bandwidth of benchmarks/roofline.py.
+counted once a pass. Operator by operator it is read and written again. For fused kernels 0.90 is
+assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/training.md).
 """
 NETWORK = 0.67
 """Part of the adapters' rate that messages between servers reach."""
-RANGE = 0.84, 1.25
-"""Measured by planned times: eight of ten published steps to which nothing was fitted lie between.
-"""
+RANGES = {"A100": (0.89, 1.23), "H100": (0.74, 1.17), "V100": (0.76, 1.50), "Ascend": (0.58, 1.69)}
+"""Measured by planned times, by family: eight of ten published steps on it lie between."""
 HOST_LINK = 25e9
 """Bytes per second between a device and its host, one way: a PCIe 4 x16 link of 32 GB/s."""
 PASSES = 4

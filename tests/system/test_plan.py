@@ -97,6 +97,16 @@ def test_a_device_and_devices(plan: Plan) -> None:
     assert [plan("run_gpt2_13b", *words) for words in both] == [text] * 2
 
 
+@pytest.mark.parametrize("device", ["auto", "npu"])
+def test_the_runs_own_layout_is_no_other_one(plan: Plan, device: str) -> None:
+    shown = plan("run_gpt2_13b", "--devices=32xAscend 910A")
+    [words] = re.findall(r"The first: (.*)", shown)
+    own = shown.splitlines()[2].split()[:7]
+    told = plan("run_gpt2_13b", "--accelerator=Ascend 910A", f"device={device}", *words.split())
+    rows = [line.split()[:7] for line in told.splitlines()]
+    assert rows[-4][:2] == ["data", "tensor"] and own not in rows[-3:]
+
+
 def test_another_network(plan: Plan) -> None:
     """Eight devices share one adapter of 100 Gb/s, or each has a faster one."""
     told = "run_gpt2_13b", "--accelerator=V100 32GB", "context.max_device_memory=null"
