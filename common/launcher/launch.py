@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -166,6 +167,14 @@ def _is_being_filled(path: Path) -> bool:
 
 
 def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTable | None) -> str:
+    """Raises ConfigError for an accelerator that is not known, or another number of them."""
+    counted = re.fullmatch(r"(\d{1,9}) ?x ?(.+)", request.accelerator or "")
+    if counted and int(counted[1]) != places.world_size:
+        raise ConfigError(
+            f"--accelerator {request.accelerator}: the layout has {places.world_size} ranks; leave"
+            " the number out, or make them equal"
+        )
+    name = counted[2] if counted else request.accelerator
     return describe_cluster(
         config,
         places,
@@ -174,7 +183,7 @@ def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTab
         table=(request.table, table) if request.table and table else None,
         all_ranks=request.all_ranks,
         environ=os.environ,
-        device=require_accelerator(request.accelerator) if request.accelerator else None,
+        device=require_accelerator(name) if name else None,
     )
 
 

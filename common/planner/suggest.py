@@ -58,8 +58,8 @@ class Suggestions:
     """Layouts that fit, best first; the fastest for each data x tensor x pipeline."""
     refused: dict[str, list[Topology]]
     """Reason -> layouts that it excludes."""
-    recompute_layers: int | None = None
-    """train.recompute_layers of the run, which layouts that recompute keep."""
+    config: Run
+    """The run whose layout is sought."""
 
 
 def suggest(
@@ -88,7 +88,7 @@ def suggest(
     return Suggestions(
         fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)),
         refused=refused,
-        recompute_layers=config.train.recompute_layers,
+        config=config,
     )
 
 
@@ -242,10 +242,7 @@ def describe_suggestions(
             )
         if more := len(found.fitting) - len(shown):
             lines.append(f"and {more} slower ones (--all lists them)")
-        words = [*_words(ties[0].config)]
-        if found.recompute_layers is not None and words[-1] == "train.recompute=none":
-            words.append("train.recompute_layers=null")
-        lines += ["", f"The first: {' '.join(words)}"]
+        lines += ["", f"The first: {' '.join(_words(ties[0].config, found.config))}"]
     else:
         lines.append(
             "none fits; use more devices, a smaller micro batch, or precision.parameters below"
@@ -348,11 +345,25 @@ def _row(layout: Layout, device: Accelerator, like: Likeness | None) -> tuple[st
     )
 
 
-def _words(config: Run) -> Iterator[str]:
-    """Yield the overrides to append to the command."""
+def _words(config: Run, run: Run) -> Iterator[str]:
+    """Yield the overrides to append to the command of the run."""
     names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
-    values = {name: getattr(config.parallel, name) for name in names}
-    for name, value in (values | {"micro_batch_num": config.batch.accumulation}).items():
-        yield f"parallel.{name}={str(value).lower() if isinstance(value, bool) else value}"
-    yield f"train.micro_batch_size={config.train.micro_batch_size}"
-    yield f"train.recompute={config.train.recompute}"
+    values = {f"parallel.{name}": getattr(config.parallel, name) for name in names}
+    steps = config.batch.accumulation  # a file may have either name
+    values |= {"parallel.micro_batch_num": steps, "train.accumulation_steps": steps}
+    values |= {
+        f"train.{name}": getattr(config.train, name) for name in ("micro_batch_size", "recompute")
+    }
+    for key in (
+        "parallel.stage_layers",
+        "parallel.shard_size",
+        "train.recompute_layers",
+        "train.recompute_slice_activation",
+    ):
+        section, name = key.split(".")
+        own, other = (getattr(getattr(each, section), name) for each in (run, config))
+        if own != other:
+            values[key] = other
+    for name, value in values.items():
+        said = "null" if value is None else value
+        yield f"{name}={str(said).lower() if isinstance(said, bool) else said}"

@@ -4,6 +4,7 @@ other.
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.topology import Topology
-from common.planner.fitting import telling_places
+from common.planner.fitting import resolve_on, telling_places
 from common.planner.plan import make_plan, memory_limit, time_of
 from common.planner.suggest import (
     EQUAL,
@@ -87,6 +88,39 @@ def test_suggestions_fit_and_are_runs() -> None:
     hardware = found.fitting[0].config.hardware
     again = resolve_other(again, world_size=16, hardware=hardware)
     assert make_plan(again) == found.fitting[0].plan
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (("parallel.pipeline_stage=2", "parallel.stage_layers=[7,5]"), 2),
+        (("train.accumulation_steps=4", "train.global_batch_size=null"), 1),
+        (("parallel.micro_batch_num=4", "train.global_batch_size=null"), 1),
+        (("parallel.data_parallel=8", "parallel.zero_stage=3", "parallel.shard_size=2"), 8),
+        (
+            (
+                "parallel.model_parallel=2",
+                "train.recompute_slice_activation=true",
+                "backend=mindspore",
+            ),
+            2,
+        ),
+        (("train.recompute=full", "train.recompute_layers=3"), 1),
+    ],
+)
+def test_every_suggestion_can_be_pasted(words: tuple[str, ...], ranks: int) -> None:
+    """Behind a command that has keys which other layouts cannot keep."""
+    words = ("train.micro_batch_size=4", *words)
+    written, device = load_config(FOLDER / "run_gpt2_124m.yaml", words), require_accelerator("A100")
+    config = resolve_config(written, world_size=ranks)
+    found = suggest(config, 8, device)
+    assert len(found.fitting) > 2
+    for layout in found.fitting:
+        text = describe_suggestions(replace(found, fitting=(layout,)), 8, device)
+        [line] = [each for each in text.splitlines() if each.startswith("The first: ")]
+        pasted = line.removeprefix("The first: ").split()
+        again = load_config(FOLDER / "run_gpt2_124m.yaml", [*words, *pasted])
+        assert make_plan(resolve_on(again, device, world_size=8)) == layout.plan
 
 
 def small(**sections: Any) -> RunConfig:
