@@ -191,9 +191,9 @@ def _read_devices(parser: Parser, arguments: argparse.Namespace) -> None:
         if value is not None and not 0 < value < float("inf"):
             parser.error(f"--{name} {value:g}: expected more than 0")
     needs = ("devices", "link", "network", "server_devices")
-    given = [name for name in needs if getattr(arguments, name)]
-    if given and arguments.accelerator is None and arguments.like is None:
+    asking = [name for name in needs if getattr(arguments, name)]
+    if asking and arguments.accelerator is None and arguments.like is None:
         parser.error(
-            f"--{given[0]} needs to know of what kind the devices are; add --accelerator NAME, such"
-            ' as H100 or "Ascend 910A"'
+            f"--{asking[0]} needs to know of what kind the devices are; add --accelerator NAME,"
+            ' such as H100 or "Ascend 910A"'
         )

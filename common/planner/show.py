@@ -98,7 +98,8 @@ def _likeness(
     is unknown.
     """
     found = read_json_mapping(folder / "memory.json")
-    seconds, name, kind = found.get("step_seconds"), str(found.get("name")), found.get("device")
+    seconds: Any = found.get("step_seconds")
+    name, kind = str(found.get("name")), found.get("device")
     known = find_accelerator(name)
     own = device if known is None else replace(known, **machine)
     measured = type(seconds) in (int, float) and 0 < seconds < math.inf

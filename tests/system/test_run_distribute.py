@@ -167,8 +167,8 @@ CONFIG = "../configs/gpt2/run_gpt2_13b.yaml"
         (["TABLE", CONFIG, "[0,8]", "train", "32", "model.layers=3"], "model.layers: unknown key;"
             " did you mean model.num_layers?\n"),
         (["none", CONFIG, "[0,8]", "train", "8x"], "expected section.key=value"),
-        (["--accelerator", "8xH100", "TABLE", CONFIG, "[0,32]", "plan"], "8xH100: the layout has 32"
-            " ranks; leave the number out, or make them equal"),
+        (["--accelerator", "8xH100", "TABLE", CONFIG, "[0,8]", "plan", "32"],
+            "8xH100: the layout has 32 ranks; leave the number out, or make them equal"),
         (["--ssh", "TABLE", CONFIG, "[0,8]", "train", "32"], "--ssh needs --hosts"),
         (["--all_ranks", "TABLE", CONFIG, "[0,8]", "train", "32"], "--all_ranks is for the mode"
             " plan"),
