@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+_COUNTS = {
+    *("step", "consumed_samples", "sample_hash", "updated_samples"),
+    *("skipped_steps", "skipped_in_a_row"),
+}
+"""What every state says."""
+
 
 @dataclass
 class TrainState:
@@ -42,7 +48,9 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Create a state. Raises TypeError or ValueError for an invalid one."""
+        """Create a state. Raises KeyError, TypeError or ValueError for an invalid one."""
+        if missing := sorted(_COUNTS - values.keys()):
+            raise KeyError(missing[0])
         names = {field.name for field in fields(cls)}
         state = cls(**{name: value for name, value in values.items() if name in names})
         if not 0 <= state.skipped_in_a_row <= state.skipped_steps <= state.step:

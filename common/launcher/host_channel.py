@@ -251,7 +251,7 @@ class HostChannel:
     def _admit(self, link: Channel, address: str) -> None:
         hello, hosts = link.hello(), self._hosts.all
         host, devices = hello.get("host"), hello.get("devices")
-        if type(host) is not int or not -1 <= host < len(hosts) or type(devices) is not list:
+        if type(host) is not int or type(devices) is not list:
             link.close()
             return
         asks = host < 0
@@ -285,6 +285,8 @@ class HostChannel:
                 "runs with another list of hosts and ranks: give both the same rank table or host"
                 " list, or the same --nnodes and as many devices, or two runs two ports"
             )
+        if hello["host"] >= len(hosts):
+            return f"has no host {hello['host']} in its list"
         if asks and not numbers:
             return f"has all its {len(hosts)} hosts already"
         if numbers and not asks and self._attempt is None:

@@ -36,7 +36,7 @@ _RAMP = (
 _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
-        "skipped_in_a_row": _COUNT, "updated_samples?": _COUNT,
+        "skipped_in_a_row": _COUNT, "updated_samples": _COUNT,
         "losses?": list[float], "grad_norms?": list[float], "is_outlier?": bool,
         "left_out?": _PAIRS, "rewinds?": _COUNT,
         "rate_factor?": Annotated[float, Field(gt=0, le=1)],

@@ -188,7 +188,13 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
             return {key: placed(part) for key, part in value.items()}
         return type(value)(map(placed, value)) if type(value) in (list, tuple) else value
 
-    whole, computes = placed(tree), torch.serialization.get_crc32_options()
+    filling = torch.utils.deterministic
+    fills, filling.fill_uninitialized_memory = filling.fill_uninitialized_memory, False
+    try:
+        whole = placed(tree)
+    finally:
+        filling.fill_uninitialized_memory = fills
+    computes = torch.serialization.get_crc32_options()
     with ChecksummedFile(path) as file:
         records = _Records(file, {tensor.data_ptr() for tensor in tensors.values()}, arrays)
         torch.serialization.set_crc32_options(False)

@@ -12,7 +12,7 @@ import torch
 
 from common.cluster.environment import Process
 from common.device import device_index
-from common.errors import ConfigError, DeviceError
+from common.errors import CheckpointError, ConfigError, DeviceError
 from tests.tiny import tiny_config
 from torch_gpt2 import checkpoint
 from torch_gpt2.device import TorchDevice, check_support, open_device, select_device
@@ -43,6 +43,11 @@ def test_random_state_is_restored() -> None:
 def test_states_of_another_kind_of_device_are_left_out() -> None:
     device = select_device("cpu")
     device.set_rng_state({"other": "AAAA", **device.rng_state()})
+
+
+def test_a_random_state_that_is_none_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"engine\.rng\.torch\.cpu: "):
+        select_device("cpu").set_rng_state({"cpu": "@@@"})
 
 
 def test_a_device_that_is_not_there() -> None:

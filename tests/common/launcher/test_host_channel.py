@@ -174,11 +174,12 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
 
 def test_another_list_of_hosts_is_refused(launch: Launch) -> None:
     first = launch(0, "pass", "pass")
-    second = launch(1, SLEEP, hosts=(TWO[0], ("127.0.0.2", (2,))))
-    code, output = second.end()
-    assert code == 2
-    assert re.search(r"host 127.0.0.1 .*runs with another list of hosts", output)
-    first.until_said("host 127.0.0.2 was refused: this one runs with another list of hosts")
+    fewer, more = (TWO[0], ("127.0.0.2", (2,))), (*TWO, ("127.0.0.3", (4, 5)))
+    for number, hosts in ((2, fewer), (3, more)):
+        code, output = launch(number - 1, SLEEP, hosts=hosts).end()
+        assert code == 2
+        assert re.search(r"host 127.0.0.1 .*runs with another list of hosts", output)
+        first.until_said(f"host 127.0.0.{number} was refused: this one runs with another list")
     right = launch(1, "pass", "pass")
     assert [one.end()[0] for one in (first, right)] == [0, 0]
 

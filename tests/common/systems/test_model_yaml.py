@@ -35,6 +35,7 @@ RUN: dict[str, Any] = {
         "sample_hash": "",
         "skipped_steps": 0,
         "skipped_in_a_row": 0,
+        "updated_samples": 12,
     },
     "engine": {"optimizer_steps": 3, "loss_scale": {}, "rng": {}},
     "config": {"optimizer": {"name": "adamw", "decay_steps": 9}, "train": {"global_batch_size": 2}},

@@ -73,3 +73,5 @@ def test_the_history_survives_a_manifest() -> None:
     assert TrainState.from_dict(saved) == state
     old = {name: value for name, value in saved.items() if name not in ("losses", "grad_norms")}
     assert TrainState.from_dict(old) == TrainState(step=3)
+    with pytest.raises(KeyError, match="consumed_samples"):
+        TrainState.from_dict({"step": 3})

@@ -272,6 +272,7 @@ def half_run(form: str) -> dict[str, Any]:
         "sample_hash": "ab",
         "skipped_steps": 1,
         "skipped_in_a_row": 0,
+        "updated_samples": 24,
     }
     return {
         "state": state,
