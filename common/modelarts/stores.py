@@ -213,12 +213,13 @@ def _copy(store: Any, source: str, target: str) -> None:
     """Copy a file, again after a failure, which may be any exception."""
     for pause in _PAUSES:
         try:
-            return store.copy(source, target)
+            store.copy(source, target)
+            return
         except Exception as error:
             why = str(error) or type(error).__name__
             LOG.warning(f"{target} could not be written ({why}); trying again in {pause:g} s")
             time.sleep(pause)
-    return store.copy(source, target)
+    store.copy(source, target)
 
 
 @contextmanager
