@@ -70,6 +70,9 @@ def test_neighbours_are_any_distance_apart(n: int, apart: int) -> None:
 def test_two_epochs_have_nothing_in_common() -> None:
     one, two = (permuted(np.arange(100_000), TRILLION, f"windows/{epoch}") for epoch in (0, 1))
     assert is_even(np.bincount((two - one) % TRILLION * 199 // TRILLION, minlength=199))
+    epochs, places = shuffled(np.arange(2000), 1000, "windows")
+    assert epochs.tolist() == [0] * 1000 + [1] * 1000
+    assert (places[:1000] == places[1000:]).mean() < 0.01  # one of 1000 by chance
 
 
 def test_cycles_are_those_of_chance() -> None:
