@@ -112,7 +112,7 @@ class DecodeStep:
             step = partial(_compute, self._layers, self._inputs, keys)  # without a cycle to self
             self._steps[keys] = self._device.capture(step, self._memory)
         logits = self._layers.read(self._steps[keys]())
-        return logits if len(rows) == len(logits) else logits[list(rows)]
+        return logits if [*rows] == [*range(len(logits))] else logits[list(rows)]
 
 
 def _compute(layers: Layers, inputs: Tensor, keys: int) -> Tensor:

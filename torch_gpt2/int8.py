@@ -77,6 +77,13 @@ class Int8Linear(nn.Module):
             return self._packed.product(integers)
         return F.linear(integers, self.weight)
 
+    def packed(self) -> Multiply:
+        """Return this layer's product, and keep its integers only as that reads them."""
+        if self.weight.dtype == torch.int8 and self.weight.numel():
+            _ = self._packed
+            self.weight = torch.empty(0, dtype=torch.int8)
+        return self.forward  # without the overhead of Module.__call__
+
     @cached_property
     def _packed(self) -> PackedIntegers:
         return PackedIntegers(self.weight)
@@ -188,7 +195,7 @@ def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype) -> Mul
         )
         return Product(weights, biases, dtype)
     if len(layers) == 1:
-        return integers[0].forward  # without the overhead of Module.__call__
+        return integers[0].packed()
     if floats or len({layer.input_scale for layer in integers}) > 1:
         products = [product_of([layer], dtype) for layer in layers]
         return lambda x: torch.cat([product(x) for product in products], -1)
@@ -197,7 +204,7 @@ def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype) -> Mul
     )
     biases = [layer.bias.detach() for layer in integers if layer.bias is not None]
     bias = joined(biases) if biases else None
-    return Int8Linear(weight, scales, bias, integers[0].input_scale).forward
+    return Int8Linear(weight, scales, bias, integers[0].input_scale).packed()
 
 
 def head_product(model: GPT2) -> Multiply:

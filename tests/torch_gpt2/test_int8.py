@@ -160,6 +160,11 @@ def test_generation_takes_the_tokens_of_whole_passes(folders: dict[str, Path], r
     decoder = Decoder(model, select_device("cpu"), rows)
     settings = PredictConfig.model_validate({"strategy": "greedy"})
     found = [each.tokens for each in generate(decoder, given, settings, seed=0, ends=())]
+    again = Decoder(model, select_device("cpu"), rows)  # the integers are held once, packed
+    assert found == [each.tokens for each in generate(again, given, settings, seed=0, ends=())]
+    block = model.h[0]
+    held = (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj, model.head)
+    assert torch_gpt2.int8.multiplies_integers() is not any(each.weight.numel() for each in held)
     for prompt, tokens in zip(prompts, found, strict=True):
         ids = list(prompt)
         for _ in range(8):
