@@ -467,7 +467,7 @@ class DataConfig(Section):
     training.
     """
     shuffle: bool = True
-    """Shuffle windows again in every epoch, which then begin elsewhere."""
+    """Shuffle windows anew in every epoch; each epoch begins at another token."""
     stride: Count | None = None
     """Tokens between the starts of training windows; model.seq_length (no overlap) when left out.
     Below it windows overlap, and the last window ends with the last token of the epoch.
