@@ -114,6 +114,26 @@ def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
     assert ranks_left(tmp_path) == []
 
 
+def test_of_two_failures_at_once_host_0_says_which_counts(
+    launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host has blamed its own rank before it hears of the other."""
+    monkeypatch.setattr(host_channel, "LIFE_SECONDS", 0.5)
+    events: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    control = HostChannel(hosts(0, port), events, restarts=False)
+    second = launch(1, "raise SystemExit(9)", SLEEP)
+    control.gather(0, 30.0)
+    while (told := events.get(timeout=30)).kind != "failed":
+        pass
+    assert told.values["code"] == 9
+    own = {**told.values, "text": "rank 0 has failed", "code": 7, "ranks": [0]}
+    control.tell("end", code=7, again=False, failure=own)
+    code, output = second.end()
+    control.close()
+    assert code == 7
+    assert "error: rank 0 has failed\nall ranks here were ended; exit code 7" in output
+
+
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_stop_on_one_host_stops_both(launch: Launch, tmp_path: Path, signalled: int) -> None:
     both = [launch(0, SAVE_AND_LEAVE, SAVE_AND_LEAVE), launch(1, SAVE_AND_LEAVE, SAVE_AND_LEAVE)]
