@@ -99,7 +99,9 @@ class HostChannel:
         """Index of this host."""
         self._links: dict[int, Channel] = {}
         self._devices = {0: (hosts.all[0].address, list(hosts.devices))}
-        """Address and devices of the hosts that have come without a number."""
+        """Address of the hosts that have come, and devices of those without a number."""
+        self._doubles: dict[int, bool] = {}
+        """Numbers that came again, and whether the host that has one has spoken since."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._life: dict[str, Any] = {}
         self._attempt: int | None = None
@@ -115,18 +117,27 @@ class HostChannel:
         Returns the number of the attempt as host 0 counts. Raises RunError if a host does not come,
         and ConfigError if host 0 refuses this one.
         """
-        port, reminded = self._hosts.port, False
+        port = self._hosts.port
+        reminded: set[tuple[bool, bool]] = set()
         limit += 0.0 if self._server else PATIENCE_SECONDS
         began = heard = time.monotonic()
         while self._attempt is None:
             missing, why, has_word = self._begin(attempt) if self._server else self._join()
             names, now = ", ".join(map(str, missing)), time.monotonic()
             heard = now if has_word else heard
-            if missing and now - began > REMIND_SECONDS and not reminded:
-                reminded = True
-                what = f"its launcher has not come to port {port}"
-                what = f"its port {port} cannot be reached ({why})" if why else what
-                tell(f"waiting for {names}: {what}; this port must be open too", error=True)
+            kind = (bool(missing), has_word)
+            is_late = self._attempt is None and now - began > REMIND_SECONDS
+            if is_late and kind not in reminded:
+                reminded.add(kind)
+                if not missing:
+                    what = "this host has come; waiting for the others"
+                elif has_word:
+                    what = f"waiting for {names}: {why}"
+                else:
+                    what = f"its launcher has not come to port {port}"
+                    what = f"its port {port} cannot be reached ({why})" if why else what
+                    what = f"waiting for {names}: {what}; this port must be open too"
+                tell(what, error=True)
             if now - heard > limit:
                 what = f"has not come within {limit:g} s to port {port}"
                 if why:
@@ -265,8 +276,7 @@ class HostChannel:
                 with suppress(OSError):
                     link.send({"kind": "welcome", "host": host})  # before other threads send to it
                 self._links[host] = link
-                if asks:
-                    self._devices[host] = (address, devices)
+                self._devices[host] = (address, devices if asks else [])
         if is_new:
             said = f"is {address} (devices {spans(devices)})" if asks else "has come"
             self._say(f"{hosts[host]} {said}")
@@ -279,22 +289,23 @@ class HostChannel:
 
     def _refusal(self, hello: Mapping[str, Any], address: str) -> str:
         """Return why this run has no place for a caller; empty if it has, now or later."""
-        asks, hosts, numbers = hello["host"] < 0, self._hosts.all, bool(self._hosts.devices)
+        number, hosts, numbers = hello["host"], self._hosts.all, bool(self._hosts.devices)
+        asks = number < 0
         if hello.get("hosts") != self._hosts.digest():
             return (
                 "runs with another list of hosts and ranks: give both the same rank table or host"
                 " list, or the same --nnodes and as many devices, or two runs two ports"
             )
-        if hello["host"] >= len(hosts):
-            return f"has no host {hello['host']} in its list"
+        if number >= len(hosts):
+            return f"has no host {number} in its list"
         if asks and not numbers:
             return f"has all its {len(hosts)} hosts already"
         if numbers and not asks and self._attempt is None:
             return "numbers its hosts as they come: give --node_rank on all hosts or on none"
         here = [
             device
-            for number, (other, held) in self._devices.items()
-            if other == address or (number == 0 and is_own(address))
+            for come, (other, held) in self._devices.items()
+            if other == address or (come == 0 and is_own(address))
             for device in held
         ]
         if asks and not {*here}.isdisjoint(hello["devices"]):
@@ -302,8 +313,17 @@ class HostChannel:
                 "has this host already: the run was started twice there; end one of the two, or"
                 " give several nodes on one machine devices of their own"
             )
+        if self._attempt is None and number in self._links:
+            # one that has died and comes back speaks no more over its old connection
+            if not self._doubles.setdefault(number, False):
+                return ""
+            del self._doubles[number]
+            return (
+                f"has {hosts[number]} already: {self._devices[number][0]} and {address} have come"
+                " with the same number; give each host its own --node_rank"
+            )
         if self._attempt is not None and not self._restarts:
-            return f"has {hosts[hello['host']]} already: the run was started twice there"
+            return f"has {hosts[number]} already: the run was started twice there"
         return ""
 
     def _serve(self, host: int, link: Channel) -> None:
@@ -313,6 +333,8 @@ class HostChannel:
         try:
             while True:
                 message = link.receive(LOST_SECONDS)
+                if host in self._doubles:
+                    self._doubles[host] = True
                 kind = str(message.pop("kind", ""))
                 may_close = may_close or kind in ("failed", "end") or bool(message.get("done"))
                 if kind == "begin" and type(message.get("attempt")) is int:
@@ -334,6 +356,7 @@ class HostChannel:
             if may_return:
                 self._links.pop(host, None)
                 self._devices.pop(host, None)
+                self._doubles.pop(host, None)
         if may_return:
             link.close()
             self._say(f"{name} has left again")

@@ -135,6 +135,11 @@ class _Failure:
     stalled: bool = False
     lost_host: bool = False
 
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> _Failure:
+        """Return one that a host has told."""
+        return cls(**{**values, "ranks": tuple(values["ranks"])})
+
 
 class _Supervisor:
     def __init__(self, job: Job, number: int, may_restart: MayRestart | None) -> None:
@@ -165,6 +170,8 @@ class _Supervisor:
         """Last life of other hosts."""
         self._end: Mapping[str, Any] | None = None
         """Word of host 0 at the end: exit code, and whether another attempt follows."""
+        self._blamed: _Failure | None = None
+        """Failure that host 0 has told at the end."""
         self._lost_first = False
         """Host 0 cannot be heard any more."""
         self._is_ending = False
@@ -350,9 +357,11 @@ class _Supervisor:
         elif event.kind == "stop" and self._stop is None:
             self._stop_ranks(int(values["signal"]), time.monotonic())
         elif event.kind == "failed":
-            self._fail(_Failure(**{**values, "ranks": tuple(values["ranks"])}))
+            self._fail(_Failure.read(values))
         elif event.kind == "end":
             self._end = {"code": int(values["code"]), "again": bool(values["again"])}
+            if values["failure"] is not None:
+                self._blamed = _Failure.read(values["failure"])
 
     def _fail(self, failure: _Failure) -> None:
         """Record a failure and tell the other hosts at once, since the first one told counts as the
@@ -478,8 +487,12 @@ class _Supervisor:
             time.sleep(_DUMP_SECONDS)
 
     def _failure(self) -> _Failure:
-        """Return the first failure that is not the consequence of another, if there is one."""
-        return next((failure for failure in self._failures if failure.certain), self._failures[0])
+        """Return the first failure that is not the consequence of another, if there is one; host
+        0's on all hosts, once it has told.
+        """
+        return self._blamed or next(
+            (failure for failure in self._failures if failure.certain), self._failures[0]
+        )
 
     def _code(self) -> int:
         if self._end is not None:
@@ -515,12 +528,13 @@ class _Supervisor:
             if self._may_restart is not None and again:
                 again = self._may_restart(self._outcome(code, seconds))
             if self._channel is not None:
-                self._channel.tell("end", code=code, again=again)
+                failure = asdict(self._failure()) if self._failures else None
+                self._channel.tell("end", code=code, again=again, failure=failure)
         return again
 
     def _hear_decision(self, again: bool) -> bool:
         """Return host 0's decision, for which others wait; ``again`` without one."""
-        if self._may_restart is None or self._is_first:
+        if self._is_first:
             return again
         deadline = time.monotonic() + _DECISION_SECONDS
         while self._end is None and not self._lost_first and time.monotonic() < deadline:

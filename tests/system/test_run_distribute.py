@@ -390,6 +390,7 @@ def wait_until(holds: Callable[[], bool], log: Path, limit: float = 120.0) -> No
 def test_closed_streams_do_not_stop_a_run(tiny: Path, tmp_path: Path) -> None:
     """Numbers 1 and 2 are free then, and must not become the log of a rank."""
     line = f"bash {SCRIPTS}/run_distribute.sh none {tiny} '[0,1)' train >&- 2>&- <&-"
+    assert shell(line, DRY_RUN="1").returncode == 0  # prints its plan where nobody reads
     assert shell(line).returncode == 0
     assert shell(f"{line} train.max_steps=-1").returncode == 2
     assert (tmp_path / "run" / "metrics.jsonl").is_file()

@@ -92,7 +92,12 @@ class Started:
     ) -> None:
         words = {"log_folder": str(folder), "stall_limit": NEVER, **(job or {})}
         words["children"] = [
-            {"rank": rank.rank, "command": rank.command, "environment": dict(rank.environment)}
+            {
+                "rank": rank.rank,
+                "command": rank.command,
+                "environment": dict(rank.environment),
+                "name": rank.name,
+            }
             for rank in ranks
         ]
         words |= {"hosts": hosts, "times": times or {}}

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
+from common.launcher import host_channel
 from common.launcher.host_channel import Host, HostChannel, Hosts, Message
 from tests.common.launcher.started import (
     BEAT,
@@ -27,6 +28,7 @@ from tests.common.launcher.started import (
     Started,
     children,
     ended_after,
+    until,
     until_ready,
 )
 
@@ -110,6 +112,26 @@ def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
         assert code == 7
         assert f"rank {rank} (host 127.0.0.{failing + 1}) ended with exit code 7" in output
     assert ranks_left(tmp_path) == []
+
+
+def test_of_two_failures_at_once_host_0_says_which_counts(
+    launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host has blamed its own rank before it hears of the other."""
+    monkeypatch.setattr(host_channel, "LIFE_SECONDS", 0.5)
+    events: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    control = HostChannel(hosts(0, port), events, restarts=False)
+    second = launch(1, "raise SystemExit(9)", SLEEP)
+    control.gather(0, 30.0)
+    while (told := events.get(timeout=30)).kind != "failed":
+        pass
+    assert told.values["code"] == 9
+    own = {**told.values, "text": "rank 0 has failed", "code": 7, "ranks": [0]}
+    control.tell("end", code=7, again=False, failure=own)
+    code, output = second.end()
+    control.close()
+    assert code == 7
+    assert "error: rank 0 has failed\nall ranks here were ended; exit code 7" in output
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
@@ -239,6 +261,44 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
     with socket.socket() as caller:
         assert (caller.connect_ex(("127.0.0.3", port)) == 0) is is_open
     control.close()
+
+
+def test_two_hosts_with_one_number_are_named_and_one_that_comes_back_is_not(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_channel, "LIFE_SECONDS", 0.2)
+    monkeypatch.setattr(host_channel, "REMIND_SECONDS", 0.2)
+    three = Hosts(
+        all=tuple(Host(address=f"127.0.0.{n + 1}", ranks=(n,)) for n in range(3)), own=0, port=port
+    )
+    opened: list[HostChannel] = []
+
+    def call(own: int) -> HostChannel:
+        opened.append(HostChannel(replace(three, own=own), queue.SimpleQueue(), restarts=True))
+        return opened[-1]
+
+    control, first = call(0), call(1)
+    pool = ThreadPoolExecutor()
+    try:
+        waiting = pool.submit(first.gather, 0, 5.0)
+        until(lambda: "this host has come; waiting for the others" in capfd.readouterr().err)
+        same = r"127\.0\.0\.1 and 127\.0\.0\.1 have come with the same number; give each host"
+        with pytest.raises(ConfigError, match=same):
+            pool.submit(call(1).gather, 0, 5.0).result(10.0)
+        assert len(re.findall(same, capfd.readouterr().err)) == 1
+        monkeypatch.setattr(first, "tell", lambda *_: None)  # it has crashed
+        again = pool.submit(call(1).gather, 0, 5.0)
+        until(lambda: "(rank 0): it is not ready for this host yet\n" in capfd.readouterr().err)
+        first._attempt = 0
+        assert waiting.result(20.0) == 0
+        first.close()  # its machine has come up again
+        third = pool.submit(call(2).gather, 0, 5.0)
+        assert [control.gather(7, 20.0), again.result(20.0), third.result(20.0)] == [7, 7, 7]
+    finally:
+        for channel in opened:
+            channel._attempt = channel._attempt or 0  # ends what waits
+            channel.close()
+        pool.shutdown()
 
 
 def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:

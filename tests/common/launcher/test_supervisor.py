@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from common.cluster.rank_environment import SCHEDULER
 from common.errors import ConfigError, signal_name
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.supervisor import Job, run_attempt
@@ -313,6 +314,32 @@ def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(
     pids.append(int(grandchild.read_text()))
     run.process.kill()
     until(lambda: not any(map(is_alive, pids)))
+
+
+def test_the_scheduler_dies_when_launcher_and_guard_are_killed(tmp_path: Path) -> None:
+    """A stand-in for mindspore, which waits for ranks."""
+    package = tmp_path / "mindspore"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "communication.py").write_text(
+        "import os, time\ndef init():\n    print('ready', os.getpid())\n    time.sleep(600)\n"
+    )
+    scheduler = ProcessSpec(
+        rank=-1, command=SCHEDULER, environment={"PYTHONPATH": str(tmp_path)}, name="scheduler"
+    )
+    path = tmp_path / scheduler.log
+    with ended_after() as started:
+        started.append(Started(tmp_path, (*children(SLEEP), scheduler)))
+        pids = started[0].until_ready(1)
+        until(lambda: path.exists() and "ready" in path.read_text())
+        own = int(path.read_text().split()[-1])
+        guard = next(
+            pid for pid in pids if "orphan_guard" in Path(f"/proc/{pid}/cmdline").read_text()
+        )
+        assert is_alive(own)
+        os.kill(guard, signal.SIGKILL)
+        started[0].process.kill()
+        until(lambda: not is_alive(own))
 
 
 def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
