@@ -185,8 +185,10 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_
     codes, printed = end_ranks(processes)
     assert codes == [128 + signal.SIGTERM] * 3, printed
     assert len({text.rpartition("error: ")[2] for text in printed}) == 1, "all name the same step"
-    assert 0 < read_metrics(metrics)[-1]["step"] < 60
+    begun = read_metrics(metrics)
+    assert 0 < begun[-1]["step"] < 60
     run_ranks(3, [whole, halves])
+    assert read_metrics(metrics)[: len(begun)] == begun, "it resumes, and does not start over"
     require_same_bits(tmp_path / "halves", tmp_path / "whole")
 
 
