@@ -70,6 +70,7 @@ SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "tp2": (ADAMW | DROPS, ("tp2 recomputed",), ()),
     "parameter server": (ADAMW, (), ()),
     "one": (RAMP, ("dp2",), ()),  # within the growth of the batch
+    "dp2": (TORCH_NUMERICS["quantized"], (), ()),  # with the averages of activations
 }
 """Numerics of a run; layouts that resume it, in the suite and only in the campaign.
 All resume under their own too.
