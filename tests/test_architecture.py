@@ -189,6 +189,7 @@ def test_a_cycle_of_files_is_found(tmp_path: Path) -> None:
 
 
 def test_common_imports_with_every_framework_blocked() -> None:
+    """The doctor, which tells what is wrong with a framework, does not even try one."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in (ROOT / "common").rglob("*.py")
@@ -196,6 +197,8 @@ def test_common_imports_with_every_framework_blocked() -> None:
     assert len(modules) > 20
     program = f"""
 import importlib, sys
+import tools.doctor
+assert not {FRAMEWORKS} & sys.modules.keys()
 for name in {sorted(FRAMEWORKS)}:
     sys.modules[name] = None
 for name in {sorted(modules)}:

@@ -67,10 +67,15 @@ def tiny_config(
 
 
 def train_here(tree: dict[str, Any]) -> Path:
-    """Train in this process. Return the run's folder."""
+    """Train in this process. Return the run's folder. A run that is there goes on: it would have
+    the same results if it began anew, but not with the same times.
+    """
     package = {"mindspore": "mindformers_gpt2"}.get(tree.get("backend", ""), "torch_gpt2")
+    run = Path(tree["output_dir"])
+    begun = rows_of(run)[:1] if (run / "metrics.jsonl").exists() else []
     import_module(f"{package}.train").train(*make_run(build_config(tree)))
-    return Path(tree["output_dir"])
+    assert not begun or rows_of(run)[:1] == begun, "it began anew"
+    return run
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -127,6 +132,7 @@ def require_equal(
     are rounded. last: only so many rows of ``wanted`` are repeated. tolerances: of single keys.
     """
     one, many = (read_metrics(run / "metrics.jsonl")[-last:] for run in (wanted, found))
+    assert one
     for key in COUNTED:
         assert [row.get(key) for row in many] == [row.get(key) for row in one], key
     first = next((n for n, row in enumerate(one) if row.get("skipped") is False), 0)

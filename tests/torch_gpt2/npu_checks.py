@@ -57,7 +57,6 @@ from torch_gpt2.evaluate import evaluate
 from torch_gpt2.optimizer import build_optimizer
 from torch_gpt2.predict import Decoder, Slots
 from torch_gpt2.quantize import LinearQuantizer
-from torch_gpt2.train import train
 
 Start = Callable[..., Path]
 
@@ -112,8 +111,7 @@ def start(config: Callable[..., Run], tmp_path: Path) -> Start:
             for file in ("optimizer", "parallel.world")
         ]
         with sdpa_kernel(SDPBackend.MATH), norm, wide[0], wide[1]:
-            train(*make_run(config(name, device, **changes)))
-        return tmp_path / name
+            return tiny.train_here(config(name, device, **changes).model_dump(mode="json"))
 
     return run
 

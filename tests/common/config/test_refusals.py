@@ -21,8 +21,8 @@ BOMB = "x0: &x0 [y, y, y, y, y, y, y, y, y]\n" + "".join(
 LONG = [
     [BOMB, "values once aliases are followed"],
     [f"base: [{', '.join(['a.yaml'] * 65)}]", "a list of at most 64 files, found 65 entries"],
-    ["x: " + "[" * 3000],
-    ["seed: " + "9" * 5000],
+    ["x: " + "[" * 3000, "not valid YAML: nested deeper than 64 levels"],
+    ["seed: " + "9" * 5000, "run.yaml:6:7: not valid YAML: '999", "does not fit its tag !!int"],
 ]
 TABLE: dict[str, list[Any]] = yaml.safe_load(
     Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8")
@@ -48,6 +48,7 @@ def test_refused_words(tmp_path: Path, row: list[str]) -> None:
 def test_refused_files(tmp_path: Path, row: list[str]) -> None:
     """The text stands behind a good file, of which lines with its first key are blank."""
     text, *said = row
+    assert said
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     key = text.partition(":")[0]
     kept = ["" if line.startswith(f"{key}:") else line for line in MINIMAL.splitlines()]

@@ -41,13 +41,13 @@ def run_loop(folder: Path, steps_per_run: int, late: bool = False, **changes: An
     start(folder, engine, feed, **(usual | changes))
     last = engine.step
     newest = find_checkpoint(folder)
-    if newest is not None:
-        state = read_manifest(newest)["state"]
-        assert engine.summary["step"] == last == state["step"]
-        assert (state["consumed_samples"], state["sample_hash"]) == (2 * last, f"hash {last}")
-        skipped = int(last >= 3)
-        assert (state["skipped_steps"], state["skipped_in_a_row"]) == (skipped, 0)
-        assert state["updated_samples"] == 2 * (last - skipped)
+    assert newest is not None
+    state = read_manifest(newest)["state"]
+    assert engine.summary["step"] == last == state["step"]
+    assert (state["consumed_samples"], state["sample_hash"]) == (2 * last, f"hash {last}")
+    skipped = int(last >= 3)
+    assert (state["skipped_steps"], state["skipped_in_a_row"]) == (skipped, 0)
+    assert state["updated_samples"] == 2 * (last - skipped)
     if not changes.keys() & {"train__exit_interval", "train__exit_minutes"}:
         assert last == 10 and engine.summary["validation_loss"] == pytest.approx(0.1)
     return engine

@@ -151,7 +151,9 @@ def four(
 
     for size, precision in (("1.3B", "O2"), ("2.7B", "float32")):
         place, changes = f"deepspeed/halves of {size} {precision}", PRECISIONS[precision]
-        jobs += [with_deepspeed(job(place, size, **changes, **part)) for part in (HALF, {})]
+        # by its folder, so that the second half cannot begin anew
+        rest = {"checkpoint": {"resume": str(folder / place)}}
+        jobs += [with_deepspeed(job(place, size, **changes, **part)) for part in (HALF, rest)]
         if precision == "float32":
             # others resume the same first half
             begun = {"checkpoint": {"resume": str(folder / place)}, **changes}

@@ -70,6 +70,7 @@ SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "tp2": (ADAMW | DROPS, ("tp2 recomputed",), ()),
     "parameter server": (ADAMW, (), ()),
     "one": (RAMP, ("dp2",), ()),  # within the growth of the batch
+    "dp2": (TORCH_NUMERICS["quantized"], (), ()),  # with the averages of activations
 }
 """Numerics of a run; layouts that resume it, in the suite and only in the campaign.
 All resume under their own too.
@@ -185,8 +186,10 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_
     codes, printed = end_ranks(processes)
     assert codes == [128 + signal.SIGTERM] * 3, printed
     assert len({text.rpartition("error: ")[2] for text in printed}) == 1, "all name the same step"
-    assert 0 < read_metrics(metrics)[-1]["step"] < 60
+    begun = read_metrics(metrics)
+    assert 0 < begun[-1]["step"] < 60
     run_ranks(3, [whole, halves])
+    assert read_metrics(metrics)[: len(begun)] == begun, "it resumes, and does not start over"
     require_same_bits(tmp_path / "halves", tmp_path / "whole")
 
 
