@@ -68,12 +68,13 @@ def parse_yaml_lines(
 class YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text.
 
-    It only composes nodes, and counts them: PyYAML takes 15 s for a MiB of them.
+    It only composes nodes, and counts them and their levels: PyYAML takes 15 s for a MiB of them,
+    and how deep Python may call itself is another library's choice.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._count = 0
+        self._count = self._depth = 0
         self.used: set[str] = set()
         """Anchors that aliases name."""
         self.places: dict[int, str] = {}
@@ -84,11 +85,15 @@ class YamlLoader(yaml.SafeLoader):
         self._count += 1
         if self._count > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(event))
+        _check_depth(self._depth, event)
         if isinstance(event, yaml.AliasEvent):
             self.used.add(str(event.anchor))
         elif event.anchor is not None:
             self.places[event.start_mark.index] = event.anchor
-        return super().compose_node(parent, index)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def carries(self, node: yaml.Node) -> bool:
         """Tell whether an alias anywhere in the text stands for a part of this node."""
@@ -153,8 +158,6 @@ def parse_yaml(
             "second occurrence", "an anchor is defined twice"
         )
         raise MalformedError(problem, *_line(error)) from None
-    except RecursionError:
-        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels") from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error).partition("\n")[0]) from None
 
@@ -169,8 +172,7 @@ class _Plain:
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._count(node)
-        if len(path) > MAX_DEPTH:
-            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
+        _check_depth(len(path), node)
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if isinstance(node, yaml.MappingNode) and tag == "!!map":
             return self._mapping(node, path)
@@ -203,7 +205,7 @@ class _Plain:
                     *_line(key),
                 )
             own[name] = key.start_mark.line + 1
-        merged = [pair for pair in self._merged(node) if pair[0].value not in own]
+        merged = [pair for pair in self._merged(node, len(path)) if pair[0].value not in own]
         for key, child in (*merged, *node.value):
             if not _is_merge(key):
                 here = (*path, key.value)
@@ -211,8 +213,11 @@ class _Plain:
                 found[key.value] = self.value(child, here)
         return found
 
-    def _merged(self, node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    def _merged(
+        self, node: yaml.MappingNode, depth: int
+    ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         """Yield the pairs that the merge key of a mapping brings in, of which a later one wins."""
+        _check_depth(depth, node)
         for merge, child in node.value:
             if not _is_merge(merge):
                 continue
@@ -220,11 +225,16 @@ class _Plain:
             for part in reversed(child.value) if is_list else [child]:
                 if not isinstance(part, yaml.MappingNode):
                     raise MalformedError("<<: expected a mapping, or a list of them", *_line(merge))
-                yield from self._merged(part)
+                yield from self._merged(part, depth + 1)
                 for key, value in part.value:
                     self._count(merge)
                     if isinstance(key, yaml.ScalarNode) and not _is_merge(key):
                         yield key, value
+
+
+def _check_depth(depth: int, place: yaml.Node | yaml.Event) -> None:
+    if depth > MAX_DEPTH:
+        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(place))
 
 
 def _is_merge(key: yaml.Node) -> bool:
