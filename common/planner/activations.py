@@ -85,7 +85,7 @@ def input_of_norm(config: Run) -> int:
 
 def has_regions(config: Run) -> bool:
     """Return whether regions of the model are compiled. One graph of all keeps more, as measured on
-    an H100 (docs/speed.md), and is counted as if nothing were compiled.
+    an H100 (docs/h100.md), and is counted as if nothing were compiled.
     """
     return is_compiled(config, config.hardware) and in_regions(config)
 

@@ -27,7 +27,7 @@ has grown more than its kernels of 2023 and 2024.
 ELEMENTS = {"eager": 0.33, "compiled": 0.90}
 """Part of the memory bandwidth that the operations between products reach, with each activation
 counted once a pass. Operator by operator it is read and written again. For fused kernels 0.90 is
-assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/training.md).
+assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/compilation.md).
 """
 NETWORK = 0.67
 """Part of the adapters' rate that messages between servers reach."""

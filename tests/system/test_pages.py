@@ -98,7 +98,7 @@ def project(page: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
     """A copy for one page."""
     fixture = "trained" if given_runs(page) else "prepared"
     copy = copy_project(request.getfixturevalue(fixture), tmp_path / "home")
-    if page == "docs/chinese.md":
+    if "chinese" in page:
         give_chinese(copy.folder, request.getfixturevalue("chinese"))
     yield copy
     copy.close()
@@ -111,21 +111,21 @@ def check_quickstart(project: Project) -> None:
         assert (run / name).exists(), name
 
 
-def check_coming_from(project: Project) -> None:
-    """The plans have the ranks of the systems' own files, and the results are where they belong."""
-    said = project.printed
-    plans = [text for command, text in said.items() if "--run_mode plan" in command]
-    worlds = [re.search(r"^world: (\d+) rank", text, flags=re.M) for text in plans]
-    assert [int(found[1]) for found in worlds if found][:9] == [32, 32, 32, 2, 1, 8, 16, 128, 1]
-    for command, text in said.items():
-        assert "--show_config" not in command or "in the words of this project" in text
-        assert "DRY_RUN" not in command or "# rank " in text
-    for name in (
-        "own_13b.yaml", "../GPT-2_for_PyTorch/own_345m.yaml", "own_fleetx.yaml",
-        "hccl_2s_16p.json", "compat/modelzoo/data/my-gpt_text_sentence.idx",
-        "data/gpt_en_dataset_text_document_ids.npy", "gpt_sample_dataset_text_document.bin",
-    ):  # fmt: skip
-        assert (project.folder / name).is_file(), name
+def check_system(worlds: list[int], *made: str) -> Callable[[Project], None]:
+    """The plans have the ranks of the system's own files, and the results are where they belong."""
+
+    def check(project: Project) -> None:
+        said = project.printed
+        plans = [text for command, text in said.items() if "--run_mode plan" in command]
+        found = [re.search(r"^world: (\d+) rank", text, flags=re.M) for text in plans]
+        assert [int(world[1]) for world in found if world] == worlds
+        for command, text in said.items():
+            assert "--show_config" not in command or "in the words of this project" in text
+            assert "DRY_RUN" not in command or "# rank " in text
+        for name in made:
+            assert (project.folder / name).is_file(), name
+
+    return check
 
 
 def check_ascend(project: Project) -> None:
@@ -156,7 +156,7 @@ def check_modelarts(project: Project) -> None:
     assert logs == ["mf_parallel0", "mf_parallel1"]
 
 
-def check_chinese(project: Project) -> None:
+def check_gpt2_chinese(project: Project) -> None:
     """One process, two, and MindSpore have the same losses; texts have the novel's characters."""
 
     def losses(name: str) -> np.ndarray:
@@ -170,20 +170,33 @@ def check_chinese(project: Project) -> None:
     assert np.abs(mindspore - first).max() < 1e-4
     novel = json.loads((project.folder / "data" / "train.json").read_text(encoding="utf-8"))
     known = set("".join(novel)) | {*"她 \n"}
-    said = project.printed
-    [samples] = [text for command, text in said.items() if "/generate.py" in command]
+    [samples] = [text for name, text in project.printed.items() if "/generate.py" in name]
     texts = re.findall(r"SAMPLE \d =+\n\n(.*?)\n=", samples, flags=re.S)
     assert len(texts) == 2 and all(text.startswith("她") for text in texts)
     assert set("".join(texts)) <= known
-    [predicted] = [text for command, text in said.items() if "--run_mode predict" in command]
+
+
+def check_preset(project: Project) -> None:
+    """Its text begins with the prompt and has no broken characters."""
+    [predicted] = [text for name, text in project.printed.items() if "--run_mode predict" in name]
     assert "她" in predicted and "\ufffd" not in predicted
 
 
 AFTERWARDS: dict[str, Callable[[Project], None]] = {
     "README.md": check_quickstart,
     "docs/ascend.md": check_ascend,
-    "docs/coming_from.md": check_coming_from,
-    "docs/chinese.md": check_chinese,
+    "docs/from_mindformers.md": check_system([32, 32, 32], "own_13b.yaml", "hccl_2s_16p.json"),
+    "docs/from_megatron.md": check_system(
+        [2, 1],
+        "../GPT-2_for_PyTorch/own_345m.yaml",
+        "compat/modelzoo/data/my-gpt_text_sentence.idx",
+    ),
+    "docs/from_paddlefleetx.md": check_system(
+        [8, 16, 128], "own_fleetx.yaml", "data/gpt_en_dataset_text_document_ids.npy"
+    ),
+    "docs/from_oneflow.md": check_system([1], "gpt_sample_dataset_text_document.bin"),
+    "docs/chinese.md": check_preset,
+    "docs/from_gpt2_chinese.md": check_gpt2_chinese,
     "docs/modelarts.md": check_modelarts,
 }
 
@@ -193,17 +206,30 @@ IN_CAMPAIGN = {
     for name in (
         "checkpoints",
         "chinese",
-        "coming_from",
+        "clusters",
+        "compare_runs",
         "configuration",
         "data",
         "evaluation",
         "exports",
         "first_hour",
+        "from_gpt2_chinese",
+        "from_megatron",
+        "from_mindformers",
+        "from_oneflow",
+        "from_paddlefleetx",
         "generation",
+        "hugging_face",
+        "int8",
         "launching",
         "layouts",
+        "memory",
+        "metrics",
         "mindspore",
+        "preprocessing",
+        "python",
         "quantization",
+        "samples",
         "training",
     )
 }
@@ -257,9 +283,15 @@ def test_each_block_is_of_a_known_kind(page: str) -> None:
     assert read(page).count("```") == 2 * len(found) + sum(b.prints is not None for b in found) * 2
 
 
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", [*PAGES, *(twin(page) for page in PAGES if page not in BOTH)])
 def test_paths_presets_and_keys_of_a_page_exist(page: str) -> None:
-    """Files of the project, presets, links and keys of the configuration."""
+    """Files of the project, presets, links with their anchors, and keys of the configuration."""
     text = read(page)
     made = {block.path for block in blocks(text)}
     for path in re.findall(
@@ -270,8 +302,10 @@ def test_paths_presets_and_keys_of_a_page_exist(page: str) -> None:
         assert exists or path in made or path.startswith("configs/gpt2/own_"), path
     for name in re.findall(r"(?<![\w./])(run_gpt2_\w[\w.]*\.yaml)", text):
         assert (ROOT / "configs" / "gpt2" / name).is_file(), name
-    for link in re.findall(r"\]\(([^)#]+)", text):
-        assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!\w+://)([^)#]*)#?([^)]*)\)", text):
+        target = (ROOT / page).parent / link if link else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
     known = schema_keys().keys() | ALIASES.keys()
     sections = {key.partition(".")[0] for key in known}
     for key in re.findall(r"(?<![\w.])([a-z_]+\.[a-z_.]+)=", text):

@@ -265,7 +265,7 @@ STEPS_OF_ELASTIC = 400
 def test_torchrun_continues_without_a_lost_node_and_takes_it_back(
     hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path
 ) -> None:
-    """The command of docs/launching.md. Global batch and order of samples are those of one
+    """The command of docs/restarts.md. Global batch and order of samples are those of one
     process, on any number of nodes.
     """
     keys: dict[str, object] = {"train__max_steps": STEPS_OF_ELASTIC, "checkpoint__interval": 20}
