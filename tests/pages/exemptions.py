@@ -94,7 +94,7 @@ SHORTER = [
     Shorter(r"chinese", r"--run_mode predict", f"{_CHINESE} predict.max_new_tokens=40", "model"),
     Shorter(r"chinese", r"--length 300", "", "model", ("--length 300", "--length 40")),
     Shorter(  # a file instead of the driver that it would ask
-        r"ascend|README",
+        r"ascend|launching|README",
         r'hccl_tools\.py --device_num "\[0,8\)" --server_ip \S+$',
         "--hccn_conf docs/examples/hccn_140.conf",
         "",
