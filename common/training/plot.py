@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,9 @@ def open_pyplot() -> Any:
 
 
 def _moving_average(values: tuple[float, ...], width: int) -> list[float]:
-    averages, total = [], 0.0
-    for index, value in enumerate(values):
-        total += value - (values[index - width] if index >= width else 0.0)
-        averages.append(total / min(index + 1, width))
-    return averages
+    """Return the mean of up to ``width`` values around each, so that it follows a steep curve."""
+    before, after = (width - 1) // 2, width // 2
+    return [
+        statistics.fmean(values[max(0, index - before) : index + after + 1])
+        for index in range(len(values))
+    ]

@@ -56,18 +56,27 @@ class Figure:
                 f" font-size='{size}' font-weight='{weight}' fill='#222'>{escape(text)}</text>"
             )
 
-    def arrow(self, x1: int, y1: int, x2: int, y2: int) -> None:
-        """Draw an arrow from one point to another."""
+    def arrow(self, x1: int, y1: int, x2: int, y2: int, *, both: bool = False) -> None:
+        """Draw an arrow from one point to another. both: with a head at each end."""
+        start = " marker-start='url(#head)'" if both else ""
         self._parts.append(
             f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='#666' stroke-width='1.6'"
-            " marker-end='url(#head)'/>"
+            f"{start} marker-end='url(#head)'/>"
+        )
+
+    def label(self, x: int, y: int, text: str) -> None:
+        """Write a line centred at a point."""
+        self._parts.append(
+            f"<text x='{x}' y='{y}' text-anchor='middle' {FONT} font-size='12' fill='#444'>"
+            f"{escape(text)}</text>"
         )
 
     def svg(self) -> str:
         """Return the picture as a text."""
         head = (
             "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7'"
-            " markerHeight='7' orient='auto'><path d='M0 0 L10 5 L0 10 z' fill='#666'/>"
+            " markerHeight='7' orient='auto-start-reverse'>"
+            "<path d='M0 0 L10 5 L0 10 z' fill='#666'/>"
             "</marker></defs>"
         )
         body = "\n".join([head, *self._parts])
@@ -98,7 +107,7 @@ PARTS = {
         ),
         "torch": (
             "torch_gpt2/",
-            "CPU; CUDA and Ascend NPU not yet run",
+            "CPU, one H100; Ascend not yet run",
             "native engine or DeepSpeed",
         ),
         "mindspore": (
@@ -106,7 +115,8 @@ PARTS = {
             "CPU; Ascend 910 not yet run",
             "our collectives or its compiler",
         ),
-        "either": ("Either framework makes all of these, and opens the other's checkpoints",),
+        "shared": ("checkpoints",),
+        "either": ("Either framework makes all of these",),
         "checkpoint": ("Checkpoints", "either framework, any layout"),
         "results": ("Metrics, plots, text", "logs in seven styles"),
         "exports": ("Exports", "ONNX, GGUF, MindIR, pt2"),
@@ -124,9 +134,10 @@ PARTS = {
             "common/",
             "配置 · 分词器 · 数据集 · 规划 · rank table · 启动器 · 权重转换 · 指标 · 生成 · 服务",
         ),
-        "torch": ("torch_gpt2/", "CPU；CUDA、昇腾 NPU 尚未实测", "自带引擎或 DeepSpeed"),
+        "torch": ("torch_gpt2/", "CPU、一块 H100；昇腾尚未实测", "自带引擎或 DeepSpeed"),
         "mindspore": ("mindformers_gpt2/", "CPU；昇腾 910 尚未实测", "自带通信或交给编译器切分"),
-        "either": ("两种框架都能产生以下全部结果，检查点互通",),
+        "shared": ("检查点互通",),
+        "either": ("两种框架都能产生以下全部结果",),
         "checkpoint": ("检查点", "两种框架、任意布局通用"),
         "results": ("指标、曲线、文本", "七种日志格式"),
         "exports": ("导出", "ONNX、GGUF、MindIR、pt2"),
@@ -142,15 +153,17 @@ def parts(ending: str) -> Figure:
     figure = Figure(880, 454)
     for x, name in ((20, "yaml"), (305, "data"), (590, "weights")):
         figure.box(x, 16, 270, 78, "input", *say[name])
-        figure.arrow(x + 135, 94, x + 135, 122)
+        figure.arrow(x + 135, 94, x + 135, 124)
     figure.box(20, 124, 840, 62, "shared", *say["common"])
-    for x, name in ((20, "torch"), (450, "mindspore")):
-        figure.arrow(x + 205, 186, x + 205, 212)
-        figure.box(x, 214, 410, 76, name, *say[name])
-        figure.arrow(x + 205, 290, x + 205, 322)
+    for x, name in ((20, "torch"), (500, "mindspore")):
+        figure.arrow(x + 180, 186, x + 180, 214)
+        figure.box(x, 214, 360, 76, name, *say[name])
+        figure.arrow(x + 180, 290, x + 180, 324)
+    figure.arrow(380, 256, 500, 256, both=True)
+    figure.label(440, 246, *say["shared"])
     figure.box(20, 324, 840, 30, "shared", *say["either"])
     for number, name in enumerate(("checkpoint", "results", "exports", "serve")):
-        figure.arrow(119 + 214 * number, 354, 119 + 214 * number, 376)
+        figure.arrow(119 + 214 * number, 354, 119 + 214 * number, 378)
         figure.box(20 + 214 * number, 378, 198, 60, "output", *say[name])
     return figure
 
