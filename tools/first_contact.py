@@ -65,7 +65,7 @@ WORDS = {
     "train": "run_gpt2.py --run_mode train backend={backend} device={device}",
     "plan": "run_gpt2.py --run_mode plan backend={backend}",
     "probes": PROBES,
-    "pages": "docs/config_reference.md docs/training.md docs/layouts.md docs/launching.md",
+    "pages": "docs/config_reference.md docs/layouts.md docs/compilation.md docs/clusters.md",
 }
 
 

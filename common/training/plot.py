@@ -174,8 +174,6 @@ def open_pyplot() -> Any:
 
 def _moving_average(values: tuple[float, ...], width: int) -> list[float]:
     """Return the mean of up to ``width`` values around each, so that it follows a steep curve."""
-    before, after = (width - 1) // 2, width // 2
-    return [
-        statistics.fmean(values[max(0, index - before) : index + after + 1])
-        for index in range(len(values))
-    ]
+    before, after = (width - 1) // 2, width // 2 + 1
+    places = range(len(values))
+    return [statistics.fmean(values[max(0, at - before) : at + after]) for at in places]

@@ -47,36 +47,30 @@ class Figure:
             f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='7' fill='{fill}'"
             f" stroke='{line}' stroke-width='1.4'/>"
         )
-        middle, first = x + width // 2, y + height // 2 - 9 * (len(lines) - 1) + 5
+        first = y + height // 2 - 9 * (len(lines) - 1) + 5
         for number, text in enumerate(lines):
-            weight = "600" if number == 0 else "400"
-            size = 15 if number == 0 else 13
-            self._parts.append(
-                f"<text x='{middle}' y='{first + 18 * number}' text-anchor='middle' {FONT}"
-                f" font-size='{size}' font-weight='{weight}' fill='#222'>{escape(text)}</text>"
-            )
+            size, weight = (13, 400) if number else (15, 600)
+            self.text(x + width // 2, first + 18 * number, text, size, weight)
 
-    def arrow(self, x1: int, y1: int, x2: int, y2: int, *, both: bool = False) -> None:
-        """Draw an arrow from one point to another. both: with a head at each end."""
-        start = " marker-start='url(#head)'" if both else ""
-        self._parts.append(
-            f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='#666' stroke-width='1.6'"
-            f"{start} marker-end='url(#head)'/>"
-        )
-
-    def label(self, x: int, y: int, text: str) -> None:
+    def text(self, x: int, y: int, text: str, size: int = 12, weight: int = 400) -> None:
         """Write a line centred at a point."""
         self._parts.append(
-            f"<text x='{x}' y='{y}' text-anchor='middle' {FONT} font-size='12' fill='#444'>"
-            f"{escape(text)}</text>"
+            f"<text x='{x}' y='{y}' text-anchor='middle' {FONT} font-size='{size}'"
+            f" font-weight='{weight}' fill='#222'>{escape(text)}</text>"
+        )
+
+    def arrow(self, x1: int, y1: int, x2: int, y2: int) -> None:
+        """Draw an arrow from one point to another."""
+        self._parts.append(
+            f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='#666' stroke-width='1.6'"
+            " marker-end='url(#head)'/>"
         )
 
     def svg(self) -> str:
         """Return the picture as a text."""
         head = (
             "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7'"
-            " markerHeight='7' orient='auto-start-reverse'>"
-            "<path d='M0 0 L10 5 L0 10 z' fill='#666'/>"
+            " markerHeight='7' orient='auto'><path d='M0 0 L10 5 L0 10 z' fill='#666'/>"
             "</marker></defs>"
         )
         body = "\n".join([head, *self._parts])
@@ -159,8 +153,9 @@ def parts(ending: str) -> Figure:
         figure.arrow(x + 180, 186, x + 180, 214)
         figure.box(x, 214, 360, 76, name, *say[name])
         figure.arrow(x + 180, 290, x + 180, 324)
-    figure.arrow(380, 256, 500, 256, both=True)
-    figure.label(440, 246, *say["shared"])
+    for x in (380, 500):
+        figure.arrow(440, 256, x, 256)
+    figure.text(440, 246, *say["shared"])
     figure.box(20, 324, 840, 30, "shared", *say["either"])
     for number, name in enumerate(("checkpoint", "results", "exports", "serve")):
         figure.arrow(119 + 214 * number, 354, 119 + 214 * number, 378)

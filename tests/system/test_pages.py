@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -111,21 +112,15 @@ def check_quickstart(project: Project) -> None:
         assert (run / name).exists(), name
 
 
-def check_system(worlds: list[int], *made: str) -> Callable[[Project], None]:
+def check_system(worlds: list[int], made: tuple[str, ...], project: Project) -> None:
     """The plans have the ranks of the system's own files, and the results are where they belong."""
-
-    def check(project: Project) -> None:
-        said = project.printed
-        plans = [text for command, text in said.items() if "--run_mode plan" in command]
-        found = [re.search(r"^world: (\d+) rank", text, flags=re.M) for text in plans]
-        assert [int(world[1]) for world in found if world] == worlds
-        for command, text in said.items():
-            assert "--show_config" not in command or "in the words of this project" in text
-            assert "DRY_RUN" not in command or "# rank " in text
-        for name in made:
-            assert (project.folder / name).is_file(), name
-
-    return check
+    said = project.printed
+    plans = [text for command, text in said.items() if "--run_mode plan" in command]
+    assert re.findall(r"^world: (\d+) rank", "".join(plans), flags=re.M) == [*map(str, worlds)]
+    for command, text in said.items():
+        assert "--show_config" not in command or "in the words of this project" in text
+        assert "DRY_RUN" not in command or "# rank " in text
+    assert all((project.folder / name).is_file() for name in made)
 
 
 def check_ascend(project: Project) -> None:
@@ -185,54 +180,36 @@ def check_preset(project: Project) -> None:
 AFTERWARDS: dict[str, Callable[[Project], None]] = {
     "README.md": check_quickstart,
     "docs/ascend.md": check_ascend,
-    "docs/from_mindformers.md": check_system([32, 32, 32], "own_13b.yaml", "hccl_2s_16p.json"),
-    "docs/from_megatron.md": check_system(
-        [2, 1],
-        "../GPT-2_for_PyTorch/own_345m.yaml",
-        "compat/modelzoo/data/my-gpt_text_sentence.idx",
+    "docs/from_mindformers.md": partial(
+        check_system, [32, 32, 32], ("own_13b.yaml", "hccl_2s_16p.json")
     ),
-    "docs/from_paddlefleetx.md": check_system(
-        [8, 16, 128], "own_fleetx.yaml", "data/gpt_en_dataset_text_document_ids.npy"
+    "docs/from_megatron.md": partial(
+        check_system, [2, 1],
+        ("../GPT-2_for_PyTorch/own_345m.yaml", "compat/modelzoo/data/my-gpt_text_sentence.idx"),
     ),
-    "docs/from_oneflow.md": check_system([1], "gpt_sample_dataset_text_document.bin"),
+    "docs/from_paddlefleetx.md": partial(
+        check_system, [8, 16, 128],
+        ("own_fleetx.yaml", "data/gpt_en_dataset_text_document_ids.npy"),
+    ),
+    "docs/from_oneflow.md": partial(
+        check_system, [1], ("gpt_sample_dataset_text_document.bin",)
+    ),
     "docs/chinese.md": check_preset,
     "docs/from_gpt2_chinese.md": check_gpt2_chinese,
     "docs/modelarts.md": check_modelarts,
-}
+}  # fmt: skip
 
 
 IN_CAMPAIGN = {
     f"docs/{name}.md"
     for name in (
-        "checkpoints",
-        "chinese",
-        "clusters",
-        "compare_runs",
-        "configuration",
-        "data",
-        "evaluation",
-        "exports",
-        "first_hour",
-        "from_gpt2_chinese",
-        "from_megatron",
-        "from_mindformers",
-        "from_oneflow",
-        "from_paddlefleetx",
-        "generation",
-        "hugging_face",
-        "int8",
-        "launching",
-        "layouts",
-        "memory",
-        "metrics",
-        "mindspore",
-        "preprocessing",
-        "python",
-        "quantization",
-        "samples",
-        "training",
+        "checkpoints", "chinese", "clusters", "compare_runs", "configuration", "data",
+        "evaluation", "exports", "first_hour", "from_gpt2_chinese", "from_megatron",
+        "from_mindformers", "from_oneflow", "from_paddlefleetx", "generation",
+        "hugging_face", "int8", "launching", "layouts", "memory", "metrics", "mindspore",
+        "preprocessing", "python", "quantization", "samples", "training",
     )
-}
+}  # fmt: skip
 """Pages that take minutes, and whose features other tests of the suite cover."""
 
 
