@@ -77,7 +77,8 @@ def given_runs(page: str) -> list[str]:
     """The runs that a page uses and does not make."""
     text = read(page).replace("\\\n", " ")
     makes = r"\b(?:train|finetune)\b.*\boutput_dir[=:] ?{}(?![\w/])"
-    runs = ["output/first", *["output/quickstart"] * ("bash scripts/quickstart.sh" not in text)]
+    quick = re.search(r"^bash scripts/quickstart\.sh", text, flags=re.M)
+    runs = ["output/first", *["output/quickstart"] * (quick is None)]
     return [
         run
         for run in runs
