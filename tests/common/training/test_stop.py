@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from common import interrupts
 from common.training.stop import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,17 +101,3 @@ def test_a_rank_leaves_without_exit_handlers(
         3,
         ["said", "handlers"] if handlers else ["said"],
     ), done.stderr
-
-
-def test_an_interrupt_that_a_library_dropped_stops_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """C++ code may clear KeyboardInterrupt as any other error."""
-    monkeypatch.setattr(interrupts, "_raised", [])
-    with StopSignal() as stop:
-        assert stop.number is None
-    handle = interrupts.outside_imports(interrupts._raise)
-    with pytest.raises(KeyboardInterrupt):
-        handle(signal.SIGINT, None)
-    with StopSignal() as stop:
-        assert stop.number == signal.SIGINT
