@@ -44,7 +44,7 @@ _COMMANDS = {
     "eval.py": ("gpt2_chinese_eval", "eval"),
 }
 """Key of COMMAND_LINES and run mode of each command."""
-LONGEST_WAIT = 6 * 3600.0
+MAX_WAIT = 6 * 3600.0
 """Seconds that a rank waits for the rank that makes the data."""
 
 
@@ -296,7 +296,7 @@ def _once(
 
 
 @contextmanager
-def one_at_a_time(folder: Path, limit: float = LONGEST_WAIT) -> Iterator[None]:
+def one_at_a_time(folder: Path, limit: float = MAX_WAIT) -> Iterator[None]:
     """Wait until no other process is in this block for the same folder, at most ``limit``
     seconds.
     """

@@ -71,8 +71,8 @@ def last_report(log: Path) -> Mapping[str, Any]:
     found: Mapping[str, Any] = {"stage": ""}
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(MARK):
-            with suppress(MalformedError):  # an incomplete line; a damaged sum may be NaN
-                found = parse_json(line.removeprefix(MARK), finite=False)
+            with suppress(MalformedError):  # an incomplete line
+                found = parse_json(line.removeprefix(MARK))
     return found
 
 

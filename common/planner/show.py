@@ -81,12 +81,12 @@ def plan_text(
     text = describe_plan(plan, config, all_ranks=all, device=device, like=likeness)
     if device is None and (here := fits_machine(config, plan.peak)):
         return f"{here}\n{text}"
-    if device is not None and 1 < ranks <= MOST_RANKS:
+    if device is not None and 1 < ranks <= MAX_RANKS:
         text += describe_next(config, plan, device, likeness)
     return text
 
 
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 """Ranks up to which a plan looks for faster layouts too, which takes about a second."""
 
 

@@ -55,7 +55,7 @@ class Channel:
         """
         try:
             self._limit(socket.SO_RCVTIMEO, limit or 0)
-            message = parse_json(self._line(), finite=False)  # a damaged sum may be NaN
+            message = parse_json(self._line())
         except MalformedError:
             message = None
         except BlockingIOError:

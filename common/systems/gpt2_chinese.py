@@ -247,7 +247,7 @@ def _take_model(path: Path, where: str, ours: Translation) -> None:
             f"{where}: {path}: no such file{looked_in(path)}; expected GPT2-Chinese's"
             " model_config.json, with n_ctx, n_embd, n_head, n_layer and vocab_size"
         )
-    _take_sizes(read_json_mapping(path, finite=False), str(path), ours)
+    _take_sizes(read_json_mapping(path), str(path), ours)
 
 
 def _take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:

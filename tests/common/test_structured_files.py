@@ -36,9 +36,6 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
         ('{"a": 1,\n "a": 2}', "'a' is given twice"),
         ("[" * 200_000, "nested deeper"),
         ("9" * 5000, "digits"),
-        ("1e999", "beyond the range"),
-        ("[NaN]", "NaN"),
-        ('{"a": -Infinity}', "Infinity"),
         (b"\xff", "byte 0 is not UTF-8"),
         ('["\\uD800"]', "ud800 is half of a pair"),
         ("", "line 1, column 1"),
@@ -56,7 +53,6 @@ def test_json_within_the_limits() -> None:
     }
     assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
     assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
-    assert parse_json("[1e999]", finite=False) == [float("inf")]
     assert parse_json_item('x {"a": 1}, rest', 2) == ({"a": 1}, 10)
 
 
