@@ -15,7 +15,7 @@ from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
-from common.whole_numbers import MOST_RANKS, shortened, whole_number
+from common.whole_numbers import MAX_RANKS, shortened, whole_number
 
 _PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
 _RESERVED_STEPS = 0xFFFFFFF0
@@ -163,10 +163,9 @@ class _Variables:
 
     def size(self, name: str) -> int:
         size = self.number(name, least=1, what="the number of processes")
-        if size > MOST_RANKS:
+        if size > MAX_RANKS:
             raise ConfigError(
-                f"environment: {name}={size}: expected the number of processes, {MOST_RANKS} at"
-                " most"
+                f"environment: {name}={size}: expected the number of processes, {MAX_RANKS} at most"
             )
         return size
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from common.cluster.rank_table import RankTable, Server
 from common.errors import ConfigError
 from common.processes.addresses import LOOPBACK, is_here
-from common.whole_numbers import MOST_RANKS, shortened, spans
+from common.whole_numbers import MAX_RANKS, shortened, spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,9 +301,9 @@ def _check_size(numbers: Sequence[int], rank_size: int | None, held: int) -> Non
             f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the"
             " table of all machines"
         )
-    if held > MOST_RANKS or len(numbers) > MOST_RANKS:
+    if held > MAX_RANKS or len(numbers) > MAX_RANKS:
         raise ConfigError(
-            f"{max(held, len(numbers))} ranks are more than this launcher starts, {MOST_RANKS};"
+            f"{max(held, len(numbers))} ranks are more than this launcher starts, {MAX_RANKS};"
             " look at the range and at RANK_SIZE"
         )
     if rank_size is not None and numbers[-1] >= held:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.cluster.rank_table import RankTable, Server
 from common.errors import ConfigError
 from common.processes.addresses import DEFAULT_PORT, is_loopback
-from common.whole_numbers import MOST_RANKS, shortened, whole_number
+from common.whole_numbers import MAX_RANKS, shortened, whole_number
 
 _NAMES = ("POD_NAME", "HOSTNAME", "POD_IP", "XDL_IP", "POD_UID")
 """Variables with a name of the pod, in the job files of tools/job_files.py and of MindCluster.
@@ -73,7 +73,7 @@ def place_of_pod(environ: Mapping[str, str]) -> PodPlace | None:
         count, own = "WORLD_SIZE", "RANK"
     else:
         return None
-    nodes = _number(environ, count, 1, MOST_RANKS)
+    nodes = _number(environ, count, 1, MAX_RANKS)
     if nodes == 1:
         return None
     address = environ.get("MASTER_ADDR") or environ.get("PET_MASTER_ADDR")

@@ -37,7 +37,7 @@ COSINE = "CosineAnnealingWithWarmupDecay"
 """
 END_OF_TEXT = 50256
 """Id of the end of text in the tokenizer that FleetX has for GPT."""
-_MOST_GENERATED = 512
+_MAX_GENERATED = 512
 _ORDER = "windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _NOT_HERE = "is not in this version; leave the section out"
@@ -52,7 +52,7 @@ def _clip(norm: float | None) -> float:
 
 def _length(tokens: int) -> int:
     """Change the most tokens to generate: 512 there at most, and for a number below 0."""
-    return tokens if 0 <= whole(tokens) <= _MOST_GENERATED else _MOST_GENERATED
+    return tokens if 0 <= whole(tokens) <= _MAX_GENERATED else _MAX_GENERATED
 
 
 _ENGINE: Table = {

@@ -17,7 +17,7 @@ from common.whole_numbers import rank_names
 
 RESTARTABLE = ("train", "finetune")
 """Modes that are started again; the others have nothing to resume."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_FIRST_PAUSE, _MAX_PAUSE = 1.0, 60.0
 
 
 def run_attempts(make_job: Callable[[int], Job], *, most: int, folder: Path) -> int:
@@ -79,7 +79,7 @@ def why_not(outcome: Outcome, before: Sequence[Outcome], most: int) -> str:
 
 def pause(failures: int) -> float:
     """Return the seconds to wait before a restart, after so many failures before this one."""
-    return min(_FIRST_PAUSE * 2.0 ** min(failures, 30), _LONGEST_PAUSE)
+    return min(_FIRST_PAUSE * 2.0 ** min(failures, 30), _MAX_PAUSE)
 
 
 def _line(

@@ -26,7 +26,7 @@ _WRITTEN = re.compile(
     r"|PATH|HOME|PWD|USER|HOSTNAME|LANG|LC_\w+|TMPDIR"
 )
 """Variables that env.log shows. Others may hold secrets, and do not steer a run."""
-_MOST_COPIED = 1 << 20
+_MAX_COPIED = 1 << 20
 """Most bytes copied to the terminal at once; longer text is cut to its end."""
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 
@@ -71,12 +71,12 @@ class RankLog:
 
     def new_output(self) -> str:
         """Return the text since the last call. A very long one is cut to its end."""
-        skipped, note = self._size() - self._shown - _MOST_COPIED, ""
+        skipped, note = self._size() - self._shown - _MAX_COPIED, ""
         if skipped > 0:
-            skipped += _MOST_COPIED - _TAIL_BYTES
+            skipped += _MAX_COPIED - _TAIL_BYTES
             note = f"\n[{skipped} bytes are left out here; the whole is in {self.path}]\n"
             self._shown += skipped
-        text, self._shown = self.read(self._shown, _MOST_COPIED)
+        text, self._shown = self.read(self._shown, _MAX_COPIED)
         return note + (text.partition("\n")[2] or text) if note else text
 
     def last_lines(self) -> list[str]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TextIO
 
 _CLEAR = "\r\x1b[K"
-_MOST_WAITING = 1 << 22
+_MAX_WAITING = 1 << 22
 """Characters that may wait for a reader before copied text is left out."""
 
 
@@ -43,7 +43,7 @@ class Terminal:
 
     def copy(self, text: str) -> None:
         """Copy text to standard output unchanged; dropped while much is waiting for the reader."""
-        if text and self._given - self._taken < _MOST_WAITING:
+        if text and self._given - self._taken < _MAX_WAITING:
             self._put(sys.stdout, text)
             self._in_a_line = not text.endswith("\n")
 

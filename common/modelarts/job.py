@@ -29,7 +29,7 @@ from common.modelarts.files import (
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
 from common.systems.config import ConfigFile, Opened
-from common.whole_numbers import MOST_RANKS, shortened, whole_number
+from common.whole_numbers import MAX_RANKS, shortened, whole_number
 
 
 def is_asked_for(config: RunConfig, job: ModelArtsJob, environ: Mapping[str, str]) -> bool:
@@ -213,10 +213,10 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
             f" {', '.join(names)}"
         )
     devices = _device_count(environ)
-    if devices * len(names) > MOST_RANKS:
+    if devices * len(names) > MAX_RANKS:
         raise ConfigError(
             f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job"
-            f" can have, {MOST_RANKS}"
+            f" can have, {MAX_RANKS}"
         )
     everyone = tuple(
         RankPlacement(rank=node * devices + device, device_id=device, local_rank=device, host=host)
@@ -271,8 +271,8 @@ def _as_version_1(path: Path, table: RankTable, environ: Mapping[str, str]) -> P
 def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     text = environ.get(name) or str(otherwise)
     number = whole_number(text)
-    if number is None or number > MOST_RANKS:
+    if number is None or number > MAX_RANKS:
         raise ConfigError(
-            f"environment: {name}={shortened(text)}: expected a whole number, {MOST_RANKS} at most"
+            f"environment: {name}={shortened(text)}: expected a whole number, {MAX_RANKS} at most"
         )
     return number

@@ -272,7 +272,7 @@ def _kernels_to_check(config: Run, device: Accelerator | None) -> Iterable[str]:
 
 RESERVED = 0.06
 """Part of a device's memory that the driver, the libraries and gaps between tensors take."""
-RESERVED_AT_LEAST = 2.4 * GIB
+MIN_RESERVED = 2.4 * GIB
 """Least of it, which weighs on cards below 40 GB. nvidia-smi showed so much beyond the plan on
 V100s of 16 GB (OneFlow's report of May 2021, the median of 13 runs without a pipeline).
 """
@@ -280,7 +280,7 @@ V100s of 16 GB (OneFlow's report of May 2021, the median of 13 runs without a pi
 
 def usable_memory(memory: float) -> float:
     """Return the bytes of an accelerator's memory that a rank may plan with."""
-    return memory - max(RESERVED * memory, RESERVED_AT_LEAST)
+    return memory - max(RESERVED * memory, MIN_RESERVED)
 
 
 def memory_limit(config: RunConfig, device: Accelerator | Hardware | None) -> float | None:

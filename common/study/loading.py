@@ -26,7 +26,7 @@ from common.study.definition import (
     label,
     labels_of,
 )
-from common.whole_numbers import MOST_RANKS
+from common.whole_numbers import MAX_RANKS
 
 RESERVED = {
     "output_dir": "each run has a folder of its own; give --output_dir for the study's",
@@ -242,8 +242,8 @@ def _value_faults(
 ) -> Iterator[tuple[tuple[Any, ...], str]]:
     if key in RESERVED:
         yield at, f"{key}: is set by the study: {RESERVED[key]}"
-    if key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MOST_RANKS):
-        yield at, f"{key}: {value!r}: expected a whole number, 1 to {MOST_RANKS}"
+    if key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MAX_RANKS):
+        yield at, f"{key}: {value!r}: expected a whole number, 1 to {MAX_RANKS}"
     if key == "base" and not isinstance(value, str):
         yield at, f"base: {value!r}: expected the path of a configuration"
     if key == "peer" and value not in (None, *PEERS):

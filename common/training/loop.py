@@ -120,7 +120,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
             saved = (
                 f"saved in {run.checkpoints.folder}"
                 if saver.saved_step == state.step
-                else f"not saved: {saver.why_not()}"
+                else f"not saved: {saver.reason_not_saved()}"
             )
             _end_early(config, stopping, f" after step {state.step}; {saved}")
     if speeds:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import MOST
+from common.config.schema import MAX_COUNT
 from common.config.update_rules import takes_momentum
 from common.dialects.fleetx import (
     BASE,
@@ -311,7 +311,7 @@ def _profile(theirs: Theirs, ours: Translation) -> None:
         ours.set("profile.stop", last, theirs.where("Profiler"), "Profiler.scheduler")
     elif enabled:
         ours.set("profile.start", 1, theirs.where("Profiler"), "Profiler.enable")
-        ours.set("profile.stop", MOST, theirs.where("Profiler"), "Profiler.enable")
+        ours.set("profile.stop", MAX_COUNT, theirs.where("Profiler"), "Profiler.enable")
     apply({"Profiler.*": Without("profile says which steps are traced")}, theirs, ours)
 
 

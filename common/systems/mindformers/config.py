@@ -54,7 +54,7 @@ _MASKS = {"attention_mask", "input_mask"}
 """Columns with a 0 for the padding of a row."""
 END_OF_TEXT = 50256
 """Id of the end of text of GPT2Config."""
-_MOST_SUNK = 100
+_MAX_SUNK = 100
 """Largest train.sink_size."""
 
 
@@ -160,7 +160,7 @@ def _length(theirs: Theirs, ours: Translation) -> None:
     size, mode = theirs.take(key), theirs.take("runner_config.sink_mode", True)
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         theirs.refuse(key, size, "expected a whole number above 0, or -1")
-    if size is not None and mode and 1 <= size <= _MOST_SUNK:
+    if size is not None and mode and 1 <= size <= _MAX_SUNK:
         ours.put("train.sink_size", size, theirs, key)
     elif size is not None:
         ours.note(key, "train.sink_size stays 1; losses do not depend on it")

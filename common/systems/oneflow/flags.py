@@ -27,7 +27,7 @@ from common.systems.dialect import (
     apply,
     require_all_taken,
 )
-from common.whole_numbers import MOST_RANKS, argument
+from common.whole_numbers import MAX_RANKS, argument
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
@@ -101,7 +101,7 @@ def _options(flags: Sequence[str], environ: Mapping[str, str]) -> list[str] | No
         prog="oneflow_gpt.training", add_help=False, allow_abbrev=False
     )
     for name in ("gpus-per-node", "nodes"):
-        parser.add_argument(f"--num-{name}", type=argument(1, MOST_RANKS), default=1)
+        parser.add_argument(f"--num-{name}", type=argument(1, MAX_RANKS), default=1)
     parser.add_argument("--node-ips", default="")
     parser.add_argument("--ctrl-port", type=argument(1, 65535))
     parser.add_argument("--use-rdma", action="store_true")
