@@ -44,6 +44,12 @@ def make_row(step: int, **values: Any) -> dict[str, Any]:
     return row | values
 
 
+VALIDATION = {
+    "validation_loss": 3.0, "validation_perplexity": 20.0, "validation_tokens": 8,
+    "validation_time": 1.0,
+}  # fmt: skip
+
+
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Lines that the report of a config prints for rows."""
@@ -53,7 +59,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
         report = make_report(config, samples_per_epoch)
         LOG.handlers[0].setFormatter(logging.Formatter("%(message)s"))
         for row in rows:
-            report.validation(row) if "validation_loss" in row else report.step(row)
+            report.validation(VALIDATION | row) if "loss" not in row else report.step(row)
         return capsys.readouterr().out.splitlines()
 
     yield say
@@ -232,8 +238,7 @@ def test_gpt2_chinese(lines: Any) -> None:
         if epochs_done(step, sizes, 17) > epochs_done(step - 1, sizes, 17)
     ]
     assert ends == [17 * epoch // 4 for epoch in (1, 2, 3, 4)]
-    report = make_report(config, 17)
-    line = report.validation_lines({"step": 6, "validation_perplexity": 12.5})[0]
+    [line] = lines(config, [{"step": 6, "validation_perplexity": 12.5}], samples_per_epoch=17)
     assert re.fullmatch(r"now time: \d+:\d+\. Step 2 of piece 0, ppl 12\.5", line)
 
 
