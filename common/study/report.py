@@ -175,10 +175,9 @@ def _failed(cells: Mapping[str, Summary]) -> Table | None:
         for run in cell.failures
     ]
     rows += [
-        [f"`{name}`", "–", Word("not predicted"), expected.reason]
+        [f"`{name}`", "–", Word("not predicted"), cell.planned.reason]
         for name, cell in cells.items()
-        if (expected := cell.result.prediction) is not None
-        if not cell.result.repeats and not cell.speeds and expected.reason
+        if not cell.result.repeats and not cell.speeds and cell.planned.reason
     ]
     head = ["cell", "repeat", "state", "reason"]
     return Table(head=head, rows=rows, words=True) if rows else None

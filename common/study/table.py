@@ -74,14 +74,6 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         losses = cell.first.loss if cell.first else []
         return f"{losses[-1]:.4f}" if losses else None
 
-    def planned_memory(cell: Summary) -> str | None:
-        expected = cell.result.prediction
-        return size(max(expected.peak)) if expected and expected.peak else None
-
-    def planned_step(cell: Summary) -> str | None:
-        expected = cell.result.prediction
-        return seconds(expected.step_seconds) if expected and expected.step_seconds else None
-
     columns: dict[str, Column] = {
         "ranks": lambda cell: f"{cell.result.cell.ranks}",
         "hosts": lambda cell: f"{cell.result.cell.hosts}" if many_hosts else None,
@@ -98,7 +90,12 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         "same losses": same,
     }
     if not study.calculated:
-        columns |= {"planned memory": planned_memory, "planned step": planned_step}
+        columns["planned memory"] = lambda cell: (
+            size(max(cell.planned.peak)) if cell.planned.peak else None
+        )
+        columns["planned step"] = lambda cell: (
+            seconds(cell.planned.step_seconds) if cell.planned.step_seconds else None
+        )
     columns["repeats"] = runs
     marks = ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()]
     return _table(columns, cells.values(), marks)
@@ -181,7 +178,7 @@ def as_csv(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> str:
 
 
 def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
-    cell, expected, first = found.result.cell, found.result.prediction, found.first
+    cell, expected, first = found.result.cell, found.planned, found.first
     different = verdict.different.get(cell.id)
     failed = next((run for run in reversed(found.failures)), None)
     return {
@@ -214,7 +211,7 @@ def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
         "group": cell.group or "",
         "differs_in": different.departure.kind if different else "",
         "differs_from_step": (different.departure.step or "") if different else "",
-        "predicted_memory_bytes": max(expected.peak, default=None) if expected else None,
-        "predicted_step_seconds": expected.step_seconds if expected else None,
-        "reason": failed.reason if failed else (expected.reason if expected else ""),
+        "predicted_memory_bytes": max(expected.peak, default=None),
+        "predicted_step_seconds": expected.step_seconds,
+        "reason": failed.reason if failed else expected.reason,
     }
