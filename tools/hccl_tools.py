@@ -9,20 +9,16 @@ Exit code 0: written, or valid; 2: bad arguments, devices or table; 1: the file 
 written.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import hashlib
 import logging
 import re
 import socket
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from common import whole_numbers
 from common.cluster.hccn import device_addresses

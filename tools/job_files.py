@@ -17,15 +17,10 @@ Exit codes: 0 written, 1 the file could not be written, 2 an option or the confi
 fault.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
+    import as_script  # noqa: F401
 
-    start(__file__)
-
+import sys
 from pathlib import PurePosixPath
 
 from common.files import atomic_write

@@ -18,20 +18,16 @@ Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 
 Ctrl-C and SIGTERM.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import gc
 import logging
 import os
+import sys
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from common.dataset.blocks import DocumentRule

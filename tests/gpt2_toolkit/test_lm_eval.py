@@ -41,7 +41,7 @@ WIKITEXT = """
 def test_without_the_package_one_message_says_what_to_install() -> None:
     program = (
         "import sys, runpy; sys.modules['lm_eval'] = None;"
-        "sys.argv = ['lm_eval.py', 'ls', 'tasks'];"
+        "sys.argv = ['lm_eval.py', 'ls', 'tasks']; sys.path[0] = 'tools';"
         "runpy.run_path('tools/lm_eval.py', run_name='__main__')"
     )
     for line, code, said in (

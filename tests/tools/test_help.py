@@ -110,7 +110,7 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
     "module",
     [
         "run_gpt2",
-        *(f"tools.{tool}" for tool in TOOLS if tool != "lm_eval"),
+        *(f"tools.{tool}" for tool in TOOLS if tool not in ("lm_eval", "as_script")),
         "benchmarks.run",
     ],
 )

@@ -474,6 +474,7 @@ def test_a_scheduler_that_stops_it_finds_nothing_left(
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as stopped:
+            monkeypatch.syspath_prepend("tools")  # as Python does for a script
             runpy.run_path("tools/convert_weight.py", run_name="__main__")
     finally:
         signal.signal(signal.SIGTERM, before)
