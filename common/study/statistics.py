@@ -63,13 +63,6 @@ class Summary:
         return max(self.speeds.values(), default=None)
 
     @property
-    def spread(self) -> float | None:
-        """Highest minus lowest speed by the median; None with fewer than two repeats."""
-        if len(self.speeds) < 2 or not self.tokens_per_second:
-            return None
-        return (max(self.speeds.values()) - min(self.speeds.values())) / self.tokens_per_second
-
-    @property
     def state(self) -> State | None:
         """Finished if any repeat did, else what became of the last one; None: not run yet."""
         if self.runs:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from common.cluster import hccn
 from common.doctor import software
+from common.doctor.examine import DoctorRequest, Facts
 from common.doctor.report import State
 from common.doctor.software import (
     check_cann,
@@ -213,3 +215,15 @@ def test_a_device_that_was_asked_for_needs_its_package() -> None:
     assert (
         check_device_package({"mindspore": "2.10.0"}, "mindspore", "cuda")[0].state is State.ERROR
     )
+
+
+@pytest.mark.parametrize(("npus", "imported"), [([0], ["mindspore", "hccl"]), ([], ["mindspore"])])
+def test_mindspore_on_an_ascend_needs_the_package_hccl(
+    npus: list[int], imported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = dict.fromkeys(software.PACKAGES) | {"mindspore": "2.10.0"}
+    monkeypatch.setattr(software, "installed_versions", lambda: versions)
+    monkeypatch.setattr(software, "check_imports", lambda names, limit: (names, {}))
+    monkeypatch.setattr(hccn, "npu_numbers", lambda: npus)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert Facts(DoctorRequest(device="cpu")).imports[0] == imported

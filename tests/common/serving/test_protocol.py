@@ -106,8 +106,6 @@ def test_fields_that_a_peer_allows(peer: str, fields: dict[str, Any], read: dict
             " include_obfuscation",
         ),
         ("llama.cpp", {"logit_bias": [["a", 1]]}, "logit_bias: should be a valid dictionary"),
-        *(("vLLM", {"prompt": given}, "prompt: expected text, a list") for given in ([], [[]])),
-        ("vLLM", {"logprobs": 21}, "logprobs: should be less than or equal to 20"),
         ("llama.cpp", {"prompt": [1, "a"]}, "prompt: expected text, a list"),
         ("llama.cpp", {"n_predict": 8}, "n_predict: no such field"),
         ("OpenAI", {"best_of": 3}, "best_of=3 is not n=1: nothing is thrown away here"),

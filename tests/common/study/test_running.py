@@ -214,13 +214,6 @@ def test_the_folder_of_another_study_is_left_alone(
     assert study.started == ["seed4/1", "seed4/2"]
 
 
-def test_a_damaged_study_file_is_one_error(study: Fixture) -> None:
-    study.run()
-    (study.folder / "study.json").write_text('{"title": ')
-    with pytest.raises(ConfigError, match=r"study\.json: .*the file is damaged"):
-        study.run()
-
-
 @pytest.mark.parametrize(
     ("outcome", "log", "state", "reason"),
     [
