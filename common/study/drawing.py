@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from common.accelerators import GIB
 from common.files import atomic_write
-from common.study.figures import MIB
 from common.study.results import Study
 from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
-from common.study.table import part_name, parts_of
+from common.study.table import MIB, part_name, parts_of
 from common.study.verdict import MEMORY_TOLERANCE, Verdict
 from common.training.plot import open_pyplot
 
@@ -63,10 +62,7 @@ def draw_throughput(sheet: Sheet) -> Any:
     for row, cell in enumerate(cells):
         if len(cell.speeds) > 1:
             axes.plot([cell.lowest, cell.highest], [row, row], color=_DARK, linewidth=1.4, zorder=3)
-            axes.plot(
-                list(cell.speeds.values()), [row] * len(cell.speeds), "|", color=_DARK, zorder=4,
-                markersize=8,
-            )  # fmt: skip
+        _strokes(axes, row, list(cell.speeds.values()))
     calculated = ", calculated" if sheet.study.calculated else ""
     axes.set(xlabel=f"tokens per second{calculated}", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -103,16 +99,11 @@ def draw_efficiency(sheet: Sheet) -> Any:
         left.plot(
             ratios, [cell.speed_up for cell in cells], "o", color=_DARK, alpha=0.7, markersize=6
         )
-        left.set(xlabel="ranks by the baseline's", ylabel="speed-up", xscale="log", yscale="log")
-        for axis in (left.xaxis, left.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
-        ticks = sorted(set(ratios))
-        left.set_xticks(ticks)
-        lowest = min(min(cell.speed_up or 1 for cell in cells), min(ratios))
-        highest = max(max(cell.speed_up or 1 for cell in cells), max(ratios))
+        left.set(xlabel="ranks by the baseline's", ylabel="speed-up")
+        speed_ups = [cell.speed_up or 1 for cell in cells]
+        lowest, highest = min(*speed_ups, *ratios), max(*speed_ups, *ratios)
         doubles = range(math.floor(math.log2(lowest)), math.ceil(math.log2(highest)) + 1)
-        left.set_yticks([2.0**power for power in doubles])
+        _log_scales(left, sorted(set(ratios)), [2.0**power for power in doubles])
         left.grid(alpha=0.25)
         left.legend(frameon=False)
     return figure
@@ -127,14 +118,9 @@ def draw_memory(sheet: Sheet) -> Any:
     _bar(axes, sheet, [max(cell.peak_memory) / unit for cell in cells])
     expected: list[tuple[float, int]] = []
     for row, cell in enumerate(cells):
-        if len(cell.peak_memory) > 1:
-            axes.plot(
-                [value / unit for value in cell.peak_memory], [row] * len(cell.peak_memory), "|",
-                color=_DARK, markersize=8, zorder=3,
-            )  # fmt: skip
-        prediction = cell.result.prediction
-        if prediction and prediction.peak and not sheet.study.calculated:
-            expected.append((max(prediction.peak) / unit, row))
+        _strokes(axes, row, [value / unit for value in cell.peak_memory])
+        if cell.planned.peak and not sheet.study.calculated:
+            expected.append((max(cell.planned.peak) / unit, row))
     if expected:
         axes.plot(
             *zip(*expected, strict=True), "D", color=_RED, markersize=5, zorder=4, clip_on=False,
@@ -142,8 +128,8 @@ def draw_memory(sheet: Sheet) -> Any:
         )  # fmt: skip
         figure.legend(loc="outside upper right", frameon=False, fontsize="small")
     source = next((cell.first.peak_memory_source for cell in cells if cell.first), "")
-    axes.set(xlabel=f"peak memory of a rank ({name}{', ' + _ascii(source) if source else ''})")
-    axes.set_xlim(0, None)
+    label = f"peak memory of a rank ({name}{', ' + source if source else ''})"
+    axes.set(xlabel=label.encode("ascii", "replace").decode(), xlim=(0, None))
     return figure
 
 
@@ -170,15 +156,9 @@ def draw_split(sheet: Sheet) -> Any:
 
 
 def draw_loss(sheet: Sheet) -> Any:
-    different = sheet.verdict.different
-    cells = [cell for cell in sheet.cells if cell.first and cell.first.loss]
-    cells.sort(key=lambda cell: cell.id in different)  # on top of the others
-    return _curves(
-        sheet,
-        [(cell, cell.first.loss) for cell in cells if cell.first],
-        "loss (nats per token)",
-        nested=True,
-    )
+    rows = [(cell, cell.first.loss) for cell in sheet.cells if cell.first and cell.first.loss]
+    rows.sort(key=lambda row: row[0].id in sheet.verdict.different)  # on top of the others
+    return _curves(sheet, rows, "loss (nats per token)", nested=True)
 
 
 def draw_difference(sheet: Sheet) -> Any:
@@ -188,13 +168,12 @@ def draw_difference(sheet: Sheet) -> Any:
     for group in sheet.verdict.groups:
         reference = by_id[group.reference].first
         assert reference is not None
-        others = [*group.same, *(each.cell for each in group.different)]
-        found = [by_id[name] for name in by_id if name in others and name != group.reference]
-        if found:
-            tolerances.add(group.tolerance)
-        for cell in found:
-            if cell.first:
-                rows.append((cell, _relative(cell.first.loss, reference.loss)))
+        others = {*group.same, *(each.cell for each in group.different)} - {group.reference}
+        for cell in sheet.cells:
+            if cell.id in others and cell.first:
+                tolerances.add(group.tolerance)
+                pairs = zip(cell.first.loss, reference.loss, strict=False)
+                rows.append((cell, [relative_difference(*pair) for pair in pairs]))
     if not rows:
         return None
     figure = _curves(sheet, rows, "loss: difference to the reference, relative")
@@ -219,9 +198,9 @@ def draw_prediction(sheet: Sheet) -> Any:
         return None
     kinds = dict.fromkeys(check.kind for check in sheet.verdict.memory)
     times = [
-        (cell.step_seconds, cell.result.prediction.step_seconds)
+        (cell.step_seconds, cell.planned.step_seconds)
         for cell in sheet.cells
-        if cell.step_seconds and cell.result.prediction and cell.result.prediction.step_seconds
+        if cell.step_seconds and cell.planned.step_seconds
     ]
     panels: list[tuple[str, list[tuple[float, float]]]] = []
     for kind in kinds:
@@ -248,12 +227,7 @@ def draw_prediction(sheet: Sheet) -> Any:
         axes.plot(*zip(*points, strict=True), "o", color=_DARK, alpha=0.7, markersize=6)
         axes.set(title=what, xlabel="measured", ylabel="planned", xlim=ends, ylim=ends)
         if ends[1] > 4 * ends[0]:
-            axes.set(xscale="log", yscale="log")
-            ticks = _ticks(*ends)
-            for axis, place in ((axes.xaxis, axes.set_xticks), (axes.yaxis, axes.set_yticks)):
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter("")
-                place(ticks)
+            _log_scales(axes, _ticks(*ends), _ticks(*ends))
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize="small", loc="upper left")
     return figure
@@ -320,6 +294,21 @@ def _bar(axes: Any, sheet: Sheet, values: Sequence[float]) -> None:
     )  # fmt: skip
 
 
+def _strokes(axes: Any, row: int, values: Sequence[float]) -> None:
+    """Mark several values on the bar of a row."""
+    if len(values) > 1:
+        axes.plot(values, [row] * len(values), "|", color=_DARK, markersize=8, zorder=4)
+
+
+def _log_scales(axes: Any, across: Sequence[float], up: Sequence[float]) -> None:
+    """Make both scales logarithmic, with these ticks as plain numbers."""
+    axes.set(xscale="log", yscale="log")
+    for axis, ticks in ((axes.xaxis, across), (axes.yaxis, up)):
+        axis.set_ticks(ticks)
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+
+
 def _curves(
     sheet: Sheet,
     rows: Sequence[tuple[Summary, Sequence[float]]],
@@ -362,20 +351,12 @@ def _curves(
     return figure
 
 
-def _relative(found: Sequence[float], expected: Sequence[float]) -> list[float]:
-    return [relative_difference(*pair) for pair in zip(found, expected, strict=False)]
-
-
 def _label(name: str) -> str:
     """Return a name that fits beside a picture: a long one loses its middle."""
     if len(name) <= _MAX_LABEL:
         return name
-    start = (_MAX_LABEL - 2) // 2
-    return f"{name[:start]}..{name[-start:]}"
-
-
-def _ascii(text: str) -> str:
-    return text.encode("ascii", "replace").decode()
+    half = (_MAX_LABEL - 2) // 2
+    return f"{name[:half]}..{name[-half:]}"
 
 
 def _unit(values: Sequence[float]) -> tuple[int, str]:

@@ -121,9 +121,9 @@ def test_bad_options_are_refused(tmp_path: Path, words: list[str]) -> None:
     assert stop.value.code == 2
 
 
-@pytest.mark.parametrize(("steps", "mean"), [(40, []), (150, ["moving average"])])
-def test_a_run_draws_its_mean_where_it_differs(
-    steps: int, mean: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("steps", "single"), [(40, []), (150, ["_child0"])])
+def test_a_run_draws_its_single_values_where_they_differ_from_the_mean(
+    steps: int, single: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path / "one", [1 / step for step in range(1, steps + 1)])
     pyplot = module.open_pyplot()
@@ -133,4 +133,4 @@ def test_a_run_draws_its_mean_where_it_differs(
     monkeypatch.undo()
     pyplot.close()
     shown = [line.get_label() for line in axes.lines]
-    assert shown == ["training loss", *mean, "validation loss"]
+    assert shown == [*single, "training loss", "validation loss"]
