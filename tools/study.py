@@ -20,9 +20,8 @@ change the study's own numbers. In the script of a Slurm job, cells are started 
 if __name__ == "__main__":
     import as_script  # noqa: F401
 
-import sys
 
-from common.log import start_log
+from common.log import show, start_log
 from common.program import command
 from common.study.command import StudyRequest, run_study
 
@@ -30,4 +29,4 @@ from common.study.command import StudyRequest, run_study
 @command(StudyRequest)
 def main(request: StudyRequest) -> int:
     start_log()
-    return run_study(request, sys.stdout.write)
+    return run_study(request, show)

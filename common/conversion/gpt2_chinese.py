@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ from common.dialects.rules import To, Without
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
 from common.locks import held_lock
-from common.log import LOG, start_log
+from common.log import LOG, show, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
 from common.systems.config import COMMAND_LINES, Opened, open_flags
@@ -58,7 +57,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
     """
     system, mode = _COMMANDS[program]
     if {"--help", "-h"} & set(words):
-        sys.stdout.write(_help(program, COMMAND_LINES[system]))
+        show(_help(program, COMMAND_LINES[system]))
         return 0
     theirs, overrides = _split(words)
     given = {word.lstrip("-").partition("=")[0] for word in theirs if word.startswith("--")}
@@ -66,7 +65,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         theirs += ["--titles", OF_TITLES["titles"]]
     opened = open_flags(system, theirs, overrides)
     if "--show_config" in words:
-        sys.stdout.write(opened.yaml)
+        show(opened.yaml)
         return 0
     process = find_process(os.environ)
     start_log(rank=process.rank)

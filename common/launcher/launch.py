@@ -38,6 +38,7 @@ from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
 from common.launcher.supervisor import Job, connect_limit
 from common.launcher.terminal import tell
+from common.log import show
 from common.parallel.run import Run
 from common.paths import TOOLS
 from common.planner.cluster import describe_cluster
@@ -85,12 +86,12 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
     )
     config = resolve_mode(load(request.overrides), request.mode, world_size=places.world_size)
     if request.mode == "plan":
-        _say(_plan(request, config, places, table))
+        show(_plan(request, config, places, table))
         return 0
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
     if not starts:
-        _say(f"# {ranks_here(places, request, config)}\n")
+        show(f"# {ranks_here(places, request, config)}\n")
         return _run(job_of_ranks(request, config, places, table, port, starts=False), request)
     if places.own[0].rank == 0:
         _check_first(config, request, check)
@@ -254,7 +255,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
         ]
         text = host_command(words, os.environ)
         children.append(_over_ssh(node, part.host, text))
-        _say(f"# host {node}: {part.host}\n{text}\n")
+        show(f"# host {node}: {part.host}\n{text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
         return 0
     config = load(request.overrides)  # each host checks the layout
@@ -289,11 +290,11 @@ def _run(job: Job, request: LaunchRequest) -> int:
                 or len(full.environment) != len(child.environment)
             ):
                 full = child
-                _say(f"{head}\n{shell_text(child.environment, child.command)}")
+                show(f"{head}\n{shell_text(child.environment, child.command)}")
                 continue
             own = dict(child.environment.items() - full.environment.items())
             words = [f"{name}={own[name]}" for name in child.environment if name in own]
-            _say(f"{head}; as {full} with\n{shlex.join(words)}\n")
+            show(f"{head}; as {full} with\n{shlex.join(words)}\n")
         return 0
     if is_asked("DETACH"):
         return _detach(job.log_folder, request)
@@ -325,9 +326,3 @@ def _detach(folder: Path, request: LaunchRequest) -> int:
     tell(f"started in the background: process {process.pid}, messages in {log}")
     tell(f"stop it, so that its ranks save: kill {process.pid}")
     return 0
-
-
-def _say(text: str) -> None:
-    """Print a plan or a dry run. Raises OSError if it cannot be written."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
