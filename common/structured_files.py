@@ -24,13 +24,12 @@ MAX_DEPTH = 64
 class MalformedError(ValueError):
     """Text that violates its format or the limits.
 
-    ``line`` and ``column`` count from 1; 0 if unknown. position: characters before the fault, if a
-    JSON text was parsed.
+    ``line`` and ``column`` count from 1; 0 if unknown.
     """
 
-    def __init__(self, problem: str, line: int = 0, column: int = 0, position: int = 0) -> None:
+    def __init__(self, problem: str, line: int = 0, column: int = 0) -> None:
         super().__init__(f"{problem} (line {line}, column {column})" if line else problem)
-        self.problem, self.line, self.column, self.position = problem, line, column, position
+        self.problem, self.line, self.column = problem, line, column
 
     def at(self, path: Path | str) -> str:
         """Return ``path:line:column``, or only the path if the line is unknown."""
@@ -165,7 +164,7 @@ def _decoded(text: str | bytes) -> str:
 
 def _malformed(error: Exception) -> MalformedError:
     if isinstance(error, json.JSONDecodeError):
-        return MalformedError(error.msg, error.lineno, error.colno, error.pos)
+        return MalformedError(error.msg, error.lineno, error.colno)
     if isinstance(error, RecursionError):
         return MalformedError(f"nested deeper than {MAX_DEPTH} levels")
     return MalformedError("a number of more digits than Python converts")
