@@ -22,7 +22,7 @@ from common.dataset.id_files import numbered_files
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
 from common.dialects.gpt2_chinese import OF_SAMPLES, OF_TITLES, SINCE_2021
-from common.dialects.rules import To, Without
+from common.dialects.rules import Ignored, MapTo
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
 from common.locks import held_lock
@@ -199,10 +199,10 @@ def _help(program: str, dialect: Dialect) -> str:
         defaults |= OF_SAMPLES | OF_TITLES
     for flag in sorted(dialect.table):
         rule = dialect.table[flag]
-        becomes = f"; sets {rule.key}" if isinstance(rule, To) else ""
+        becomes = f"; sets {rule.key}" if isinstance(rule, MapTo) else ""
         meaning = _MEANINGS.get(flag) or (
             f"no effect here: {rule.why}"
-            if isinstance(rule, Without)
+            if isinstance(rule, Ignored)
             else f"refused: of the train.py since April 2021; write {SINCE_2021[flag]}"
         )
         default = f" (default: {defaults[flag]})" if defaults.get(flag, "") != "" else ""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from common.dialects.rules import ByHand, Only, Rule, Switch, Table, To
+from common.dialects.rules import ByHand, Fixed, MapTo, Rule, Switch, Table
 from common.errors import ConfigError
 from common.files import open_input, reading
 from common.systems.dialect import read_word
@@ -68,11 +68,11 @@ def check_values(
     for key, value in tree.items():
         rule = table.get(key)
         match rule:
-            case To(change=change):
+            case MapTo(change=change):
                 takes = not isinstance(change, Switch)
             case ByHand(switch=switch):
                 takes = not switch
-            case Only(values=values):
+            case Fixed(values=values):
                 takes = bool(values) and True not in values
             case _:
                 continue

@@ -22,7 +22,7 @@ from common.dialects.oneflow import (
 from common.errors import ConfigError
 from common.systems.dialect import (
     Dialect,
-    Theirs,
+    ForeignKeys,
     Translation,
     apply,
     require_all_taken,
@@ -34,7 +34,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for flags
     that this project cannot follow.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources, DEFAULTS), Translation()
+    theirs, ours = ForeignKeys(SYSTEM, tree, sources, DEFAULTS), Translation()
     ours.set("output_dir", "output")
     ours.set("validation.interval", "never")
     scale, flag = theirs.take("loss_scale"), "initial_loss_scale"

@@ -16,7 +16,7 @@ from common.config.hints import TABLES, hint, schema_keys
 from common.config.load import build_config, flatten
 from common.dialects.megatron import DEEPSPEED, DEEPSPEED_DEFAULTS
 from common.dialects.others import HERE
-from common.dialects.rules import ByHand, To, has_rule
+from common.dialects.rules import ByHand, MapTo, has_rule
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
@@ -145,7 +145,7 @@ def ds_run(tree: dict[str, Any], folder: Path, flags: str = "") -> Opened:
 
 
 def test_a_ds_config_without_a_key_is_that_with_deepspeeds_default(tmp_path) -> None:
-    assert {rule.key for rule in DEEPSPEED.values() if isinstance(rule, To)} == {
+    assert {rule.key for rule in DEEPSPEED.values() if isinstance(rule, MapTo)} == {
         "train.global_batch_size", "train.micro_batch_size", "train.accumulation_steps",
         *(DEEPSPEED[key].key for key in DEEPSPEED_DEFAULTS),
     }  # fmt: skip
@@ -240,7 +240,7 @@ def test_in_a_file_of_ours_no_key_gets_a_wrong_hint(dialect: Dialect) -> None:
     for table in (*TABLES, {name: ByHand(here) for name, here in HERE.items() if "." not in name}):
         for key, rule in table.items():
             meant = said_of.setdefault(key.rpartition(".")[2], set())
-            meant.add(rule.hint or (rule.key if isinstance(rule, To) else ""))
+            meant.add(rule.hint or (rule.key if isinstance(rule, MapTo) else ""))
     wrong = {}
     for key, path in each_key(dialect):
         said, names = hint(path), said_of[key.rpartition(".")[2]]
