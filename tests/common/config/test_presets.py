@@ -59,6 +59,8 @@ class Expected:
 
 EXPECTED = {
     "run_gpt2_tiny": Expected(11_453_760, (1, 1, 1), 8, 1, 8, 1024, (2e-3, 2e-4)),
+    "run_gpt2_quickstart": Expected(3_377_280, (1, 1, 1), 16, 1, 16, 2048, (2e-3, 1e-4)),
+    "run_gpt2_quickstart_zh": Expected(2_590_848, (1, 1, 1), 16, 1, 16, 2048, (2e-3, 1e-4)),
     "run_gpt2": Expected(124_439_808, (1, 1, 1), 8, 1, 8, 8192, (1e-4, 1e-5)),
     "run_gpt2_117m": Expected(124_439_808, (1, 1, 1), 8, 1, 8, 8192, (1.5e-4, 1e-5)),
     "run_gpt2_124m": Expected(124_439_808, (1, 1, 1), 1, 480, 480, 491_520, (6e-4, 6e-5)),
@@ -90,6 +92,8 @@ EXPECTED = {
 # layers, hidden size, heads, window, positions, vocabulary
 SHAPES = {
     "run_gpt2_tiny": (4, 192, 6, 128, 128, 50257),
+    "run_gpt2_quickstart": (4, 192, 6, 128, 128, 8192),
+    "run_gpt2_quickstart_zh": (4, 192, 6, 128, 128, 4096),
     "run_gpt2": (12, 768, 12, 1024, 1024, 50257),
     "run_gpt2_345m": (24, 1024, 16, 1024, 1024, 50257),
     "run_gpt2_774m": (36, 1280, 20, 1024, 1024, 50257),

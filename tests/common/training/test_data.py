@@ -2,6 +2,8 @@
 step.
 """
 
+import itertools
+import json
 import os
 import resource
 import shutil
@@ -26,6 +28,8 @@ from common.log import LOG, start_log
 from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.resolve.derive import length_in_steps, resolve_config
+from common.tokenizer import load_tokenizer
+from common.tokenizer.bpe_files import byte_alphabet
 from common.training import data as module
 from common.training.data import TrainingData, open_corpus, open_data, open_tokenizer
 from common.training.start import Start
@@ -159,6 +163,69 @@ def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s_else_given(
     assert eod_of(pair, data__train=blend, **POSITIONS) == 5
     record = tmp_path / "rows.mindrecord"  # the record beside a MindRecord is found too
     assert [path.name for path in metadata_paths(record.with_suffix(""))] == ["rows.meta.json"]
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    """A vocabulary of 262 byte-level tokens in OpenAI's files, and ``told`` beside it: documents
+    with characters of two and three bytes, which windows cut.
+    """
+    write_bytes_and(tmp_path / "vocabulary", ["h e", "l l", "he ll", "hell o", "Ġ t"])
+    tokenizer = load_tokenizer("GPT2BPETokenizer", tmp_path / "vocabulary")
+    with IndexedWriter(tmp_path / "told", np.uint16) as writer:
+        for number in range(40):
+            ids = tokenizer.encode(f"{number} hello théâtre 春风 the hell")
+            writer.append(np.append(ids, tokenizer.eod_id), np.array([len(ids) + 1]))
+    return tmp_path
+
+
+def write_bytes_and(folder: Path, merges: list[str]) -> None:
+    folder.mkdir()
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    (folder / "encoder.json").write_text(json.dumps(ids))
+    (folder / "vocab.bpe").write_text("\n".join(merges))
+
+
+@pytest.mark.parametrize("masks", [False, True, "targets"])
+def test_the_bytes_of_a_validation_are_those_of_the_text_that_its_windows_predict(
+    told: Path, masks: bool | str
+) -> None:
+    """In OpenAI's encoder.json each character of a token stands for one byte."""
+    vocabulary = told / "vocabulary"
+    spelling = list(json.loads((vocabulary / "encoder.json").read_text()))
+    end = 261
+    changes: dict[str, Any] = {"data__eod_mask_loss": masks, "data__split": "50,50,0"}
+    changes["train"] = {"max_steps": 1, "micro_batch_size": 1, "global_batch_size": 2}
+    config = make_config(told / "told", vocabulary, 262, **changes)
+    data, _ = open_all(config)
+    [windows] = data.require_validation().values()
+    expected = 0
+    for row in (row.tolist() for batch in windows() for row in batch):
+        for before, token in itertools.pairwise(row):
+            if token != end and not (masks is True and before == end):
+                expected += len(spelling[token])
+    sizes = data.validation_bytes()
+    assert expected > 500 and list(sizes.values()) == [expected]
+    of_two = [open_all(config, rank=rank, ranks=2)[0] for rank in range(2)]
+    assert [each.validation_bytes() for each in of_two] == [sizes, {}], "one rank of two reports"
+
+
+def test_no_bytes_where_they_are_not_known(told: Path, pair: Path) -> None:
+    """Without a tokenizer, for an id that it lacks, with another one than the data's, and with
+    a vocabulary of words.
+    """
+    write_bytes_and(told / "fewer", ["h e"])
+    (told / "words").mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc"]
+    (told / "words" / "vocab.txt").write_text("\n".join(words))
+    split = {"data__split": "50,50,0"}
+    for name in ("", "none", "fewer", "words"):
+        tokenizer = told / name if name else None
+        data, _ = open_all(make_config(told / "told", tokenizer, 262, **split))
+        assert data.validation and data.validation_bytes() == {}, name
+    of_others, _ = open_all(make_config(pair, told / "vocabulary", 262, **split))
+    assert of_others.validation_bytes() == {}
 
 
 def test_packing_is_none_until_a_key_and_the_token_are_there(pair: Path) -> None:

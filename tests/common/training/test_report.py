@@ -398,7 +398,7 @@ def test_an_unknown_style_is_refused() -> None:
 @pytest.mark.parametrize("style", ["gpt2", "megatron"])
 def test_the_parts_of_a_blend_have_a_line_of_their_own(lines: Any, style: str) -> None:
     """Scripts read words of the lines with "validation loss", so this line does not hold that."""
-    figures = validation_figures({"a": (6.0, 2), "b": (3.0, 1), "empty": (0.0, 0)})
+    figures = validation_figures({"a": (6.0, 2), "b": (3.0, 1), "empty": (0.0, 0)}, {})
     assert figures["validation_loss"] == 3.0 and figures["validation_tokens"] == 3
     *_, parts = lines(make_config(style), [{"step": 4, **figures}])
     assert parts == (
@@ -406,7 +406,20 @@ def test_the_parts_of_a_blend_have_a_line_of_their_own(lines: Any, style: str) -
         " empty loss nan over 0 tokens"
     )
     many = {f"part{number}": (1.0, 1) for number in range(300)}
-    *_, parts = lines(make_config(style), [{"step": 4, **validation_figures(many)}])
+    *_, parts = lines(make_config(style), [{"step": 4, **validation_figures(many, {})}])
     assert parts.endswith(", part15 loss 1.0000 over 1 tokens and 284 more")
-    alone = validation_figures({"a": (6.0, 2)})
+    alone = validation_figures({"a": (6.0, 2)}, {})
     assert list(alone) == ["validation_loss", "validation_perplexity", "validation_tokens"]
+
+
+def test_bits_a_byte_follow_the_perplexity(lines: Any) -> None:
+    """A loss of ln 2 is one bit."""
+    two = {"a": (2 * math.log(2), 2), "b": (3 * math.log(2), 1)}
+    figures = validation_figures(two, {"a": 8, "b": 2})
+    endings = ("", "/a", "/b")
+    bits = [figures[f"validation_bits_per_byte{ending}"] for ending in endings]
+    assert bits == pytest.approx([0.5, 0.25, 1.5])
+    line, _ = lines(make_config("gpt2"), [{"step": 4, **figures}])
+    assert line == (
+        "validation at step 4: loss 1.1552, perplexity 3.17, 0.5000 bits a byte over 3 tokens"
+    )
