@@ -73,7 +73,7 @@ fi
 cat <<END
 another text:   $PYTHON run_gpt2.py --config $RUN/config.yaml --run_mode predict predict.prompt="$PROMPT" predict.top_k=40 predict.temperature=0.8
 train on:       $PYTHON run_gpt2.py --config $CONFIG --run_mode train train.max_steps=1500
-your own text:  $PYTHON tools/preprocess_data.py --input $DATA/corpus.txt --output-prefix data/own --vocab-file $DATA/small
+your own text:  $PYTHON tools/preprocess_data.py --input $DATA/corpus.txt --output-prefix data/own --vocab-file $DATA/small --documents eot
 then train it:  $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=output/own data.train=data/own_text_document
-Put your file in place of $DATA/corpus.txt.
+Put your file in place of $DATA/corpus.txt, and leave out --documents eot if blank lines divide it.
 END
