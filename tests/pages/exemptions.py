@@ -113,7 +113,7 @@ SHORTER = [
         "bucket/out",
     ),
 ]
-"""A model of 82M parameters takes hours on a CPU, and 300 steps of the quickstart minutes."""
+"""A model of 82M parameters takes hours on a CPU, and the steps of the quickstart minutes."""
 VALIDATION = "validation.max_samples=16"
 """Word added where a command validates the tiny preset on all its 128 windows, which takes longer
 than ten steps. Lines on validation are then compared by form.
