@@ -31,10 +31,10 @@ cd "$ROOT"
 EXTRAS=${QUICKSTART_EXTRAS:-}
 if [ "$EXTRAS" = all ]; then EXTRAS=dev,deepspeed,mindspore; fi
 
-ENDING='' LANGUAGE=en SIZE=8192 PROMPT="The king"
+ENDING='' LANGUAGE=en SIZE=8192 PROMPT="The king" OTHER=ROMEO
 if [ "${1:-}" = --zh ]; then
     shift
-    ENDING=_zh LANGUAGE=zh SIZE=4096 PROMPT=《春夜》
+    ENDING=_zh LANGUAGE=zh SIZE=4096 PROMPT=《春夜》 OTHER=《江上》
 fi
 CONFIG=configs/gpt2/run_gpt2_quickstart$ENDING.yaml
 RUN=output/quickstart$ENDING
@@ -71,7 +71,7 @@ if [ "$PYTHON" = "$ROOT/.venv/bin/python" ]; then
     echo "In each terminal: source .venv/bin/activate"
 fi
 cat <<END
-another text:   $PYTHON run_gpt2.py --config $RUN/config.yaml --run_mode predict predict.prompt="$PROMPT" predict.top_k=40 predict.temperature=0.8
+another text:   $PYTHON run_gpt2.py --config $RUN/config.yaml --run_mode predict predict.prompt="$OTHER" predict.top_k=40 predict.temperature=0.8
 train on:       $PYTHON run_gpt2.py --config $CONFIG --run_mode train train.max_steps=1500
 your own text:  $PYTHON tools/preprocess_data.py --input $DATA/corpus.txt --output-prefix data/own --vocab-file $DATA/small --documents eot
 then train it:  $PYTHON run_gpt2.py --config $CONFIG --run_mode train output_dir=output/own data.train=data/own_text_document

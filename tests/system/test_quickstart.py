@@ -27,7 +27,7 @@ def test_the_commands_that_the_quickstart_ends_with(
     text = script.rpartition("cat <<END")[2].partition("END")[0]
     variables = {
         "PYTHON": "python",
-        "PROMPT": "The king",
+        "OTHER": "ROMEO",
         **dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M)),
     }
     for name, value in variables.items():
