@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,29 +54,20 @@ from tests.fuzz.faults import (
     to_yaml,
 )
 from tests.fuzz.judge import Judge
-from tests.fuzz.readers import Arrays, read_mindspore, read_paddle, read_torch
+from tests.fuzz.readers import Arrays, read_mindspore, read_torch
 
-FIXTURE = Path(__file__).parents[1] / "common/tensor_files/data/fleetx/model.pdparams"
 MODEL = ModelConfig(
     num_layers=2, hidden_size=8, num_heads=2, seq_length=5, vocab_size=11, ffn_hidden_size=24,
     max_positions=5, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
 )  # fmt: skip
-FLEETX = """\
-Model: {vocab_size: 11, hidden_size: 8, num_layers: 1, num_attention_heads: 2, \
-ffn_hidden_size: , hidden_dropout_prob: 0.1,
-  attention_probs_dropout_prob: 0.2, max_position_embeddings: 5, initializer_range: 0.02}
-"""
 FILE = "model.safetensors"
 RANKS = [f"release/mp_rank_{n}/model_optim_rng.pt" for n in ("00", "01")]
-SHARDS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
 WRITTEN: dict[str, tuple[str, list[str], list[str], Callable[[Path], Arrays]]] = {
     "hf": ("hf", [FILE], ["config.json"], load_file),
     "ours": ("torch_gpt2", [FILE], ["manifest.json"], load_file),
     "mindformers": ("mindformers", ["gpt2.ckpt"], ["model.yaml"], read_mindspore),
     "megatron of 2 ranks": ("megatron", RANKS, ["model.yaml"], read_torch),
     "hf old bin": ("hf", ["pytorch_model.bin"], ["config.json"], read_torch),
-    "hf shards": ("hf", SHARDS, ["config.json", "pytorch_model.bin.index.json"], read_torch),
-    "fleetx": ("fleetx", ["model.pdparams"], ["pretrain.yaml"], read_paddle),
 }
 """Format, files of tensors, files of settings, and their independent reader."""
 
@@ -111,27 +101,10 @@ def _counting() -> Weights:
 def _write(name: str, folder: Path, hugging_face: Path, weights: Weights) -> None:
     format, files, *_ = WRITTEN[name]
     folder.mkdir()
-    if name == "fleetx":
-        tree, first = pickle.loads(FIXTURE.read_bytes()), itertools.count(1)
-        for key, value in tree.items():
-            array = value[1] if isinstance(value, tuple) else value
-            if isinstance(array, np.ndarray):
-                counted = [next(first) for _ in range(array.size)]
-                new = np.array(counted, array.dtype).reshape(array.shape)
-                tree[key] = (value[0], new) if isinstance(value, tuple) else new
-        (folder / "model.pdparams").write_bytes(pickle.dumps(tree, protocol=4))
-        (folder / "pretrain.yaml").write_text(FLEETX)
-    elif name in ("hf old bin", "hf shards"):
+    if name == "hf old bin":
         shutil.copy(hugging_face / "config.json", folder)
         state = {k: torch.from_numpy(v) for k, v in load_file(hugging_face / FILE).items()}
-        per_file = -(-len(state) // len(files))
-        for n, file in enumerate(files):
-            part = dict(list(state.items())[n * per_file : (n + 1) * per_file])
-            torch.save(part, folder / file, _use_new_zipfile_serialization="old" not in name)
-        places = {key: files[n // per_file] for n, key in enumerate(state)}
-        index = {"metadata": {"total_size": 1}, "weight_map": places}
-        if len(files) > 1:
-            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        torch.save(state, folder / files[0], _use_new_zipfile_serialization=False)
     elif name.startswith("megatron"):
         FORMATS[format].write_shards(folder, weights, None, 2, 1)
     else:
