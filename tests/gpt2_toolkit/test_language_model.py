@@ -270,20 +270,6 @@ def test_onnx_needs_no_training_framework(
     assert perplexity == pytest.approx(2.718281828459045**-mean, rel=1e-4)
 
 
-def _lose_a_file(folder: Path) -> None:
-    (folder / "model.onnx.data").unlink()
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def _grow(folder: Path) -> None:
-    with (folder / "model.onnx").open("ab") as file:
-        file.write(b"\0")
-
-
 def _flip_a_bit(folder: Path) -> None:
     path = folder / "model.onnx.data"
     content = bytearray(path.read_bytes())
@@ -305,21 +291,19 @@ def _other_tokenizer(folder: Path) -> None:
     words = {name: number for name, number in tokens.items() if number < VOCABULARY - 1}
     words |= {"th": VOCABULARY - 1, "<|endoftext|>": VOCABULARY}
     (folder / "vocab.json").write_text(json.dumps(words))
-    _change(files=_without(folder, "vocab.json", "merges.txt"))(folder)
+    files = json.loads((folder / "export.json").read_text())["files"]
+    own = ("vocab.json", "merges.txt")
+    _change(files={name: value for name, value in files.items() if name not in own})(folder)
     with (folder / "merges.txt").open("a") as file:
         file.write("\nt h\n")
-
-
-def _without(folder: Path, *names: str) -> dict[str, Any]:
-    record = json.loads((folder / "export.json").read_text())
-    return {name: value for name, value in record["files"].items() if name not in names}
 
 
 @pytest.mark.parametrize(
     ("damage", "options", "message"),
     [
-        (_lose_a_file, {}, "model.onnx.data: missing, export.json names it"),
-        (_grow, {}, "bytes, export.json says"),
+        (lambda folder: (folder / "model.onnx.data").unlink(), {},
+            "model.onnx.data: missing, export.json names it"),
+        (lambda folder: (folder / "model.onnx").write_bytes(b"0"), {}, "bytes, export.json says"),
         (_flip_a_bit, {"verify": True}, "its bytes have changed since it was exported"),
         (_change(format_version=9), {}, "format version 9, this program reads 1"),
         (_change(format="torchscript"), {}, "format 'torchscript' is not run here"),
@@ -331,7 +315,8 @@ def _without(folder: Path, *names: str) -> dict[str, Any]:
         (None, {"device": "cuda"}, "ONNX runs on a CPU here"),
         (None, {"tokenizer": "nowhere"}, "nowhere: does not exist"),
         (shutil.rmtree, {}, "no such file or folder"),
-        (_empty, {}, "expected a run folder, a checkpoint, an export"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], {},
+            "expected a run folder, a checkpoint, an export"),
     ],
 )  # fmt: skip
 def test_a_bad_export_is_one_message(

@@ -209,6 +209,7 @@ def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
 TWELVE = {"train__max_steps": 12, "checkpoint__interval": 5}
 
 
+@pytest.mark.long
 def test_torchrun_on_one_node_starts_the_ranks_again(tmp_path: Path, corpus_prefix: Path) -> None:
     """Losses and hashes are bit for bit those of a run that nobody kills. One host, two ranks."""
     found, options = [], ("--nproc_per_node=2", "--max-restarts=1")
