@@ -118,26 +118,6 @@ def test_the_modelzoos_ds_config_says_what_its_flags_do_not() -> None:
     assert (scale.hysteresis, scale.minimum, config.parallel.zero_stage) == (2, 1.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "message"),
-    [
-        (None, "gradient_clipping", 0.5, r"--clip-grad.*optimizer.clip_grad=1.0.*makes it 0.5"),
-        (None, "train_batch_size", 32, r"--global-batch-size.*makes it 32"),
-        ("fp16", "hysteresis", "many", r"hysteresis: input should be a valid integer"),
-        ("fp16", "initial_scale_power", "x", r"ds.json.*initial_scale_power='x': expected a whole"),
-    ],
-)
-def test_a_ds_config_that_contradicts_the_flags(section, key, value, message, tmp_path) -> None:
-    tree = json.loads(Path("ds_config.json").read_text())
-    (tree[section] if section else tree)[key] = value
-    (tmp_path / "ds.json").write_text(json.dumps(tree))
-    text = (ORIGINALS / "modelzoo" / "train_345M.sh").read_text()
-    flags = tmp_path / "flags.sh"
-    flags.write_text(text.replace("./ds_config.json", str(tmp_path / "ds.json")))
-    with pytest.raises(ConfigError, match=message):
-        open_config(flags)
-
-
 def ds_run(tree: dict[str, Any], folder: Path, flags: str = "") -> Opened:
     (folder / "ds.json").write_text(json.dumps(tree))
     words = f"{SMALLEST.format(rate='--lr')} --fp16 --deepspeed {flags}".split()

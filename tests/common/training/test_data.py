@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 import threading
-from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,11 @@ from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
 from common.dataset import IndexedWriter
-from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata, write_metadata
+from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, start_log
-from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.resolve.derive import length_in_steps, resolve_config
 from common.training import data as module
@@ -35,20 +34,21 @@ from tests.tiny import tiny_run
 SIZE = 101
 
 
+def say(prefix: Path, eod: int | None) -> None:
+    """Write the pair's record: a tokenizer of SIZE tokens, and the end of its documents."""
+    record = Metadata(
+        tokenizer="Characters", vocab_size=SIZE, tokenizer_sha256="a" * 64, eod_id=eod,
+        documents=1, sequences=1, tokens=1, empty_documents=0, sources=(),
+    )  # fmt: skip
+    write_metadata(with_extension(prefix, METADATA_EXTENSION), record)
+
+
 @pytest.fixture
 def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
-    """A pair that says it was made with a tokenizer of SIZE tokens."""
     prefix = tmp_path / "corpus"
     for ending in (".bin", ".idx"):
         shutil.copy(with_extension(corpus_prefix, ending), with_extension(prefix, ending))
-    write_metadata(
-        with_extension(prefix, METADATA_EXTENSION),
-        Metadata(
-            tokenizer="Characters", vocab_size=SIZE, tokenizer_sha256="a" * 64, eod_id=None,
-            documents=1, sequences=1, tokens=1,
-            empty_documents=0, sources=(),
-        ),
-    )  # fmt: skip
+    say(prefix, None)
     return prefix
 
 
@@ -133,39 +133,22 @@ def test_a_tokenizer_that_is_not_there_or_broken(
 POSITIONS = {"data__reset_position_ids": True}
 
 
-def eod_of(prefix: Path, tokenizer: Path | None = None, **changes: Any) -> int | None:
-    _, config = open_all(make_config(prefix, tokenizer, **changes))
-    return config.data.eod_id
-
-
-def say_eod(prefix: Path, eod: int | None) -> None:
-    path = with_extension(prefix, METADATA_EXTENSION)
-    metadata = read_metadata(path)
-    assert metadata is not None
-    write_metadata(path, replace(metadata, eod_id=eod))
-
-
 def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s_else_given(
     pair: Path, corpus_prefix: Path, tmp_path: Path, given: SimpleNamespace
 ) -> None:
+    def eod_of(prefix: Path, tokenizer: Path | None = None, **changes: Any) -> int | None:
+        return open_all(make_config(prefix, tokenizer, **changes))[1].data.eod_id
+
     given.eod_id = 9
-    say_eod(pair, 5)
+    say(pair, 5)
     assert eod_of(pair) is None, "no key needs it"
-    assert eod_of(pair, **POSITIONS) == 5
-    assert eod_of(pair, tmp_path, **POSITIONS) == 5
+    assert eod_of(pair, **POSITIONS) == eod_of(pair, tmp_path, **POSITIONS) == 5
     assert eod_of(pair, data__eod_id=6, **POSITIONS) == 6
     assert eod_of(corpus_prefix, tmp_path, **POSITIONS) == 9
     blend = [0.5, str(corpus_prefix), 0.5, str(pair)]
     assert eod_of(pair, data__train=blend, **POSITIONS) == 5
     record = tmp_path / "rows.mindrecord"  # the record beside a MindRecord is found too
     assert [path.name for path in metadata_paths(record.with_suffix(""))] == ["rows.meta.json"]
-
-
-def test_packing_is_none_until_a_key_and_the_token_are_there(pair: Path) -> None:
-    assert make_config(pair, None, data__eod_id=5).packing is None
-    assert make_config(pair, None, **POSITIONS).packing is None
-    packing = make_config(pair, None, data__eod_id=5, **POSITIONS).packing
-    assert packing == Packing(eod=5, positions=True, attention=False, masks_loss=False)
 
 
 def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: Path) -> None:
@@ -184,7 +167,7 @@ def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: 
 
 
 def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
-    say_eod(pair, 3)  # occurs among the random tokens
+    say(pair, 3)  # occurs among the random tokens
     assert remarks(pair, None, **POSITIONS) == ()
     wide: dict[str, Any] = {"vocab_size": 110, "data__eod_id": 109}
     (remark,) = remarks(pair, None, **POSITIONS, **wide)
@@ -197,11 +180,9 @@ def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: int) -> None:
     data, _ = open_all(make_config(corpus_prefix, None, data__prefetch=prefetch))
-    expected = [next(batches) for batches in [data.batches(TrainState())] for _ in range(50)]
-    state = TrainState(
-        consumed_samples=expected[9].consumed_samples, sample_hash=expected[9].sample_hash
-    )
-    threads = threading.active_count()
+    expected = list(islice(data.batches(TrainState()), 50))
+    tenth, threads = expected[9], threading.active_count()
+    state = TrainState(consumed_samples=tenth.consumed_samples, sample_hash=tenth.sample_hash)
     with data.training_batches(state) as batches:
         for batch in expected[10:]:
             found = next(batches)
@@ -215,12 +196,9 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: 
 def test_a_fault_in_the_data_arrives_as_it_is(corpus_prefix: Path) -> None:
     """The corpus holds tokens up to 100; a vocabulary of 50 does not."""
     data, _ = open_all(make_config(corpus_prefix, None, vocab_size=50))
-    with (
-        data.training_batches(TrainState()) as batches,
-        pytest.raises(DataError, match="vocab_size"),
-    ):
-        for _ in range(50):
-            next(batches)
+    wrong = pytest.raises(DataError, match="vocab_size")
+    with data.training_batches(TrainState()) as batches, wrong:
+        list(islice(batches, 50))
 
 
 @pytest.mark.parametrize(
