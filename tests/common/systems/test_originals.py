@@ -5,7 +5,10 @@ messages.
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,15 +73,13 @@ def _beside_the_ds_config(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_figures(name: str) -> None:
     words, parameters, layout, batch, rate = FIGURES[name]
-    devices = layout[0] * layout[1] * layout[2]
-    found = resolve_config(open_config(ORIGINALS / name, words).config, world_size=devices)
+    config = open_config(ORIGINALS / name, words).config
+    found = resolve_config(config, world_size=math.prod(layout))
     parallel, train = found.parallel, found.train
     assert count_parameters(found.model) == parameters
     assert (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage) == layout
-    assert (
-        train.micro_batch_size, train.accumulation_steps, train.global_batch_size
-    ) == batch  # fmt: skip
-    assert found.optimizer.learning_rate == rate
+    sizes = (train.micro_batch_size, train.accumulation_steps, train.global_batch_size)
+    assert sizes == batch and found.optimizer.learning_rate == rate
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -86,18 +87,13 @@ def test_convert_config_writes_the_same_run_with_a_remark_for_each_key(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.config.load.ROOT", tmp_path)  # where a clone may have data/
-    words, _, layout, _, _ = FIGURES[name]
-    own = tmp_path / "ours.yaml"
-    system = {"mindformers_r1.yaml": "mindformers"}.get(name, name.partition("/")[0])
-    system = {"modelzoo": "megatron", "mindformers_r0.3": "mindformers"}.get(system, system)
-    command = ["--from", system, str(ORIGINALS / name), *words, "seed=7"]
-    assert convert_config.main([*command, "--output", str(own)]) == 0
-    devices = layout[0] * layout[1] * layout[2]
-    first, second = (
-        resolve_config(config, world_size=devices)
-        for config in (open_config(ORIGINALS / name, [*words, "seed=7"]).config, load_config(own))
-    )
-    assert first == second
+    words, ranks = [*FIGURES[name][0], "seed=7"], math.prod(FIGURES[name][2])
+    source, own = ORIGINALS / name, tmp_path / "ours.yaml"
+    system = re.split("[/_]", name)[0].replace("modelzoo", "megatron")
+    command = ["--from", system, str(source), *words, "--output", str(own)]
+    assert convert_config.main(command) == 0
+    first, second = open_config(source, words).config, load_config(own)
+    assert resolve_config(first, world_size=ranks) == resolve_config(second, world_size=ranks)
     text = own.read_text()
     assert "seed: 7  # command line" in text
     bare = [
@@ -264,10 +260,7 @@ def test_a_wrong_value_anywhere_is_a_message(junk: Any) -> None:
         for key in {*keys, *(key.rpartition(".")[0] for key in keys if "." in key)}:
             broken = copy.deepcopy(tree)
             *sections, last = key.split(".")
-            at = broken
-            for section in sections:
-                at = at[section]
-            at[last] = junk
+            functools.reduce(dict.__getitem__, sections, broken)[last] = junk
             try:
                 ours = dialect.translate(broken, sources)
                 dialect.settle(ours)

@@ -86,22 +86,13 @@ end_process(3)
 def test_a_rank_leaves_without_exit_handlers(
     target: str, variables: dict[str, str], handlers: bool
 ) -> None:
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("MS_ROLE", "GPT2_LAUNCHER_PID")
-    }
+    clean = {k: v for k, v in os.environ.items() if k not in ("MS_ROLE", "GPT2_LAUNCHER_PID")}
     done = subprocess.run(
-        [sys.executable, "-c", LEAVING, target],
-        env=clean | variables | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout.split()) == (
-        3,
-        ["said", "handlers"] if handlers else ["said"],
-    ), done.stderr
+        [sys.executable, "-c", LEAVING, target], env=clean | variables | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    said = ["said", "handlers"] if handlers else ["said"]
+    assert (done.returncode, done.stdout.split()) == (3, said), done.stderr
 
 
 def test_an_interrupt_that_a_library_dropped_stops_the_loop(
