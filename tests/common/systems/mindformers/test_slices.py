@@ -91,7 +91,8 @@ def run(mindspore: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A whole checkpoint, and the eight slices that MindSpore makes of it."""
     ms, folder = mindspore, tmp_path_factory.mktemp("slices")
     strategies(ms, folder / "strategy")
-    ms.merge_pipeline_strategys(str(folder / "strategy"), str(folder / "merged.ckpt"))
+    merged = str(folder / "merged.ckpt")
+    ms.merge_pipeline_strategys(str(folder / "strategy"), merged)
     random = np.random.default_rng(0)
     whole = {
         prefix + name: random.normal(size=shape).astype(np.float32)
@@ -104,7 +105,6 @@ def run(mindspore: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     ]
     (folder / "whole" / "rank_0").mkdir(parents=True)
     ms.save_checkpoint(tensors, str(folder / "whole" / "rank_0" / "net.ckpt"))
-    merged = str(folder / "merged.ckpt")
     ms.transform_checkpoints(str(folder / "whole"), str(folder / "cut"), "net", None, merged)
     ms.transform_checkpoints(str(folder / "cut"), str(folder / "again"), "net", merged, None)
     np.savez(folder / "whole.npz", **whole)
@@ -227,31 +227,29 @@ def test_our_strategy_file_is_mindspores(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("devices", "tensor_map", "shards"),
     [
-        ([4, 2], [0, -1], 2),  # the optimizer's ranks are two of four: two groups with copies
-        ([4, 2], [-1, 0], 4),
-        ([2, 2, 2], [1, -1], 4),  # they lie on both sides of the axis that splits dim 0
-        ([2, 2, 2], [2, 0], 2),
-        ([2, 4], [[1, 0], -1], 0),  # one dim is split by two axes
-        ([2, 4], [[0, 1], -1], 0),
-        ([2, 2, 2], [-1, [2, 0]], 0),
+        ([4, 2], [[0], [-1]], 2),  # the optimizer's ranks are two of four: two groups with copies
+        ([4, 2], [[-1], [0]], 4),
+        ([2, 2, 2], [[1], [-1]], 4),  # they lie on both sides of the axis that splits dim 0
+        ([2, 2, 2], [[2], [0]], 2),
+        ([2, 4], [[1, 0], [-1]], 0),  # one dim is split by two axes
+        ([2, 4], [[0, 1], [-1]], 0),
+        ([2, 2, 2], [[-1], [2, 0]], 0),
     ],
 )
 def test_every_kind_of_layout_as_mindspore_cuts_it(
-    devices: list[int], tensor_map: list[Any], shards: int, mindspore: ModuleType, tmp_path: Path
+    devices: list[int], tensor_map: list[list[int]], shards: int, mindspore: Any, tmp_path: Path
 ) -> None:
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
-    ms, ranks = mindspore, math.prod(devices)
     message = ParallelStrategyMap(current_stage=1)
     message.parallel_strategy_item.add(node_name="MatMul").parallel_strategys.stage = 0
     layouts = message.parallel_layout_item.add(param_name="x").parallel_layouts
     layouts.dev_matrix.add(dim=devices)
-    split = any(isinstance(dims, list) for dims in tensor_map)
-    for dims in tensor_map if split else [tensor_map]:
-        layouts.tensor_map.add(dim=dims if isinstance(dims, list) else [dims])
+    used = [axis for dims in tensor_map for axis in dims]
+    for dims in [used] if len(used) == 2 else tensor_map:
+        layouts.tensor_map.add(dim=dims)
     layouts.param_split_shape.add()
     layouts.indices_offset.add()
-    used = [place for dims in tensor_map for place in (dims if isinstance(dims, list) else [dims])]
     free = [axis for axis in range(len(devices)) if len(devices) - 1 - axis not in used]
     layouts.field = 0
     layouts.opt_weight_shard_step = math.prod(devices[free[-1] + 1 :]) if shards else 0
@@ -259,16 +257,14 @@ def test_every_kind_of_layout_as_mindspore_cuts_it(
     strategy = tmp_path / "ckpt_strategy.ckpt"
     strategy.write_bytes(message.SerializeToString())
     whole = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
-    (tmp_path / "whole" / "rank_0").mkdir(parents=True)
-    ms.save_checkpoint(
-        [{"name": "x", "data": ms.Tensor(whole)}], str(tmp_path / "whole" / "rank_0" / "x.ckpt")
-    )
-    ms.transform_checkpoints(
-        str(tmp_path / "whole"), str(tmp_path / "cut"), "x", None, str(strategy)
-    )
+    file = tmp_path / "whole" / "rank_0" / "x.ckpt"
+    file.parent.mkdir(parents=True)
+    mindspore.save_checkpoint([{"name": "x", "data": mindspore.Tensor(whole)}], str(file))
+    folders = (str(tmp_path / name) for name in ("whole", "cut"))
+    mindspore.transform_checkpoints(*folders, "x", None, str(strategy))
     shutil.copy(strategy, tmp_path / "cut")
     found = find_slices(tmp_path / "cut")
-    assert isinstance(found, Slices) and len(found.files) == ranks
+    assert isinstance(found, Slices) and len(found.files) == math.prod(devices)
     [tensor] = found.tensors().values()
     assert len(tensor.parts) > 1 and np.array_equal(tensor.read(), whole)
 
