@@ -17,7 +17,7 @@ from common.systems.dialect import Dialect
 ROWS = Path(__file__).parent / "rows"
 """One file a system. DIALECT is the translation, and MINIMAL has the keys of its
 smallest run. BESIDE has the keys with which a key acts. WITHOUT_DEFAULT has a reason for each key
-without a default in DIALECT.defaults. SENTINELS are checked by test_sentinels.py.
+without a default in DIALECT.defaults. SENTINELS are values that are no plain quantities.
 """
 
 

@@ -16,8 +16,20 @@ from common.errors import ConfigError
 from common.systems.config import COMMAND_LINES, open_config, open_flags
 from common.systems.run_state import MODEL_YAML, read_model_yaml
 from tests.common.systems.test_config import ORIGINALS, SMALL
-from tests.common.systems.test_model_yaml import MODEL, RUN
 from tests.common.systems.test_shell_script import SCRIPT
+
+MODEL = {
+    "num_layers": 1, "hidden_size": 4, "num_heads": 2, "seq_length": 8, "vocab_size": 11,
+    "ffn_hidden_size": 8, "max_positions": 8,
+}  # fmt: skip
+RUN: dict[str, Any] = {
+    "state": {
+        "step": 3, "consumed_samples": 6, "sample_hash": "", "skipped_steps": 0,
+        "skipped_in_a_row": 0, "updated_samples": 12,
+    },
+    "engine": {"optimizer_steps": 3, "loss_scale": {}, "rng": {}},
+    "config": {"optimizer": {"name": "adamw", "decay_steps": 9}, "train": {"global_batch_size": 2}},
+}  # fmt: skip
 
 
 def rows() -> Iterator[Any]:

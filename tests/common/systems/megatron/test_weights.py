@@ -25,9 +25,16 @@ from common.conversion.convert import convert  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from common.systems.megatron import read as megatron_optimizer  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
+from common.systems.run_state import (  # noqa: E402
+    MODEL_YAML,
+    moment_shapes,
+    read_model_yaml,
+    write_model_yaml,
+)
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
+from tests.common.systems.test_refusals import MODEL as SMALL, RUN  # noqa: E402
 from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
@@ -512,3 +519,19 @@ def test_ranks_of_the_target(good: Path, tmp_path: Path, capsys: Any) -> None:
     assert [path.name for path in ranks] == ["mp_rank_00", "mp_rank_01"]
     equal(tmp_path / "out", "megatron_core", random_arrays(MODEL))
     assert detect(ranks[1]) == "megatron_core", "a rank's folder stands for all"
+
+
+def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / MODEL_YAML).write_text(yaml.safe_dump({"model": SMALL, "run": RUN}))
+    model, run = read_model_yaml(tmp_path / MODEL_YAML)
+    moments = {name: np.zeros(shape, "f4") for name, shape in moment_shapes(model, "adamw").items()}
+    weights = as_weights(model, random_arrays(model), moments=moments, run=run)
+    write_megatron(tmp_path / "out", weights, None)
+    file = tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)
+    assert "opt_param_scheduler" not in saved
+    assert saved["optimizer"]["param_groups"][0]["step"] == 3
+    write_model_yaml(tmp_path, Weights(path=tmp_path, format="x", model=model, tensors={}, run=run))
+    assert read_model_yaml(tmp_path / MODEL_YAML) == (model, run) == (model, RUN)
