@@ -137,6 +137,8 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         ("a.jsonl", b'{"prompt": []}', r"a\.jsonl, line 1 is empty"),
         ("a.jsonl", b'{"ids": [1]}\n{"ids": [256]}', r"a\.jsonl, line 2: id 256 is outside"),
         ("a.jsonl", b'{"prompt": [1, 2.0]}', r"a\.jsonl, line 1: expected .* or a list of ids"),
+        ("a.txt", b"one\n" + bytes(4096), r"a\.txt: holds NUL bytes"),
+        ("a.txt", "one\ntwo\n".encode("utf-16-le"), r"looks like UTF-16 without its mark"),
         ("b.txt", None, r"b\.txt: no such file"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from common.training import trackers
 from common.training.metrics import MetricsWriter
-from common.training.trackers import Trackers
+from common.training.trackers import Trackers, figures_of
 
 RECORDER = """
 import json, os
@@ -146,3 +146,8 @@ def test_other_ranks_start_none(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, trackers=follower, active=False) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
     assert not list(tmp_path.iterdir())
+
+
+def test_figures_of_a_row() -> None:
+    row = {"step": 3, "loss": 0.5, "skipped": True, "mfu": None, "hash": "ab", "norm": float("nan")}
+    assert figures_of(row) == (3, {"loss": 0.5, "skipped": 1.0})
