@@ -198,7 +198,7 @@ def machine_here() -> Machine:
         host=socket.gethostname(),
         cpu=processor_name(),
         cores=len(os.sched_getaffinity(0)),
-        memory=machine_memory() or 0,
+        memory=machine_memory(),
         accelerators=devices,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
 from common.accelerators import require_accelerator
-from common.planner.plan import usable_memory
+from common.planner.room import usable_memory
 from common.study.results import CellResult, Measured, Repeat, State, Study
 
 CONFIDENCE = 0.95

@@ -12,7 +12,8 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.inputs import make_run
-from common.planner import fitting
+from common.parallel.run import Run
+from common.planner import room
 from common.planner.fitting import Fitting
 from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, resolve_other
@@ -39,7 +40,7 @@ def search(world_size: int = 1, limit: float | None = None, **changes: Any) -> F
 
 def peak(size: int, **changes: Any) -> int:
     run = resolve_other(written(**changes), world_size=1, train={"micro_batch_size": size})
-    return max(memory_of(run, run.topology, at).peak for at in range(run.topology.pipeline))
+    return max(memory_of(run, at).peak for at in range(run.topology.pipeline))
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give this machine so many bytes beyond the reserve."""
 
     def give(bytes_for_runs: float) -> None:
-        there = int(bytes_for_runs / (1 - fitting.RESERVED)) + 1
-        monkeypatch.setattr(fitting, "machine_memory", lambda: there)
+        there = int(bytes_for_runs / (1 - room.RESERVED)) + 1
+        monkeypatch.setattr(room, "machine_memory", lambda: there)
 
     return give
 
@@ -67,10 +68,12 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_the_choices_divide_every_batch_and_keep_a_pipeline_busy(
-    world_size: int, changes: dict[str, Any], wanted: list[int]
+    monkeypatch: pytest.MonkeyPatch, world_size: int, changes: dict[str, Any], wanted: list[int]
 ) -> None:
-    runs = reversed([*search(world_size, **changes).choices()])
-    assert [run.train.micro_batch_size for run in runs] == wanted
+    tried: list[Run] = []
+    monkeypatch.setattr(Fitting, "fits", lambda self, run: tried.append(run))
+    search(world_size, **changes).largest()
+    assert [run.train.micro_batch_size for run in reversed(tried)] == wanted
 
 
 @pytest.mark.parametrize("backend", ["torch", "mindspore"])
@@ -81,16 +84,6 @@ def test_the_plan_takes_the_largest_one_within_the_limit(backend: str) -> None:
     for limit, size in limits.items():
         found = search(limit=limit, backend=backend).fastest()
         assert found.train.micro_batch_size == found.validation.micro_batch_size == size
-
-
-def test_ranks_share_the_memory_of_a_cpu(memory: Any) -> None:
-    memory(1000)
-    one, four = (fitting.rank_memory(written(), CPU, ranks=ranks) for ranks in (1, 4))
-    assert one is not None and one == pytest.approx(1000, abs=2) and four == one / 4
-    for size, reserve in ((80, 4.8), (16, 2.4)):
-        device = Hardware(kind="cuda", memory=size * 2**30)
-        found = fitting.rank_memory(written(), device, ranks=4)
-        assert found == pytest.approx((size - reserve) * 2**30)
 
 
 def train(folder: Path, corpus: Path, **changes: Any) -> Any:
