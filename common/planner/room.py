@@ -30,7 +30,7 @@ Activations are an estimate, and no error of the estimate is this large.
 
 def machine_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory and swap that this machine (or container) allows."""
-    amounts = [psutil.virtual_memory().total + psutil.swap_memory().total]
+    amounts: list[int] = [psutil.virtual_memory().total + psutil.swap_memory().total]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             amounts.append(int((root / name).read_text(encoding="utf-8")))
@@ -79,7 +79,7 @@ def check_memory(config: Run, process: Process = ALONE, *, training: bool = Fals
     """
     hardware, topology = config.hardware, config.topology
     on_cpu = hardware is not None and hardware.kind == "cpu"
-    there = machine_memory() if on_cpu else hardware and hardware.memory
+    there = machine_memory() if on_cpu else None if hardware is None else hardware.memory
     if there is None:
         return
     place = topology.coordinates(process.rank % topology.world_size).pipeline

@@ -30,7 +30,7 @@ assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/tr
 """
 NETWORK = 0.67
 """Part of the adapters' rate that messages between servers reach."""
-RANGES = {"A100": (0.89, 1.23), "H100": (0.74, 1.17), "V100": (0.76, 1.50), "Ascend": (0.58, 1.69)}
+RANGES = {"A100": (0.89, 1.27), "H100": (0.74, 1.17), "V100": (0.76, 1.50), "Ascend": (0.58, 1.69)}
 """Measured by planned times, by family: eight of ten published steps on it lie between."""
 HOST_LINK = 25e9
 """Bytes per second between a device and its host, one way: a PCIe 4 x16 link of 32 GB/s."""

@@ -89,9 +89,10 @@ def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "most"), [("BLOOM tuning", 0.1), ("PaddleFleetX", 0.1), ("this project", 0.04)]
+    ("source", "most", "beyond"),
+    [("BLOOM tuning", 0.1, 3), ("PaddleFleetX", 0.1, 0), ("this project", 0.04, 0)],
 )
-def test_memory(figures: list[Figure], source: str, most: float) -> None:
+def test_memory(figures: list[Figure], source: str, most: float, beyond: int) -> None:
     found = [each for each in figures if each.is_memory and each.row["source"] == source]
-    assert median(each.error for each in found) <= most
-    assert source == "BLOOM tuning" or all(each.error <= most for each in found)
+    assert sum(each.error > most for each in found) == beyond
+    assert median(each.error for each in found) <= most / 2
