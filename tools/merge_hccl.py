@@ -37,7 +37,7 @@ class Request:
 @command(Request)
 def main(request: Request) -> None:
     table = merge_tables(request.files)
-    path = Path.cwd() / f"hccl_{len(table.servers)}s_{table.world_size}p.json"
+    path = Path.cwd() / f"hccl_{len(table.server_list)}s_{table.world_size}p.json"
     refuse_to_overwrite(request.files, [path], "name the tables of single machines only")
     write_table(table, path)
     print("Completed: hccl file was save in :", path)

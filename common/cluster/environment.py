@@ -9,13 +9,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.cluster.pods import in_pod
-from common.cluster.rank_table import RankTable
-from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
+
+if TYPE_CHECKING:
+    from common.cluster.rank_table import RankTable
 
 _PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
 _RESERVED_STEPS = 0xFFFFFFF0
@@ -227,6 +229,9 @@ class _Variables:
 
         A platform fills it while the processes start; the wait for it is as long as HCCL's.
         """
+        # not at the top of the file: --help of run_gpt2.py loads no library
+        from common.cluster.rank_table_files import read_table, wait_for_table
+
         path = Path(self.environ["RANK_TABLE_FILE"])
         if in_modelarts(self.environ) or in_pod(self.environ):
             return wait_for_table(path, self.number("HCCL_CONNECT_TIMEOUT", 1800))
@@ -447,14 +452,14 @@ def _in_table(variables: _Variables) -> Process:
             " RANK_TABLE_FILE"
         )
     rank = variables.rank("RANK_ID", world, 0)
-    server, device = table.place(rank)
+    server, device = table.places()[rank]
     assigned = variables.device("DEVICE_ID", "ASCEND_DEVICE_ID")
-    first = table.place(0)[0].address if len(table.servers) > 1 else LOOPBACK
+    first = table.server_list[0].address if len(table.server_list) > 1 else LOOPBACK
     return Process(
         rank=rank,
         world_size=world,
-        local_rank=server.devices.index(device),
-        local_world_size=len(server.devices),
+        local_rank=server.device.index(device),
+        local_world_size=len(server.device),
         device_id=device.device_id if assigned is None else assigned,
         master=variables.master or variables.first_worker() or first,
         port=variables.port() or DEFAULT_PORT,

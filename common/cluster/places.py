@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from common.cluster.rank_table import RankTable, Server
 from common.errors import ConfigError
 from common.processes.addresses import LOOPBACK, is_here
 from common.whole_numbers import MOST_RANKS, shortened, spans
+
+if TYPE_CHECKING:
+    from common.cluster.rank_table import RankTable, Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +123,8 @@ def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
     """
     local = {
         device.rank_id: index
-        for server in table.servers
-        for index, device in enumerate(server.devices)
+        for server in table.server_list
+        for index, device in enumerate(server.device)
     }
     return tuple(
         RankPlacement(

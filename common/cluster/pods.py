@@ -9,11 +9,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from common.cluster.rank_table import RankTable, Server
 from common.errors import ConfigError
 from common.processes.addresses import DEFAULT_PORT, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
+
+if TYPE_CHECKING:
+    from common.cluster.rank_table import RankTable, Server
 
 _NAMES = ("POD_NAME", "HOSTNAME", "POD_IP", "XDL_IP", "POD_UID")
 """Variables with a name of the pod, in the job files of tools/job_files.py and of MindCluster.
@@ -44,12 +47,12 @@ def server_of_pod(table: RankTable, environ: Mapping[str, str]) -> Server | None
     """
     if not in_pod(environ):
         return None
-    if len(table.servers) == 1:
-        return table.servers[0]
+    if len(table.server_list) == 1:
+        return table.server_list[0]
     names = {environ[name] for name in _NAMES if environ.get(name)}
     found = [
         server
-        for server in table.servers
+        for server in table.server_list
         if not names.isdisjoint((server.server_id, server.address, *server.pod_names))
     ]
     return found[0] if len(found) == 1 else None

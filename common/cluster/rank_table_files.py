@@ -7,19 +7,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.cluster.rank_table import (
-    RankTable,
-    Server,
-    SuperPod,
-    TableDevice,
-    in_rank_order,
-    validate,
-)
+from common.cluster.rank_table import RankTable, SuperPodTable, validate
 from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
 from common.files import atomic_write, reading
@@ -66,35 +58,8 @@ def to_json(table: RankTable) -> dict[str, Any]:
 
     Raises DataError for version 2.0.
     """
-    servers = [
-        _entry(
-            {
-                "server_id": server.server_id,
-                "device": [_device(item) for item in server.devices],
-                "host_nic_ip": server.host_nic_ip,
-            },
-            server,
-        )
-        for server in table.servers
-    ]
-    pods = [
-        _entry(
-            {
-                "super_pod_id": pod.super_pod_id,
-                "server_list": [{"server_id": name, **more} for name, more in pod.servers.items()],
-            },
-            pod,
-        )
-        for pod in table.super_pods
-    ]
     version = _written_version(table)
-    body = {
-        "version": version,
-        "server_count": str(len(servers)),
-        "server_list": servers,
-        "super_pod_list": pods or None,
-    }
-    return _entry({**body, "status": "completed"}, table)
+    return table.model_dump(exclude_unset=True) | {"version": version, "status": "completed"}
 
 
 def write_table(table: RankTable, path: Path) -> None:
@@ -131,40 +96,39 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
         raise DataError(
             f"the tables are of different versions ({shown}); make them again in one version"
         )
-    if len({len(server.devices) for _, table in tables for server in table.servers}) > 1:
+    if len({len(server.device) for _, table in tables for server in table.server_list}) > 1:
         counts = ", ".join(
-            f"{path} gives server {server.server_id} {len(server.devices)}"
+            f"{path} gives server {server.server_id} {len(server.device)}"
             for path, table in tables
-            for server in table.servers
+            for server in table.server_list
         )
         raise DataError(
             f"servers hold different numbers of devices: {counts}; make those tables again"
         )
     base, servers = 0, []
-    pods: dict[str, SuperPod] = {}
+    pods: dict[str, dict[str, Any]] = {}
     extra: dict[str, Any] = {}
     for _, table in tables:
-        for server in table.servers:
-            servers.append(
-                replace(
-                    server,
-                    devices=tuple(
-                        replace(item, rank_id=base + item.rank_id) for item in server.devices
-                    ),
-                )
-            )
-        for pod in table.super_pods:
-            known = pods.get(pod.super_pod_id, pod)
-            pods[pod.super_pod_id] = replace(
-                known, servers={**known.servers, **pod.servers}, extra={**known.extra, **pod.extra}
-            )
+        for server in table.server_list:
+            servers.append(server.model_dump(exclude_unset=True))
+            for device in servers[-1]["device"]:
+                device["rank_id"] = base + int(device["rank_id"])
+        for pod in table.super_pod_list if isinstance(table, SuperPodTable) else ():
+            entry = pod.model_dump()
+            members = pods.setdefault(pod.super_pod_id, entry)["server_list"]
+            members += entry["server_list"] if members is not entry["server_list"] else []
         base += table.world_size
-        extra |= table.extra
-    result = RankTable(
-        version=versions[paths[0]],
-        servers=in_rank_order(servers),
-        super_pods=tuple(pods.values()),
-        extra=extra,
+        extra |= table.model_extra or {}
+    version = versions[paths[0]]
+    known = {
+        "version": version,
+        "server_count": len(servers),
+        "server_list": servers,
+        "status": "completed",
+    }
+    known |= {"super_pod_list": list(pods.values())} if version == "1.2" else {}
+    result = (SuperPodTable if version == "1.2" else RankTable).read(
+        {**extra, **known}, "the merged table"
     )
     validate(result, "the merged table")
     return result
@@ -177,23 +141,6 @@ def _written_version(table: RankTable, where: str = "") -> str:
             " 1.2; use the file as it is, or start with msrun"
         )
     return "1.0" if table.version == "0" else table.version
-
-
-def _entry(
-    known: Mapping[str, Any], record: RankTable | Server | SuperPod | TableDevice
-) -> dict[str, Any]:
-    """Merge the known keys that have a value with the unknown ones that were read."""
-    entry = {key: value for key, value in known.items() if value is not None}
-    return entry | {key: value for key, value in record.extra.items() if key not in entry}
-
-
-def _device(device: TableDevice) -> dict[str, Any]:
-    known = {
-        "device_id": str(device.device_id),
-        "device_ip": device.device_ip,
-        "super_device_id": device.super_device_id,
-    }
-    return _entry({**known, "rank_id": str(device.rank_id)}, device)
 
 
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)

@@ -206,7 +206,7 @@ def check_rank_table(facts: Facts) -> list[Check]:
         return [error("rank table", str(table), "")]
     if table is None or path is None:
         return []
-    servers = f"{len(table.servers)} servers" if len(table.servers) > 1 else "1 server"
+    servers = f"{len(table.server_list)} servers" if len(table.server_list) > 1 else "1 server"
     found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256"
     return [
         ok("rank table", f"{found} {sha256(path)}"),

@@ -30,13 +30,13 @@ from common.cluster.rank_table_files import read_table, wait_for_table
 from common.cluster.rank_table_formats import NotReadyError
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.attempts import RESTARTABLE, run_attempts
+from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import divide, host_command, parse_hosts
 from common.launcher.jobs import job_of_ranks, log_folder, make_children, make_job, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
-from common.launcher.supervisor import Job, connect_limit
+from common.launcher.supervisor import Job, connect_limit, run_attempts
 from common.launcher.terminal import tell
 from common.parallel.run import Run
 from common.paths import TOOLS
@@ -131,7 +131,7 @@ def _supervise(make_job: Callable[[int], Job], request: LaunchRequest, config: R
     """Run the attempts of this host. Only training is started again after a failure."""
     given = config.runtime.max_restarts if request.max_restarts is None else request.max_restarts
     most = given if request.mode in RESTARTABLE else 0
-    return run_attempts(make_job, most=most, folder=absolute(config.output_dir))
+    return run_attempts(make_job, most=most, folder=absolute(config.output_dir)).code
 
 
 def _check_options(request: LaunchRequest) -> None:
@@ -297,7 +297,7 @@ def _run(job: Job, request: LaunchRequest) -> int:
         return 0
     if is_asked("DETACH"):
         return _detach(job.log_folder, request)
-    return run_attempts(lambda number: job, most=0, folder=job.log_folder)
+    return run_attempts(lambda number: job).code
 
 
 def _detach(folder: Path, request: LaunchRequest) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from common.launcher.request import LaunchRequest
 from common.launcher.supervisor import connect_limit
 from common.launcher.terminal import tell
 from common.processes.addresses import DEFAULT_PORT, is_here
+
+_LOOK_SECONDS = 0.2
 
 
 def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
@@ -88,7 +91,7 @@ def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limi
         channel = HostChannel(replace(hosts, own=-1), events, restarts=True)
     try:
         tell(f"{nodes} hosts are numbered as they come to {hosts.all[0]}, port {port}")
-        channel.gather(0, limit)
+        channel.gather(0, limit, lambda: time.sleep(_LOOK_SECONDS) is None)
         tell(f"this is node {channel.own} of {nodes}")
     finally:
         channel.close()

@@ -79,12 +79,8 @@ def ranks_to_copy(
         if process.local_rank != 0:
             return ()
         if process.launcher == "rank table" and environ.get("RANK_TABLE_FILE"):
-            return tuple(
-                device.rank_id
-                for device in read_table(Path(environ["RANK_TABLE_FILE"]))
-                .place(process.rank)[0]
-                .devices
-            )
+            table = read_table(Path(environ["RANK_TABLE_FILE"]))
+            return tuple(device.rank_id for device in table.places()[process.rank][0].device)
         return tuple(range(process.rank, process.rank + process.local_world_size))
     places = find_places(environ)[1]
     if not one_process:
@@ -140,9 +136,9 @@ def start_ranks(
     Raises SystemExit with their common exit code unless it is 0, and ConfigError and DataError if
     the platform's variables contradict each other.
     """
-    from common.launcher.attempts import RESTARTABLE, run_attempts
+    from common.launcher.attempts import RESTARTABLE
     from common.launcher.jobs import make_children, make_hosts
-    from common.launcher.supervisor import Job
+    from common.launcher.supervisor import Job, run_attempts
 
     table_file, places = find_places(environ)
     config = resolve_mode(file.open(overrides).config, run_mode, world_size=places.world_size)
@@ -178,7 +174,7 @@ def start_ranks(
             when_met=bring_checkpoint,
         )
 
-    if code := run_attempts(make_job, most=most, folder=folder):
+    if code := run_attempts(make_job, most=most, folder=folder).code:
         sys.exit(code)  # an exception, so that a failed copy of the output does not replace it
 
 

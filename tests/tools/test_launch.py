@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from common.cluster import hccn
-from common.launcher import attempts, launch as launching
-from common.launcher.supervisor import Job, Outcome
+from common.launcher import launch as launching
+from common.launcher.attempts import Outcome
+from common.launcher.supervisor import Job
 from common.run_config import load_config
 from common.run_folder import owned_folder
 from tests.cluster_tables import table_1, write_tutorial_table
@@ -41,11 +42,11 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     """The jobs that would have run, without inputs; each ends with exit code 7."""
     found: list[Job] = []
 
-    def run_attempt(job: Job, **_: object) -> Outcome:
-        found.append(job)
+    def run_attempts(make_job: Callable[[int], Job], **_: object) -> Outcome:
+        found.append(make_job(0))
         return Outcome(code=7, failure="rank 0 failed")
 
-    monkeypatch.setattr(attempts, "run_attempt", run_attempt)
+    monkeypatch.setattr(launching, "run_attempts", run_attempts)
     monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)
     monkeypatch.chdir(tmp_path)
     for name in (
@@ -282,7 +283,7 @@ def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], samples: Path) -> Non
         Path("logs/rank_table.json").absolute()
     )
     assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == [
-        server.server_id for server in given.servers
+        server.server_id for server in given.server_list
     ]
 
 

@@ -78,9 +78,9 @@ def test_the_tables_own_order_of_ranks_wins(samples: Path) -> None:
     table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
     places = find_places(range(8, 16), rank_size=16, table=table)
     assert [place.device_id for place in places.own] == [
-        device.device_id for device in table.servers[1].devices
+        device.device_id for device in table.server_list[1].device
     ]
-    assert places.hosts == tuple(server.server_id for server in table.servers)
+    assert places.hosts == tuple(server.server_id for server in table.server_list)
 
 
 def test_without_a_table() -> None:

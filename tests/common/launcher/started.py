@@ -27,12 +27,14 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 from common.errors import ConfigError
-from common.launcher import host_channel
+from common.launcher import host_channel, supervisor
 from common.launcher.host_channel import Host, Hosts
-from common.launcher.supervisor import Job, run_attempt
+from common.launcher.supervisor import Job, run_attempts
 from common.launcher.rank_process import ProcessSpec
 job = json.loads(sys.argv[1])
 vars(host_channel).update(job.pop("times"))
+most, seconds = job.pop("most", 0), job.pop("pause", 0)
+supervisor.pause = lambda failures: seconds * bool(failures)
 if hosts := job.pop("hosts"):
     all_hosts = tuple(Host(address=a, ranks=tuple(r)) for a, r in hosts.pop("all"))
     hosts = Hosts(all=all_hosts, **hosts)
@@ -40,7 +42,7 @@ children = tuple(ProcessSpec(**{**c, "command": tuple(c["command"])}) for c in j
 folder = Path(job.pop("log_folder"))
 try:
     job = Job(children=children, log_folder=folder, hosts=hosts or None, **job)
-    sys.exit(run_attempt(job).code)
+    sys.exit(run_attempts(lambda number: job, most=most, folder=folder).code)
 except ConfigError as error:
     print("error:", error)
     sys.exit(2)
@@ -78,7 +80,7 @@ def until_ready(folder: Path, ranks: Sequence[int]) -> None:
 
 
 class Started:
-    """``run_attempt`` in a process of its own. times: constants of the channel between hosts."""
+    """``run_attempts`` in a process of its own. times: constants of the channel between hosts."""
 
     def __init__(
         self,

@@ -2,23 +2,28 @@
 goes.
 """
 
+import os
 import queue
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
-from common.launcher import host_channel
+from common.launcher import host_channel, supervisor
 from common.launcher.host_channel import Host, HostChannel, Hosts, Message
+from common.launcher.rank_process import ProcessSpec
+from common.launcher.supervisor import Job, run_attempts
 from tests.common.launcher.started import (
     BEAT,
     IGNORE,
@@ -28,6 +33,7 @@ from tests.common.launcher.started import (
     Started,
     children,
     ended_after,
+    log,
     until,
     until_ready,
 )
@@ -46,6 +52,10 @@ def port() -> int:
     return free_port()
 
 
+def gather(channel: HostChannel, attempt: int, limit: float) -> int | None:
+    return channel.gather(attempt, limit, lambda: time.sleep(0.2) is None)
+
+
 @pytest.fixture
 def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
     """Start a host of a list. connect: seconds that it waits for the others."""
@@ -57,6 +67,7 @@ def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
             hosts: Any = TWO,
             connect: int = 30,
             stall_limit: float = NEVER,
+            job: Mapping[str, Any] = MappingProxyType({}),
             **times: float,
         ) -> Started:
             ranks = children(*programs, ranks=hosts[own][1], HCCL_CONNECT_TIMEOUT=str(connect))
@@ -70,7 +81,7 @@ def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
                     ranks,
                     hosts={"all": hosts, "own": own, "port": port},
                     times={"LIFE_SECONDS": 0.5, **times},
-                    job={"stall_limit": stall_limit},
+                    job={"stall_limit": stall_limit, **job},
                 )
             )
             return started[-1]
@@ -122,7 +133,7 @@ def test_of_two_failures_at_once_host_0_says_which_counts(
     events: queue.SimpleQueue[Message] = queue.SimpleQueue()
     control = HostChannel(hosts(0, port), events, restarts=False)
     second = launch(1, "raise SystemExit(9)", SLEEP)
-    control.gather(0, 30.0)
+    gather(control, 0, 30.0)
     while (told := events.get(timeout=30)).kind != "failed":
         pass
     assert told.values["code"] == 9
@@ -280,20 +291,20 @@ def test_two_hosts_with_one_number_are_named_and_one_that_comes_back_is_not(
     control, first = call(0), call(1)
     pool = ThreadPoolExecutor()
     try:
-        waiting = pool.submit(first.gather, 0, 5.0)
+        waiting = pool.submit(gather, first, 0, 5.0)
         until(lambda: "this host has come; waiting for the others" in capfd.readouterr().err)
         same = r"127\.0\.0\.1 and 127\.0\.0\.1 have come with the same number; give each host"
         with pytest.raises(ConfigError, match=same):
-            pool.submit(call(1).gather, 0, 5.0).result(10.0)
+            pool.submit(gather, call(1), 0, 5.0).result(10.0)
         assert len(re.findall(same, capfd.readouterr().err)) == 1
         monkeypatch.setattr(first, "tell", lambda *_: None)  # it has crashed
-        again = pool.submit(call(1).gather, 0, 5.0)
+        again = pool.submit(gather, call(1), 0, 5.0)
         until(lambda: "(rank 0): it is not ready for this host yet\n" in capfd.readouterr().err)
         first._attempt = 0
         assert waiting.result(20.0) == 0
         first.close()  # its machine has come up again
-        third = pool.submit(call(2).gather, 0, 5.0)
-        assert [control.gather(7, 20.0), again.result(20.0), third.result(20.0)] == [7, 7, 7]
+        third = pool.submit(gather, call(2), 0, 5.0)
+        assert [gather(control, 7, 20.0), again.result(20.0), third.result(20.0)] == [7, 7, 7]
     finally:
         for channel in opened:
             channel._attempt = channel._attempt or 0  # ends what waits
@@ -318,17 +329,72 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     second = HostChannel(hosts(1, port, "localhost"), events[1], restarts=False)
     with ThreadPoolExecutor() as pool:  # host 0 counts the attempts
         numbers = [
-            pool.submit(channel.gather, 4 + n, 30.0) for n, channel in enumerate((first, second))
+            pool.submit(gather, channel, 4 + n, 30.0) for n, channel in enumerate((first, second))
         ]
         assert [number.result() for number in numbers] == [4, 4]
     second.tell("stop", signal=15)
-    assert events[0].get(timeout=30) == Message(host=1, kind="stop", values={"signal": 15})
+    assert events[0].get(timeout=30) == Message(
+        host=1, kind="stop", values={"signal": 15}, attempt=4
+    )
     again = HostChannel(hosts(1, port, "localhost"), queue.SimpleQueue(), restarts=False)
     with pytest.raises(ConfigError, match="the run was started twice there"):
-        again.gather(0, 30.0)
+        gather(again, 0, 30.0)
     assert events[0].get(timeout=30).kind == "note"
     second.set_life(done=True, stopped=False)
     assert events[0].get(timeout=30).values["done"] is True
     for channel in (again, second, first):
         channel.close()
     assert events[0].empty()
+
+
+FAILS = BEAT + "[beat(step, 'computing') for step in (1, 2)]; raise SystemExit(7)"
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_before_a_restart_ends_all_hosts(launch: Launch, signalled: int) -> None:
+    """Host 0 is in its pause, and host 1 waits for it to begin."""
+    job = {"most": 5, "pause": 60}
+    both = [launch(0, FAILS, job=job), launch(1, SLEEP, job=job)]
+    for one in both:
+        one.until_said("restart 1 of 5 in 60 s")
+    both[signalled].process.send_signal(signal.SIGTERM)
+    for own, (code, output) in enumerate(one.end() for one in both):
+        where = "" if own == signalled else rf" at host 127.0.0.{signalled + 1} \(ranks .*\)"
+        assert code == 143
+        assert re.search(rf"stopped by SIGTERM{where}, before the ranks were started", output)
+
+
+def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path) -> None:
+    """Its launcher dies and is started again. The channel of the other one stays."""
+    say = BEAT + "print('ready', os.environ['TORCHELASTIC_RESTART_COUNT']);"
+    first = launch(0, say + "time.sleep(600)", job={"most": 5})
+    program = say + f"\nwhile not os.path.exists({str(tmp_path / 'now')!r}): time.sleep(.01)"
+    second = launch(1, program, job={"most": 5})
+    until_ready(tmp_path, [0, 2])
+    first.process.kill()
+    second.until_said("restart 1 of 5")
+    first = launch(0, say, job={"most": 5})
+    (tmp_path / "now").touch()
+    assert [one.end()[0] for one in (first, second)] == [0, 0]
+    for rank in (0, 2):
+        assert "ready 0\n" in log(tmp_path, rank)
+
+
+@pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
+def test_a_signal_after_host_0_has_decided(
+    launch: Launch, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, code: int
+) -> None:
+    """It ends what would follow, on all hosts, and changes nothing that has been decided."""
+
+    def decide(*_: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return why
+
+    monkeypatch.setattr(supervisor, "why_not", decide)
+    second = launch(1, SLEEP, job={"most": 5})
+    child = ProcessSpec(rank=0, command=(sys.executable, "-c", FAILS), environment={})
+    hosts = tuple(Host(address=address, ranks=ranks) for address, ranks in TWO)
+    hosts = Hosts(all=hosts, own=0, port=port)
+    job = Job(children=(child,), log_folder=tmp_path, stall_limit=100.0, hosts=hosts)
+    outcome = run_attempts(lambda number: job, most=5, folder=tmp_path)
+    assert (outcome.code, second.end()[0]) == (code, code)

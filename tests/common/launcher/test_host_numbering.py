@@ -88,7 +88,7 @@ def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
             (
                 lambda: HostChannel(
                     hosts(port, 2, 3, own=1), queue.SimpleQueue(), restarts=False
-                ).gather(0, 9.0),
+                ).gather(0, 9.0, lambda: True),
                 "give --node_rank on all hosts or on none",
             ),
         ]

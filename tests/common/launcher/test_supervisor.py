@@ -21,7 +21,7 @@ import pytest
 from common.cluster.rank_environment import SCHEDULER
 from common.errors import ConfigError, signal_name
 from common.launcher.rank_process import ProcessSpec
-from common.launcher.supervisor import Job, run_attempt
+from common.launcher.supervisor import Job, run_attempts
 from tests.common.launcher.started import (
     BEAT,
     IGNORE,
@@ -46,7 +46,7 @@ def supervise(
 ) -> int:
     """Exit code of an attempt with logs in ``folder``."""
     job = Job(children=ranks, log_folder=folder, stall_limit=stall_limit, **options)
-    return run_attempt(job).code
+    return run_attempts(lambda number: job).code
 
 
 def is_alive(pid: int) -> bool:
