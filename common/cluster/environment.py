@@ -6,6 +6,7 @@ Nothing is started or connected here.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class Process:
     """Address of the host of rank 0, if known."""
     port: int | None = None
     launcher: str = "none"
-    """One of launch (ours), torchrun, horovodrun, msrun, mpirun, srun, rank table, none."""
+    """One of launch (ours), torchrun, horovodrun, msrun, mpirun, srun, rank table, pod, none."""
     remarks: tuple[str, ...] = ()
     """Assumptions to write into the log."""
 
@@ -69,7 +70,7 @@ def find_process(environ: Mapping[str, str]) -> Process:
         if process is not None:
             return _checked(process)
     # each of several would run as a single one
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+    for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if variables.text(name) and variables.size(name) > 1:
             raise ConfigError(
                 f"environment: {name}={environ[name]}, but not which of these processes this one"
@@ -85,18 +86,16 @@ def announced_world_size(environ: Mapping[str, str]) -> int | None:
     Raises ConfigError where two launchers disagree.
     """
     variables = _Variables(environ)
-    sizes = {
-        name: variables.size(name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)
-    }
-    if path := environ.get("RANK_TABLE_FILE"):
-        sizes[f"the ranks in RANK_TABLE_FILE={path}"] = variables.table().world_size
-    if len(set(sizes.values())) > 1:
+    sizes = {variables.size(name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)}
+    if environ.get("RANK_TABLE_FILE"):
+        sizes.add(variables.table().world_size)
+    if len(sizes) > 1:
         raise ConfigError(
-            f"environment: {' and '.join(f'{name}: {size}' for name, size in sizes.items())}"
-            " differ; make them agree"
+            "environment: WORLD_SIZE, RANK_SIZE and the ranks in RANK_TABLE_FILE differ:"
+            f" {', '.join(map(str, sorted(sizes)))}; make them agree"
         )
     if sizes:
-        return next(iter(sizes.values()))
+        return sizes.pop()
     found = find_process(environ)
     return None if found.launcher == "none" else found.world_size
 
@@ -124,6 +123,40 @@ def torch_variables(process: Process) -> dict[str, str]:
 def task_of_step(environ: Mapping[str, str]) -> Process | None:
     """Return the rank in a step that srun started, None outside of steps. Raises ConfigError."""
     return _srun(_Variables(environ))
+
+
+def place_of_pod(environ: Mapping[str, str]) -> Process | None:
+    """Return this pod among those of a PyTorchJob or TrainJob; None outside of one, and alone.
+
+    PET_NNODES counts pods. Older operators set only WORLD_SIZE, which counts pods too, and RANK.
+    Source: pkg/controller.v1/pytorch of kubeflow/training-operator, envvar.go (1.9, and 1.3 without
+    PET_*). Raises ConfigError for an incomplete set, and for an elastic job.
+    """
+    variables = _Variables(environ)
+    nodes, master = variables.text("PET_NNODES"), variables.master
+    if nodes is not None and ":" in nodes:
+        raise ConfigError(
+            f"environment: PET_NNODES={shortened(nodes)}: the job is elastic; remove"
+            " elasticPolicy from the PyTorchJob: a run has a fixed number of ranks"
+        )
+    if nodes is None and not (in_pod(environ) and master and variables.text("WORLD_SIZE")):
+        return None
+    count = "WORLD_SIZE" if nodes is None else "PET_NNODES"
+    world = variables.size(count)
+    if world == 1:
+        return None
+    address = master or variables.text("PET_MASTER_ADDR")
+    if address is None:
+        raise ConfigError(
+            f"environment: {count}={world}, but neither MASTER_ADDR nor PET_MASTER_ADDR is set;"
+            " give the PyTorchJob a Master, or the command --master IP:PORT"
+        )
+    named = nodes is not None and variables.text("PET_NODE_RANK")
+    rank = variables.rank("PET_NODE_RANK" if named else "RANK", world)
+    if rank == 0 and is_loopback(address):  # pytorch-operator's pod.go, before 1.3
+        address = socket.gethostname()
+    port = variables.port() or variables.port("PET_MASTER_PORT") or DEFAULT_PORT
+    return Process(rank=rank, world_size=world, master=address, port=port, launcher="pod")
 
 
 def is_scheduler(environ: Mapping[str, str]) -> bool:
@@ -174,17 +207,14 @@ class _Variables:
 
     def rank_and_size(self, rank_name: str, size_name: str) -> tuple[int, int] | None:
         given = [name for name in (rank_name, size_name) if self.text(name)]
-        if not given:
-            return None
-        if size_name in given:
-            self.size(size_name)
+        size = self.size(size_name) if size_name in given else 0
         if len(given) == 1:
             missing = size_name if given == [rank_name] else rank_name
             raise ConfigError(
                 f"environment: {given[0]}={self.environ[given[0]]}, but {missing} is not set; set"
                 f" both, or unset {given[0]}"
             )
-        return self.rank(rank_name, self.size(size_name)), self.size(size_name)
+        return (self.rank(rank_name, size), size) if given else None
 
     def rank(self, name: str, world: int, otherwise: int | None = None) -> int:
         rank = self.number(name, otherwise)
@@ -300,16 +330,11 @@ def _horovod(variables: _Variables) -> Process | None:
     horovodrun sets none of them, and MPI's own are read. Rank 0 is on the first host of -H. All
     ranks know the address of horovodrun's host.
     """
-    pair = variables.rank_and_size("HOROVOD_RANK", "HOROVOD_SIZE")
-    if pair is None:
-        return None
     # simultaneous runs have different ports of horovodrun
     meeting = variables.number("HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
     return _of_mpi(
         variables,
-        pair,
-        local_rank=variables.number("HOROVOD_LOCAL_RANK"),
-        here=variables.size("HOROVOD_LOCAL_SIZE"),
+        "HOROVOD_",
         launcher="horovodrun",
         master=variables.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
         port=_own_port(meeting) if meeting else DEFAULT_PORT,
@@ -322,14 +347,9 @@ def _horovod(variables: _Variables) -> Process | None:
 
 def _mpirun(variables: _Variables) -> Process | None:
     """Find the rank in the variables of Open MPI."""
-    pair = variables.rank_and_size("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if pair is None or not variables.text("OMPI_COMM_WORLD_LOCAL_RANK"):
-        return None
     return _of_mpi(
         variables,
-        pair,
-        local_rank=variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-        here=variables.size("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "OMPI_COMM_WORLD_",
         launcher="mpirun",
         master=None,
         port=DEFAULT_PORT,
@@ -342,16 +362,18 @@ def _mpirun(variables: _Variables) -> Process | None:
 
 def _of_mpi(
     variables: _Variables,
-    pair: tuple[int, int],
+    prefix: str,
     *,
-    local_rank: int,
-    here: int,
     launcher: str,
     master: str | None,
     port: int,
     remedy: str,
-) -> Process:
+) -> Process | None:
     """Return a process whose launcher does not set MASTER_ADDR. master: what it tells instead."""
+    pair = variables.rank_and_size(f"{prefix}RANK", f"{prefix}SIZE")
+    if pair is None or not variables.text(f"{prefix}LOCAL_RANK"):
+        return None
+    here = variables.size(f"{prefix}LOCAL_SIZE")
     found = variables.master or (LOOPBACK if here == pair[1] else master)
     if found is None:
         raise ConfigError(
@@ -361,7 +383,7 @@ def _of_mpi(
     return Process(
         rank=pair[0],
         world_size=pair[1],
-        local_rank=local_rank,
+        local_rank=variables.number(f"{prefix}LOCAL_RANK"),
         local_world_size=here,
         master=found,
         port=variables.port() or port,
@@ -525,15 +547,10 @@ def _own_port(number: int) -> int:
 
 
 def _checked(process: Process) -> Process:
-    if process.local_rank >= process.local_world_size:
+    if not process.local_rank < process.local_world_size <= process.world_size:
         raise ConfigError(
             f"environment: {process.launcher}: rank {process.local_rank} on this host (LOCAL_RANK)"
-            f" of {process.local_world_size} (LOCAL_WORLD_SIZE): expected 0 to"
-            f" {process.local_world_size - 1}"
-        )
-    if process.local_world_size > process.world_size:
-        raise ConfigError(
-            f"environment: {process.launcher}: {process.local_world_size} processes on this host,"
-            f" but {process.world_size} in total; unset variables left by an earlier launch"
+            f" of {process.local_world_size} (LOCAL_WORLD_SIZE), of {process.world_size} in total:"
+            " these cannot be; unset variables left by an earlier launch"
         )
     return process

@@ -217,15 +217,15 @@ def _in_table(
     master: str | None,
     pod: Server | None,
 ) -> Placement:
-    hosts = list(dict.fromkeys(place.host for place in places))
     _check_size(numbers, rank_size, len(places))
+    own = places[0 if rank_size is None else numbers[0]].host
+    whole = place_hosts(places, own, master)
     if rank_size is None:
         if pod is not None:
-            own = pod.address
-            places = _counted_in_pod(numbers, places, own)
-        else:
-            own = hosts[0] if len(hosts) == 1 else _own_server(hosts, places)
-        held = sorted(place.device_id for place in _of(places, own))
+            whole = _counted_in_pod(numbers, replace(whole, own_host=pod.address))
+        elif len(whole.hosts) > 1:
+            whole = replace(whole, own_host=_own_server(whole))
+        held = sorted(place.device_id for place in whole.own)
         if sorted(numbers) != held:
             options = (
                 f"--device_num '{_shown(numbers)}'"
@@ -234,49 +234,46 @@ def _in_table(
             )
             raise ConfigError(
                 f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds"
-                f"{f' for {own}' if len(hosts) > 1 else ''}, devices"
+                f"{f' for {whole.own_host}' if len(whole.hosts) > 1 else ''}, devices"
                 f" {spans(held, least=3)}; make a table of these devices with tools/hccl_tools.py"
                 f" {options}, or give ranks: '[0,{len(held)})' MODE"
                 f" {len(places)}"
             )
-    else:
-        own = places[numbers[0]].host
-        here = [place.rank for place in _of(places, own)]
-        if here != list(numbers):
-            servers = "; ".join(
-                f"{host} has {spans((place.rank for place in _of(places, host)), least=3)}"
-                for host in hosts
-            )
-            raise ConfigError(
-                f"the ranks {_shown(numbers)} are not those of one server of the rank table:"
-                f" {servers}; start all ranks of a server at once"
-            )
-    return place_hosts(places, own, master)
+    elif [place.rank for place in whole.own] != list(numbers):
+        servers = "; ".join(
+            f"{host} has {spans((place.rank for place in whole.of_host(host)), least=3)}"
+            for host in whole.hosts
+        )
+        raise ConfigError(
+            f"the ranks {_shown(numbers)} are not those of one server of the rank table:"
+            f" {servers}; start all ranks of a server at once"
+        )
+    return whole
 
 
-def _counted_in_pod(
-    numbers: Sequence[int], places: tuple[RankPlacement, ...], own: str
-) -> tuple[RankPlacement, ...]:
+def _counted_in_pod(numbers: Sequence[int], whole: Placement) -> Placement:
     """Return the places with devices numbered as in a container that sees only its own."""
-    held = _of(places, own)
-    if list(numbers) != list(range(len(held))):
-        return places
-    return tuple(
-        replace(place, device_id=place.local_rank) if place.host == own else place
-        for place in places
+    if list(numbers) != list(range(len(whole.own))):
+        return whole
+    return replace(
+        whole,
+        all=tuple(
+            replace(place, device_id=place.local_rank) if place.host == whole.own_host else place
+            for place in whole.all
+        ),
     )
 
 
-def _own_server(hosts: Sequence[str], places: Sequence[RankPlacement]) -> str:
+def _own_server(whole: Placement) -> str:
     """Return the server of a rank table that has an address of this machine. Raises ConfigError."""
-    here = [host for host in hosts if is_here(host)]
+    here = [host for host in whole.hosts if is_here(host)]
     if len(here) == 1:
         return here[0]
     raise ConfigError(
-        f"the rank table is of {len(hosts)} servers, so the range must be of ranks: put RANK_SIZE"
-        f" behind the mode, such as '[0,{len(_of(places, hosts[0]))})' MODE {len(places)}; a range"
-        " of devices is enough where one server has an address of this machine; here"
-        f" {' and '.join(here) or 'none'} has"
+        f"the rank table is of {len(whole.hosts)} servers, so the range must be of ranks: put"
+        f" RANK_SIZE behind the mode, such as '[0,{len(whole.of_host(whole.hosts[0]))})' MODE"
+        f" {whole.world_size}; a range of devices is enough where one server has an address of this"
+        f" machine; here {' and '.join(here) or 'none'} has"
     )
 
 
@@ -347,10 +344,6 @@ def host_names(nodes: int, master: str | None) -> list[str]:
             " or a rank table of 1.0"
         )
     return [master or LOOPBACK, *(f"node {node}" for node in range(1, nodes))]
-
-
-def _of(places: Sequence[RankPlacement], host: str) -> list[RankPlacement]:
-    return [place for place in places if place.host == host]
 
 
 def _shown(numbers: Sequence[int]) -> str:

@@ -288,27 +288,18 @@ def _check_addresses(table: RankTable, place: str) -> None:
 
 
 def _check_super_pods(table: SuperPodTable, place: str) -> None:
-    pods = {
-        pod.super_pod_id: [member.server_id for member in pod.server_list]
-        for pod in table.super_pod_list
-    }
-    _refuse_repeats(
-        (pod.super_pod_id for pod in table.super_pod_list),
-        f"{place}: super_pod_id",
-        "merge its entries into one",
-    )
-    members = [server_id for held in pods.values() for server_id in held]
-    _refuse_repeats(
-        members, f"{place}: super_pod_list: server", "a server belongs to one super pod"
-    )
     servers = {server.server_id: server for server in table.server_list}
-    for server_id in sorted(servers.keys() ^ set(members)):
+    members = [member.server_id for pod in table.super_pod_list for member in pod.server_list]
+    names = [pod.super_pod_id for pod in table.super_pod_list]
+    if sorted(members) != sorted(servers) or len(set(names)) < len(names):
         raise DataError(
-            f"{place}: server {server_id} is in server_list or in super_pod_list only; version 1.2"
-            " needs it in both"
+            f"{place}: super_pod_list has the pods {', '.join(names)} with the servers"
+            f" {', '.join(members)}; version 1.2 needs each server of server_list once, in one pod"
         )
-    for pod, held in pods.items():
-        devices = [device for server_id in held for device in servers[server_id].device]
+    for pod in table.super_pod_list:
+        devices = [
+            device for member in pod.server_list for device in servers[member.server_id].device
+        ]
         for device in devices:
             if device.super_device_id is None:
                 raise DataError(
@@ -318,6 +309,6 @@ def _check_super_pods(table: SuperPodTable, place: str) -> None:
                 )
         _refuse_repeats(
             (device.super_device_id for device in devices),
-            f"{place}: super pod {pod}: super_device_id",
+            f"{place}: super pod {pod.super_pod_id}: super_device_id",
             "give each device its own",
         )

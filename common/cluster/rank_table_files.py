@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.cluster.rank_table import RankTable, SuperPodTable, validate
+from common.cluster.rank_table import RankTable, SuperPodTable, table_warnings, validate
 from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
 from common.files import atomic_write, reading
@@ -96,15 +96,6 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
         raise DataError(
             f"the tables are of different versions ({shown}); make them again in one version"
         )
-    if len({len(server.device) for _, table in tables for server in table.server_list}) > 1:
-        counts = ", ".join(
-            f"{path} gives server {server.server_id} {len(server.device)}"
-            for path, table in tables
-            for server in table.server_list
-        )
-        raise DataError(
-            f"servers hold different numbers of devices: {counts}; make those tables again"
-        )
     base, servers = 0, []
     pods: dict[str, dict[str, Any]] = {}
     extra: dict[str, Any] = {}
@@ -131,6 +122,9 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
         {**extra, **known}, "the merged table"
     )
     validate(result, "the merged table")
+    uneven = [text for text in table_warnings(result) if "different numbers" in text]
+    if uneven:
+        raise DataError(f"the merged table: {uneven[0]}; make those tables again")
     return result
 
 

@@ -6,8 +6,11 @@ Formats: Huawei's HCCL user guide, and for version 0 the ModelArts training guid
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
+
+from pydantic import Field
 
 from common.cluster.rank_table import (
     MaybeNumber,
@@ -69,7 +72,7 @@ class _Rank(Record):
     rank_id: Number
     local_id: Number
     device_id: Number
-    level_list: list[_Level]
+    level_list: list[_Level] = Field(min_length=1)
 
 
 class _Table2(Record):
@@ -171,10 +174,9 @@ def _in_order(instances: list[_Instance], where: str) -> list[_Instance]:
                 " instances have; give it to all or none"
             )
         return sorted(instances, key=lambda instance: instance.rank_id or 0)
-    suffixes = [
-        re.search(r"([0-9]{1,18})$", str(instance.pod_name or "")) for instance in instances
-    ]
-    keys = [(0, int(match[1])) if match else (1, index) for index, match in enumerate(suffixes)]
+    # those without a number keep their order, at the end
+    numbers = [re.search(r"([0-9]{1,18})$", str(one.pod_name or "")) for one in instances]
+    keys = [int(number[1]) if number else math.inf for number in numbers]
     return [instances[index] for index in sorted(range(len(keys)), key=keys.__getitem__)]
 
 
@@ -185,10 +187,6 @@ def _from_2(table: _Table2, place: str) -> RankTable:
     local_ids: set[tuple[str, int]] = set()
     for index, rank in enumerate(table.rank_list):
         where = f"{place}: rank_list[{index}]"
-        if not rank.level_list:
-            raise DataError(
-                f"{where}.level_list: is empty; expected the networks that reach the rank"
-            )
         level = min(rank.level_list, key=lambda level: level.net_layer)
         name = level.net_instance_id
         if (name, rank.local_id) in local_ids:

@@ -359,7 +359,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         places=places,
         backend=backend,
         communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
-        address=f"{rendezvous.address}:{rendezvous.port}",
+        address=f"{places.master}:{rendezvous.port}",
     )
     logs_are_wanted = False
     try:

@@ -71,8 +71,7 @@ class Hosts:
 class Message:
     """Message of a host after all have begun: of kind life, failed, stop or end.
 
-    Of this host's own: lost, with a text, note, with a text, and signal. attempt: the one that its
-    sender was in.
+    Of this host's own: lost, with a text, and signal. attempt: the one that its sender was in.
     """
 
     host: int
@@ -123,36 +122,25 @@ class HostChannel:
         the attempt as host 0 counts. Raises RunError if a host does not come, and ConfigError if
         host 0 refuses this one.
         """
-        port, self._life, self._attempt = self._hosts.port, {}, None
+        self._life, self._attempt = {}, None
         if self._server is None:
             self.tell("ready")
-        reminded: set[tuple[bool, bool]] = set()
+        said = ""
         limit += 0.0 if self._server else PATIENCE_SECONDS
         began = heard = time.monotonic()
         while self._attempt is None:
             missing, why, has_word = self._begin(attempt) if self._server else self._join()
             names, now = ", ".join(map(str, missing)), time.monotonic()
             heard = now if has_word else heard
-            kind = (bool(missing), has_word)
-            is_late = self._attempt is None and now - began > REMIND_SECONDS
-            if is_late and kind not in reminded:
-                reminded.add(kind)
-                if not missing:
-                    what = "this host has come; waiting for the others"
-                elif has_word:
-                    what = f"waiting for {names}: {why}"
-                else:
-                    what = f"its launcher has not come to port {port}"
-                    what = f"its port {port} cannot be reached ({why})" if why else what
-                    what = f"waiting for {names}: {what}; this port must be open too"
-                tell(what, error=True)
+            text = f"waiting for {names}: {why}"
+            text = text if missing else "this host has come; waiting for the others"
+            if self._attempt is None and now - began > REMIND_SECONDS and said != text:
+                said = text
+                tell(text if has_word else f"{text}; this port must be open too", error=True)
             if now - heard > limit:
-                what = f"has not come within {limit:g} s to port {port}"
-                if why:
-                    what = f"could not be reached at port {port} within {limit:g} s ({why})"
                 raise RunError(
-                    f"{names} {what}; look whether the run was started there, and at firewalls"
-                    " between the hosts"
+                    f"{names} has not come within {limit:g} s: {why}; look whether the run was"
+                    " started there, and at firewalls between the hosts"
                 )
             if self._attempt is None and not goes_on():
                 break
@@ -169,7 +157,7 @@ class HostChannel:
                 self._ready.clear()
         if not missing:
             self.tell("begin")
-        return missing, "", not missing
+        return missing, f"its launcher has not come to port {self._hosts.port}", not missing
 
     def _join(self) -> tuple[list[Host], str, bool]:
         """Call host 0, unless it has taken this host in.
@@ -187,7 +175,7 @@ class HostChannel:
             "address": self._hosts.all[own].address,
             "devices": self._hosts.devices,
         }
-        link, why = None, "something else answers there"
+        link, why = None, f"something else answers at its port {self._hosts.port}"
         answer: Mapping[str, Any] = {}
         try:
             link = connect(first.address, self._hosts.port, _CONNECT_SECONDS)
@@ -196,7 +184,8 @@ class HostChannel:
         except ChannelEndedError:
             pass
         except OSError as error:
-            why = str(error.strerror or error)
+            reason = error.strerror or error
+            why = f"its port {self._hosts.port} cannot be reached ({reason})"
         if answer.get("kind") == "welcome" and link is not None:
             self.own = int(answer.get("host", own))
             with self._lock:
@@ -248,12 +237,6 @@ class HostChannel:
             link.ended.wait(max(0.0, deadline - time.monotonic()))
             link.close()
 
-    def _say(self, text: str) -> None:
-        if self._attempt is None:
-            tell(text, error=True)
-        else:
-            self._events.put(Message(host=self._hosts.own, kind="note", values={"text": text}))
-
     # ---- threads ----
 
     def _in_thread(self, target: Any, *arguments: Any) -> None:
@@ -295,12 +278,12 @@ class HostChannel:
                 self._devices[host] = (address, devices if asks else [])
         if is_new:
             said = f"is {address} (devices {spans(devices)})" if asks else "has come"
-            self._say(f"{hosts[host]} {said}")
+            tell(f"{hosts[host]} {said}", error=True)
             self._serve(host, link)
             return
         if why:
             name = address if asks else str(hello.get("address"))[:100]
-            self._say(f"{host_name(name)} was refused: this one {why}")
+            tell(f"{host_name(name)} was refused: this one {why}", error=True)
         link.dismiss({"kind": "refused", "text": why} if why else {"kind": "later"})
 
     def _refusal(self, hello: Mapping[str, Any], address: str) -> str:
@@ -379,7 +362,7 @@ class HostChannel:
         if self._closed.is_set():
             return
         if attempt is None:
-            self._say(f"{name} has left again")
+            tell(f"{name} has left again", error=True)
         elif not may_close:
             values = {"text": f"{name} {why}"}
             self._events.put(Message(host=host, kind="lost", values=values, attempt=attempt))

@@ -64,7 +64,10 @@ def job_yaml(job: JobRequest) -> str:
         "port": DEFAULT_PORT,
     }
     pod = templates.get_template("pod.yaml.j2").render(values).strip()
-    return templates.get_template(f"{job.kind}.yaml.j2").render(values, pod=pod)
+    text = templates.get_template(f"{job.kind}.yaml.j2").render(values, pod=pod)
+    if text.encode(errors="replace").decode() != text:
+        raise ConfigError("a word or a value of the job: expected text in UTF-8")
+    return text
 
 
 def quoted(text: str) -> str:

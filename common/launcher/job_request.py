@@ -18,7 +18,7 @@ from common.whole_numbers import argument, shortened
 RANK_TABLE = "/user/serverid/devindex/config/hccl.json"
 """Place of the rank table in MindCluster's containers."""
 ASCEND, GPU = "huawei.com/Ascend910", "nvidia.com/gpu"
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_PATH = re.compile(r"(?!.*/\.\.(/|$))/[^:\x00-\x1f\x7f]*")
 _CLAIM = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _QUALIFIED = re.compile(
     r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
@@ -89,9 +89,18 @@ class JobRequest:
 
     def __post_init__(self) -> None:
         last = f"-worker-{max(0, self.nodes - 1)}"  # behind the name in that of a pod
-        _require_label("--name", self.name, 63 - len(last), f"with {last} behind it ")
-        _require_label("--namespace", self.namespace)
-        _require_label("--queue", self.queue)
+        for option, text, most, why in (
+            ("--name", self.name, 63 - len(last), f"with {last} behind it "),
+            ("--namespace", self.namespace, 63, ""),
+            ("--queue", self.queue, 63, ""),
+        ):
+            label = re.compile(rf"(?=.{{1,{most}}}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+            expected = (
+                f"a name of Kubernetes (DNS-1123): {why}at most {most} lower-case letters, digits"
+                " and -, with a letter or digit at both ends"
+            )
+            _require(label, option, text, expected)
+        path = "an absolute path without .. and colons"
         quantity = "a quantity such as 64, 500m or 128Gi"
         for option, pattern, value, expected in (
             ("--image", _IMAGE, self.image, "registry/name:tag"),
@@ -100,35 +109,28 @@ class JobRequest:
             ("--shared_memory", _QUANTITY, self.shared_memory, quantity),
             ("--resource", _QUALIFIED, self.device, f"a resource such as {ASCEND}"),
             ("--chip", _CHIP, self.chip, "ascend-910 or ascend-910b"),
-            *(
-                ("--node_label", _QUALIFIED, key, "KEY=VALUE with the key of a label")
-                for key in self.node_labels
-            ),
-            *(
-                (f"--node_label {key}", _LABEL_VALUE, value, "the value of a label")
-                for key, value in self.node_labels.items()
-            ),
-            *(
-                ("--env", _VARIABLE, name, "NAME=VALUE with the name of a variable")
-                for name in self.variables
-            ),
+            ("--workdir", _PATH, self.workdir, path),
+            ("--rank_table", _PATH, self.rank_table, path),
         ):
             if value is not None:
                 _require(pattern, option, value, expected)
-        for text in (self.config_in_pod, *self.words, *self.variables.values()):
-            _require_utf8(text)
-        _require_path("--workdir", self.workdir)
-        _require_path("--rank_table", self.rank_table)
+        for key, value in self.node_labels.items():
+            _require(_QUALIFIED, "--node_label", key, "KEY=VALUE with the key of a label")
+            _require(_LABEL_VALUE, f"--node_label {key}", value, "the value of a label")
+        for name in self.variables:
+            _require(_VARIABLE, "--env", name, "NAME=VALUE with the name of a variable")
         taken = {"/dev/shm", str(PurePosixPath(self.rank_table).parent)}  # noqa: S108
-        for source, path in self.mounts:
-            _require_path("--mount", path)
+        for source, place in self.mounts:
+            _require(_PATH, "--mount", place, path)
             if source.startswith("/"):
-                _require_path("--mount", source)
+                _require(_PATH, "--mount", source, path)
             else:
                 _require(_CLAIM, "--mount", source, "a claim (DNS-1123) or a folder, /...")
-            if path in taken:
-                raise ConfigError(f"--mount {source}:{path}: {path} is mounted twice; name it once")
-            taken.add(path)
+            if place in taken:
+                raise ConfigError(
+                    f"--mount {source}:{place}: {place} is mounted twice; name it once"
+                )
+            taken.add(place)
 
     @property
     def config_in_pod(self) -> str:
@@ -154,11 +156,6 @@ class JobRequest:
     def node_labels(self) -> dict[str, str]:
         return dict(_pairs("--node_label", self.node_label, "=", "KEY=VALUE"))
 
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """Folders of the pod that outlive it."""
-        return tuple(path for _, path in self.mounts)
-
 
 def _pairs(
     option: str, words: Sequence[str], separator: str, expected: str
@@ -174,31 +171,6 @@ def _pairs(
     return found
 
 
-def _require_label(option: str, text: str, most: int = 63, why: str = "") -> None:
-    if len(text) > most or not _LABEL.fullmatch(text):
-        raise ConfigError(
-            f"{option} {shortened(text)!r}: expected a name of Kubernetes (DNS-1123): {why}at most"
-            f" {most} lower-case letters, digits and -, with a letter or digit at both ends"
-        )
-
-
 def _require(pattern: re.Pattern[str], option: str, text: str, expected: str) -> None:
     if not pattern.fullmatch(text):
         raise ConfigError(f"{option} {shortened(text)!r}: expected {expected}")
-
-
-def _require_utf8(text: str) -> None:
-    try:
-        whole = "\0" not in text.encode().decode()
-    except UnicodeEncodeError:
-        whole = False
-    if not whole:
-        raise ConfigError(f"{ascii(text)[:80]}: expected text in UTF-8 without null bytes")
-
-
-def _require_path(option: str, text: str) -> None:
-    path = PurePosixPath(text)
-    if not path.is_absolute() or ".." in path.parts or ":" in text or not text.isprintable():
-        raise ConfigError(
-            f"{option} {shortened(text)!r}: expected an absolute path without .. and colons"
-        )

@@ -13,7 +13,7 @@ from common.cluster.places import parse_devices, parse_range
 from common.cluster.pods import in_pod
 from common.errors import ConfigError
 from common.flags import flag
-from common.processes.addresses import may_be_host
+from common.launcher.host_list import parse_hosts
 from common.whole_numbers import argument, shortened, whole_number
 
 NO_TABLE = ("none", "-")
@@ -110,18 +110,7 @@ class LaunchRequest(DistributeOptions):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Hosts of ``--node_ips``, that of rank 0 first. Raises ConfigError."""
-        if self.node_ips is None:
-            return ()
-        found = tuple(word.strip() for word in self.node_ips.split(","))
-        if not all(map(may_be_host, found)):
-            raise ConfigError(
-                f"--node_ips {shortened(self.node_ips)!r}: expected addresses with commas between,"
-                " without ports, such as 10.0.0.1,10.0.0.2"
-            )
-        for address in found:
-            if found.count(address) > 1:
-                raise ConfigError(f"--node_ips: {shortened(address)} is there twice; name it once")
-        return found
+        return () if self.node_ips is None else parse_hosts(self.node_ips, "--node_ips")
 
 
 def parse_distribute(

@@ -40,7 +40,6 @@ _LOOK_SECONDS = 0.2
 """The same before the ranks are started."""
 _SETTLE_SECONDS = 1.0
 """Seconds to wait, after a failure that may be a consequence, for its cause."""
-_SETTLE_SECONDS_OF_HOSTS = 5.0
 _TAILS = 2
 _MAX_SEARCHED = 64
 """Logs that are searched for known errors."""
@@ -208,19 +207,17 @@ class _Supervisor:
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
         self._descendants = Descendants(_KILL_SECONDS)
         self._terminal = Terminal()
-        self._began = time.monotonic()
+        self._began = 0.0
         self._failures: list[_Failure] = []
         self._failed_at = 0.0
         self._stop: tuple[int, float, str] | None = None
         """Signal that stops the run, its time, and the other host that got it."""
         self._elsewhere: dict[int, Mapping[str, Any]] = {}
         """Last life of other hosts."""
-        self._end: Mapping[str, Any] | None = None
+        self._end: tuple[int, bool] | None = None
         """Word of host 0 at the end: exit code, and whether another attempt follows."""
         self._blamed: _Failure | None = None
         """Failure that host 0 has told at the end."""
-        self._lost_first = False
-        """Host 0 cannot be heard any more."""
         self._is_waiting, self._is_ending = True, False
         """Whether the ranks have not been started yet, and whether they have been ended."""
         self._gives_up = False
@@ -236,7 +233,7 @@ class _Supervisor:
                     f"stopped by {signal_name(number)}{where}, before the ranks were started"
                 )
                 return self._outcome(128 + number, 0.0)
-            self._is_waiting = False
+            self._is_waiting, self._began = False, time.monotonic()
             with self._descendants:
                 self._start()
                 while not self._is_over():
@@ -289,8 +286,12 @@ class _Supervisor:
         Host 0 may have begun before it hears of a signal here, so its word is waited for.
         """
         self._take_events(_LOOK_SECONDS)
-        is_heard = self._channel is not None and not self._is_first and self._channel.has_first
-        return self._stop is None or (is_heard and not self._gives_up)
+        return self._stop is None or (self._hears_first and not self._gives_up)
+
+    @property
+    def _hears_first(self) -> bool:
+        """Tell whether this is another host than host 0, and connected to it."""
+        return self._channel is not None and self._channel.has_first
 
     def _start(self) -> None:
         """Start all processes, up to the first that cannot be started."""
@@ -338,7 +339,7 @@ class _Supervisor:
             event = self._events.get(timeout=limit)
             while True:
                 if isinstance(event, Message):
-                    self._read_message(event)
+                    self._take_message(event)
                 else:
                     event()
                 event = self._events.get_nowait()
@@ -364,9 +365,6 @@ class _Supervisor:
             self._fail(_Failure(text=text, code=128 + number, certain=False))
             return
         text = f"{process.name} {in_words(code)}; its log: {process.log.path}"
-        stopped = [state.rank for state in self._states() if state.is_stopped]
-        if stopped:
-            text += f"; perhaps because of {self._names(stopped)}, stopped (state T)"
         # a closed connection to a dead peer also leads to exit code 1 or an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
         ranks = () if process.spec.name else (process.spec.rank,)
@@ -406,24 +404,13 @@ class _Supervisor:
         if self._channel is not None and self._stop is not None:
             self._channel.tell("stop", signal=self._stop[0], where=self._stop[2] or self._here)
 
-    def _read_message(self, event: Message) -> None:
-        try:
-            self._take_message(event)
-        except (KeyError, TypeError, ValueError):
-            self._say_error(
-                f"host {event.host} sent a message {event.kind!r} that this version cannot read"
-            )
-
     def _take_message(self, event: Message) -> None:
         values = event.values
-        if event.kind == "note":
-            self._say_error(values["text"])
-        elif event.kind in ("signal", "stop"):
+        if event.kind in ("signal", "stop"):
             self._take_signal(int(values["signal"]), event)
         elif self._is_waiting or event.attempt != self._number:
             return
         elif event.kind == "lost":
-            self._lost_first = not self._is_first
             self._fail(_Failure(text=values["text"], code=1, lost_host=True))
         elif event.kind == "life":
             states = [RankState(**state) for state in values.get("states", ())]
@@ -431,7 +418,7 @@ class _Supervisor:
         elif event.kind == "failed":
             self._fail(_Failure.read(values))
         elif event.kind == "end":
-            self._end = {"code": int(values["code"]), "again": bool(values["again"])}
+            self._end = (int(values["code"]), bool(values["again"]))
             if values["failure"] is not None:
                 self._blamed = _Failure.read(values["failure"])
 
@@ -514,7 +501,8 @@ class _Supervisor:
         if not self._job.follow:
             return
         shown = self._shown
-        self._terminal.copy(shown.log.new_output())
+        while text := shown.log.new_output():
+            self._terminal.copy(text)
         if shown.runs and shown.last_step >= 0:
             of_all = f" of {self._job.steps}" if self._job.steps else ""
             doing = shown.state(time.monotonic()).doing
@@ -527,12 +515,8 @@ class _Supervisor:
 
     def _is_over(self) -> bool:
         if self._failures:
-            settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
-            return (
-                any(failure.certain for failure in self._failures)
-                or (self._job.over_ssh and self._done)
-                or time.monotonic() - self._failed_at > settle
-            )
+            is_certain = any(failure.certain for failure in self._failures)
+            return is_certain or time.monotonic() - self._failed_at > _SETTLE_SECONDS
         if not self._is_first:
             return self._done and self._end is not None
         others = 0 if self._job.hosts is None else len(self._job.hosts.all) - 1
@@ -568,7 +552,7 @@ class _Supervisor:
 
     def _code(self) -> int:
         if self._end is not None:
-            return int(self._end["code"])
+            return self._end[0]
         if self._failures:
             return self._failure().code
         was_stopped = self._is_stopped or any(
@@ -608,31 +592,31 @@ class _Supervisor:
         if self._is_first:
             return again
         deadline = time.monotonic() + _DECISION_SECONDS
-        while self._end is None and not self._lost_first and time.monotonic() < deadline:
+        while self._end is None and self._hears_first and time.monotonic() < deadline:
             self._take_events()
-        return again if self._end is None else bool(self._end["again"])
+        return again if self._end is None else self._end[1]
 
     def _tell_end(self, code: int, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
-        over_ssh = self._job.over_ssh
-        all_of = "hosts" if over_ssh else "ranks"
+        all_of = "hosts" if self._job.over_ssh else "ranks here"
         if not self._failures:
-            how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
+            how = (
+                f"stopped by {signal_name(code - 128)}"
+                if code
+                else f"all {all_of.partition(' ')[0]} ended well"
+            )
             self._terminal.say(f"{how}, after {seconds:.0f} s")
             return ""
         failure = self._failure()
         stopped = self._stop is not None and code == 128 + self._stop[0]
-        lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
-        if over_ssh:
-            lines += [f"also: {other.text}" for other in self._failures if other is not failure]
-            ranks = tuple(rank for other in self._failures for rank in other.ranks)
+        lines = [f"{'' if stopped else 'error: '}{failure.text}"]
+        ranks = failure.ranks
         telling = [process.log for process in self._processes if process.spec.rank in ranks]
-        for log in telling if over_ssh else telling[:_TAILS]:
+        for log in telling[:_TAILS]:
             lines.append(f"last lines of {log.path}:")
             lines += [f"    {line}" for line in log.last_lines()]
         lines += self._known_errors()
-        where = "" if over_ssh else " here"
-        ended = f"all {all_of}{where} were ended; exit code {code}"
+        ended = f"all {all_of} were ended; exit code {code}"
         self._say_error("\n".join([*lines, ended]))
         return "\n".join(lines)
 

@@ -271,6 +271,6 @@ def test_lists_of_hosts(judge, text, name, size, first, count, master) -> None:
         places = places_of_table(table) if table else ()
         numbers = range(first, first + count)
         parts = divide(hosts, numbers, rank_size=size, table=places, master=master, port=29500)
-        assert {part.host for part in parts} == set(hosts)
+        assert {part[0] for part in parts} == set(hosts)
         if size is not None and table is None:
-            assert [rank for part in parts for rank in part.numbers] == list(range(size))
+            assert [rank for part in parts for rank in part[1]] == list(range(size))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.cluster import rank_table_files
+from common.cluster.environment import place_of_pod
 from common.cluster.places import find_places
-from common.cluster.pods import PodPlace, place_of_pod, server_of_pod
+from common.cluster.pods import server_of_pod
 from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError, DataError
 from common.launcher.request import DistributeOptions, parse_distribute
@@ -63,10 +64,9 @@ TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **PO
     ],
 )
 def test_hosts_of_a_job(environ: dict[str, str], expected: tuple[int, int, str, int]) -> None:
-    nodes, node_rank, address, port = expected
-    assert place_of_pod(environ) == PodPlace(
-        nodes=nodes, node_rank=node_rank, address=address, port=port
-    )
+    place = place_of_pod(environ)
+    assert place is not None
+    assert (place.world_size, place.rank, place.master, place.port) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_one_host(environ: dict[str, str]) -> None:
     ("change", "said"),
     [
         ({"PET_NNODES": "1:4"}, "the job is elastic; remove elasticPolicy"),
-        ({"PET_NNODES": "two"}, "PET_NNODES=two: expected a number from 1"),
-        ({"PET_NODE_RANK": "3"}, "PET_NODE_RANK=3: expected a number from 0 to 2"),
+        ({"PET_NNODES": "two"}, "PET_NNODES=two: expected the number of processes, 1 or more"),
+        ({"PET_NODE_RANK": "3"}, "PET_NODE_RANK=3, but there are 3 processes: expected 0 to 2"),
         ({"PET_NODE_RANK": "", "RANK": ""}, "RANK is not set"),
         ({"MASTER_ADDR": ""}, "neither MASTER_ADDR nor PET_MASTER_ADDR is set"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),

@@ -314,9 +314,8 @@ WRONG = [
     ('server_list.0.server_id="a\\nb"', r'server_id: found "a\nb"; expected non-empty printable'),
     ('server_list.0.server_id="127.0.1.1"', "server 127.0.1.1 is a loopback address"),
     ('server_list.0.server_id="localhost"', "server localhost is a loopback address"),
-    (f"1.2 super_pod_list=[{POD % 0}, {POD % 0}]", "super_pod_id 0 is there 2 times"),
-    (f"1.2 super_pod_list=[{POD % 0}, {POD % 1}]", "super_pod_list: server 10.0.0.1 is there 2"),
-    (f"1.2 super_pod_list=[{POD % 0}]", "10.0.0.2 is in server_list or in super_pod_list only"),
+    (f"1.2 super_pod_list=[{POD % 0}, {POD % 0}]", "pods 0, 0 with the servers 10.0.0.1, 10.0.0.1"),
+    (f"1.2 super_pod_list=[{POD % 0}]", "has the pods 0 with the servers 10.0.0.1; version 1.2"),
     ("1.2 super_pod_list", "super_pod_list is missing"),
     ('1.2 device.super_device_id="1001"', "super pod 0: super_device_id 1001 is there 2 times"),
     ("1.2 device.super_device_id", "rank 0 has no super_device_id, which version 1.2 needs"),
@@ -327,7 +326,10 @@ WRONG = [
     ),
     ("2.0 rank_count=5", "rank_count is 5, but there are 4 ranks"),
     ("2.0 rank_list.1.local_id=0", "rank_list[1]: local_id 0 occurs twice in the network instance"),
-    ("2.0 rank_list.1.level_list=[]", "rank_list[1].level_list: is empty"),
+    (
+        "2.0 rank_list.1.level_list=[]",
+        "rank_list[1]: level_list: found []; List should have at least 1 item",
+    ),
 ]
 
 

@@ -333,9 +333,7 @@ def test_the_scheduler_dies_when_launcher_and_guard_are_killed(tmp_path: Path) -
         pids = started[0].until_ready(1)
         until(lambda: path.exists() and "ready" in path.read_text())
         own = int(path.read_text().split()[-1])
-        guard = next(
-            pid for pid in pids if "orphan_guard" in Path(f"/proc/{pid}/cmdline").read_text()
-        )
+        guard = next(pid for pid in pids if "killpg" in Path(f"/proc/{pid}/cmdline").read_text())
         assert is_alive(own)
         os.kill(guard, signal.SIGKILL)
         started[0].process.kill()
