@@ -29,8 +29,7 @@ if __name__ == "__main__":
 from pathlib import PurePosixPath
 
 from common.files import atomic_write
-from common.launcher.job_files import job_yaml
-from common.launcher.job_request import JobRequest
+from common.launcher.job_files import JobRequest, job_yaml
 from common.program import command
 from common.resolve.derive import resolve_mode
 from common.run_config import load_config

@@ -159,6 +159,13 @@ def place_of_pod(environ: Mapping[str, str]) -> Process | None:
     return Process(rank=rank, world_size=world, master=address, port=port, launcher="pod")
 
 
+def connect_limit(environ: Mapping[str, str]) -> float:
+    """Return the seconds within which all hosts have to connect. Raises ConfigError."""
+    return float(
+        _Variables(environ).number("HCCL_CONNECT_TIMEOUT", 1800, least=1, what="whole seconds")
+    )
+
+
 def is_scheduler(environ: Mapping[str, str]) -> bool:
     """Tell whether this is msrun's scheduler, by which the ranks find each other.
 
@@ -264,7 +271,7 @@ class _Variables:
 
         path = Path(self.environ["RANK_TABLE_FILE"])
         if in_modelarts(self.environ) or in_pod(self.environ):
-            return wait_for_table(path, self.number("HCCL_CONNECT_TIMEOUT", 1800))
+            return wait_for_table(path, connect_limit(self.environ))
         return read_table(path)
 
 

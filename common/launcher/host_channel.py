@@ -249,13 +249,10 @@ class HostChannel:
 
     def _accept(self, server: socket.socket) -> None:
         while not self._closed.is_set():
-            try:
+            with suppress(OSError):  # closed
                 connection, (address, *_) = server.accept()
                 link = Channel(connection)
-            except OSError:
-                self._closed.wait(1.0)  # out of file descriptors for a while
-                continue
-            self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
+                self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
 
     def _admit(self, link: Channel, address: str) -> None:
         hello, hosts = link.hello(), self._hosts.all
@@ -284,7 +281,9 @@ class HostChannel:
         if why:
             name = address if asks else str(hello.get("address"))[:100]
             tell(f"{host_name(name)} was refused: this one {why}", error=True)
-        link.dismiss({"kind": "refused", "text": why} if why else {"kind": "later"})
+        with suppress(OSError):
+            link.send({"kind": "refused", "text": why} if why else {"kind": "later"})
+        link.close()
 
     def _refusal(self, hello: Mapping[str, Any], address: str) -> str:
         """Return why this run has no place for a caller; empty if it has, now or later."""

@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 
 from common.accelerators import require_accelerator
+from common.cluster.environment import connect_limit
 from common.cluster.places import Placement, find_places, places_of_table
 from common.cluster.pods import server_of_pod
 from common.cluster.rank_environment import (
@@ -25,8 +26,7 @@ from common.cluster.rank_environment import (
     shell_text,
 )
 from common.cluster.rank_table import RankTable
-from common.cluster.rank_table_files import read_table, wait_for_table
-from common.cluster.rank_table_formats import NotReadyError
+from common.cluster.rank_table_files import NotReadyError, read_table, wait_for_table
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.launcher.attempts import RESTARTABLE
@@ -35,7 +35,7 @@ from common.launcher.jobs import job_of_ranks, log_folder, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
-from common.launcher.supervisor import Job, connect_limit, run_attempts
+from common.launcher.supervisor import Job, run_attempts
 from common.launcher.terminal import tell
 from common.parallel.run import Run
 from common.paths import TOOLS
@@ -148,11 +148,7 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
         is_filled = path.exists() and b"initializing" not in path.read_bytes()
         limit = 10.0 if is_filled else connect_limit(os.environ)
         tell(f"{error}; waiting up to {limit:g} s", error=True)
-
-        def say(reason: str, seconds: float) -> None:
-            tell(f"{reason.partition(';')[0]}; waited {seconds:.0f} of {limit:g} s", error=True)
-
-        return wait_for_table(path, limit, say)
+        return wait_for_table(path, limit)
 
 
 def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTable | None) -> str:

@@ -9,13 +9,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from common.cluster.environment import Process, place_of_pod, task_of_step
+from common.cluster.environment import Process, connect_limit, place_of_pod, task_of_step
 from common.cluster.places import host_names
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
 from common.launcher.host_channel import Host, HostChannel, Hosts
 from common.launcher.request import LaunchRequest
-from common.launcher.supervisor import connect_limit
 from common.launcher.terminal import tell
 from common.processes.addresses import DEFAULT_PORT, is_here
 
@@ -56,11 +55,6 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
         number = find_node(host, port, nodes, tuple(request.numbers), connect_limit(os.environ))
         return replace(request, node_rank=number)
     number = 0 if request.mode == "plan" or is_here(host) else 1
-    if request.mode != "plan" and nodes > 2 and number:
-        tell(
-            f"shown as node {number} of {nodes}: the hosts are numbered when all have started",
-            error=True,
-        )
     return replace(request, node_rank=number)
 
 

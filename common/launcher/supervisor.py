@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.errors import ConfigError, DataError, signal_name
+from common.cluster.environment import connect_limit
+from common.errors import DataError, signal_name
 from common.failures.explain import Found, find_errors, language_of, merged
 from common.launcher.attempts import Outcome, line_of, pause, why_not
 from common.launcher.host_channel import HostChannel, Hosts, Message
@@ -33,7 +34,7 @@ from common.launcher.terminal import Terminal, tell
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.process_tree import Descendants, in_words, watch
 from common.run_folder import RESTART_COUNT, append_attempt
-from common.whole_numbers import rank_names, shortened, whole_number
+from common.whole_numbers import rank_names
 
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.2
@@ -183,6 +184,10 @@ class _Failure:
         return cls(**{**values, "ranks": tuple(values["ranks"])})
 
 
+_End = tuple[int, bool, _Failure | None]
+"""How an attempt has ended: exit code, whether another follows, and the failure that counts."""
+
+
 class _Supervisor:
     """Supervisor of one attempt. before: failed attempts before it."""
 
@@ -214,10 +219,8 @@ class _Supervisor:
         """Signal that stops the run, its time, and the other host that got it."""
         self._elsewhere: dict[int, Mapping[str, Any]] = {}
         """Last life of other hosts."""
-        self._end: tuple[int, bool] | None = None
-        """Word of host 0 at the end: exit code, and whether another attempt follows."""
-        self._blamed: _Failure | None = None
-        """Failure that host 0 has told at the end."""
+        self._end: _End | None = None
+        """Word of host 0 at the end."""
         self._is_waiting, self._is_ending = True, False
         """Whether the ranks have not been started yet, and whether they have been ended."""
         self._gives_up = False
@@ -232,21 +235,22 @@ class _Supervisor:
                 self._terminal.say(
                     f"stopped by {signal_name(number)}{where}, before the ranks were started"
                 )
-                return self._outcome(128 + number, 0.0)
+                return self._outcome((128 + number, False, None))
             self._is_waiting, self._began = False, time.monotonic()
             with self._descendants:
                 self._start()
                 while not self._is_over():
                     self._take_events()
                     self._look()
-                if not self._failures:
+                failure = self._first_failure()
+                if failure is None:
                     self._wait_for_leavers()
-                elif self._failure().stalled:
-                    self._show_stacks(self._failure().ranks)
+                elif failure.stalled:
+                    self._show_stacks(failure.ranks)
                 seconds = time.monotonic() - self._began
                 self._is_ending = True
-                again = self._decide(seconds)
-            again = self._hear_decision(again)
+                end = self._decide(failure)
+            end = self._hear_decision() or end
             self._show()
             for process in self._processes:
                 process.close()
@@ -255,11 +259,9 @@ class _Supervisor:
                     f"processes {', '.join(map(str, undead))} do not end after SIGKILL: they wait"
                     " for a disk or a driver; see dmesg"
                 )
-            code = self._code()
-            report = self._tell_end(code, seconds)
             for event in self._late:
                 self._events.put(event)
-            return self._outcome(code, seconds, again=again, report=report)
+            return self._outcome(end, seconds=seconds, report=self._tell_end(end, seconds))
 
     def _wait_for_hosts(self) -> bool:
         """Pause before a restart, and wait until host 0 begins. Returns False if a signal at any
@@ -418,9 +420,8 @@ class _Supervisor:
         elif event.kind == "failed":
             self._fail(_Failure.read(values))
         elif event.kind == "end":
-            self._end = (int(values["code"]), bool(values["again"]))
-            if values["failure"] is not None:
-                self._blamed = _Failure.read(values["failure"])
+            failure = None if values["failure"] is None else _Failure.read(values["failure"])
+            self._end = (int(values["code"]), bool(values["again"]), failure)
 
     def _fail(self, failure: _Failure) -> None:
         """Record a failure and tell the other hosts at once, since the first one told counts as the
@@ -542,82 +543,63 @@ class _Supervisor:
         if able:
             time.sleep(_DUMP_SECONDS)
 
-    def _failure(self) -> _Failure:
-        """Return the first failure that is not the consequence of another, if there is one; host
-        0's on all hosts, once it has told.
-        """
-        return self._blamed or next(
-            (failure for failure in self._failures if failure.certain), self._failures[0]
-        )
+    def _first_failure(self) -> _Failure | None:
+        """Return the first failure that is not the consequence of another, if there is one."""
+        first = next(iter(self._failures), None)
+        return next((failure for failure in self._failures if failure.certain), first)
 
-    def _code(self) -> int:
-        if self._end is not None:
-            return self._end[0]
-        if self._failures:
-            return self._failure().code
-        was_stopped = self._is_stopped or any(
-            life.get("stopped") for life in self._elsewhere.values()
-        )
-        return 128 + self._stop[0] if self._stop is not None and was_stopped else 0
+    def _decide(self, failure: _Failure | None) -> _End:
+        """Return how the attempt has ended for this host; host 0 decides for all, and tells."""
+        ends = [self._is_stopped, *(life.get("stopped") for life in self._elsewhere.values())]
+        code = 128 + self._stop[0] if self._stop is not None and any(ends) else 0
+        code = code if failure is None else failure.code
+        again = self._most > 0 and failure is not None and self._stop is None
+        if self._is_first and again:
+            outcome = self._outcome((code, again, failure))
+            again = not why_not(outcome, self._before, self._most)
+        if self._is_first and self._channel is not None:
+            told = None if failure is None else asdict(failure)
+            self._channel.tell("end", code=code, again=again, failure=told)
+        return code, again, failure
 
-    def _outcome(self, code: int, seconds: float, **values: Any) -> Outcome:
+    def _hear_decision(self) -> _End | None:
+        """Wait for host 0's decision. Others without it try again after a failure."""
+        deadline = time.monotonic() + _DECISION_SECONDS
+        while self._end is None and self._hears_first and time.monotonic() < deadline:
+            self._take_events()
+        return self._end
+
+    def _outcome(self, end: _End, **values: Any) -> Outcome:
+        code, again, failure = end
         firsts = [process.first_step for process in self._ranks if process.first_step >= 0]
         return Outcome(
             code=code,
-            failure=self._failure().text.partition("\n")[0] if self._failures else "",
+            again=again,
+            failure="" if failure is None else failure.text.partition("\n")[0],
+            lost_host=failure is not None and failure.lost_host,
             first_step=min(firsts, default=-1),
             last_step=max(process.last_step for process in self._ranks),
-            seconds=seconds,
-            lost_host=bool(self._failures) and self._failure().lost_host,
             number=self._number,
             **values,
         )
 
-    def _decide(self, seconds: float) -> bool:
-        """Decide on host 0, or on a single host, whether another attempt follows, and tell the end.
-
-        Others without host 0 try again after a failure.
-        """
-        again = self._most > 0 and bool(self._failures) and self._stop is None
-        if self._is_first:
-            code = self._code()
-            again = again and not why_not(self._outcome(code, seconds), self._before, self._most)
-            if self._channel is not None:
-                failure = asdict(self._failure()) if self._failures else None
-                self._channel.tell("end", code=code, again=again, failure=failure)
-        return again
-
-    def _hear_decision(self, again: bool) -> bool:
-        """Return host 0's decision, for which others wait; ``again`` without one."""
-        if self._is_first:
-            return again
-        deadline = time.monotonic() + _DECISION_SECONDS
-        while self._end is None and self._hears_first and time.monotonic() < deadline:
-            self._take_events()
-        return again if self._end is None else self._end[1]
-
-    def _tell_end(self, code: int, seconds: float) -> str:
+    def _tell_end(self, end: _End, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
-        all_of = "hosts" if self._job.over_ssh else "ranks here"
-        if not self._failures:
-            how = (
-                f"stopped by {signal_name(code - 128)}"
-                if code
-                else f"all {all_of.partition(' ')[0]} ended well"
-            )
+        code, _, failure = end
+        all_of = "hosts" if self._job.over_ssh else "ranks"
+        if failure is None:
+            how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
             self._terminal.say(f"{how}, after {seconds:.0f} s")
             return ""
-        failure = self._failure()
         stopped = self._stop is not None and code == 128 + self._stop[0]
         lines = [f"{'' if stopped else 'error: '}{failure.text}"]
-        ranks = failure.ranks
-        telling = [process.log for process in self._processes if process.spec.rank in ranks]
+        telling = [process.log for process in self._processes if process.spec.rank in failure.ranks]
         for log in telling[:_TAILS]:
             lines.append(f"last lines of {log.path}:")
             lines += [f"    {line}" for line in log.last_lines()]
         lines += self._known_errors()
-        ended = f"all {all_of} were ended; exit code {code}"
-        self._say_error("\n".join([*lines, ended]))
+        here = "" if self._job.over_ssh else " here"
+        self._say_error("\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]))
         return "\n".join(lines)
 
     def _known_errors(self) -> list[str]:
@@ -636,15 +618,3 @@ class _Supervisor:
             f"known error {found[0].code}: {meaning}; python tools/doctor.py --explain"
             f" {shlex.quote(str(found[0].path))}"
         ]
-
-
-def connect_limit(environ: Mapping[str, str]) -> float:
-    """Return the seconds within which all hosts have to connect. Raises ConfigError."""
-    text = environ.get("HCCL_CONNECT_TIMEOUT") or "1800"
-    seconds = whole_number(text, most_digits=6)
-    if not seconds:
-        raise ConfigError(
-            f"environment: HCCL_CONNECT_TIMEOUT={shortened(text)}: expected whole seconds, 1 to"
-            " 999999"
-        )
-    return float(seconds)

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.backends import run_backend
-from common.cluster.environment import ALONE, Process, find_process, in_modelarts
+from common.cluster.environment import (
+    ALONE,
+    Process,
+    connect_limit,
+    find_process,
+    in_modelarts,
+)
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
@@ -183,7 +189,7 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
     names, index = _host_names(environ), _number(environ, "VC_TASK_INDEX", 0)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"])
-        table = wait_for_table(path, float(_number(environ, "HCCL_CONNECT_TIMEOUT", 1800)))
+        table = wait_for_table(path, connect_limit(environ))
         if table.version != "2.0":
             path, places = _as_version_1(path, table, environ), places_of_table(table)
             hosts = list(dict.fromkeys(place.host for place in places))

@@ -84,15 +84,6 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def dismiss(self, answer: Mapping[str, Any]) -> None:
-        """Send a last object, and close the connection once the other end has read it."""
-        with suppress(OSError):
-            self.send(answer)
-            self.finish()
-            while True:
-                self.receive(HELLO_SECONDS)
-        self.close()
-
     def close(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

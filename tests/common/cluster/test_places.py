@@ -103,6 +103,8 @@ def test_version_2_names_no_machines(samples: Path) -> None:
     assert [place.rank for place in places.own] == [2, 3] and places.hosts == ("10.0.0.1", "node 1")
     with pytest.raises(ConfigError, match="give --master IP:PORT"):
         find_places(range(2, 4), rank_size=4, table=table)
+    with pytest.raises(ConfigError, match="--nnodes and --node_rank are for RANK_TABLE none"):
+        find_places(range(2, 4), rank_size=4, table=table, nodes=2)
 
 
 def test_a_range_of_devices_is_that_of_the_server_with_an_address_of_this_machine(
@@ -165,8 +167,3 @@ def test_contradictions_without_a_table(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         find_places(numbers, rank_size=rank_size, **more)  # type: ignore[arg-type]
-
-
-def test_a_table_names_the_hosts_itself(tutorial: RankTable) -> None:
-    with pytest.raises(ConfigError, match="--nnodes and --node_rank are for RANK_TABLE none"):
-        find_places(range(8), rank_size=32, table=tutorial, nodes=4)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster import rank_table_files
 from common.cluster.environment import place_of_pod
 from common.cluster.places import find_places
 from common.cluster.pods import server_of_pod
-from common.cluster.rank_table_files import read_table, wait_for_table
-from common.errors import ConfigError, DataError
+from common.cluster.rank_table_files import read_table
+from common.errors import ConfigError
 from common.launcher.request import DistributeOptions, parse_distribute
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
@@ -129,34 +128,6 @@ def test_the_only_server_and_pod_names_of_version_0(tmp_path: Path, samples: Pat
     assert [place.rank for place in find_places(range(8), table=table, pod=server).own] == list(
         range(8, 16)
     )
-
-
-def test_the_wait_for_a_table_tells_how_long_it_has_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, told = [0.0], []
-    path = tmp_path / "hccl.json"
-
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
-        if clock[0] == 20:
-            path.write_text('{"status": "initializing"}')
-        if clock[0] == 75 and told is not None:
-            write_table(path, ("10.0.0.1", None, [0]))
-
-    monkeypatch.setattr(rank_table_files.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(rank_table_files.time, "sleep", sleep)
-
-    def say(reason: str, seconds: float) -> None:
-        told.append((reason.partition(";")[0].partition(": ")[2], seconds))
-
-    assert wait_for_table(path, 100, say).world_size == 1
-    filling = "status is 'initializing': the platform has not filled the table yet"
-    assert told == [(filling, 30), (filling, 60)]
-    path.write_text('{"status": "initializing"}')
-    clock[0] = 100.0
-    with pytest.raises(DataError, match=r"initializing.*\(waited 100 s\)"):
-        wait_for_table(path, 100, say)
 
 
 def test_a_mounted_table_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

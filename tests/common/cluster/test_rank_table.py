@@ -11,11 +11,11 @@ import common.cluster.rank_table_files as files
 from common.cluster.environment import find_process
 from common.cluster.places import find_places
 from common.cluster.rank_table import (
-    TableDevice,
     table_warnings,
 )
 from common.cluster.rank_table_files import read_table, to_json, wait_for_table, write_table
 from common.errors import DataError
+from tests.cluster_tables import devices
 from tools.hccl_tools import main
 
 
@@ -26,11 +26,9 @@ def put(folder: Path, data: Any) -> Path:
 
 
 def server(number: int, ranks: range) -> dict[str, Any]:
-    devices = [
-        {"device_id": str(i), "device_ip": f"192.168.{number}.{i + 1}", "rank_id": str(rank)}
-        for i, rank in enumerate(ranks)
-    ]
-    return {"server_id": f"10.0.0.{number}", "device": devices, "host_nic_ip": "reserve"}
+    addresses = [f"192.168.{number}.{i + 1}" for i in range(len(ranks))]
+    held = devices(addresses, first_rank=ranks[0])
+    return {"server_id": f"10.0.0.{number}", "device": held, "host_nic_ip": "reserve"}
 
 
 def table_1() -> dict[str, Any]:
@@ -53,10 +51,8 @@ def table_12() -> dict[str, Any]:
     return data
 
 
-def instance(number: int, devices: int = 1, **more: Any) -> dict[str, Any]:
-    chips = [
-        {"device_id": str(i), "device_ip": f"192.168.{number}.{i + 1}"} for i in range(devices)
-    ]
+def instance(number: int, count: int = 1, **more: Any) -> dict[str, Any]:
+    chips = devices([f"192.168.{number}.{i + 1}" for i in range(count)])
     return {"server_id": f"10.0.0.{number}", "devices": chips, **more}
 
 
@@ -104,14 +100,6 @@ def test_the_platform_table_becomes_the_one_its_launcher_makes(samples: Path) ->
     table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
     assert to_json(table) == json.loads(
         (samples / "v1.0_modelarts_generated_2x8_nohostnic.json").read_text()
-    )
-
-
-def test_a_platform_table_of_one_device(samples: Path) -> None:
-    [(one, device)] = read_table(samples / "v0_modelarts_cce_1x1.json").places()
-    assert (one.server_id, device) == (
-        "192.168.6.101",
-        TableDevice(rank_id=0, device_id=0, device_ip="192.1.244.169"),
     )
 
 
@@ -228,13 +216,13 @@ def test_a_key_of_a_later_version_stays(tmp_path: Path) -> None:
 def test_the_order_in_the_file_does_not_matter(tmp_path: Path) -> None:
     """Ranks are spread over both servers; unknown keys and both families of addresses stay."""
     data = table_12()
-    devices = [device for one in data["server_list"] for device in one["device"]]
-    for device, rank in zip(devices, "2031", strict=True):
+    held = [device for one in data["server_list"] for device in one["device"]]
+    for device, rank in zip(held, "2031", strict=True):
         device |= {"rank_id": rank, "x_plane": ["b", int(rank)]}
-    devices[0]["device_ip"] = "fd00::1"
+    held[0]["device_ip"] = "fd00::1"
     table = read_table(put(tmp_path, data))
     found = [(one.server_id, device.device_ip) for one, device in table.places()]
-    by_rank = {int(d["rank_id"]): d["device_ip"] for d in devices}
+    by_rank = {int(d["rank_id"]): d["device_ip"] for d in held}
     assert [address for _, address in found] == [by_rank[rank] for rank in range(4)]
     write_table(table, tmp_path / "again.json")
     assert read_table(tmp_path / "again.json") == table
@@ -299,7 +287,6 @@ WRONG = [
     ('device.rank_id="1"', "4 devices have the ranks 1, 1-3; expected 0 to 3, each once"),
     ('device.rank_id="4"', "4 devices have the ranks 1-4; expected 0 to 3"),
     ('device.rank_id="-1"', 'device[0]: rank_id: found "-1"; expected a whole number'),
-    ("device.rank_id=true", "rank_id: found true; expected a whole number"),
     (f'device.rank_id="{"9" * 30}"', "; expected a whole number"),
     ("device.rank_id", "server_list[0]: device[0]: rank_id is missing"),
     ('device.device_id="1"', "server 10.0.0.1: device_id 1 is there 2 times"),
@@ -310,7 +297,6 @@ WRONG = [
     ('device.device_ip="127.0.0.1"', "device_ip 127.0.0.1 is a loopback address"),
     ("device.device_ip", "has no device_ip, which several servers need; `hccn_tool"),
     ('server_list.0.server_id="10.0.0.2"', "server 10.0.0.2 is there 2 times"),
-    ('server_list.0.server_id=""', 'server_list[0]: server_id: found ""; expected non-empty'),
     ('server_list.0.server_id="a\\nb"', r'server_id: found "a\nb"; expected non-empty printable'),
     ('server_list.0.server_id="127.0.1.1"', "server 127.0.1.1 is a loopback address"),
     ('server_list.0.server_id="localhost"', "server localhost is a loopback address"),
@@ -385,11 +371,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """A byte order mark is skipped."""
     with pytest.raises(DataError, match=r"absent\.json: no such file; make a rank table with"):
         read_table(tmp_path / "absent.json")
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_table(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="byte 0 is not UTF-8"):
-        read_table(tmp_path / "binary")
     (tmp_path / "table.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(table_1()).encode())
     assert read_table(tmp_path / "table.json").world_size == 4
 

@@ -72,6 +72,9 @@ def test_attempts_until_one_ends_well(
         ([(1, 9, 1), (6, 9, 1)], 5, 2, "step 9 failed twice"),
         ([(1, 9, 1), (6, 10, 1), (6, 11, 1)], 2, 3, "max_restarts=2 restarts are used up"),
         ([(1, 9, 143)], 5, 1, "ended"),
+        # a start that fails after steps is tried again once
+        ([(1, 9, 1), (6, 6, 1), (6, 20, 0)], 5, 3, "ended"),
+        ([(1, 9, 1), (6, 6, 1), (6, 6, 1)], 5, 3, "step 6 failed twice"),
     ],
 )
 def test_failures_that_end_the_run(
@@ -86,15 +89,6 @@ def test_failures_that_end_the_run(
     assert run(tmp_path, attempts, most) == attempts[-1][2]
     found = lines(tmp_path)
     assert len(found) == count and told in found[-1]["then"]
-
-
-def test_a_start_that_fails_after_steps_is_tried_again_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
-    assert run(tmp_path, [(1, 9, 1), (6, 6, 1), (6, 20, 0)], most=5) == 0
-    assert run(tmp_path, [(1, 9, 1), (6, 6, 1), (6, 6, 1)], most=5) == 1
-    assert lines(tmp_path)[-1]["then"].startswith("step 6 failed twice")
 
 
 def test_a_run_without_restarts_writes_nothing_of_its_own(

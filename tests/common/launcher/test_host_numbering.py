@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError, RunError
-from common.launcher import host_channel
+from common.errors import ConfigError
 from common.launcher.host_channel import Host, HostChannel, Hosts
 from common.launcher.nodes import find_node
 from common.processes.channel import connect
@@ -99,16 +98,6 @@ def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
         others = [pool.submit(call, port, *devices) for devices in ((2, 3), (4, 5))]
         assert master.result(LIMIT) == 0
         assert sorted(other.result(LIMIT) for other in others) == [1, 2]
-
-
-def test_waiting_has_a_limit_on_both_sides(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_channel, "PATIENCE_SECONDS", 0.5)
-    with pytest.raises(RunError, match=r"node 1 .*node 2 .* has not come within 1 s: its launcher"):
-        call(port, 0, limit=1.0)
-    with pytest.raises(
-        RunError, match=r"host 198\.51\.100\.1 .* has not come within 1 s: its port"
-    ):
-        find_node("198.51.100.1", port, 2, (0,), 0.5)
 
 
 def test_a_host_that_comes_when_the_run_has_begun_is_told_so(port: int) -> None:

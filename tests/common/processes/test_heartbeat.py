@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 from common.cluster.rank_environment import SCHEDULER
 from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
-from common.processes.heartbeat import beat
 from common.processes.process_tree import Descendants
 from tests.run_scripts import pids_with, wait_until
 
@@ -167,11 +165,6 @@ def test_a_full_pipe_does_not_hold_the_rank_up() -> None:
     assert done.returncode == 0, done.stderr
     os.close(reading)
     os.close(writing)
-
-
-def test_beat_in_this_process_is_a_no_op() -> None:
-    beat(1, "computing")
-    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:
