@@ -94,7 +94,7 @@ def test_a_ceiling_is_found_and_only_falls() -> None:
 USERS = {
     "socket": {
         "common/bundle.py": "name of this host",
-        "common/cluster/pods.py": "name of this host",
+        "common/cluster/environment.py": "name of this host",
         "common/doctor/machine.py": "names and ports that it checks",
         "common/launcher/host_channel.py": "the launcher's connections between hosts",
         "common/parallel/arrival.py": "whether rank 0 answers",

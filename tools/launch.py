@@ -50,6 +50,7 @@ from common.launcher.request import (
     parse_distribute,
     parse_standalone,
 )
+from common.launcher.terminal import open_standard_streams
 from common.program import command
 from common.run_config import read_config
 
@@ -68,6 +69,7 @@ bad arguments; else its own, 128+n: signal n.
 
 @command()
 def main(words: list[str]) -> int:
+    open_standard_streams()
     kind, *words = words or ["--help"]
     if kind in ("--help", "-h"):
         kind, words = "distribute", ["--help"]

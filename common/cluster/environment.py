@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.cluster.pods import in_pod
 from common.errors import ConfigError
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
 from common.whole_numbers import MOST_RANKS, shortened, whole_number
@@ -172,6 +171,11 @@ def is_scheduler(environ: Mapping[str, str]) -> bool:
     It runs the same script but is not a rank.
     """
     return environ.get("MS_ROLE") == "MS_SCHED"
+
+
+def in_pod(environ: Mapping[str, str]) -> bool:
+    """Tell whether Kubernetes started this container."""
+    return bool(environ.get("KUBERNETES_SERVICE_HOST"))
 
 
 def in_modelarts(environ: Mapping[str, str]) -> bool:

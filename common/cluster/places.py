@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from common.cluster.environment import in_pod
 from common.errors import ConfigError
 from common.processes.addresses import LOOPBACK, is_here
 from common.whole_numbers import MOST_RANKS, shortened, spans
 
 if TYPE_CHECKING:
     from common.cluster.rank_table import RankTable, Server
+
+_NAMES_OF_POD = ("POD_NAME", "HOSTNAME", "POD_IP", "XDL_IP", "POD_UID")
+"""Variables with a name of the pod, in the job files of tools/job_files.py and of MindCluster.
+
+XDL_IP is the address of its node.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +256,25 @@ def _in_table(
             f" {servers}; start all ranks of a server at once"
         )
     return whole
+
+
+def server_of_pod(table: RankTable, environ: Mapping[str, str]) -> Server | None:
+    """Return the only server of a table, or the one that carries a name of this pod.
+
+    None outside pods, and if none or several do. Source: MindCluster's description of hccl.json and
+    its rank_table.sh.
+    """
+    if not in_pod(environ):
+        return None
+    if len(table.server_list) == 1:
+        return table.server_list[0]
+    names = {environ[name] for name in _NAMES_OF_POD if environ.get(name)}
+    found = [
+        server
+        for server in table.server_list
+        if not names.isdisjoint((server.server_id, server.address, *server.pod_names))
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _counted_in_pod(numbers: Sequence[int], whole: Placement) -> Placement:

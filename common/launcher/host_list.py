@@ -112,31 +112,20 @@ def _in_table_order(
 
     Hosts that are the table's own addresses are matched with them; other names follow its order.
     """
-    servers = list(dict.fromkeys(place.host for place in places))
-    if len(hosts) != len(servers):
-        raise ConfigError(
-            f"--hosts names {len(hosts)} hosts, but the rank table has {len(servers)} servers:"
-            f" {', '.join(servers)}"
-        )
+    servers: dict[str, list[int]] = {}
+    for place in places:
+        servers.setdefault(place.host, []).append(place.rank)
     bare = {host.rpartition("@")[2]: host for host in hosts}
     named = all(is_ip(name) for name in (*bare, *servers))
-    if named and set(bare) != set(servers):
-        odd = min(set(bare) - set(servers))
+    if len(hosts) != len(servers) or (named and set(bare) != set(servers)):
         raise ConfigError(
-            f"--hosts: {odd} is not a server of the rank table, which has {', '.join(servers)}"
+            f"--hosts {','.join(hosts)}: these are {len(hosts)} hosts, but the rank table has the"
+            f" {len(servers)} servers {', '.join(servers)}"
         )
-    found = []
-    for index, server in enumerate(servers):
-        ranks = [place.rank for place in places if place.host == server]
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-            raise ConfigError(
-                f"the ranks of {server} in the rank table are not a range; make the table again"
-                " with tools/merge_hccl.py"
-            )
-        found.append(
-            (bare[server] if named else hosts[index], range(ranks[0], ranks[0] + len(ranks)))
-        )
-    return found
+    return [
+        (bare[server] if named else hosts[index], range(ranks[0], ranks[-1] + 1))
+        for index, (server, ranks) in enumerate(servers.items())
+    ]
 
 
 def host_command(words: Sequence[str], environ: Mapping[str, str]) -> str:

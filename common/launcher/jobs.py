@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.cluster import hccn
-from common.cluster.places import Placement
-from common.cluster.pods import server_of_pod
+from common.cluster.places import Placement, server_of_pod
 from common.cluster.rank_environment import (
     SCHEDULER,
     Rendezvous,

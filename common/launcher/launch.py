@@ -17,8 +17,7 @@ from pathlib import Path
 
 from common.accelerators import require_accelerator
 from common.cluster.environment import connect_limit
-from common.cluster.places import Placement, find_places, places_of_table
-from common.cluster.pods import server_of_pod
+from common.cluster.places import Placement, find_places, places_of_table, server_of_pod
 from common.cluster.rank_environment import (
     given_port,
     parse_master,

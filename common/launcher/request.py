@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.cluster.environment import in_pod
 from common.cluster.places import parse_devices, parse_range
-from common.cluster.pods import in_pod
 from common.errors import ConfigError
 from common.flags import flag
 from common.launcher.host_list import parse_hosts
@@ -48,8 +48,6 @@ class Options:
         " into output_dir",
         type=argument(1),
     )
-    follow: bool = flag(SUPPRESS)
-    """It happens anyway; scripts may still give it."""
     program: Path | None = flag(SUPPRESS)
     """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
     no_pinning: bool = flag("let every rank use all cores")

@@ -225,8 +225,8 @@ class _Supervisor:
         """Whether the ranks have not been started yet, and whether they have been ended."""
         self._gives_up = False
         """Nothing more is waited for before the start."""
-        self._late: list[Message] = []
-        """Signals and stops after the ranks were ended; they end a restart."""
+        self._kept: list[Message] = []
+        """Messages that came before this host knew of the begin, or after the ranks were ended."""
 
     def run(self) -> Outcome:
         with closing(self._terminal):
@@ -237,6 +237,8 @@ class _Supervisor:
                 )
                 return self._outcome((128 + number, False, None))
             self._is_waiting, self._began = False, time.monotonic()
+            while self._kept:
+                self._take_message(self._kept.pop(0))
             with self._descendants:
                 self._start()
                 while not self._is_over():
@@ -259,7 +261,7 @@ class _Supervisor:
                     f"processes {', '.join(map(str, undead))} do not end after SIGKILL: they wait"
                     " for a disk or a driver; see dmesg"
                 )
-            for event in self._late:
+            for event in self._kept:
                 self._events.put(event)
             return self._outcome(end, seconds=seconds, report=self._tell_end(end, seconds))
 
@@ -377,7 +379,7 @@ class _Supervisor:
         """Take a signal at this launcher, or another host's word about one."""
         is_own, moment = event.kind == "signal", float(event.values.get("moment", 0.0))
         if self._is_ending:
-            self._late.append(event)
+            self._kept.append(event)  # it ends a restart
         elif self._stop is None:
             self._stop = (number, time.monotonic(), str(event.values.get("where", "")))
             if self._is_waiting:
@@ -410,7 +412,9 @@ class _Supervisor:
         values = event.values
         if event.kind in ("signal", "stop"):
             self._take_signal(int(values["signal"]), event)
-        elif self._is_waiting or event.attempt != self._number:
+        elif self._is_waiting:
+            self._kept.append(event)
+        elif event.attempt != self._number:
             return
         elif event.kind == "lost":
             self._fail(_Failure(text=values["text"], code=1, lost_host=True))

@@ -97,3 +97,15 @@ def _write_now(stream: TextIO, text: str) -> None:
     rest = memoryview(text.encode(errors="replace"))
     while rest:
         rest = rest[raw.write(rest) or len(rest) :]
+
+
+def open_standard_streams() -> None:
+    """Open the standard streams that were closed before the start, as by ``>&-``.
+
+    Otherwise the next opened file or socket would take their place.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free one
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))

@@ -75,8 +75,8 @@ def test_a_job_is_what_the_words_and_the_config_say(jobs: list[Job], tmp_path: P
     assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", False)
     distribute(words=[*words[:3], "eval", *more])
     assert jobs[2].follow, "what an evaluation finds is its output"
-    distribute("--follow", words=words)  # an option of earlier versions
-    assert jobs[3].follow and jobs[3].steps == load_config(Path(CONFIG)).train.max_steps
+    distribute(words=words)
+    assert jobs[3].steps == load_config(Path(CONFIG)).train.max_steps
 
 
 @pytest.fixture

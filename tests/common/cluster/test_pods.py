@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.cluster.environment import place_of_pod
-from common.cluster.places import find_places
-from common.cluster.pods import server_of_pod
+from common.cluster.places import find_places, server_of_pod
 from common.cluster.rank_table_files import read_table
 from common.errors import ConfigError
 from common.launcher.request import DistributeOptions, parse_distribute

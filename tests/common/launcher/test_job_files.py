@@ -158,8 +158,6 @@ def test_fields_of_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--name", "Gpt2"], "--name 'Gpt2': expected a name of Kubernetes (DNS-1123)"),
         (["--name", "a" * 60], "at most 54 lower-case"),
-        (["--namespace", "a b"], "--namespace 'a b'"),
-        (["--queue", "a-"], "--queue 'a-'"),
         (["--image", "a b\n"], "--image"),
         (["--memory", "12GB"], "--memory '12GB': expected a quantity"),
         (["--mount", "claim"], "--mount 'claim': expected SOURCE:PATH"),
