@@ -342,7 +342,7 @@ def _from_2(table: _Table2, place: str) -> RankTable:
         local_ids.add((name, rank.local_id))
         # EID is not an IP address
         reached = [item.addr for item in level.rank_addr_list if item.addr_type in ("IPV4", "IPV6")]
-        device = {"rank_id": rank.rank_id, "device_id": rank.device_id}
+        device: dict[str, Any] = {"rank_id": rank.rank_id, "device_id": rank.device_id}
         device |= {"device_ip": reached[0]} if reached else {}
         server = servers.setdefault(name, {"server_id": name, "device": []})
         server["device"].append(device)

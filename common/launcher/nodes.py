@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
-import time
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limi
         channel = HostChannel(replace(hosts, own=-1), events, restarts=True)
     try:
         tell(f"{nodes} hosts are numbered as they come to {hosts.all[0]}, port {port}")
-        channel.gather(0, limit, lambda: time.sleep(_LOOK_SECONDS) is None)
+        channel.gather(0, limit, lambda: not threading.Event().wait(_LOOK_SECONDS))
         tell(f"this is node {channel.own} of {nodes}")
     finally:
         channel.close()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +56,7 @@ def port() -> int:
 
 
 def gather(channel: HostChannel, attempt: int, limit: float) -> int | None:
-    return channel.gather(attempt, limit, lambda: time.sleep(0.2) is None)
+    return channel.gather(attempt, limit, lambda: not threading.Event().wait(0.2))
 
 
 @pytest.fixture
