@@ -364,19 +364,15 @@ def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path
         assert "ready 0\n" in log(tmp_path, rank)
 
 
-def job_of_host_0(folder: Path, port: int, *command: str) -> Job:
-    child = ProcessSpec(rank=0, command=command, environment={})
-    both = tuple(Host(address=address, ranks=ranks) for address, ranks in TWO)
-    hosts = Hosts(all=both, own=0, port=port)
-    return Job(children=(child,), log_folder=folder, stall_limit=NEVER, hosts=hosts)
-
-
-def test_a_failure_that_comes_with_the_begin_is_heard(
-    launch: Launch, port: int, tmp_path: Path
-) -> None:
+def test_a_failure_that_comes_with_the_begin_is_heard(launch: Launch, port: int) -> None:
+    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
     second = launch(1, SLEEP)
-    job = job_of_host_0(tmp_path, port, "/no/such/program")
-    assert (run_attempts(lambda number: job).code, second.end()[0]) == (1, 1)
+    gather(control, 0, 30.0)
+    failure = {"text": "rank 0 has failed", "code": 7, "ranks": [0]}
+    control.tell("failed", **failure)
+    control.tell("end", code=7, again=False, failure=failure)
+    assert second.end()[0] == 7
+    control.close()
 
 
 @pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
@@ -391,7 +387,8 @@ def test_a_signal_after_host_0_has_decided(
 
     monkeypatch.setattr(supervisor, "why_not", decide)
     second = launch(1, SLEEP, most=5)
-    job = job_of_host_0(tmp_path, port, sys.executable, "-c", FAILS)
+    child = ProcessSpec(rank=0, command=(sys.executable, "-c", FAILS), environment={})
+    job = Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER, hosts=hosts(0, port))
     outcome = run_attempts(lambda number: job, most=5, folder=tmp_path)
     assert (outcome.code, second.end()[0]) == (code, code)
 
