@@ -16,10 +16,11 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
+from common.study.figures import size, speed
+
 from benchmarks.measure import Row
 from common.dataset import IndexedWriter
 from common.errors import ConfigError, RunError
-from common.study.figures import size, speed
 from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of, summarize
 from common.study.verdict import judge
@@ -33,7 +34,7 @@ PREDICTED = {
     "1558m_b4-bf16-torch-eager": 34_700,
     "1558m_b16-bf16-torch-compiled": 46_500,
 }
-"""Tokens a second on one H100 SXM, by cell, by the count of kernels in ``docs/training.md``.
+"""Tokens a second on one H100 SXM, by cell, by the count of kernels in ``docs/compilation.md``.
 One H100 made 1.01 (124M), 1.08 (345M) and 1.00 (1558M) of the compiled ones. Eager figures are from
 operators counted one by one.
 """

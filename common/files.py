@@ -153,18 +153,14 @@ def _create_locked(path: Path, *, is_folder: bool = False) -> int:
 
     Returns its open descriptor. Raises OSError.
     """
-    while True:
-        if is_folder:
-            path.mkdir()
-        descriptor = os.open(
-            path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666
-        )
-        with suppress(OSError):
-            take_lock(descriptor, wait=True)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        os.close(descriptor)  # another process took it for a leftover before it was locked
+    if is_folder:
+        path.mkdir()
+    descriptor = os.open(
+        path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666
+    )
+    with suppress(OSError):
+        take_lock(descriptor, wait=True)
+    return descriptor
 
 
 def refuse_to_overwrite(

@@ -30,8 +30,8 @@ from common.inference.run_modes import of_program, program_to_use
 from common.inference.source import Source
 from common.log import LOG
 from common.parallel.run import Run
-from common.planner.fitting import Fitting, is_open, rank_memory
-from common.planner.room import check_memory, gibibytes
+from common.planner.fitting import Fitting, is_open
+from common.planner.room import check_memory, gibibytes, memory_limit
 from common.resolve.derive import export_format, length_in_steps, require_length, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.tokenizer import Tokenizer, require_files
@@ -125,7 +125,7 @@ def _chosen(
 ) -> dict[str, dict[str, Any]]:
     """Return the keys that the plan chooses for the memory of this rank."""
     world_size = run.topology.world_size
-    limit = rank_memory(config, hardware, ranks=min(process.most_here, world_size))
+    limit = memory_limit(config, hardware, ranks=min(process.most_here, world_size))
     found = Fitting(config, world_size, hardware, limit).fastest()
     train = found.train
     blocks = "" if train.recompute_layers is None else f" in {train.recompute_layers} blocks"

@@ -1,4 +1,4 @@
-"""Log and progress bar: rank 0 writes the log, and the bar shows only on a terminal."""
+"""What programs print: results, the log, which rank 0 writes, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def start_log(*, rank: int = 0) -> None:
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     LOG.propagate = False
+
+
+def show(text: str) -> None:
+    """Print the result of a program, or what it does now, to standard output at once. Raises
+    OSError.
+    """
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def listed(texts: Sequence[str]) -> str:

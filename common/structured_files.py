@@ -24,25 +24,16 @@ MAX_DEPTH = 64
 class MalformedError(ValueError):
     """Text that violates its format or the limits.
 
-    ``line`` and ``column`` count from 1; 0 if unknown. position: characters before the fault, if a
-    JSON text was parsed.
+    ``line`` and ``column`` count from 1; 0 if unknown.
     """
 
-    def __init__(self, problem: str, line: int = 0, column: int = 0, position: int = 0) -> None:
+    def __init__(self, problem: str, line: int = 0, column: int = 0) -> None:
         super().__init__(f"{problem} (line {line}, column {column})" if line else problem)
-        self.problem, self.line, self.column, self.position = problem, line, column, position
+        self.problem, self.line, self.column = problem, line, column
 
     def at(self, path: Path | str) -> str:
         """Return ``path:line:column``, or only the path if the line is unknown."""
         return f"{path}:{self.line}:{self.column}" if self.line else str(path)
-
-
-class DuplicateKeyError(MalformedError):
-    """A JSON object that names ``key`` twice."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"the key {shown(key)} is given twice in one object")
-        self.key = key
 
 
 # ---- files ----
@@ -83,12 +74,11 @@ def read_json(
     error: type[UserError] = ConfigError,
     limit: int = MAX_JSON_BYTES,
     unique: bool = True,
-    finite: bool = True,
 ) -> Any:
     """Return the content of a JSON file. Raises ``error`` with path, line and reason."""
     text = read_text(path, limit=limit, error=error)
     try:
-        return parse_json(text, unique=unique, finite=finite)
+        return parse_json(text, unique=unique)
     except MalformedError as reason:
         raise error(
             f"{path}: not valid JSON: {reason}; the file is damaged or of another kind"
@@ -96,16 +86,10 @@ def read_json(
 
 
 def read_json_mapping(
-    path: Path,
-    *,
-    error: type[UserError] = ConfigError,
-    limit: int = MAX_JSON_BYTES,
-    finite: bool = True,
+    path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
     """Return the content of a JSON file with an object at its top. Raises ``error``."""
-    return require_mapping(
-        read_json(path, error=error, limit=limit, finite=finite), str(path), error=error
-    )
+    return require_mapping(read_json(path, error=error, limit=limit), str(path), error=error)
 
 
 def require_mapping(
@@ -126,23 +110,16 @@ def kind_of(value: Any) -> str:
 # ---- JSON ----
 
 
-def parse_json(text: str | bytes, *, unique: bool = True, finite: bool = True) -> Any:
-    """Return the value of a JSON text. Raises MalformedError.
+def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
+    """Return the value of a JSON text; NaN and Infinity are read as Python writes them.
 
-    unique: reject an object with a repeated key. finite: reject NaN, Infinity and numbers that
-    overflow a float.
+    unique: reject an object with a repeated key. Raises MalformedError.
     """
     if len(text) > MAX_JSON_BYTES:
         raise MalformedError(f"longer than {MAX_JSON_BYTES / 2**20:g} MiB")
     text = _decoded(text)
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique_keys if unique else None,
-            parse_float=parse_float if finite else None,
-            parse_constant=_no_constant if finite else None,
-        )
-        _check_depth(value)
+        value = json.loads(text, object_pairs_hook=_unique_keys if unique else None)
         if "\\ud" in text.lower():
             require_text(json.dumps(value, ensure_ascii=False))
     except MalformedError:
@@ -187,7 +164,7 @@ def _decoded(text: str | bytes) -> str:
 
 def _malformed(error: Exception) -> MalformedError:
     if isinstance(error, json.JSONDecodeError):
-        return MalformedError(error.msg, error.lineno, error.colno, error.pos)
+        return MalformedError(error.msg, error.lineno, error.colno)
     if isinstance(error, RecursionError):
         return MalformedError(f"nested deeper than {MAX_DEPTH} levels")
     return MalformedError("a number of more digits than Python converts")
@@ -197,7 +174,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise DuplicateKeyError(key)
+            raise MalformedError(f"the key {shown(key)} is given twice in one object")
         found[key] = value
     return found
 
@@ -225,23 +202,6 @@ def parse_float(text: str) -> float:
     if not math.isfinite(value):
         raise MalformedError(f"the number {text[:40]} is beyond the range of a float")
     return value
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-    if level:
-        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels")
-
-
-def _no_constant(name: str) -> float:
-    raise MalformedError(f"{name} is not a JSON number")
 
 
 def shown(value: Any) -> str:

@@ -10,22 +10,22 @@ import argparse
 import re
 from collections.abc import Callable, Collection, Iterable
 
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 """Most digits, so that every number fits into 64 bits."""
-MOST_RANKS = 65536
+MAX_RANKS = 65536
 """Most processes of a run, more than any has. Lists with an entry per rank stay small."""
 
 
-def whole_number(text: str, *, most_digits: int = MOST_DIGITS) -> int | None:
+def whole_number(text: str, *, most_digits: int = MAX_DIGITS) -> int | None:
     """Return the number in ``text``, or None unless it is a whole number within the digits."""
     return int(text) if len(text) <= most_digits and re.fullmatch("[0-9]+", text) else None
 
 
-def argument(least: int = 0, most: int = 10**MOST_DIGITS - 1) -> Callable[[str], int]:
+def argument(least: int = 0, most: int = 10**MAX_DIGITS - 1) -> Callable[[str], int]:
     """Return a ``type`` for argparse: a whole number from ``least`` to ``most``."""
     expected = (
         f"a whole number of {least} or more"
-        if most == 10**MOST_DIGITS - 1
+        if most == 10**MAX_DIGITS - 1
         else f"a whole number from {least} to {most}"
     )
 

@@ -38,7 +38,7 @@ def pytest_configure() -> None:
     ASCEND: where the driver's libraries lie.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    kept = ("ASCEND", "OMP_NUM_THREADS", "GPT2_PEERS", "GPT2_TEST_DATA", "GPT2_FAULT")
+    kept = ("ASCEND", "OMP_NUM_THREADS", "GPT2_PEERS", "GPT2_TEST_DATA", "GPT2_FAULT", "GPT2_LOAD")
     for name in list(os.environ):
         if OF_LAUNCHERS.search(name) and not name.startswith(kept):
             del os.environ[name]

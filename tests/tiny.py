@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.folders import require_checkpoint
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.load import build_config
@@ -89,11 +89,14 @@ def results_of(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in (*keys, "sample_hash", "skipped")) for row in rows_of(run)]
 
 
+def manifest_of(run: Path) -> dict[str, Any]:
+    """Return that of the newest checkpoint."""
+    return read_manifest(require_checkpoint(run, "test"))
+
+
 def tensors_of(run: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Return all tensors of the newest checkpoint, whole, by FILE/NAME."""
-    checkpoint = find_checkpoint(run)
-    assert checkpoint is not None, run
-    manifest = read_manifest(checkpoint)
+    checkpoint, manifest = require_checkpoint(run, "test"), manifest_of(run)
     config = build_config(manifest["config"])
     parts = {
         MODEL_FILE: [""],

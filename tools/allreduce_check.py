@@ -10,17 +10,12 @@ RANK_SIZE, MASTER_ADDR, ...); for the check itself run
 Exit codes: 0 the sum is right, 1 it is not, 2 an argument is at fault.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta

@@ -9,17 +9,12 @@ wheels, and that is said. Nothing is installed; pip reads what the package index
 Exit codes: 0 all there, or the package index does not answer; 1 a wheel is missing.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import re
 import subprocess
+import sys
 import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor

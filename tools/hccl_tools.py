@@ -9,20 +9,16 @@ Exit code 0: written, or valid; 2: bad arguments, devices or table; 1: the file 
 written.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import hashlib
 import logging
 import re
 import socket
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from common import whole_numbers
 from common.cluster.hccn import device_addresses
@@ -104,14 +100,12 @@ def generate(arguments: Request) -> None:
     print("server_id:", server_id)
     print("device_num_list:", logical)
     addresses = device_addresses(physical, arguments.hccn_conf)
-    devices = tuple(
+    devices = [
         TableDevice(rank_id=rank, device_id=device, device_ip=addresses[device])
         for rank, device in enumerate(physical)
-    )
-    table = RankTable(
-        version="1.0",
-        servers=(Server(server_id=server_id, devices=devices, host_nic_ip="reserve"),),
-    )
+    ]
+    server = Server(server_id=server_id, device=devices, host_nic_ip="reserve")
+    table = RankTable(version="1.0", server_count=1, server_list=[server])
     validate(table, "the devices of this machine")
     if arguments.device_num_per_node == 8 and logical[0] < 4 <= logical[-1] and len(logical) < 8:
         print(
@@ -124,8 +118,8 @@ def generate(arguments: Request) -> None:
             f"rank_id:{device.rank_id}, device_id:{device.device_id}, device_ip:{device.device_ip}"
         )
     cards = "".join(map(str, logical))
-    server = re.sub("[^0-9A-Za-z.]", "-", server_id)  # IPv6 has colons
-    name = f"hccl_{len(logical)}p_{cards}_{server}.json"
+    host = re.sub("[^0-9A-Za-z.]", "-", server_id)  # IPv6 has colons
+    name = f"hccl_{len(logical)}p_{cards}_{host}.json"
     path = arguments.output_dir.resolve() / name
     refuse_to_overwrite([arguments.hccn_conf], [path], "choose another --output_dir")
     write_table(table, path)

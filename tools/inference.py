@@ -12,16 +12,11 @@ out are the run's or the export's own. An ONNX folder is run without a training 
 Exit code 0: success; 2: bad arguments or a bad model; 1: failure at run time.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from common.flags import flag

@@ -17,20 +17,14 @@ Exit codes: 0 written, 1 the file could not be written, 2 an option or the confi
 fault.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
+    import as_script  # noqa: F401
 
-    start(__file__)
-
+import sys
 from pathlib import PurePosixPath
 
 from common.files import atomic_write
-from common.launcher.job_files import job_yaml
-from common.launcher.job_request import JobRequest
+from common.launcher.job_files import JobRequest, job_yaml
 from common.program import command
 from common.resolve.derive import resolve_mode
 from common.run_config import load_config
@@ -48,7 +42,7 @@ def main(job: JobRequest) -> None:
             file.write(text)
         print(f"wrote {job.output}: kubectl apply -f {job.output}", file=sys.stderr)
     output_dir = PurePosixPath(job.workdir) / str(config.output_dir)
-    if not any(output_dir.is_relative_to(path) for path in job.kept):
+    if not any(output_dir.is_relative_to(path) for _, path in job.mounts):
         print(
             f"warning: output_dir={output_dir} is not below a --mount, so checkpoints end with the"
             " pod and nodes do not share it; set output_dir=PATH below one",

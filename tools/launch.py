@@ -21,14 +21,8 @@ returns at once. Exit code 0: all ranks ended well; 2: bad arguments; else that 
 that failed, 128+n: signal n.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 from dataclasses import replace
 from functools import cache

@@ -11,20 +11,15 @@ The images are made by docker build -f containers/KIND.Dockerfile -t gpt2-toolki
 cann). Exit code: that of docker; 2 for wrong arguments, and where docker is not installed.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import shlex
 import shutil
 import subprocess
 from argparse import SUPPRESS
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from common.errors import ConfigError

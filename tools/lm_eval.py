@@ -11,14 +11,8 @@ its options with `run --help`.
 Exit codes: 0 success, 2 bad input, else the harness's own.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 from common.packages import require_package
 from common.program import command

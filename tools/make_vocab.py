@@ -13,16 +13,12 @@ Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 
 Ctrl-C and SIGTERM.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
+    import as_script  # noqa: F401
 
-    start(__file__)
-
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.dataset.encodings import checked_encoding
 from common.dataset.texts import read_texts

@@ -7,16 +7,11 @@ Ranks are numbered in the order of the files. Exit code 0: written; 2: bad table
 the file could not be written.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.cluster.rank_table_files import merge_tables, write_table
 from common.files import refuse_to_overwrite
@@ -37,7 +32,7 @@ class Request:
 @command(Request)
 def main(request: Request) -> None:
     table = merge_tables(request.files)
-    path = Path.cwd() / f"hccl_{len(table.servers)}s_{table.world_size}p.json"
+    path = Path.cwd() / f"hccl_{len(table.server_list)}s_{table.world_size}p.json"
     refuse_to_overwrite(request.files, [path], "name the tables of single machines only")
     write_table(table, path)
     print("Completed: hccl file was save in :", path)

@@ -5,17 +5,12 @@
 Exit code 0: success; 2: bad arguments or metrics; 1: the picture could not be written.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.flags import flag
 from common.program import command

@@ -18,20 +18,16 @@ Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 
 Ctrl-C and SIGTERM.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import gc
 import logging
 import os
+import sys
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from common.dataset.blocks import DocumentRule
@@ -54,12 +50,6 @@ from common.whole_numbers import argument
 
 DEFAULT_SEQ_LENGTH = 1024
 DEFAULT_PIECES = 100
-_SEPARATORS = {
-    DocumentRule.BLANK_LINE: "each blank line ended a document",
-    DocumentRule.LINE: "each line was a document",
-    DocumentRule.FILE: "each file was one document",
-    DocumentRule.EOT: "each <|endoftext|> ended a document",
-}
 
 
 @dataclass(kw_only=True)
@@ -247,18 +237,19 @@ def _counts(done: Progress) -> str:
 
 
 def _how_split(options: PreprocessOptions, prefix: Path) -> str:
-    """Return what separated the documents of plain text, which a count of documents does not
-    tell.
+    """Return what separated the documents of plain text where nobody chose it: a count of documents
+    does not tell.
     """
     metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
-    if metadata is None or all(
-        source.format != CorpusFormat.TEXT.value for source in metadata.sources
-    ):
+    usual = DocumentRule.BLANK_LINE
+    if metadata is None or options.documents is not usual:
         return ""
-    others = ", ".join(rule.value for rule in DocumentRule if rule is not options.documents)
+    if all(source.format != CorpusFormat.TEXT.value for source in metadata.sources):
+        return ""
+    others = ", ".join(rule.value for rule in DocumentRule if rule is not usual)
     return (
-        f"\nplain text: {_SEPARATORS[options.documents]} (--documents"
-        f" {options.documents.value}; the others: {others})"
+        f"\nplain text: each blank line ended a document (--documents {usual.value}; the others:"
+        f" {others})"
     )
 
 

@@ -17,16 +17,11 @@ change the study's own numbers. In the script of a Slurm job, cells are started 
 0: the study is complete; 2: bad arguments; 1: no cell has finished; 128+n: stopped by signal n.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
+    import as_script  # noqa: F401
 
-    start(__file__)
 
-from common.log import start_log
+from common.log import show, start_log
 from common.program import command
 from common.study.command import StudyRequest, run_study
 
@@ -34,4 +29,4 @@ from common.study.command import StudyRequest, run_study
 @command(StudyRequest)
 def main(request: StudyRequest) -> int:
     start_log()
-    return run_study(request, sys.stdout.write)
+    return run_study(request, show)

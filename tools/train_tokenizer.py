@@ -14,19 +14,15 @@ Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 
 Ctrl-C and SIGTERM.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from common.program import start
-
-    start(__file__)
+    import as_script  # noqa: F401
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.config.tokenizer_kinds import kind_named
 from common.dataset.blocks import DocumentRule

@@ -72,9 +72,7 @@ def unseal(content: bytes) -> dict[str, Any]:
     Raises ValueError with the reason for an invalid text.
     """
     try:
-        record = require_mapping(
-            parse_json(content, finite=False), "the manifest", error=CheckpointError
-        )
+        record = require_mapping(parse_json(content), "the manifest", error=CheckpointError)
     except (MalformedError, CheckpointError) as error:
         raise ValueError(str(error)) from None
     if record.get("format_version") != FORMAT_VERSION:

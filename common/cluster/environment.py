@@ -6,16 +6,18 @@ Nothing is started or connected here.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.cluster.pods import in_pod
-from common.cluster.rank_table import RankTable
-from common.cluster.rank_table_files import read_table, wait_for_table
 from common.errors import ConfigError
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
-from common.whole_numbers import MOST_RANKS, shortened, whole_number
+from common.whole_numbers import MAX_RANKS, shortened, whole_number
+
+if TYPE_CHECKING:
+    from common.cluster.rank_table import RankTable
 
 _PLATFORM = ("MA_JOB_DIR", "MA_LOG_DIR", "MA_MOUNT_PATH", "MA_LOCAL_LOG_PATH")
 _RESERVED_STEPS = 0xFFFFFFF0
@@ -39,7 +41,7 @@ class Process:
     """Address of the host of rank 0, if known."""
     port: int | None = None
     launcher: str = "none"
-    """One of launch (ours), torchrun, horovodrun, msrun, mpirun, srun, rank table, none."""
+    """One of launch (ours), torchrun, horovodrun, msrun, mpirun, srun, rank table, pod, none."""
     remarks: tuple[str, ...] = ()
     """Assumptions to write into the log."""
 
@@ -67,7 +69,7 @@ def find_process(environ: Mapping[str, str]) -> Process:
         if process is not None:
             return _checked(process)
     # each of several would run as a single one
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+    for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if variables.text(name) and variables.size(name) > 1:
             raise ConfigError(
                 f"environment: {name}={environ[name]}, but not which of these processes this one"
@@ -83,18 +85,16 @@ def announced_world_size(environ: Mapping[str, str]) -> int | None:
     Raises ConfigError where two launchers disagree.
     """
     variables = _Variables(environ)
-    sizes = {
-        name: variables.size(name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)
-    }
-    if path := environ.get("RANK_TABLE_FILE"):
-        sizes[f"the ranks in RANK_TABLE_FILE={path}"] = variables.table().world_size
-    if len(set(sizes.values())) > 1:
+    sizes = {variables.size(name) for name in ("WORLD_SIZE", "RANK_SIZE") if environ.get(name)}
+    if environ.get("RANK_TABLE_FILE"):
+        sizes.add(variables.table().world_size)
+    if len(sizes) > 1:
         raise ConfigError(
-            f"environment: {' and '.join(f'{name}: {size}' for name, size in sizes.items())}"
-            " differ; make them agree"
+            "environment: WORLD_SIZE, RANK_SIZE and the ranks in RANK_TABLE_FILE differ:"
+            f" {', '.join(map(str, sorted(sizes)))}; make them agree"
         )
     if sizes:
-        return next(iter(sizes.values()))
+        return sizes.pop()
     found = find_process(environ)
     return None if found.launcher == "none" else found.world_size
 
@@ -124,12 +124,58 @@ def task_of_step(environ: Mapping[str, str]) -> Process | None:
     return _srun(_Variables(environ))
 
 
+def place_of_pod(environ: Mapping[str, str]) -> Process | None:
+    """Return this pod among those of a PyTorchJob or TrainJob; None outside of one, and alone.
+
+    PET_NNODES counts pods. Older operators set only WORLD_SIZE, which counts pods too, and RANK.
+    Source: pkg/controller.v1/pytorch of kubeflow/training-operator, envvar.go (1.9, and 1.3 without
+    PET_*). Raises ConfigError for an incomplete set, and for an elastic job.
+    """
+    variables = _Variables(environ)
+    nodes, master = variables.text("PET_NNODES"), variables.master
+    if nodes is not None and ":" in nodes:
+        raise ConfigError(
+            f"environment: PET_NNODES={shortened(nodes)}: the job is elastic; remove"
+            " elasticPolicy from the PyTorchJob: a run has a fixed number of ranks"
+        )
+    if nodes is None and not (in_pod(environ) and master and variables.text("WORLD_SIZE")):
+        return None
+    count = "WORLD_SIZE" if nodes is None else "PET_NNODES"
+    world = variables.size(count)
+    if world == 1:
+        return None
+    address = master or variables.text("PET_MASTER_ADDR")
+    if address is None:
+        raise ConfigError(
+            f"environment: {count}={world}, but neither MASTER_ADDR nor PET_MASTER_ADDR is set;"
+            " give the PyTorchJob a Master, or the command --master IP:PORT"
+        )
+    named = nodes is not None and variables.text("PET_NODE_RANK")
+    rank = variables.rank("PET_NODE_RANK" if named else "RANK", world)
+    if rank == 0 and is_loopback(address):  # pytorch-operator's pod.go, before 1.3
+        address = socket.gethostname()
+    port = variables.port() or variables.port("PET_MASTER_PORT") or DEFAULT_PORT
+    return Process(rank=rank, world_size=world, master=address, port=port, launcher="pod")
+
+
+def connect_limit(environ: Mapping[str, str]) -> float:
+    """Return the seconds within which all hosts have to connect. Raises ConfigError."""
+    return float(
+        _Variables(environ).number("HCCL_CONNECT_TIMEOUT", 1800, least=1, what="whole seconds")
+    )
+
+
 def is_scheduler(environ: Mapping[str, str]) -> bool:
     """Tell whether this is msrun's scheduler, by which the ranks find each other.
 
     It runs the same script but is not a rank.
     """
     return environ.get("MS_ROLE") == "MS_SCHED"
+
+
+def in_pod(environ: Mapping[str, str]) -> bool:
+    """Tell whether Kubernetes started this container."""
+    return bool(environ.get("KUBERNETES_SERVICE_HOST"))
 
 
 def in_modelarts(environ: Mapping[str, str]) -> bool:
@@ -163,26 +209,22 @@ class _Variables:
 
     def size(self, name: str) -> int:
         size = self.number(name, least=1, what="the number of processes")
-        if size > MOST_RANKS:
+        if size > MAX_RANKS:
             raise ConfigError(
-                f"environment: {name}={size}: expected the number of processes, {MOST_RANKS} at"
-                " most"
+                f"environment: {name}={size}: expected the number of processes, {MAX_RANKS} at most"
             )
         return size
 
     def rank_and_size(self, rank_name: str, size_name: str) -> tuple[int, int] | None:
         given = [name for name in (rank_name, size_name) if self.text(name)]
-        if not given:
-            return None
-        if size_name in given:
-            self.size(size_name)
+        size = self.size(size_name) if size_name in given else 0
         if len(given) == 1:
             missing = size_name if given == [rank_name] else rank_name
             raise ConfigError(
                 f"environment: {given[0]}={self.environ[given[0]]}, but {missing} is not set; set"
                 f" both, or unset {given[0]}"
             )
-        return self.rank(rank_name, self.size(size_name)), self.size(size_name)
+        return (self.rank(rank_name, size), size) if given else None
 
     def rank(self, name: str, world: int, otherwise: int | None = None) -> int:
         rank = self.number(name, otherwise)
@@ -227,9 +269,12 @@ class _Variables:
 
         A platform fills it while the processes start; the wait for it is as long as HCCL's.
         """
+        # not at the top of the file: --help of run_gpt2.py loads no library
+        from common.cluster.rank_table_files import read_table, wait_for_table
+
         path = Path(self.environ["RANK_TABLE_FILE"])
         if in_modelarts(self.environ) or in_pod(self.environ):
-            return wait_for_table(path, self.number("HCCL_CONNECT_TIMEOUT", 1800))
+            return wait_for_table(path, connect_limit(self.environ))
         return read_table(path)
 
 
@@ -295,16 +340,11 @@ def _horovod(variables: _Variables) -> Process | None:
     horovodrun sets none of them, and MPI's own are read. Rank 0 is on the first host of -H. All
     ranks know the address of horovodrun's host.
     """
-    pair = variables.rank_and_size("HOROVOD_RANK", "HOROVOD_SIZE")
-    if pair is None:
-        return None
     # simultaneous runs have different ports of horovodrun
     meeting = variables.number("HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
     return _of_mpi(
         variables,
-        pair,
-        local_rank=variables.number("HOROVOD_LOCAL_RANK"),
-        here=variables.size("HOROVOD_LOCAL_SIZE"),
+        "HOROVOD_",
         launcher="horovodrun",
         master=variables.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
         port=_own_port(meeting) if meeting else DEFAULT_PORT,
@@ -317,14 +357,9 @@ def _horovod(variables: _Variables) -> Process | None:
 
 def _mpirun(variables: _Variables) -> Process | None:
     """Find the rank in the variables of Open MPI."""
-    pair = variables.rank_and_size("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if pair is None or not variables.text("OMPI_COMM_WORLD_LOCAL_RANK"):
-        return None
     return _of_mpi(
         variables,
-        pair,
-        local_rank=variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-        here=variables.size("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "OMPI_COMM_WORLD_",
         launcher="mpirun",
         master=None,
         port=DEFAULT_PORT,
@@ -337,16 +372,18 @@ def _mpirun(variables: _Variables) -> Process | None:
 
 def _of_mpi(
     variables: _Variables,
-    pair: tuple[int, int],
+    prefix: str,
     *,
-    local_rank: int,
-    here: int,
     launcher: str,
     master: str | None,
     port: int,
     remedy: str,
-) -> Process:
+) -> Process | None:
     """Return a process whose launcher does not set MASTER_ADDR. master: what it tells instead."""
+    pair = variables.rank_and_size(f"{prefix}RANK", f"{prefix}SIZE")
+    if pair is None or not variables.text(f"{prefix}LOCAL_RANK"):
+        return None
+    here = variables.size(f"{prefix}LOCAL_SIZE")
     found = variables.master or (LOOPBACK if here == pair[1] else master)
     if found is None:
         raise ConfigError(
@@ -356,7 +393,7 @@ def _of_mpi(
     return Process(
         rank=pair[0],
         world_size=pair[1],
-        local_rank=local_rank,
+        local_rank=variables.number(f"{prefix}LOCAL_RANK"),
         local_world_size=here,
         master=found,
         port=variables.port() or port,
@@ -447,14 +484,14 @@ def _in_table(variables: _Variables) -> Process:
             " RANK_TABLE_FILE"
         )
     rank = variables.rank("RANK_ID", world, 0)
-    server, device = table.place(rank)
+    server, device = table.places()[rank]
     assigned = variables.device("DEVICE_ID", "ASCEND_DEVICE_ID")
-    first = table.place(0)[0].address if len(table.servers) > 1 else LOOPBACK
+    first = table.server_list[0].address if len(table.server_list) > 1 else LOOPBACK
     return Process(
         rank=rank,
         world_size=world,
-        local_rank=server.devices.index(device),
-        local_world_size=len(server.devices),
+        local_rank=server.device.index(device),
+        local_world_size=len(server.device),
         device_id=device.device_id if assigned is None else assigned,
         master=variables.master or variables.first_worker() or first,
         port=variables.port() or DEFAULT_PORT,
@@ -520,15 +557,10 @@ def _own_port(number: int) -> int:
 
 
 def _checked(process: Process) -> Process:
-    if process.local_rank >= process.local_world_size:
+    if not process.local_rank < process.local_world_size <= process.world_size:
         raise ConfigError(
             f"environment: {process.launcher}: rank {process.local_rank} on this host (LOCAL_RANK)"
-            f" of {process.local_world_size} (LOCAL_WORLD_SIZE): expected 0 to"
-            f" {process.local_world_size - 1}"
-        )
-    if process.local_world_size > process.world_size:
-        raise ConfigError(
-            f"environment: {process.launcher}: {process.local_world_size} processes on this host,"
-            f" but {process.world_size} in total; unset variables left by an earlier launch"
+            f" of {process.local_world_size} (LOCAL_WORLD_SIZE), of {process.world_size} in total:"
+            " these cannot be; unset variables left by an earlier launch"
         )
     return process

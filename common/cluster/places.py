@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from common.cluster.rank_table import RankTable, Server
+from common.cluster.environment import in_pod
 from common.errors import ConfigError
 from common.processes.addresses import LOOPBACK, is_here
-from common.whole_numbers import MOST_RANKS, shortened, spans
+from common.whole_numbers import MAX_RANKS, shortened, spans
+
+if TYPE_CHECKING:
+    from common.cluster.rank_table import RankTable, Server
+
+_NAMES_OF_POD = ("POD_NAME", "HOSTNAME", "POD_IP", "XDL_IP", "POD_UID")
+"""Variables with a name of the pod, in the job files of tools/job_files.py and of MindCluster.
+
+XDL_IP is the address of its node.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +130,8 @@ def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
     """
     local = {
         device.rank_id: index
-        for server in table.servers
-        for index, device in enumerate(server.devices)
+        for server in table.server_list
+        for index, device in enumerate(server.device)
     }
     return tuple(
         RankPlacement(
@@ -214,15 +224,15 @@ def _in_table(
     master: str | None,
     pod: Server | None,
 ) -> Placement:
-    hosts = list(dict.fromkeys(place.host for place in places))
     _check_size(numbers, rank_size, len(places))
+    own = places[0 if rank_size is None else numbers[0]].host
+    whole = place_hosts(places, own, master)
     if rank_size is None:
         if pod is not None:
-            own = pod.address
-            places = _counted_in_pod(numbers, places, own)
-        else:
-            own = hosts[0] if len(hosts) == 1 else _own_server(hosts, places)
-        held = sorted(place.device_id for place in _of(places, own))
+            whole = _counted_in_pod(numbers, replace(whole, own_host=pod.address))
+        elif len(whole.hosts) > 1:
+            whole = replace(whole, own_host=_own_server(whole))
+        held = sorted(place.device_id for place in whole.own)
         if sorted(numbers) != held:
             options = (
                 f"--device_num '{_shown(numbers)}'"
@@ -231,49 +241,65 @@ def _in_table(
             )
             raise ConfigError(
                 f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds"
-                f"{f' for {own}' if len(hosts) > 1 else ''}, devices"
+                f"{f' for {whole.own_host}' if len(whole.hosts) > 1 else ''}, devices"
                 f" {spans(held, least=3)}; make a table of these devices with tools/hccl_tools.py"
                 f" {options}, or give ranks: '[0,{len(held)})' MODE"
                 f" {len(places)}"
             )
-    else:
-        own = places[numbers[0]].host
-        here = [place.rank for place in _of(places, own)]
-        if here != list(numbers):
-            servers = "; ".join(
-                f"{host} has {spans((place.rank for place in _of(places, host)), least=3)}"
-                for host in hosts
-            )
-            raise ConfigError(
-                f"the ranks {_shown(numbers)} are not those of one server of the rank table:"
-                f" {servers}; start all ranks of a server at once"
-            )
-    return place_hosts(places, own, master)
+    elif [place.rank for place in whole.own] != list(numbers):
+        servers = "; ".join(
+            f"{host} has {spans((place.rank for place in whole.of_host(host)), least=3)}"
+            for host in whole.hosts
+        )
+        raise ConfigError(
+            f"the ranks {_shown(numbers)} are not those of one server of the rank table:"
+            f" {servers}; start all ranks of a server at once"
+        )
+    return whole
 
 
-def _counted_in_pod(
-    numbers: Sequence[int], places: tuple[RankPlacement, ...], own: str
-) -> tuple[RankPlacement, ...]:
+def server_of_pod(table: RankTable, environ: Mapping[str, str]) -> Server | None:
+    """Return the only server of a table, or the one that carries a name of this pod.
+
+    None outside pods, and if none or several do. Source: MindCluster's description of hccl.json and
+    its rank_table.sh.
+    """
+    if not in_pod(environ):
+        return None
+    if len(table.server_list) == 1:
+        return table.server_list[0]
+    names = {environ[name] for name in _NAMES_OF_POD if environ.get(name)}
+    found = [
+        server
+        for server in table.server_list
+        if not names.isdisjoint((server.server_id, server.address, *server.pod_names))
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _counted_in_pod(numbers: Sequence[int], whole: Placement) -> Placement:
     """Return the places with devices numbered as in a container that sees only its own."""
-    held = _of(places, own)
-    if list(numbers) != list(range(len(held))):
-        return places
-    return tuple(
-        replace(place, device_id=place.local_rank) if place.host == own else place
-        for place in places
+    if list(numbers) != list(range(len(whole.own))):
+        return whole
+    return replace(
+        whole,
+        all=tuple(
+            replace(place, device_id=place.local_rank) if place.host == whole.own_host else place
+            for place in whole.all
+        ),
     )
 
 
-def _own_server(hosts: Sequence[str], places: Sequence[RankPlacement]) -> str:
+def _own_server(whole: Placement) -> str:
     """Return the server of a rank table that has an address of this machine. Raises ConfigError."""
-    here = [host for host in hosts if is_here(host)]
+    here = [host for host in whole.hosts if is_here(host)]
     if len(here) == 1:
         return here[0]
     raise ConfigError(
-        f"the rank table is of {len(hosts)} servers, so the range must be of ranks: put RANK_SIZE"
-        f" behind the mode, such as '[0,{len(_of(places, hosts[0]))})' MODE {len(places)}; a range"
-        " of devices is enough where one server has an address of this machine; here"
-        f" {' and '.join(here) or 'none'} has"
+        f"the rank table is of {len(whole.hosts)} servers, so the range must be of ranks: put"
+        f" RANK_SIZE behind the mode, such as '[0,{len(whole.of_host(whole.hosts[0]))})' MODE"
+        f" {whole.world_size}; a range of devices is enough where one server has an address of this"
+        f" machine; here {' and '.join(here) or 'none'} has"
     )
 
 
@@ -301,9 +327,9 @@ def _check_size(numbers: Sequence[int], rank_size: int | None, held: int) -> Non
             f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the"
             " table of all machines"
         )
-    if held > MOST_RANKS or len(numbers) > MOST_RANKS:
+    if held > MAX_RANKS or len(numbers) > MAX_RANKS:
         raise ConfigError(
-            f"{max(held, len(numbers))} ranks are more than this launcher starts, {MOST_RANKS};"
+            f"{max(held, len(numbers))} ranks are more than this launcher starts, {MAX_RANKS};"
             " look at the range and at RANK_SIZE"
         )
     if rank_size is not None and numbers[-1] >= held:
@@ -344,10 +370,6 @@ def host_names(nodes: int, master: str | None) -> list[str]:
             " or a rank table of 1.0"
         )
     return [master or LOOPBACK, *(f"node {node}" for node in range(1, nodes))]
-
-
-def _of(places: Sequence[RankPlacement], host: str) -> list[RankPlacement]:
-    return [place for place in places if place.host == host]
 
 
 def _shown(numbers: Sequence[int]) -> str:

@@ -65,13 +65,12 @@ class Rendezvous:
     scheduler. rdma: whether NCCL must use RDMA.
     """
 
-    address: str = LOOPBACK
-    port: int = DEFAULT_PORT
-    table: Path | None = None
-    own_address: str | None = None
-    interface: str | None = None
-    scheduler: bool = False
-    rdma: bool = False
+    port: int
+    table: Path | None
+    own_address: str | None
+    interface: str | None
+    scheduler: bool
+    rdma: bool
 
 
 def make_rendezvous(
@@ -94,25 +93,17 @@ def make_rendezvous(
     several = len(places.hosts) > 1
     if backend == "mindspore" and on_cpu:
         table = None
-    port = port or given_port(environ) or (DEFAULT_PORT if several else free_port())
     own = None
-    if several:
-        own = (
-            own_address(places.own_host, (places.master, *places.hosts))
-            if host is None
-            else host
-            if is_ip(host)
-            else None
-        )
-    interface = interface_of(own) if own else None
-    scheduler = backend == "mindspore" and table is None and places.world_size > 1
+    if several and host is None:
+        own = own_address(places.own_host, (places.master, *places.hosts))
+    elif several and host is not None:
+        own = host if is_ip(host) else None
     return Rendezvous(
-        address=places.master,
-        port=port,
+        port=port or given_port(environ) or (DEFAULT_PORT if several else free_port()),
         table=table,
         own_address=own,
-        interface=interface,
-        scheduler=scheduler,
+        interface=interface_of(own) if own else None,
+        scheduler=backend == "mindspore" and table is None and places.world_size > 1,
         rdma=rdma,
     )
 
@@ -147,7 +138,7 @@ def rank_variables(
         "LOCAL_WORLD_SIZE": local_world,
         "WORLD_SIZE": world,
     }
-    found |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}
+    found |= {"MASTER_ADDR": places.master, "MASTER_PORT": str(rendezvous.port)}
     if several and rendezvous.rdma:
         found |= RDMA
     tuning = {"HCCL_CONNECT_TIMEOUT": "1800"}
@@ -186,7 +177,7 @@ def scheduler_variables(places: Placement, rendezvous: Rendezvous) -> dict[str, 
 def _scheduler_address(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
     return {
         "MS_WORKER_NUM": str(places.world_size),
-        "MS_SCHED_HOST": rendezvous.address,
+        "MS_SCHED_HOST": places.master,
         "MS_SCHED_PORT": str(rendezvous.port),
     }
 

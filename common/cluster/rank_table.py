@@ -1,48 +1,100 @@
-"""Records of an Ascend rank table (which rank is on which device), and their validation."""
+"""Records of an Ascend rank table (which rank is on which device), and their validation.
+
+Fields have the names of version 1.0's keys, and keys unknown to this project are kept.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Hashable, Iterable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+)
 
 from common.errors import DataError
 from common.processes.addresses import is_ip, is_loopback
 from common.whole_numbers import spans
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Model = TypeVar("_Model", bound="Record")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableDevice:
+def _whole(value: object) -> int:
+    text = value.strip() if isinstance(value, str) else str(value) if type(value) is int else ""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ValueError("expected a whole number, 0 or more")
+    return int(text)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError("expected non-empty printable text")
+    return value.strip()
+
+
+Number = Annotated[int, BeforeValidator(_whole), PlainSerializer(str)]
+MaybeNumber = Annotated[int | None, BeforeValidator(_whole), PlainSerializer(str)]
+Text = Annotated[str, BeforeValidator(_text)]
+MaybeText = Annotated[str | None, BeforeValidator(_text)]
+
+
+class Record(BaseModel):
+    """Object of a table. Unknown keys are in ``model_extra``."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    @classmethod
+    def read(cls: type[_Model], data: Any, place: str) -> _Model:
+        """Return the record of an object. Raises DataError with ``place`` and the wrong key."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+        where = "".join(f"[{at}]" if isinstance(at, int) else f": {at}" for at in first["loc"])
+        found = f": found {shown(first['input'])}; {first['msg'].removeprefix('Value error, ')}"
+        found = " is missing" if first["type"] == "missing" else found
+        raise DataError(f"{place}{where}{found}; make the table again") from None
+
+
+class TableDevice(Record):
     """One chip. device_ip: address of its network port; None if absent, as on one server.
 
-    super_device_id: its number inside a super pod (version 1.2). extra: keys unknown to this
-    project.
+    super_device_id: its number inside a super pod (version 1.2).
     """
 
-    rank_id: int
-    device_id: int
-    device_ip: str | None = None
-    super_device_id: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    device_id: Number
+    device_ip: MaybeText = None
+    super_device_id: MaybeNumber = None
+    rank_id: Number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """One machine, or a pod on it. server_id: usually the machine's IP address; in version 2.0 its
-    innermost network instance.
+class Server(Record):
+    """One machine, or a pod on it, with its devices in the order of their ranks.
 
+    server_id: usually the machine's IP address; in version 2.0 its innermost network instance.
     pod_names: of version 0.
     """
 
-    server_id: str
-    devices: tuple[TableDevice, ...]
-    host_nic_ip: str | None = None
-    pod_names: tuple[str, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    server_id: Text
+    device: list[TableDevice]
+    host_nic_ip: MaybeText = None
+    pod_names: list[str] = Field(default=[], exclude=True)
+
+    @field_validator("device")
+    @classmethod
+    def _in_order(cls, devices: list[TableDevice]) -> list[TableDevice]:
+        return sorted(devices, key=lambda device: device.rank_id)
 
     @property
     def address(self) -> str:
@@ -50,66 +102,59 @@ class Server:
 
         HCCL's guide to versions 1.0 and 1.2 has names such as node_0 in server_id, beside host_ip.
         """
-        others = (self.extra.get(key) for key in ("container_ip", "host_ip"))
+        others = ((self.model_extra or {}).get(key) for key in ("container_ip", "host_ip"))
         return next(
             (other for other in others if isinstance(other, str) and is_ip(other)), self.server_id
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuperPod:
-    """Servers whose chips share memory addresses (version 1.2).
-
-    servers: server_id -> the unknown keys of its entry.
-    """
-
-    super_pod_id: str
-    servers: Mapping[str, Mapping[str, Any]]
-    extra: Mapping[str, Any] = field(default_factory=dict)
+class _Member(Record):
+    server_id: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankTable:
+class SuperPod(Record):
+    """Servers whose chips share memory addresses (version 1.2)."""
+
+    super_pod_id: Text
+    server_list: list[_Member]
+
+
+class RankTable(Record):
     """Table with the place of every rank. version: "0", "1.0", "1.2" or "2.0", as it was read.
 
-    Devices are in the order of their ranks, and servers in the order of their first rank, whatever
-    the order in the file.
+    Servers are in the order of their first rank, whatever the order in the file.
     """
 
     version: str
-    servers: tuple[Server, ...]
-    super_pods: tuple[SuperPod, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    server_count: Number
+    server_list: list[Server]
+    super_pod_list: Any = None
+    status: str = "completed"
+
+    @field_validator("server_list")
+    @classmethod
+    def _in_order(cls, servers: list[Server]) -> list[Server]:
+        return sorted(servers, key=lambda server: server.device[0].rank_id if server.device else -1)
 
     @property
     def world_size(self) -> int:
-        return sum(len(server.devices) for server in self.servers)
+        return sum(len(server.device) for server in self.server_list)
 
     def places(self) -> list[tuple[Server, TableDevice]]:
         """Return servers and devices of ranks 0, 1, 2, ..."""
-        return sorted(_pairs(self.servers), key=lambda pair: pair[1].rank_id)
-
-    def place(self, rank: int) -> tuple[Server, TableDevice]:
-        """Return the server and device of ``rank``. Raises DataError for a rank that is not in the
-        table.
-        """
-        if not 0 <= rank < self.world_size:
-            raise DataError(
-                f"rank {rank} is not in the rank table, which holds ranks 0 to"
-                f" {self.world_size - 1}"
-            )
-        return self.places()[rank]
+        pairs = [(server, device) for server in self.server_list for device in server.device]
+        return sorted(pairs, key=lambda pair: pair[1].rank_id)
 
 
-def in_rank_order(servers: Iterable[Server]) -> tuple[Server, ...]:
-    """Sort servers and devices into the order that RankTable promises."""
-    inside = [
-        replace(server, devices=tuple(sorted(server.devices, key=lambda device: device.rank_id)))
-        for server in servers
-    ]
-    return tuple(
-        sorted(inside, key=lambda server: server.devices[0].rank_id if server.devices else -1)
-    )
+class SuperPodTable(RankTable):
+    """Table of version 1.2."""
+
+    super_pod_list: list[SuperPod]
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def parse_address(text: str, place: str) -> Address:
@@ -139,21 +184,24 @@ def validate(table: RankTable, place: str) -> None:
     ids of a server and addresses must be unique. Several servers need addresses that others can
     reach. Source: the rank table chapters of Huawei's HCCL user guide.
     """
-    for server in table.servers:
-        if not server.devices:
+    check_count(
+        "server_count", table.server_count, table.server_list, "servers in server_list", place
+    )
+    for server in table.server_list:
+        if not server.device:
             raise DataError(
                 f"{place}: server {server.server_id} has no devices; leave it out or add them"
             )
-    if not table.servers:
+    if not table.server_list:
         raise DataError(
             f"{place}: there is no server in the table; make one with tools/hccl_tools.py"
         )
     _refuse_repeats(
-        (server.server_id for server in table.servers),
+        (server.server_id for server in table.server_list),
         f"{place}: server",
         "merge its entries into one",
     )
-    ranks = sorted(device.rank_id for _, device in _pairs(table.servers))
+    ranks = [device.rank_id for _, device in table.places()]
     if ranks != list(range(len(ranks))):
         raise DataError(
             f"{place}: {len(ranks)} devices have the ranks {spans(ranks)}; expected 0 to"
@@ -162,37 +210,42 @@ def validate(table: RankTable, place: str) -> None:
     # a server is then a network instance, which may span machines; local_id is checked while
     # reading
     if table.version != "2.0":
-        for server in table.servers:
-            ids = (device.device_id for device in server.devices)
+        for server in table.server_list:
+            ids = (device.device_id for device in server.device)
             _refuse_repeats(
                 ids, f"{place}: server {server.server_id}: device_id", "list each device once"
             )
     _check_addresses(table, place)
-    if table.version == "1.2":
+    if isinstance(table, SuperPodTable):
         _check_super_pods(table, place)
+
+
+def check_count(
+    key: str, said: int | None, found: list[Any] | range, what: str, place: str
+) -> None:
+    if said is not None and said != len(found):
+        raise DataError(
+            f"{place}: {key} is {said}, but there are {len(found)} {what}; make the table again"
+        )
 
 
 def table_warnings(table: RankTable) -> list[str]:
     """Return a warning for each entry that is allowed but probably unintended."""
     found = []
-    if any(is_loopback(server.address) for server in table.servers):
+    if any(is_loopback(server.address) for server in table.server_list):
         found.append(
-            f"server {table.servers[0].address} is a loopback address: fine on one machine,"
+            f"server {table.server_list[0].address} is a loopback address: fine on one machine,"
             " but the table cannot be merged with others; make it again with --server_ip"
         )
-    if len({len(server.devices) for server in table.servers}) > 1:
+    if len({len(server.device) for server in table.server_list}) > 1:
         counts = ", ".join(
-            f"{server.server_id} has {len(server.devices)}" for server in table.servers
+            f"{server.server_id} has {len(server.device)}" for server in table.server_list
         )
         found.append(
             f"servers hold different numbers of devices ({counts}); most collectives expect the"
             " same number"
         )
     return found
-
-
-def _pairs(servers: Iterable[Server]) -> Iterator[tuple[Server, TableDevice]]:
-    return ((server, device) for server in servers for device in server.devices)
 
 
 def _refuse_repeats(values: Iterable[Hashable], what: str, remedy: str) -> None:
@@ -202,16 +255,17 @@ def _refuse_repeats(values: Iterable[Hashable], what: str, remedy: str) -> None:
 
 
 def _check_addresses(table: RankTable, place: str) -> None:
-    several = len(table.servers) > 1
+    several = len(table.server_list) > 1
     seen: dict[Address, str] = {}
-    for server, device in _pairs(table.servers):
+    for server, device in table.places():
         if several and is_loopback(server.address):
             raise DataError(
                 f"{place}: server {server.address} is a loopback address, which other servers"
                 " cannot reach; make that server's table again with tools/hccl_tools.py"
                 " --server_ip"
             )
-        where = f"{place}: rank {device.rank_id} (device {device.device_id} of {server.server_id})"
+        name = f"rank {device.rank_id} (device {device.device_id} of {server.server_id})"
+        where = f"{place}: {name}"
         if device.device_ip is None:
             if several and table.version != "2.0":
                 raise DataError(
@@ -230,38 +284,31 @@ def _check_addresses(table: RankTable, place: str) -> None:
                 f"{where}: device_ip {address} is also that of {seen[address]}; every device needs"
                 " an address of its own"
             )
-        seen[address] = f"rank {device.rank_id} (device {device.device_id} of {server.server_id})"
+        seen[address] = name
 
 
-def _check_super_pods(table: RankTable, place: str) -> None:
-    _refuse_repeats(
-        (pod.super_pod_id for pod in table.super_pods),
-        f"{place}: super_pod_id",
-        "merge its entries into one",
-    )
-    members = [server_id for pod in table.super_pods for server_id in pod.servers]
-    _refuse_repeats(
-        members, f"{place}: super_pod_list: server", "a server belongs to one super pod"
-    )
-    servers = {server.server_id: server for server in table.servers}
-    for server_id in sorted(servers.keys() ^ set(members)):
+def _check_super_pods(table: SuperPodTable, place: str) -> None:
+    servers = {server.server_id: server for server in table.server_list}
+    members = [member.server_id for pod in table.super_pod_list for member in pod.server_list]
+    names = [pod.super_pod_id for pod in table.super_pod_list]
+    if sorted(members) != sorted(servers) or len(set(names)) < len(names):
         raise DataError(
-            f"{place}: server {server_id} is in server_list or in super_pod_list only; version 1.2"
-            " needs it in both"
+            f"{place}: super_pod_list has the pods {', '.join(names)} with the servers"
+            f" {', '.join(members)}; version 1.2 needs each server of server_list once, in one pod"
         )
-    for pod in table.super_pods:
-        numbers = []
-        for server_id in pod.servers:
-            for device in servers[server_id].devices:
-                if device.super_device_id is None:
-                    raise DataError(
-                        f"{place}: rank {device.rank_id} has no super_device_id, which version 1.2"
-                        " needs; `npu-smi info -t spod-info -i N -c 0` shows it; chips without"
-                        " super pods use version 1.0"
-                    )
-                numbers.append(device.super_device_id)
+    for pod in table.super_pod_list:
+        devices = [
+            device for member in pod.server_list for device in servers[member.server_id].device
+        ]
+        for device in devices:
+            if device.super_device_id is None:
+                raise DataError(
+                    f"{place}: rank {device.rank_id} has no super_device_id, which version 1.2"
+                    " needs; `npu-smi info -t spod-info -i N -c 0` shows it; chips without"
+                    " super pods use version 1.0"
+                )
         _refuse_repeats(
-            numbers,
+            (device.super_device_id for device in devices),
             f"{place}: super pod {pod.super_pod_id}: super_device_id",
             "give each device its own",
         )

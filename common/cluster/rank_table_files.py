@@ -1,32 +1,43 @@
 """Rank tables as files: reading (and waiting for) every version, writing and merging 1.0 and
 1.2.
+
+Formats: Huawei's HCCL user guide, and for version 0 (group_list) the ModelArts training guide.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from common.cluster.rank_table import (
+    MaybeNumber,
+    MaybeText,
+    Number,
     RankTable,
-    Server,
-    SuperPod,
-    TableDevice,
-    in_rank_order,
+    Record,
+    SuperPodTable,
+    Text,
+    check_count,
+    shown,
+    table_warnings,
     validate,
 )
-from common.cluster.rank_table_formats import NotReadyError, parse_table
 from common.errors import DataError
 from common.files import atomic_write, reading
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
 
 _POLL_SECONDS = 1.0
-_SAID_EACH = 30.0
+
+
+class NotReadyError(DataError):
+    """The platform has not filled the file yet."""
 
 
 def read_table(path: Path) -> RankTable:
@@ -36,17 +47,13 @@ def read_table(path: Path) -> RankTable:
     return table
 
 
-def wait_for_table(
-    path: Path, limit_seconds: float, on_wait: Callable[[str, float], None] | None = None
-) -> RankTable:
+def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
     """Read a table that a platform fills, looking again each second until it is complete.
 
-    It may be absent, half written or 'initializing' meanwhile. on_wait: called each half minute
-    with the reason and the seconds waited. Raises DataError with the last reason after
-    ``limit_seconds``, and at once for a table that is complete and wrong.
+    It may be absent, half written or 'initializing' meanwhile. Raises DataError with the last
+    reason after ``limit_seconds``, and at once for a table that is complete and wrong.
     """
-    started = said = time.monotonic()
-    deadline = started + limit_seconds
+    deadline = time.monotonic() + limit_seconds
     while True:
         try:
             return read_table(path)
@@ -54,10 +61,6 @@ def wait_for_table(
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DataError(f"{error} (waited {limit_seconds:g} s)") from None
-            now = time.monotonic()
-            if on_wait is not None and now - said >= _SAID_EACH:
-                said = now
-                on_wait(str(error), now - started)
         time.sleep(min(_POLL_SECONDS, left))
 
 
@@ -66,35 +69,8 @@ def to_json(table: RankTable) -> dict[str, Any]:
 
     Raises DataError for version 2.0.
     """
-    servers = [
-        _entry(
-            {
-                "server_id": server.server_id,
-                "device": [_device(item) for item in server.devices],
-                "host_nic_ip": server.host_nic_ip,
-            },
-            server,
-        )
-        for server in table.servers
-    ]
-    pods = [
-        _entry(
-            {
-                "super_pod_id": pod.super_pod_id,
-                "server_list": [{"server_id": name, **more} for name, more in pod.servers.items()],
-            },
-            pod,
-        )
-        for pod in table.super_pods
-    ]
     version = _written_version(table)
-    body = {
-        "version": version,
-        "server_count": str(len(servers)),
-        "server_list": servers,
-        "super_pod_list": pods or None,
-    }
-    return _entry({**body, "status": "completed"}, table)
+    return table.model_dump(exclude_unset=True) | {"version": version, "status": "completed"}
 
 
 def write_table(table: RankTable, path: Path) -> None:
@@ -131,42 +107,35 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
         raise DataError(
             f"the tables are of different versions ({shown}); make them again in one version"
         )
-    if len({len(server.devices) for _, table in tables for server in table.servers}) > 1:
-        counts = ", ".join(
-            f"{path} gives server {server.server_id} {len(server.devices)}"
-            for path, table in tables
-            for server in table.servers
-        )
-        raise DataError(
-            f"servers hold different numbers of devices: {counts}; make those tables again"
-        )
     base, servers = 0, []
-    pods: dict[str, SuperPod] = {}
+    pods: dict[str, dict[str, Any]] = {}
     extra: dict[str, Any] = {}
     for _, table in tables:
-        for server in table.servers:
-            servers.append(
-                replace(
-                    server,
-                    devices=tuple(
-                        replace(item, rank_id=base + item.rank_id) for item in server.devices
-                    ),
-                )
-            )
-        for pod in table.super_pods:
-            known = pods.get(pod.super_pod_id, pod)
-            pods[pod.super_pod_id] = replace(
-                known, servers={**known.servers, **pod.servers}, extra={**known.extra, **pod.extra}
-            )
+        for server in table.server_list:
+            servers.append(server.model_dump(exclude_unset=True))
+            for device in servers[-1]["device"]:
+                device["rank_id"] = base + int(device["rank_id"])
+        for pod in table.super_pod_list if isinstance(table, SuperPodTable) else ():
+            entry = pod.model_dump()
+            members = pods.setdefault(pod.super_pod_id, entry)["server_list"]
+            members += entry["server_list"] if members is not entry["server_list"] else []
         base += table.world_size
-        extra |= table.extra
-    result = RankTable(
-        version=versions[paths[0]],
-        servers=in_rank_order(servers),
-        super_pods=tuple(pods.values()),
-        extra=extra,
+        extra |= table.model_extra or {}
+    version = versions[paths[0]]
+    known = {
+        "version": version,
+        "server_count": len(servers),
+        "server_list": servers,
+        "status": "completed",
+    }
+    known |= {"super_pod_list": list(pods.values())} if version == "1.2" else {}
+    result = (SuperPodTable if version == "1.2" else RankTable).read(
+        {**extra, **known}, "the merged table"
     )
     validate(result, "the merged table")
+    uneven = [text for text in table_warnings(result) if "different numbers" in text]
+    if uneven:
+        raise DataError(f"the merged table: {uneven[0]}; make those tables again")
     return result
 
 
@@ -177,23 +146,6 @@ def _written_version(table: RankTable, where: str = "") -> str:
             " 1.2; use the file as it is, or start with msrun"
         )
     return "1.0" if table.version == "0" else table.version
-
-
-def _entry(
-    known: Mapping[str, Any], record: RankTable | Server | SuperPod | TableDevice
-) -> dict[str, Any]:
-    """Merge the known keys that have a value with the unknown ones that were read."""
-    entry = {key: value for key, value in known.items() if value is not None}
-    return entry | {key: value for key, value in record.extra.items() if key not in entry}
-
-
-def _device(device: TableDevice) -> dict[str, Any]:
-    known = {
-        "device_id": str(device.device_id),
-        "device_ip": device.device_ip,
-        "super_device_id": device.super_device_id,
-    }
-    return _entry({**known, "rank_id": str(device.rank_id)}, device)
 
 
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
@@ -218,3 +170,180 @@ def _load(path: Path) -> Any:
                 " the table again"
             ) from None
         raise DataError(f"{path}: {error}; make the table again") from None
+
+
+# ---- versions ----
+
+
+class _Chip(Record):
+    device_id: Number
+    device_ip: MaybeText = None
+    rank_id: MaybeNumber = None
+
+
+class _Instance(Record):
+    server_id: Text
+    devices: list[_Chip]
+    rank_id: MaybeNumber = None
+    pod_name: Any = None
+
+
+class _Group(Record):
+    group_name: Any = None
+    device_count: MaybeNumber = None
+    instance_count: MaybeNumber = None
+    instance_list: list[_Instance]
+
+
+class _Table0(Record):
+    status: Any
+    version: Any = None
+    group_count: MaybeNumber = None
+    group_list: list[_Group]
+
+
+class _Address(Record):
+    addr_type: Any = None
+    addr: Text
+
+
+class _Level(Record):
+    net_layer: Number
+    net_instance_id: Text
+    rank_addr_list: list[_Address]
+
+
+class _Rank(Record):
+    rank_id: Number
+    local_id: Number
+    device_id: Number
+    level_list: list[_Level] = Field(min_length=1)
+
+
+class _Table2(Record):
+    rank_count: MaybeNumber = None
+    rank_list: list[_Rank]
+
+
+def parse_table(data: Any, place: str) -> RankTable:
+    """Return the records of a table's JSON, not yet validated against each other.
+
+    Raises DataError with ``place``, the key and what was expected. An incomplete table raises
+    NotReadyError while the platform is still filling it.
+    """
+    if not isinstance(data, dict):
+        raise DataError(f"{place}: found {shown(data)}; expected a JSON object")
+    status, version = data.get("status"), data.get("version")
+    if status == "initializing":
+        raise NotReadyError(
+            f"{place}: status is 'initializing': the platform has not filled the table yet; try"
+            " again later"
+        )
+    if status != "completed":
+        found = "is missing" if status is None else f"is {shown(status)}"
+        raise DataError(
+            f"{place}: status {found}; expected 'completed': the table was not finished; make it"
+            " again"
+        )
+    if "group_list" in data:
+        return _from_0(_Table0.read(data, place), place)
+    if version == "2.0" and "rank_list" in data:
+        return _from_2(_Table2.read(data, place), place)
+    if version == "1.0" and "server_list" in data:
+        return RankTable.read(data, place)
+    if version == "1.2" and "server_list" in data:
+        return SuperPodTable.read(data, place)
+    keys = ", ".join(key if key.isprintable() else ascii(key) for key in data)
+    raise DataError(
+        f"{place}: version {shown(version)} with the keys {keys} is not a known rank"
+        " table; expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list;"
+        " other"
+        " clusters start without a table, by msrun"
+    )
+
+
+def _table(
+    version: str, servers: dict[str, dict[str, Any]], place: str, more: dict[str, Any]
+) -> RankTable:
+    held = list(servers.values())
+    known = {
+        "version": version,
+        "server_count": len(held),
+        "server_list": held,
+        "status": "completed",
+    }
+    return RankTable.read({**more, **known}, place)
+
+
+def _from_0(table: _Table0, place: str) -> RankTable:
+    """Join the instances of each server.
+
+    Groups are in file order; in each, instances are by rank_id or by the number at the end of their
+    pod_name. An instance of one device with a rank_id has that rank; a device's own rank_id
+    overrides all.
+    """
+    check_count("group_count", table.group_count, table.group_list, "groups in group_list", place)
+    extra = dict(table.model_extra or {})
+    ordered: list[_Instance] = []
+    for index, group in enumerate(table.group_list):
+        where, held = f"{place}: group_list[{index}]", group.instance_list
+        check_count("instance_count", group.instance_count, held, "instances", where)
+        devices = range(sum(len(instance.devices) for instance in held))
+        check_count("device_count", group.device_count, devices, "devices", where)
+        extra |= group.model_extra or {}
+        ordered += _in_order(held, where)
+    ranked = all(
+        len(instance.devices) == 1 and instance.rank_id is not None for instance in ordered
+    )
+    servers: dict[str, dict[str, Any]] = {}
+    rank = 0
+    for instance in ordered:
+        server = servers.setdefault(instance.server_id, {"device": [], "pod_names": []})
+        kept = {"server_id": instance.server_id, "device": server["device"]}
+        names = [instance.pod_name] if isinstance(instance.pod_name, str) else []
+        server |= {**(instance.model_extra or {}), **kept}
+        server["pod_names"] = [*server["pod_names"], *names]
+        for chip in instance.devices:
+            own = chip.rank_id if chip.rank_id is not None else instance.rank_id if ranked else rank
+            server["device"].append({**chip.model_dump(exclude_unset=True), "rank_id": own})
+            rank += 1
+    return _table("0", servers, place, extra)
+
+
+def _in_order(instances: list[_Instance], where: str) -> list[_Instance]:
+    with_rank = [instance.rank_id is not None for instance in instances]
+    if any(with_rank):
+        if not all(with_rank):
+            raise DataError(
+                f"{where}: instance_list[{with_rank.index(False)}]: rank_id is missing, which other"
+                " instances have; give it to all or none"
+            )
+        return sorted(instances, key=lambda instance: instance.rank_id or 0)
+    # those without a number keep their order, at the end
+    numbers = [re.search(r"([0-9]{1,18})$", str(one.pod_name or "")) for one in instances]
+    keys = [int(number[1]) if number else math.inf for number in numbers]
+    return [instances[index] for index in sorted(range(len(keys)), key=keys.__getitem__)]
+
+
+def _from_2(table: _Table2, place: str) -> RankTable:
+    """Take the first layer's network instance for the server, and its first address."""
+    check_count("rank_count", table.rank_count, table.rank_list, "ranks in rank_list", place)
+    servers: dict[str, dict[str, Any]] = {}
+    local_ids: set[tuple[str, int]] = set()
+    for index, rank in enumerate(table.rank_list):
+        where = f"{place}: rank_list[{index}]"
+        level = min(rank.level_list, key=lambda level: level.net_layer)
+        name = level.net_instance_id
+        if (name, rank.local_id) in local_ids:
+            raise DataError(
+                f"{where}: local_id {rank.local_id} occurs twice in the network instance {name};"
+                " number its ranks 0, 1, ..."
+            )
+        local_ids.add((name, rank.local_id))
+        # EID is not an IP address
+        reached = [item.addr for item in level.rank_addr_list if item.addr_type in ("IPV4", "IPV6")]
+        device: dict[str, Any] = {"rank_id": rank.rank_id, "device_id": rank.device_id}
+        device |= {"device_ip": reached[0]} if reached else {}
+        server = servers.setdefault(name, {"server_id": name, "device": []})
+        server["device"].append(device)
+    return _table("2.0", servers, place, {})

@@ -6,7 +6,6 @@ import hashlib
 import json
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from common.config.schema import RunConfig
 from common.doctor.software import installed_versions
 from common.errors import ConfigError
 from common.files import atomic_write
+from common.log import show
 from common.training.metrics import read_metrics
 
 FILE = "certificate.json"
@@ -69,7 +69,7 @@ def certify(config: RunConfig, steps: int, train: Train) -> int:
         file.write("\n")
     said = "equal bit for bit" if difference is None else f"different: {difference}"
     text = f"certificate: {len(rows)} steps made twice are {said}; {output / FILE}"
-    sys.stdout.write(text + "\n")
+    show(text + "\n")
     return 0 if difference is None else 1
 
 

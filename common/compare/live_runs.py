@@ -14,6 +14,7 @@ from common.errors import ConfigError, RunError, StorageError
 from common.interrupts import exiting_at_sigterm
 from common.launcher.launch import TOOL
 from common.launcher.request import NO_TABLE
+from common.log import show
 from common.study.children import LAUNCHER_LOG, judge, run_launches
 from common.study.results import State
 from common.study.starting import Launch
@@ -219,8 +220,7 @@ def _train(
         folder.mkdir(parents=True)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made: {error.strerror}") from None
-    sys.stdout.write(f"{side.title}: {side.given} runs in {folder}\n")
-    sys.stdout.flush()
+    show(f"{side.title}: {side.given} runs in {folder}\n")
     with exiting_at_sigterm():
         outcome = run_launches([launch], folder / LAUNCHER_LOG, place.limit)
     state, reason = judge(outcome, folder, place.limit)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.dialects.mindformers import PARTS, TABLE, TARGETS
-from common.dialects.rules import ByHand, Only, Table, To, words
+from common.dialects.rules import ByHand, Fixed, MapTo, Table, words
 from common.errors import ConfigError
 from common.structured_files import require_mapping
 
@@ -29,7 +29,7 @@ _ALONE = words("""
     parallel.strategy_ckpt_save_file parallel.strategy_ckpt_load_file
 """)
 _TAKEN: Table = {
-    "train.skip_outliers": To("train.on_outlier", _on_outlier),
+    "train.skip_outliers": MapTo("train.on_outlier", _on_outlier),
     **{
         key: rule
         for key, rule in TABLE.items()
@@ -45,11 +45,11 @@ def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
     other value of it.
     """
     match _TAKEN.get(_dotted(path)):
-        case To(key, change):
+        case MapTo(key, change):
             return tuple(key.split(".")), change(value)
         case ByHand(key):
             return tuple(key.split(".")), value
-        case Only(values, instead):
+        case Fixed(values, instead):
             if value not in values:
                 raise ConfigError(f"{where}: {_dotted(path)}={value}: {instead}, or leave it out")
             return None

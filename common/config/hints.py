@@ -15,7 +15,7 @@ from common.config.aliases import ALIASES, Path_, Sources
 from common.config.schema import RunConfig
 from common.dialects import fleetx, gpt2_chinese, hugging_face, megatron, mindformers, oneflow
 from common.dialects.others import ABSENT, HERE
-from common.dialects.rules import ByHand, Only, Table, To
+from common.dialects.rules import ByHand, Fixed, MapTo, Table
 
 TABLES: tuple[Table, ...] = (
     mindformers.TABLE, {key: rule for key, (rule, _) in mindformers.CALLBACKS.items()},
@@ -105,15 +105,15 @@ def _names_of_others() -> tuple[dict[str, str], dict[str, str]]:
     for table in TABLES:
         for key, rule in table.items():
             name = key.removesuffix(".*").rpartition(".")[2]
-            target = rule.hint or (rule.key if isinstance(rule, To) else "")
+            target = rule.hint or (rule.key if isinstance(rule, MapTo) else "")
             if target and key not in keys and target.rpartition(".")[2] != key:
                 here.setdefault(key, target)
             if name in ends or "*" in name:
                 continue
             if target:
                 here.setdefault(name, target)
-            elif not isinstance(rule, To | ByHand) and ("_" in name or "." not in key[:-2]):
-                why = rule.instead.partition("; ")[0] if isinstance(rule, Only) else rule.why
+            elif not isinstance(rule, MapTo | ByHand) and ("_" in name or "." not in key[:-2]):
+                why = rule.instead.partition("; ")[0] if isinstance(rule, Fixed) else rule.why
                 absent.setdefault(name, f"{why}; leave it out")
     return here, absent
 

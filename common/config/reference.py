@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from common.config.aliases import ALIASES
 from common.config.explain import BASE, SECTIONS, key_facts
 from common.config.hints import schema_keys
-from common.config.schema import MOST
+from common.config.schema import MAX_COUNT
 from common.dialects.rules import words
 
 TORCH_ONLY = words("""
@@ -20,7 +20,7 @@ TORCH_ONLY = words("""
 COMPILED_TOO = frozenset({"parallel.sequence_parallel", "parallel.shard_size"})
 """Keys of torch that MindSpore has where its compiler splits the work."""
 
-_NUMBERS = {f", at most {MOST}": "", str(2**63): "2^63"}
+_NUMBERS = {f", at most {MAX_COUNT}": "", str(2**63): "2^63"}
 """Limits that the page writes differently, or states only once because all counts share them."""
 
 _HEAD = """# Configuration reference · 配置参考

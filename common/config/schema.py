@@ -29,19 +29,19 @@ from common.errors import DataError
 
 Float = Literal["float32", "bfloat16", "float16"]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
-MOST = 2**40
+MAX_COUNT = 2**40
 """Upper limit of every count."""
-Count = Annotated[int, Field(gt=0, le=MOST)]
-NonNegative = Annotated[int, Field(ge=0, le=MOST)]
-FLOAT32_LEAST, FLOAT32_MOST, FLOAT32_BELOW_ONE = 2.0**-126, (2 - 2.0**-23) * 2.0**127, 1 - 2.0**-24
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+FLOAT32_MIN, FLOAT32_MAX, FLOAT32_BELOW_ONE = 2.0**-126, (2 - 2.0**-23) * 2.0**127, 1 - 2.0**-24
 """Smallest normal number of float32, its largest number, and its largest number below 1."""
 
 
 def _in_float32(value: float) -> float:
     """Reject numbers that devices would round to 0 or to infinity in float32."""
-    if value and not FLOAT32_LEAST <= value <= FLOAT32_MOST:
+    if value and not FLOAT32_MIN <= value <= FLOAT32_MAX:
         raise ValueError(
-            f"{value!r} is beyond float32, which holds {FLOAT32_LEAST:.4g} to {FLOAT32_MOST:.4g};"
+            f"{value!r} is beyond float32, which holds {FLOAT32_MIN:.4g} to {FLOAT32_MAX:.4g};"
             " give a number in between"
         )
     return value
@@ -181,7 +181,7 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     max_steps: Count | None = None
     """Optimizer steps of the whole run. Give this, max_epochs or max_tokens."""
-    max_epochs: Annotated[float, Field(gt=0.0, le=MOST)] | None = None
+    max_epochs: Annotated[float, Field(gt=0.0, le=MAX_COUNT)] | None = None
     """Length of the run in passes over the training samples. Of a blend a pass is as many samples
     as all its parts have windows, drawn by weight.
     """
@@ -195,7 +195,7 @@ class TrainConfig(Section):
     """Save and end with exit code 0 after a step that is a multiple of this. The same command
     resumes the run.
     """
-    exit_minutes: Annotated[float, Field(gt=0.0, le=MOST)] | None = None
+    exit_minutes: Annotated[float, Field(gt=0.0, le=MAX_COUNT)] | None = None
     """Save and end with exit code 0 after the step in which the process has trained for so many
     minutes. The same command resumes the run.
     """

@@ -54,7 +54,7 @@ float16 has 11 bits. In blocks of 32 the largest weight is 2.4 deviations, and a
 """
 _MARGIN = 4
 """Safety factor: trained layers have outliers, and their blocks have larger steps."""
-_MOST_NOISE = 0.5
+_MAX_NOISE = 0.5
 """Upper limit of the noise: a wrong order or scale makes an error as large as the logits."""
 
 
@@ -75,7 +75,7 @@ def allowed_noise(weights: str, layers: int) -> float | None:
     """
     if weights == "float32":
         return None
-    return min(_MARGIN * _ROUNDING[weights] * math.sqrt(4 * layers + 2), _MOST_NOISE)
+    return min(_MARGIN * _ROUNDING[weights] * math.sqrt(4 * layers + 2), _MAX_NOISE)
 
 
 def compare(

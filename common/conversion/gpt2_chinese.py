@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,11 +22,11 @@ from common.dataset.id_files import numbered_files
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
 from common.dialects.gpt2_chinese import OF_SAMPLES, OF_TITLES, SINCE_2021
-from common.dialects.rules import To, Without
+from common.dialects.rules import Ignored, MapTo
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
 from common.locks import held_lock
-from common.log import LOG, start_log
+from common.log import LOG, show, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
 from common.systems.config import COMMAND_LINES, Opened, open_flags
@@ -44,7 +43,7 @@ _COMMANDS = {
     "eval.py": ("gpt2_chinese_eval", "eval"),
 }
 """Key of COMMAND_LINES and run mode of each command."""
-LONGEST_WAIT = 6 * 3600.0
+MAX_WAIT = 6 * 3600.0
 """Seconds that a rank waits for the rank that makes the data."""
 
 
@@ -58,7 +57,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
     """
     system, mode = _COMMANDS[program]
     if {"--help", "-h"} & set(words):
-        sys.stdout.write(_help(program, COMMAND_LINES[system]))
+        show(_help(program, COMMAND_LINES[system]))
         return 0
     theirs, overrides = _split(words)
     given = {word.lstrip("-").partition("=")[0] for word in theirs if word.startswith("--")}
@@ -66,7 +65,7 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         theirs += ["--titles", OF_TITLES["titles"]]
     opened = open_flags(system, theirs, overrides)
     if "--show_config" in words:
-        sys.stdout.write(opened.yaml)
+        show(opened.yaml)
         return 0
     process = find_process(os.environ)
     start_log(rank=process.rank)
@@ -200,10 +199,10 @@ def _help(program: str, dialect: Dialect) -> str:
         defaults |= OF_SAMPLES | OF_TITLES
     for flag in sorted(dialect.table):
         rule = dialect.table[flag]
-        becomes = f"; sets {rule.key}" if isinstance(rule, To) else ""
+        becomes = f"; sets {rule.key}" if isinstance(rule, MapTo) else ""
         meaning = _MEANINGS.get(flag) or (
             f"no effect here: {rule.why}"
-            if isinstance(rule, Without)
+            if isinstance(rule, Ignored)
             else f"refused: of the train.py since April 2021; write {SINCE_2021[flag]}"
         )
         default = f" (default: {defaults[flag]})" if defaults.get(flag, "") != "" else ""
@@ -296,7 +295,7 @@ def _once(
 
 
 @contextmanager
-def one_at_a_time(folder: Path, limit: float = LONGEST_WAIT) -> Iterator[None]:
+def one_at_a_time(folder: Path, limit: float = MAX_WAIT) -> Iterator[None]:
     """Wait until no other process is in this block for the same folder, at most ``limit``
     seconds.
     """

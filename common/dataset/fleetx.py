@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataset.token_files import (
+    CHUNK,
+    Column,
     TokenFiles,
     TokenWriter,
     content_key,
@@ -37,7 +39,7 @@ from common.files import atomic_write, open_input, reading
 from common.paths import looked_in
 
 IDS, INDEX, OLD = "_ids.npy", "_idx.npz", "_ids.npz"
-_SUMMED = 1 << 14
+_SUMMED = 1 << 12
 """Sentences whose lengths are added up when a document among them is looked for."""
 _npy: Any = np.lib.format  # numpy's functions have no types here
 
@@ -103,12 +105,14 @@ class FleetXDataset(TokenFiles):
         if not len(lens):
             raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
         self._lens, self._documents = lens, documents
-        self._sums = np.zeros(-(-len(lens) // _SUMMED) + 1, dtype=np.int64)
-        for block in range(len(self._sums) - 1):
-            part = lens[block * _SUMMED : (block + 1) * _SUMMED]
+        sums = [np.zeros(1, dtype=np.int64)]
+        for begin in range(0, len(lens), CHUNK):
+            part = lens[begin : begin + CHUNK]
             if int(part.min()) < 0 or int(part.max()) > len(self.tokens):
                 raise self._damaged("lens has numbers that no sentence can have")
-            self._sums[block + 1] = self._sums[block] + part.sum(dtype=np.int64)
+            blocks = np.add.reduceat(part, range(0, len(part), _SUMMED), dtype=np.int64)
+            sums.append(sums[-1][-1] + np.cumsum(blocks))
+        self._sums = np.concatenate(sums)
         if int(self._sums[-1]) != len(self.tokens):
             raise DataError(
                 f"{self._index_path}: lens adds up to {int(self._sums[-1])} tokens, but"
@@ -117,8 +121,8 @@ class FleetXDataset(TokenFiles):
             )
         if documents is not None and (
             len(documents) < 2
-            or int(documents[0])
-            or int(documents[-1]) != len(lens)
+            or int(documents[:1][0])
+            or int(documents[-1:][0]) != len(lens)
             or any(
                 (np.diff(documents[part].astype(np.int64)) < 0).any()
                 for part in spread(len(documents))
@@ -134,10 +138,12 @@ class FleetXDataset(TokenFiles):
 
     @property
     def document_count(self) -> int:
-        return len(self._lens if self._documents is None else self._documents[1:])
+        return len(self._lens) if self._documents is None else len(self._documents) - 1
 
     def tokens_before(self, document: int) -> int:
-        sentence = document if self._documents is None else int(self._documents[document])
+        sentence = document
+        if self._documents is not None:
+            sentence = int(self._documents[document : document + 1][0])
         block = sentence // _SUMMED
         rest = self._lens[block * _SUMMED : sentence]
         return int(self._sums[block]) + int(rest.sum(dtype=np.int64))
@@ -206,7 +212,8 @@ def _write_member(
 def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
     """Return a one-dimensional array of integers: an .npy, or the array ``name`` of an .npz.
 
-    It is mapped, or in memory where an .npz is compressed. An absent array that is not required is
+    Tokens are mapped, and numbers of an index read when a slice is asked for; where an .npz is
+    compressed all is in memory. An absent array that is not required is
     None. Raises DataError.
     """
     with open_input(path, DataError), _named(path):
@@ -220,10 +227,10 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
                         return None
                     held = ", ".join(found)[:80] or "nothing"
                     raise DataError(f"{path}: holds {held}, expected the array {name}")
-                member = _mapped_member(path, found.zip, f"{name}.npy")
-                if member is None:
-                    member = found[name]
-                found = member
+                member = _stored_member(path, found.zip, f"{name}.npy")
+                found = found[name] if member is None else member
+        if isinstance(found, Column):
+            return found
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise ValueError(
                 f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one"
@@ -234,7 +241,7 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
         return np.asarray(found)  # slices of a memmap are several times slower
 
 
-def _mapped_member(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
+def _stored_member(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
     """Return an array of an .npz that is stored as it is, None for others."""
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED:
@@ -246,10 +253,13 @@ def _mapped_member(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
         header = member.tell()
     if header + dtype.itemsize * math.prod(shape) != info.file_size:
         raise ValueError(f"{name} has other bytes than its head says")
-    with path.open("rb") as file:
-        file.seek(info.header_offset + 26)
-        begin = file.tell() + 4 + int(np.frombuffer(file.read(4), "<u2").sum())
-    return np.memmap(path, dtype, "r", begin + header, shape)
+    file = path.open("rb")
+    file.seek(info.header_offset + 26)
+    begin = file.tell() + 4 + int(np.frombuffer(file.read(4), "<u2").sum()) + header
+    if name == "ids.npy" or len(shape) != 1 or dtype.kind not in "iu":
+        with file:
+            return np.memmap(path, dtype, "r", begin, shape)
+    return Column(file, dtype, shape[0], begin)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from common.dataset.token_files import CHUNK, TokenWriter, running_sums
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, reading
-from common.whole_numbers import MOST_DIGITS
+from common.whole_numbers import MAX_DIGITS
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"tokenized_train_(\d+)\.txt")
@@ -56,7 +56,7 @@ def parse_ids(
     words = data.split()
     # numpy takes signs and underscores too
     strange = data.translate(None, b"0123456789 \t\n\r\f\v")
-    if strange or max(map(len, words), default=0) > MOST_DIGITS:
+    if strange or max(map(len, words), default=0) > MAX_DIGITS:
         wrong = next(word for word in words if not re.fullmatch(rb"\d{1,18}", word))
         place = offset + data.find(wrong)
         raise DataError(

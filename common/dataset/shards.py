@@ -9,10 +9,10 @@ from pathlib import Path
 
 from common.errors import ConfigError
 
-MOST = 99_999
+MAX_SHARDS = 99_999
 _BLOCKS = 16
 """Blocks of a shard, at least, as far as documents allow."""
-_LEAST_BLOCK = 1 << 12
+_MIN_BLOCK = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Shard:
 
     def block_bytes(self, total: int, most: int) -> int:
         """Return the size of blocks, which is equal in all parts."""
-        return min(most, max(_LEAST_BLOCK, total // (_BLOCKS * self.count)))
+        return min(most, max(_MIN_BLOCK, total // (_BLOCKS * self.count)))
 
     def prefix(self, prefix: Path) -> Path:
         """Return the prefix of this part's files."""
@@ -82,8 +82,8 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
         number, count = int(found[1]), int(found[2])
     else:
         raise ConfigError(f"--shard {text}: expected I/N, such as 2/8, or slurm")
-    if not 1 <= number <= count <= MOST:
+    if not 1 <= number <= count <= MAX_SHARDS:
         raise ConfigError(
-            f"--shard {number}/{count}: expected a number from 1 to N, and N up to {MOST}"
+            f"--shard {number}/{count}: expected a number from 1 to N, and N up to {MAX_SHARDS}"
         )
     return Shard(number=number, count=count)

@@ -60,7 +60,7 @@ class Column:
     memory of the process.
     """
 
-    def __init__(self, file: BinaryIO, dtype: str, count: int, begin: int) -> None:
+    def __init__(self, file: BinaryIO, dtype: npt.DTypeLike, count: int, begin: int) -> None:
         self._file, self._dtype = file, np.dtype(dtype)
         self._count, self._begin = count, begin
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from common.dialects.rules import (
     ByHand,
     Defaults,
-    Only,
+    Fixed,
+    Ignored,
+    MapTo,
     Table,
-    To,
-    Without,
     each,
     joined,
     number,
@@ -37,7 +37,7 @@ COSINE = "CosineAnnealingWithWarmupDecay"
 """
 END_OF_TEXT = 50256
 """Id of the end of text in the tokenizer that FleetX has for GPT."""
-_MOST_GENERATED = 512
+_MAX_GENERATED = 512
 _ORDER = "windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _NOT_HERE = "is not in this version; leave the section out"
@@ -52,130 +52,130 @@ def _clip(norm: float | None) -> float:
 
 def _length(tokens: int) -> int:
     """Change the most tokens to generate: 512 there at most, and for a number below 0."""
-    return tokens if 0 <= whole(tokens) <= _MOST_GENERATED else _MOST_GENERATED
+    return tokens if 0 <= whole(tokens) <= _MAX_GENERATED else _MAX_GENERATED
 
 
 _ENGINE: Table = {
     "max_steps": ByHand("train.max_steps"),
     "num_train_epochs": ByHand("train.max_epochs"),
     "run_mode": ByHand(),
-    "accumulate_steps": Without("FleetX sets it to local_batch_size / micro_batch_size, and so it"
+    "accumulate_steps": Ignored("FleetX sets it to local_batch_size / micro_batch_size, and so it"
         " is here", "train.accumulation_steps"),
-    "logging_freq": To("logging.interval"),
-    "eval_freq": To("validation.interval", lambda steps: steps if whole(steps) > 0 else "never"),
+    "logging_freq": MapTo("logging.interval"),
+    "eval_freq": MapTo("validation.interval", lambda steps: steps if whole(steps) > 0 else "never"),
     "eval_iters": ByHand("validation.max_batches"),
-    "test_iters": Without("the test part is not read; --run_mode eval measures a file"),
+    "test_iters": Ignored("the test part is not read; --run_mode eval measures a file"),
     "save_load": ByHand("checkpoint.interval, checkpoint.resume and output_dir"),
-    "save_load.save_epoch": Without("a run does not save at the end of an epoch;"
+    "save_load.save_epoch": Ignored("a run does not save at the end of an epoch;"
         " checkpoint.interval is in steps"),
     "save_load.save_steps": ByHand("checkpoint.interval"),
-    "save_load.output_dir": To("output_dir"),
+    "save_load.output_dir": MapTo("output_dir"),
     "save_load.ckpt_dir": ByHand("checkpoint.resume"),
-    "save_load.*": Without("the run folder holds it"),
+    "save_load.*": Ignored("the run folder holds it"),
     "mix_precision": ByHand("precision"),
     **each(ByHand("precision"), "use_pure_fp16 dtype", "mix_precision."),
     **each(ByHand(), "enable level custom_black_list custom_white_list", "mix_precision."),
     "mix_precision.scale_loss": ByHand("loss_scale.initial"),
-    "mix_precision.main_grad": Without("gradients of float16 weights are summed in float32"),
+    "mix_precision.main_grad": Ignored("gradients of float16 weights are summed in float32"),
 }  # fmt: skip
 _MODEL: Table = {
     **each(ByHand(), "module name"),
     **same("model", "vocab_size hidden_size num_layers ffn_hidden_size initializer_range"),
-    "num_attention_heads": To("model.num_heads"),
-    "hidden_dropout_prob": To("model.dropout"),
-    "attention_probs_dropout_prob": To("model.attention_dropout"),
-    "max_position_embeddings": To("model.max_positions"),
-    "type_vocab_size": Without("GPT-2 has no token types"),
+    "num_attention_heads": MapTo("model.num_heads"),
+    "hidden_dropout_prob": MapTo("model.dropout"),
+    "attention_probs_dropout_prob": MapTo("model.attention_dropout"),
+    "max_position_embeddings": MapTo("model.max_positions"),
+    "type_vocab_size": Ignored("GPT-2 has no token types"),
     **each(ByHand("train.recompute"), "use_recompute recompute_granularity"),
-    **{name: Only(([],), f"leave {name} empty; train.recompute_layers says how many blocks"
+    **{name: Fixed(([],), f"leave {name} empty; train.recompute_layers says how many blocks"
        " recompute", "train.recompute_layers")
        for name in ("no_recompute_layers", "recompute_layers")},
-    **each(Without(_KERNELS), "fused_linear fuse_attn_qkv fused_softmax_with_triangular"),
-    "use_flash_attn": Without(_KERNELS, "train.fused_attention"),
-    "scale_qk_by_layer_num": Without("it changes no result: what it divides by it multiplies"
+    **each(Ignored(_KERNELS), "fused_linear fuse_attn_qkv fused_softmax_with_triangular"),
+    "use_flash_attn": Ignored(_KERNELS, "train.fused_attention"),
+    "scale_qk_by_layer_num": Ignored("it changes no result: what it divides by it multiplies"
         " with again"),
-    "sequence_parallel": To("parallel.sequence_parallel"),
+    "sequence_parallel": MapTo("parallel.sequence_parallel"),
     "virtual_pp_degree": ByHand("parallel.virtual_stages"),
 }  # fmt: skip
 _DISTRIBUTED: Table = {
     "dp_degree": ByHand("parallel.data_parallel"),
-    "mp_degree": To("parallel.model_parallel"),
-    "pp_degree": To("parallel.pipeline_stage"),
-    "fuse_sequence_parallel_allreduce": Without(_KERNELS),
-    "pp_recompute_interval": Only((1,), "train.recompute is for all blocks; set 1"),
-    "schedule_mode": Without("parallel.pipeline_schedule says it"),
+    "mp_degree": MapTo("parallel.model_parallel"),
+    "pp_degree": MapTo("parallel.pipeline_stage"),
+    "fuse_sequence_parallel_allreduce": Ignored(_KERNELS),
+    "pp_recompute_interval": Fixed((1,), "train.recompute is for all blocks; set 1"),
+    "schedule_mode": Ignored("parallel.pipeline_schedule says it"),
     "sharding": ByHand("parallel.zero_stage and parallel.shard_size"),
     "sharding.sharding_degree": ByHand("parallel.shard_size"),
     "sharding.sharding_stage": ByHand("parallel.zero_stage"),
-    "sharding.sharding_offload": Only((False,), "set it to False, and where DeepSpeed is installed"
+    "sharding.sharding_offload": Fixed((False,), "set it to False, and where DeepSpeed is installed"
         " engine=deepspeed deepspeed.offload_optimizer=true", "deepspeed.offload_optimizer"),
-    "sharding.*": Without("communication overlaps with computing where the engine can"),
+    "sharding.*": Ignored("communication overlaps with computing where the engine can"),
 }  # fmt: skip
 _DATA: Table = {
-    "Train.dataset.name": Only(("GPTDataset",), "data.train takes the files of GPTDataset; use"
+    "Train.dataset.name": Fixed(("GPTDataset",), "data.train takes the files of GPTDataset; use"
         " GPTDataset"),
-    "Train.dataset.input_dir": To("data.train"),
-    "Train.dataset.split": To("data.split", joined),
-    "Train.dataset.max_seq_len": To("model.seq_length"),
-    **each(Without(_ORDER), "Train.dataset.* Train.sampler.*"),
-    "Train.loader.*": Without("batches are read ahead by data.prefetch"),
-    "Train.*": Without(_ORDER),
-    "Eval.dataset.name": Only(("GPTDataset",), "data.validation takes the files of GPTDataset;"
+    "Train.dataset.input_dir": MapTo("data.train"),
+    "Train.dataset.split": MapTo("data.split", joined),
+    "Train.dataset.max_seq_len": MapTo("model.seq_length"),
+    **each(Ignored(_ORDER), "Train.dataset.* Train.sampler.*"),
+    "Train.loader.*": Ignored("batches are read ahead by data.prefetch"),
+    "Train.*": Ignored(_ORDER),
+    "Eval.dataset.name": Fixed(("GPTDataset",), "data.validation takes the files of GPTDataset;"
         " use GPTDataset"),
     **each(ByHand(), "input_dir split max_seq_len", "Eval.dataset."),
-    "Eval.*": Without("windows are read in order, and as those of training are"),
-    "Test.*": Without("the test part is not read"),
+    "Eval.*": Ignored("windows are read in order, and as those of training are"),
+    "Test.*": Ignored("the test part is not read"),
 }  # fmt: skip
 _OPTIMIZER: Table = {
-    "name": To("optimizer.name",
+    "name": MapTo("optimizer.name",
         one_of(FusedAdamW="adamw", AdamW="adamw", Adam="adam", Momentum="sgd")),
     **same("optimizer", "weight_decay beta1 beta2 epsilon momentum"),
-    "lr.name": To("optimizer.schedule", one_of(
+    "lr.name": MapTo("optimizer.schedule", one_of(
         CosineAnnealingWithWarmupDecay="cosine", LinearDecayWithWarmup="linear",
         CosineDecay="cosine"
     )),
-    "lr.decay_steps": To("optimizer.decay_steps"),
-    "lr.warmup_rate": To("optimizer.warmup_fraction"),
-    "lr.max_lr": To("optimizer.learning_rate"),
-    "lr.min_lr": To("optimizer.min_learning_rate"),
-    "lr.use_increments": Only((False,), "decay_steps counts samples with it; divide it by the"
+    "lr.decay_steps": MapTo("optimizer.decay_steps"),
+    "lr.warmup_rate": MapTo("optimizer.warmup_fraction"),
+    "lr.max_lr": MapTo("optimizer.learning_rate"),
+    "lr.min_lr": MapTo("optimizer.min_learning_rate"),
+    "lr.use_increments": Fixed((False,), "decay_steps counts samples with it; divide it by the"
         " global batch, and set False"),
-    "grad_clip.name": Only(("ClipGradByGlobalNorm",), "the global norm is clipped; use"
+    "grad_clip.name": Fixed(("ClipGradByGlobalNorm",), "the global norm is clipped; use"
         " ClipGradByGlobalNorm"),
-    "grad_clip.clip_norm": To("optimizer.clip_grad", _clip),
-    "tensor_fusion": Without(_KERNELS),
-    "multi_precision": Only((True,), "the optimizer keeps float32 copies of float16 weights; set"
+    "grad_clip.clip_norm": MapTo("optimizer.clip_grad", _clip),
+    "tensor_fusion": Ignored(_KERNELS),
+    "multi_precision": Fixed((True,), "the optimizer keeps float32 copies of float16 weights; set"
         " True"),
 }  # fmt: skip
 _QUANTIZATION: Table = {
     **same("quantization", "weight_bits activation_bits moving_rate freeze_embedding"),
-    "weight_quantize_type": To("quantization.weights",
+    "weight_quantize_type": MapTo("quantization.weights",
         one_of(abs_max="abs_max", channel_wise_abs_max="channel_wise_abs_max")),
-    "activation_quantize_type": To("quantization.activations",
+    "activation_quantize_type": MapTo("quantization.activations",
         one_of(abs_max="abs_max", moving_average_abs_max="moving_average_abs_max")),
-    "for_tensorrt": Without("--run_mode export writes what an inference program reads"),
-    "onnx_format": Without("--run_mode export writes ONNX with export.format=onnx"),
-    "is_full_quantize": Without("every linear layer of a block is quantized"),
+    "for_tensorrt": Ignored("--run_mode export writes what an inference program reads"),
+    "onnx_format": Ignored("--run_mode export writes ONNX with export.format=onnx"),
+    "is_full_quantize": Ignored("every linear layer of a block is quantized"),
     **each(ByHand(), """
         enable weight_preprocess_type activation_preprocess_type quantizable_layer_type
     """),
     "skip_tensor_map": ByHand("quantization.skip"),
 }  # fmt: skip
 _GENERATION: Table = {
-    "top_k": To("predict.top_k"),
+    "top_k": MapTo("predict.top_k"),
     # 0 leaves the most probable token there
-    "top_p": To("predict.top_p", lambda share: number(share) or 1e-9),
+    "top_p": MapTo("predict.top_p", lambda share: number(share) or 1e-9),
     **same("predict", "temperature repetition_penalty length_penalty diversity_rate",
         change=number),
     **same("predict", "num_beams num_beam_groups early_stopping"),
-    "min_dec_len": To("predict.min_new_tokens"),
-    "max_dec_len": To("predict.max_new_tokens", _length),
-    "num_return_sequences": To("predict.num_sequences"),
-    "decode_strategy": To("predict.strategy",
+    "min_dec_len": MapTo("predict.min_new_tokens"),
+    "max_dec_len": MapTo("predict.max_new_tokens", _length),
+    "num_return_sequences": MapTo("predict.num_sequences"),
+    "decode_strategy": MapTo("predict.strategy",
         one_of(sampling="sampling", greedy_search="greedy", beam_search="beam_search")),
-    "input_text": To("predict.prompt"),
-    "use_cache": Without("generation always keeps keys and values"),
-    **each(Only((50256,), "GPT-2's end of text is 50256"), """
+    "input_text": MapTo("predict.prompt"),
+    "use_cache": Ignored("generation always keeps keys and values"),
+    **each(Fixed((50256,), "GPT-2's end of text is 50256"), """
         bos_token_id eos_token_id pad_token_id forced_bos_token_id forced_eos_token_id
     """),
 }  # fmt: skip
@@ -183,13 +183,13 @@ _GENERATION: Table = {
 TABLE: Table = {
     "_base_": ByHand("base"),
     "Global": ByHand("train.global_batch_size, train.micro_batch_size, device and seed"),
-    "Global.device": To("device", one_of(gpu="cuda", npu="npu", cpu="cpu")),
-    "Global.seed": To("seed"),
-    "Global.global_batch_size": To("train.global_batch_size"),
+    "Global.device": MapTo("device", one_of(gpu="cuda", npu="npu", cpu="cpu")),
+    "Global.seed": MapTo("seed"),
+    "Global.global_batch_size": MapTo("train.global_batch_size"),
     "Global.local_batch_size": ByHand("train.micro_batch_size times train.accumulation_steps"),
-    "Global.micro_batch_size": To("train.micro_batch_size"),
-    "Global.binding_size": Without("the launcher places the processes"),
-    "Global.enable_partial_send_recv": Without(_KERNELS),
+    "Global.micro_batch_size": MapTo("train.micro_batch_size"),
+    "Global.binding_size": Ignored("the launcher places the processes"),
+    "Global.enable_partial_send_recv": Ignored(_KERNELS),
     "Engine": ByHand("train, validation, checkpoint and precision"),
     **within("Engine", _ENGINE),
     "Model": ByHand("model"),
@@ -201,28 +201,28 @@ TABLE: Table = {
     "Optimizer": ByHand("optimizer"),
     **within("Optimizer", _OPTIMIZER),
     **each(
-        Only((), "our section is quantization, with keys of its own (docs/quantization.md)"),
+        Fixed((), "our section is quantization, with keys of its own (docs/quantization.md)"),
         "Quantization Compress",
     ),
     **within("Quantization", _QUANTIZATION),
     **within("Compress.Quantization", _QUANTIZATION),
     **each(ByHand("checkpoint.init_from"), "Quantization.pretrained Compress.pretrained"),
-    **{f"Compress.{name}.enable": Only((False,), f"{name} {_NOT_HERE}")
+    **{f"Compress.{name}.enable": Fixed((False,), f"{name} {_NOT_HERE}")
        for name in ("Prune", "Distillation")},
-    **each(Without("it is not enabled"), "Compress.Prune.* Compress.Distillation.*"),
-    "Inference.*": Without("--run_mode export writes what an inference program reads"),
-    "FusedPasses.*": Without(_KERNELS),
+    **each(Ignored("it is not enabled"), "Compress.Prune.* Compress.Distillation.*"),
+    "Inference.*": Ignored("--run_mode export writes what an inference program reads"),
+    "FusedPasses.*": Ignored(_KERNELS),
     "Generation": ByHand("predict"),
     **within("Generation", _GENERATION),
     "Offline_Eval": ByHand("evaluation"),
     **within("Offline_Eval", {
         "max_seq_len": ByHand(),
-        "eval_path": To("evaluation.file"),
-        "cloze_eval": To("evaluation.task", one_of(**{"True": "lambada", "False": "text"}),
+        "eval_path": MapTo("evaluation.file"),
+        "cloze_eval": MapTo("evaluation.task", one_of(**{"True": "lambada", "False": "text"}),
             "evaluation.task=lambada"),
-        "overlapping_eval": To("evaluation.stride", lambda tokens: max(1, whole(tokens))),
-        "batch_size": To("evaluation.batch_size"),
-        "logging_freq": Without("progress is shown anyway"),
+        "overlapping_eval": MapTo("evaluation.stride", lambda tokens: max(1, whole(tokens))),
+        "batch_size": MapTo("evaluation.batch_size"),
+        "logging_freq": Ignored("progress is shown anyway"),
     }),
     "Profiler": ByHand("profile"),
     **each(ByHand(), "enable scheduler", "Profiler."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.dialects.rules import ByHand, Table, To, Without, each, number, whole
+from common.dialects.rules import ByHand, Ignored, MapTo, Table, each, number, whole
 
 SYSTEM = "GPT2-Chinese"
 
@@ -36,7 +36,7 @@ _COMMON: Table = {
 DATA: Table = {
     "raw": ByHand("data.train", switch=True),
     "raw_data_path": ByHand("data.train (the output of tools/preprocess_data.py)"),
-    "num_pieces": Without("data are not split into pieces"),
+    "num_pieces": Ignored("data are not split into pieces"),
     "min_length": ByHand("data.train"),
 }
 """Flags of the data, which are made before the run."""
@@ -56,20 +56,20 @@ TRAIN: Table = {
     "vocab_path": ByHand("data.tokenizer.vocab_file"),
     "tokenized_data_path": ByHand("data.train"),
     "stride": ByHand("data.stride"),
-    "epochs": To("train.max_epochs", number),
-    "batch_size": To("train.micro_batch_size"),
-    "gradient_accumulation": To("train.accumulation_steps"),
-    "lr": To("optimizer.learning_rate", number),
-    "warmup_steps": To("optimizer.warmup_steps"),
-    "max_grad_norm": To("optimizer.clip_grad", _norm),
+    "epochs": MapTo("train.max_epochs", number),
+    "batch_size": MapTo("train.micro_batch_size"),
+    "gradient_accumulation": MapTo("train.accumulation_steps"),
+    "lr": MapTo("optimizer.learning_rate", number),
+    "warmup_steps": MapTo("optimizer.warmup_steps"),
+    "max_grad_norm": MapTo("optimizer.clip_grad", _norm),
     "fp16": ByHand("precision=fp16", switch=True),
     "fp16_opt_level": ByHand("precision"),
-    "output_dir": To("output_dir", _folder),
-    "pretrained_model": To("checkpoint.init_from", str),
+    "output_dir": MapTo("output_dir", _folder),
+    "pretrained_model": MapTo("checkpoint.init_from", str),
     "log_step": ByHand("logging.interval"),
-    "device": Without("CUDA_VISIBLE_DEVICES says it; torchrun starts a process a device"),
-    "local_rank": Without("the launcher says it"),
-    "writer_dir": Without("TensorBoard's events are in output_dir/tensorboard",
+    "device": Ignored("CUDA_VISIBLE_DEVICES says it; torchrun starts a process a device"),
+    "local_rank": Ignored("the launcher says it"),
+    "writer_dir": Ignored("TensorBoard's events are in output_dir/tensorboard",
         "logging.tensorboard (in the run folder)"),
 }  # fmt: skip
 TRAIN_DEFAULTS: dict[str, Any] = {
@@ -86,12 +86,12 @@ EVAL: Table = {
     **_COMMON,
     **DATA,
     "tokenized_data_path": ByHand("data.validation"),
-    "batch_size": To("validation.micro_batch_size"),
-    "log_step": To("logging.interval", whole),
-    "output_dir": To("output_dir", _folder),
-    "pretrained_model": To("checkpoint.load", str),
-    "device": Without("CUDA_VISIBLE_DEVICES says it"),
-    "stride": Without("each token is scored once"),
+    "batch_size": MapTo("validation.micro_batch_size"),
+    "log_step": MapTo("logging.interval", whole),
+    "output_dir": MapTo("output_dir", _folder),
+    "pretrained_model": MapTo("checkpoint.load", str),
+    "device": Ignored("CUDA_VISIBLE_DEVICES says it"),
+    "stride": Ignored("each token is scored once"),
 }
 EVAL_DEFAULTS: dict[str, Any] = {
     "model_config": "config/model_config_small.json", "tokenizer_path": "cache/vocab_small.txt",
@@ -102,11 +102,11 @@ EVAL_DEFAULTS: dict[str, Any] = {
 
 GENERATE: Table = {
     **_COMMON,
-    "batch_size": To("predict.batch_size"),
-    "temperature": To("predict.temperature", number),
-    "topk": To("predict.top_k", lambda value: max(0, whole(value))),
-    "topp": To("predict.top_p", lambda value: min(max(0.0, number(value)), 1.0)),
-    "repetition_penalty": To("predict.repetition_penalty", number),
+    "batch_size": MapTo("predict.batch_size"),
+    "temperature": MapTo("predict.temperature", number),
+    "topk": MapTo("predict.top_k", lambda value: max(0, whole(value))),
+    "topp": MapTo("predict.top_p", lambda value: min(max(0.0, number(value)), 1.0)),
+    "repetition_penalty": MapTo("predict.repetition_penalty", number),
     "length": ByHand("predict.max_new_tokens"),
     "n_ctx": ByHand("predict.window"),
     "nsamples": ByHand("predict.num_sequences"),
@@ -117,11 +117,11 @@ GENERATE: Table = {
     "titles_file": ByHand("predict.prompt_file"),
     "articles_per_title": ByHand("predict.num_sequences"),
     "save_path": ByHand("predict.output_folder"),
-    "model_path": To("checkpoint.load", str),
-    "device": Without("CUDA_VISIBLE_DEVICES says it"),
-    "fast_pattern": Without("keys and values are kept as long as the text fits the window",
+    "model_path": MapTo("checkpoint.load", str),
+    "device": Ignored("CUDA_VISIBLE_DEVICES says it"),
+    "fast_pattern": Ignored("keys and values are kept as long as the text fits the window",
         "predict"),
-    "no_wordpiece": Without("generate.py does not look at it: the vocabulary has no pieces of"
+    "no_wordpiece": Ignored("generate.py does not look at it: the vocabulary has no pieces of"
         " Chinese words", "data.tokenizer.type"),
 }  # fmt: skip
 GENERATE_DEFAULTS: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.dialects.rules import Defaults, Only, Table, To, Without, number, same
+from common.dialects.rules import Defaults, Fixed, Ignored, MapTo, Table, number, same
 
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
@@ -29,20 +29,20 @@ def other_function(name: str) -> str:
 
 
 TABLE: Table = {
-    "n_ctx": To("model.seq_length"),
-    "n_positions": To("model.max_positions"),
-    "n_embd": To("model.hidden_size"),
-    "n_layer": To("model.num_layers"),
-    "n_head": To("model.num_heads"),
-    "n_inner": To("model.ffn_hidden_size"),
-    "vocab_size": To("model.vocab_size"),
+    "n_ctx": MapTo("model.seq_length"),
+    "n_positions": MapTo("model.max_positions"),
+    "n_embd": MapTo("model.hidden_size"),
+    "n_layer": MapTo("model.num_layers"),
+    "n_head": MapTo("model.num_heads"),
+    "n_inner": MapTo("model.ffn_hidden_size"),
+    "vocab_size": MapTo("model.vocab_size"),
     **same("model", "layer_norm_epsilon initializer_range", change=number),
-    "embd_pdrop": To("model.embedding_dropout", number),
-    "attn_pdrop": To("model.attention_dropout", number),
-    "resid_pdrop": To("model.hidden_dropout", number),
-    **{name: Only(values, other_function(name)) for name, values in FIXED.items()},
-    "pruned_heads.*": Only((), "every block has all its heads here; train without it"),
-    "*": Without("it does not change what GPT-2 computes"),
+    "embd_pdrop": MapTo("model.embedding_dropout", number),
+    "attn_pdrop": MapTo("model.attention_dropout", number),
+    "resid_pdrop": MapTo("model.hidden_dropout", number),
+    **{name: Fixed(values, other_function(name)) for name, values in FIXED.items()},
+    "pruned_heads.*": Fixed((), "every block has all its heads here; train without it"),
+    "*": Ignored("it does not change what GPT-2 computes"),
 }
 DEFAULTS: Defaults = {
     "n_ctx": 1024, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,

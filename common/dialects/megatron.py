@@ -9,11 +9,11 @@ from __future__ import annotations
 from common.dialects.rules import (
     ByHand,
     Defaults,
-    Only,
+    Fixed,
+    Ignored,
+    MapTo,
     Switch,
     Table,
-    To,
-    Without,
     each,
     joined,
     listed,
@@ -64,26 +64,26 @@ OTHER_PROGRAMS = {
 TABLE: Table = {
     # model
     **same("model", "num_layers hidden_size ffn_hidden_size seq_length vocab_size"),
-    "encoder_seq_length": To("model.seq_length"),
-    "num_attention_heads": To("model.num_heads"),
-    "max_position_embeddings": To("model.max_positions"),
-    "make_vocab_size_divisible_by": To("model.vocab_multiple"),
-    "padded_vocab_size": Without("the table is padded to a multiple of model.vocab_multiple",
+    "encoder_seq_length": MapTo("model.seq_length"),
+    "num_attention_heads": MapTo("model.num_heads"),
+    "max_position_embeddings": MapTo("model.max_positions"),
+    "make_vocab_size_divisible_by": MapTo("model.vocab_multiple"),
+    "padded_vocab_size": Ignored("the table is padded to a multiple of model.vocab_multiple",
         "model.vocab_size (without padding, which is added automatically)"),
-    "kv_channels": Without("it is hidden_size / num_attention_heads"),
-    "attention_dropout": To("model.attention_dropout", number),
-    "hidden_dropout": To("model.dropout", number),
-    "init_method_std": To("model.initializer_range", number),
-    "layernorm_epsilon": To("model.layer_norm_epsilon", number),
-    "norm_epsilon": To("model.layer_norm_epsilon", number),
-    "position_embedding_type": Only(("learned_absolute",), "GPT-2 learns its positions; use"
+    "kv_channels": Ignored("it is hidden_size / num_attention_heads"),
+    "attention_dropout": MapTo("model.attention_dropout", number),
+    "hidden_dropout": MapTo("model.dropout", number),
+    "init_method_std": MapTo("model.initializer_range", number),
+    "layernorm_epsilon": MapTo("model.layer_norm_epsilon", number),
+    "norm_epsilon": MapTo("model.layer_norm_epsilon", number),
+    "position_embedding_type": Fixed(("learned_absolute",), "GPT-2 learns its positions; use"
         " learned_absolute"),
-    "normalization": Only(("LayerNorm",), "GPT-2 has LayerNorm"),
-    "num_experts": Only((0, 1, [1]), "mixture of experts is not in this version; leave it out"),
-    "mlp_type": Only(("standard",), "mixture of experts is not in this version; use standard"),
-    "softmax_type": Only(("vanilla",), "GPT-2 has the plain softmax; use vanilla"),
-    "spec": Only(("local",), "the layers are GPT-2's; leave the flag out"),
-    **each(Only((), "GPT-2 has it otherwise; leave the flag out"), """
+    "normalization": Fixed(("LayerNorm",), "GPT-2 has LayerNorm"),
+    "num_experts": Fixed((0, 1, [1]), "mixture of experts is not in this version; leave it out"),
+    "mlp_type": Fixed(("standard",), "mixture of experts is not in this version; use standard"),
+    "softmax_type": Fixed(("vanilla",), "GPT-2 has the plain softmax; use vanilla"),
+    "spec": Fixed(("local",), "the layers are GPT-2's; leave the flag out"),
+    **each(Fixed((), "GPT-2 has it otherwise; leave the flag out"), """
         apply_residual_connection_post_layernorm untie_embeddings_and_output_weights swiglu
         use_rotary_position_embeddings no_position_embedding disable_bias_linear
         group_query_attention init_method_xavier_uniform fp32_residual_connection window_size
@@ -91,14 +91,14 @@ TABLE: Table = {
         qk_l2_norm multi_latent_attention mtp_num_layers is_hybrid_model
         heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     """),
-    **each(Without("it is GPT-2's own"), "openai_gelu add_qkv_bias"),
-    **each(Without(_ONE_EXPERT), """
+    **each(Ignored("it is GPT-2's own"), "openai_gelu add_qkv_bias"),
+    **each(Ignored(_ONE_EXPERT), """
         moe_* topk expert_interval expert_tensor_parallel_size create_moe_param_group
         disable_moe_token_dropping enable_expert_tensor_parallelism use_tutel
         overlap_moe_expert_parallel_comm delay_wgrad_compute use_fused_weighted_squared_relu
     """),
-    "moe_expert_parallel_size": Only((1,), f"mixture of experts {_NOT_HERE}"),
-    **each(Without(_OF_REFUSED), """
+    "moe_expert_parallel_size": Fixed((1,), f"mixture of experts {_NOT_HERE}"),
+    **each(Ignored(_OF_REFUSED), """
         num_query_groups window_attn_skip_freq rotary_* rope_* mrope_section no_rope_*
         use_rope_scaling relative_attention_* activation_func_clamp_value glu_linear_offset
         no_bias_swiglu_fusion mtp_* q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
@@ -108,158 +108,159 @@ TABLE: Table = {
         num_layers_teacher num_experts_teacher hidden_size_teacher num_attention_heads_teacher kd_*
         reuse_grad_buf_for_mxfp8_param_ag
     """),
-    **each(Only((), f"this {_NOT_HERE}"), """
+    **each(Fixed((), f"this {_NOT_HERE}"), """
         fp8_format fp4_format use_precision_aware_optimizer kitchen_config_file
         kitchen_recipe_number retro_project_dir retro_add_retriever perform_rl_step sft mos kd
         load_teacher mock_data iterations_to_skip decrease_batch_size_if_needed
         data_parallel_random_init
     """),
-    **each(Without(_OTHER), """
+    **each(Ignored(_OTHER), """
         bert_* biencoder_* ict_* dino_* vision_* swin_* retriever_* indexer_* titles_data_path
         query_in_block_prob use_one_sent_docs evidence_data_path block_data_path embedding_path
         num_classes img_* num_channels patch_dim classes_fraction data_per_class_fraction
         no_data_sharding head_lr_mult mask_* iter_per_epoch sample_rate short_seq_prob
         decoder_seq_length output_bert_embeddings encoder_num_layers decoder_num_layers
     """),
-    "task": Only((), OF_TASKS, "evaluation.task"),
+    "task": Fixed((), OF_TASKS, "evaluation.task"),
     # batch and length
-    "micro_batch_size": To("train.micro_batch_size"),
-    "batch_size": To("train.micro_batch_size"),
-    "global_batch_size": To("train.global_batch_size"),
-    "train_iters": To("train.max_steps"),
-    "train_tokens": To("train.max_tokens"),
+    "micro_batch_size": MapTo("train.micro_batch_size"),
+    "batch_size": MapTo("train.micro_batch_size"),
+    "global_batch_size": MapTo("train.global_batch_size"),
+    "train_iters": MapTo("train.max_steps"),
+    "train_tokens": MapTo("train.max_tokens"),
     "train_samples": ByHand("train.max_steps (that number divided by train.global_batch_size)"),
     "rampup_batch_size": ByHand("train.rampup_batch_size"),
     "step_batch_size_schedule": ByHand("train.rampup_batch_size", text=True),
-    "skip_train": Only((), "--run_mode eval measures a file; leave the flag out"),
-    **each(Only((), "--run_mode predict generates; leave the flag out"), "inference ds_inference"),
-    **each(Without("--run_mode predict generates"), """
+    "skip_train": Fixed((), "--run_mode eval measures a file; leave the flag out"),
+    **each(Fixed((), "--run_mode predict generates; leave the flag out"), "inference ds_inference"),
+    **each(Ignored("--run_mode predict generates"), """
         inference_* flash_decode decode_only_cuda_graphs symmetric_ar_type
         nccl_all_reduce_for_prefill mlp_chunks_for_prefill disable_chunked_prefill max_tokens_to_oom
         use_legacy_static_engine
     """),
-    "calculate_per_token_loss": Without("the loss is the mean over all tokens"),
-    "exit_interval": To("train.exit_interval", off(whole)),
-    "exit_duration_in_mins": To("train.exit_minutes", off(number)),
-    **each(Without("the scheduler's signal stops the run with a checkpoint"), """
+    "calculate_per_token_loss": Ignored("the loss is the mean over all tokens"),
+    "exit_interval": MapTo("train.exit_interval", off(whole)),
+    "exit_duration_in_mins": MapTo("train.exit_minutes", off(number)),
+    **each(Ignored("the scheduler's signal stops the run with a checkpoint"), """
         exit_signal_handler adlr_autoresume*
     """),
     # optimizer
-    "optimizer": To("optimizer.name", one_of(adam="adamw", adamw="adamw", sgd="sgd")),
-    "lr": To("optimizer.learning_rate", number),
-    "min_lr": To("optimizer.min_learning_rate", number),
-    "lr_decay_style": To("optimizer.schedule",
+    "optimizer": MapTo("optimizer.name", one_of(adam="adamw", adamw="adamw", sgd="sgd")),
+    "lr": MapTo("optimizer.learning_rate", number),
+    "min_lr": MapTo("optimizer.min_learning_rate", number),
+    "lr_decay_style": MapTo("optimizer.schedule",
     one_of(cosine="cosine", linear="linear", constant="constant")),
-    "lr_decay_iters": To("optimizer.decay_steps"),
-    "lr_warmup_iters": To("optimizer.warmup_steps"),
-    "lr_decay_samples": To("optimizer.decay_samples"),
-    "lr_warmup_samples": To("optimizer.warmup_samples"),
-    "lr_warmup_fraction": To("optimizer.warmup_fraction", number),
-    "warmup": Only((), "give --lr-warmup-fraction",
+    "lr_decay_iters": MapTo("optimizer.decay_steps"),
+    "lr_warmup_iters": MapTo("optimizer.warmup_steps"),
+    "lr_decay_samples": MapTo("optimizer.decay_samples"),
+    "lr_warmup_samples": MapTo("optimizer.warmup_samples"),
+    "lr_warmup_fraction": MapTo("optimizer.warmup_fraction", number),
+    "warmup": Fixed((), "give --lr-warmup-fraction",
         "optimizer.warmup_fraction or optimizer.warmup_steps"),
-    "weight_decay": To("optimizer.weight_decay", number),
-    "adam_beta1": To("optimizer.beta1", number),
-    "adam_beta2": To("optimizer.beta2", number),
-    "adam_eps": To("optimizer.epsilon", number),
-    "sgd_momentum": To("optimizer.momentum", number),
-    "clip_grad": To("optimizer.clip_grad", lambda norm: max(0.0, number(norm))),
-    **each(Only((), _IN_SAMPLES), "lr_decay_tokens lr_warmup_tokens"),
-    **each(Without("a resumed run takes the schedule of its configuration"), """
+    "weight_decay": MapTo("optimizer.weight_decay", number),
+    "adam_beta1": MapTo("optimizer.beta1", number),
+    "adam_beta2": MapTo("optimizer.beta2", number),
+    "adam_eps": MapTo("optimizer.epsilon", number),
+    "sgd_momentum": MapTo("optimizer.momentum", number),
+    "clip_grad": MapTo("optimizer.clip_grad", lambda norm: max(0.0, number(norm))),
+    **each(Fixed((), _IN_SAMPLES), "lr_decay_tokens lr_warmup_tokens"),
+    **each(Ignored("a resumed run takes the schedule of its configuration"), """
         override_lr_scheduler override_opt_param_scheduler
     """),
-    "lr_warmup_init": Only((0, 0.0), "the warm-up begins at 0; leave the flag out"),
-    "weight_decay_incr_style": Only(("constant",), f"a weight decay that grows {_NOT_HERE}"),
-    **each(Only((), f"a weight decay that grows {_NOT_HERE}"), """
+    "lr_warmup_init": Fixed((0, 0.0), "the warm-up begins at 0; leave the flag out"),
+    "weight_decay_incr_style": Fixed(("constant",), f"a weight decay that grows {_NOT_HERE}"),
+    **each(Fixed((), f"a weight decay that grows {_NOT_HERE}"), """
         start_weight_decay end_weight_decay
     """),
-    **each(Only((), f"one learning rate is for all layers, another {_NOT_HERE}"), """
+    **each(Fixed((), f"one learning rate is for all layers, another {_NOT_HERE}"), """
         decoupled_lr decoupled_min_lr
     """),
     # precision
     "fp16": ByHand("precision=fp16", switch=True),
     "bf16": ByHand("precision=bf16", switch=True),
     "loss_scale": ByHand("loss_scale.initial"),
-    "initial_loss_scale": To("loss_scale.initial", number),
-    "min_loss_scale": To("loss_scale.minimum", number),
-    "loss_scale_window": To("loss_scale.window", whole),
-    "hysteresis": To("loss_scale.hysteresis"),
-    "attention_softmax_in_fp32": Without("precision.softmax is float32"),
-    "accumulate_allreduce_grads_in_fp32": Without("precision.reduction is float32"),
-    "fp16_lm_cross_entropy": Only((), "the loss is taken in float32; leave the flag out"),
-    "grad_reduce_in_bf16": To("precision.reduction", Switch("bfloat16")),
-    "disable_bf16_reduced_precision_matmul": Without(_KERNELS),
-    **each(Without("losses and gradients that are not finite are found anyway"), """
+    "initial_loss_scale": MapTo("loss_scale.initial", number),
+    "min_loss_scale": MapTo("loss_scale.minimum", number),
+    "loss_scale_window": MapTo("loss_scale.window", whole),
+    "hysteresis": MapTo("loss_scale.hysteresis"),
+    "attention_softmax_in_fp32": Ignored("precision.softmax is float32"),
+    "accumulate_allreduce_grads_in_fp32": Ignored("precision.reduction is float32"),
+    "fp16_lm_cross_entropy": Fixed((), "the loss is taken in float32; leave the flag out"),
+    "grad_reduce_in_bf16": MapTo("precision.reduction", Switch("bfloat16")),
+    "disable_bf16_reduced_precision_matmul": Ignored(_KERNELS),
+    **each(Ignored("losses and gradients that are not finite are found anyway"), """
         no_check_for_nan_in_loss_and_grad check_for_spiky_loss check_for_large_grads rerun_mode
         error_injection_* result_rejected_tracker_filename
     """),
-    "deterministic_mode": To("train.deterministic", Switch(True)),
+    "deterministic_mode": MapTo("train.deterministic", Switch(True)),
     # recomputation
-    "checkpoint_activations": To("train.recompute", Switch("full")),
-    "recompute_activations": To("train.recompute", Switch("selective")),
-    "recompute_granularity": To("train.recompute", one_of(full="full", selective="selective")),
-    "deepspeed_activation_checkpointing": Without("train.recompute says it"),
+    "checkpoint_activations": MapTo("train.recompute", Switch("full")),
+    "recompute_activations": MapTo("train.recompute", Switch("selective")),
+    "recompute_granularity": MapTo("train.recompute", one_of(full="full", selective="selective")),
+    "deepspeed_activation_checkpointing": Ignored("train.recompute says it"),
     "recompute_num_layers": ByHand("train.recompute_layers"),
     "recompute_method": ByHand(),
     # layout
-    "use_distributed_optimizer": To("parallel.zero_stage", Switch(1), "parallel.zero_stage=1"),
-    "data_parallel_sharding_strategy": To("parallel.zero_stage",
+    "use_distributed_optimizer": MapTo("parallel.zero_stage", Switch(1), "parallel.zero_stage=1"),
+    "data_parallel_sharding_strategy": MapTo("parallel.zero_stage",
         one_of(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3)),
     **each(ByHand("parallel.virtual_stages"), """
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     """),
     "deepspeed": ByHand("engine=deepspeed", switch=True),
     "deepspeed_config": ByHand("deepspeed.config_file"),
-    "tensor_model_parallel_size": To("parallel.model_parallel"),
-    "model_parallel_size": To("parallel.model_parallel"),
-    "pipeline_model_parallel_size": To("parallel.pipeline_stage"),
-    "sequence_parallel": To("parallel.sequence_parallel", Switch(True)),
-    "cp_comm_type": Without("there is one context-parallel rank"),
-    "hierarchical_context_parallel_sizes": Without("there is one context-parallel rank"),
-    **each(Without("layers are split evenly over the stages"), """
+    "tensor_model_parallel_size": MapTo("parallel.model_parallel"),
+    "model_parallel_size": MapTo("parallel.model_parallel"),
+    "pipeline_model_parallel_size": MapTo("parallel.pipeline_stage"),
+    "sequence_parallel": MapTo("parallel.sequence_parallel", Switch(True)),
+    "cp_comm_type": Ignored("there is one context-parallel rank"),
+    "hierarchical_context_parallel_sizes": Ignored("there is one context-parallel rank"),
+    **each(Ignored("layers are split evenly over the stages"), """
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
         account_for_loss_in_pipeline_split microbatch_group_size_per_virtual_pipeline_stage
     """),
-    "num_distributed_optimizer_instances": Only((1,), "parallel.shard_size says over how many ranks"
-        " the state is split; leave the flag out"),
-    "use_torch_fsdp2": To("parallel.zero_stage", Switch(3), "parallel.zero_stage=3"),
-    "optimizer_cpu_offload": Only((), "where DeepSpeed is installed give engine=deepspeed"
+    "num_distributed_optimizer_instances": Fixed((1,), "parallel.shard_size says over how many"
+        " ranks the state is split; leave the flag out"),
+    "use_torch_fsdp2": MapTo("parallel.zero_stage", Switch(3), "parallel.zero_stage=3"),
+    "optimizer_cpu_offload": Fixed((), "where DeepSpeed is installed give engine=deepspeed"
         " deepspeed.offload_optimizer=true instead"),
-    "context_parallel_size": Only((1,), "context parallelism is not in this version; leave it out"),
-    "expert_model_parallel_size": Only((1,), "mixture of experts is not in this version; leave it"
+    "context_parallel_size": Fixed((1,), "context parallelism is not in this version; leave it"
         " out"),
-    "zero_stage": To("parallel.zero_stage", whole),
-    "cpu_optimizer": To("deepspeed.offload_optimizer", Switch(True)),
-    **each(Without(_LAUNCHED), "deepspeed_mpi deepscale deepscale_config"),
-    "no_pipeline_parallel": Without("--pipeline-model-parallel-size says it"),
-    "distributed_backend": Without("the device says how ranks talk: NCCL, HCCL or Gloo"),
-    "DDP_impl": Without("parallel says how gradients are summed"),
-    "use_contiguous_buffers_in_ddp": Without(_KERNELS),
-    "local_rank": Without(_LAUNCHED),
-    "use_cpu_initialization": Without("initial weights do not depend on the device"),
-    "lazy_mpu_init": Without(_LAUNCHED),
+    "expert_model_parallel_size": Fixed((1,), "mixture of experts is not in this version; leave it"
+        " out"),
+    "zero_stage": MapTo("parallel.zero_stage", whole),
+    "cpu_optimizer": MapTo("deepspeed.offload_optimizer", Switch(True)),
+    **each(Ignored(_LAUNCHED), "deepspeed_mpi deepscale deepscale_config"),
+    "no_pipeline_parallel": Ignored("--pipeline-model-parallel-size says it"),
+    "distributed_backend": Ignored("the device says how ranks talk: NCCL, HCCL or Gloo"),
+    "DDP_impl": Ignored("parallel says how gradients are summed"),
+    "use_contiguous_buffers_in_ddp": Ignored(_KERNELS),
+    "local_rank": Ignored(_LAUNCHED),
+    "use_cpu_initialization": Ignored("initial weights do not depend on the device"),
+    "lazy_mpu_init": Ignored(_LAUNCHED),
     # data
     **each(ByHand("data.train"), "data_path train_data_path"),
-    "split": To("data.split", joined),
-    "data_impl": Only(("mmap", "infer", "cached", "lazy"), "the data's index says how they were"
+    "split": MapTo("data.split", joined),
+    "data_impl": Fixed(("mmap", "infer", "cached", "lazy"), "the data's index says how they were"
         " written; expected mmap, cached, lazy or infer"),
-    "data_cache_path": Without("samples need no index files"),
-    "valid_data_path": To("data.validation", listed),
-    "test_data_path": Without("the test part is not read; --run_mode eval measures a file"),
-    **each(Only((), "write the paths behind --data-path"), """
+    "data_cache_path": Ignored("samples need no index files"),
+    "valid_data_path": MapTo("data.validation", listed),
+    "test_data_path": Ignored("the test part is not read; --run_mode eval measures a file"),
+    **each(Fixed((), "write the paths behind --data-path"), """
         data_args_path per_split_data_args_path
     """),
-    "dataloader_type": Only(("single",), "samples are read once in an epoch; use single"),
-    "vocab_file": To("data.tokenizer.vocab_file"),
-    "merge_file": To("data.tokenizer.merge_file"),
-    "tokenizer_type": To("data.tokenizer.type"),
-    "tokenizer_model": To("data.tokenizer.vocab_file"),
-    **each(Without("the files of data.tokenizer say it"), """
+    "dataloader_type": Fixed(("single",), "samples are read once in an epoch; use single"),
+    "vocab_file": MapTo("data.tokenizer.vocab_file"),
+    "merge_file": MapTo("data.tokenizer.merge_file"),
+    "tokenizer_type": MapTo("data.tokenizer.type"),
+    "tokenizer_model": MapTo("data.tokenizer.vocab_file"),
+    **each(Ignored("the files of data.tokenizer say it"), """
         tokenizer_metadata tiktoken_* legacy_tokenizer trust_remote_code
     """),
-    "vocab_extra_ids": Only((0,), "the vocabulary is the tokenizer's; leave it out"),
-    "num_workers": Without(_PREFETCHED, "data.prefetch"),
-    **each(Without(_PREFETCHED), """
+    "vocab_extra_ids": Fixed((0,), "the vocabulary is the tokenizer's; leave it out"),
+    "num_workers": Ignored(_PREFETCHED, "data.prefetch"),
+    **each(Ignored(_PREFETCHED), """
         mmap_warmup no_mmap_bin_files num_dataset_builder_threads
         object_storage_cache_path mid_level_dataset_surplus no_create_attention_mask_in_dataloader
         allow_ambiguous_pad_tokens aml_data_download_path
@@ -276,45 +277,45 @@ TABLE: Table = {
     "profile": ByHand("profile.start", switch=True),
     "profile_step_start": ByHand("profile.start"),
     "profile_step_end": ByHand("profile.stop"),
-    **each(To("checkpoint.interval"), "save_interval persistent_save_interval"),
-    "async_save": To("checkpoint.asynchronous", Switch(True)),
-    "pretrained_checkpoint": To("checkpoint.init_from"),
-    "ckpt_step": Only((), "checkpoint.resume takes the folder of a step; leave the flag out"),
-    "ckpt_convert_*": Only((), "tools/convert_weight.py writes Megatron's checkpoints; leave the"
+    **each(MapTo("checkpoint.interval"), "save_interval persistent_save_interval"),
+    "async_save": MapTo("checkpoint.asynchronous", Switch(True)),
+    "pretrained_checkpoint": MapTo("checkpoint.init_from"),
+    "ckpt_step": Fixed((), "checkpoint.resume takes the folder of a step; leave the flag out"),
+    "ckpt_convert_*": Fixed((), "tools/convert_weight.py writes Megatron's checkpoints; leave the"
         " flag out"),
-    "non_persistent_save_interval": Without(_FORMAT),
-    "save_retain_interval": Without("checkpoint.keep says how many stay"),
-    **each(Without(_FORMAT), """
+    "non_persistent_save_interval": Ignored(_FORMAT),
+    "save_retain_interval": Ignored("checkpoint.keep says how many stay"),
+    **each(Ignored(_FORMAT), """
         ckpt_* dist_ckpt_* use_dist_ckpt no_ckpt_* non_persistent_* auto_detect_ckpt_format
         use_persistent_ckpt_worker no_strict_fsdp_dtensor_load
         distrib_optim_fully_reshardable_mem_efficient replication* load_main_params_from_ckpt
     """),
-    **each(Without("the configuration says what the model is"), """
+    **each(Ignored("the configuration says what the model is"), """
         no_initialization no_use_tokenizer_model_from_checkpoint_args
     """),
-    "exit_on_missing_checkpoint": Without("a checkpoint that is named and absent is an error"),
-    "yaml_cfg": Only((), "give the file with --config, in the words of this project"),
-    "eval_interval": To("validation.interval"),
-    "multiple_validation_sets": Only((), "data.validation is one set; leave the flag out"),
-    "test_mode": Without("the test part is not read"),
-    "log_interval": To("logging.interval"),
-    "seed": To("seed"),
-    **each(Only((), HELD), "no_save_optim no_save_rng"),
-    "tensorboard_dir": Without("TensorBoard's events are in the run folder",
+    "exit_on_missing_checkpoint": Ignored("a checkpoint that is named and absent is an error"),
+    "yaml_cfg": Fixed((), "give the file with --config, in the words of this project"),
+    "eval_interval": MapTo("validation.interval"),
+    "multiple_validation_sets": Fixed((), "data.validation is one set; leave the flag out"),
+    "test_mode": Ignored("the test part is not read"),
+    "log_interval": MapTo("logging.interval"),
+    "seed": MapTo("seed"),
+    **each(Fixed((), HELD), "no_save_optim no_save_rng"),
+    "tensorboard_dir": Ignored("TensorBoard's events are in the run folder",
         "logging.tensorboard (in the run folder)"),
-    **each(Without(_LOGGED), """
+    **each(Ignored(_LOGGED), """
         tensorboard_* log_* no_log_* timing_log_* wandb_* logging_level one_logger_* no_one_logger
         app_tag_* config_logger_dir no_barrier_with_level_1_timing disable_straggler_on_startup
         straggler_* run_workload_inspector_server record_memory_history memory_snapshot_path
     """),
-    **each(Without("profile.start and profile.stop say which steps are traced, on rank 0"), """
+    **each(Ignored("profile.start and profile.stop say which steps are traced, on rank 0"), """
         use_pytorch_profiler profile_ranks
     """),
-    **each(Without(_LAUNCHED), """
+    **each(Ignored(_LAUNCHED), """
         inprocess_* enable_ft_package calc_ft_timeouts distributed_timeout_* use_tp_pp_dp_mapping
         disable_gloo_process_groups
     """),
-    **each(Without(_KERNELS), """
+    **each(Ignored(_KERNELS), """
         no_masked_softmax_fusion no_bias_gelu_fusion no_bias_dropout_fusion
         no_gradient_accumulation_fusion no_async_tensor_model_parallel_allreduce
         no_query_key_layer_scaling apply_query_key_layer_scaling onnx_safe overlap_* no_overlap_*
@@ -332,20 +333,20 @@ TABLE: Table = {
         use_torch_optimizer_for_cpu_offload optimizer_offload_fraction dump_param_to_param_group_map
         no_pin_cpu_* enable_experimental disable_msc
     """),
-    "use_flash_attn": Without(_KERNELS, "train.fused_attention"),
-    **each(Without("recomputed activations are not split"), """
+    "use_flash_attn": Ignored(_KERNELS, "train.fused_attention"),
+    **each(Ignored("recomputed activations are not split"), """
         distribute_checkpointed_activations distribute_saved_activations partition_activations
         contigious_checkpointing
     """),
-    "recompute_modules": Without("train.recompute=selective says which parts"),
-    "checkpoint_num_layers": Without("each block is recomputed by itself",
+    "recompute_modules": Ignored("train.recompute=selective says which parts"),
+    "checkpoint_num_layers": Ignored("each block is recomputed by itself",
         "train.recompute_layers"),
-    **each(Without("train.offload_activations moves those of all blocks to the host",
+    **each(Ignored("train.offload_activations moves those of all blocks to the host",
         "train.offload_activations"), "checkpoint_in_cpu cpu_offloading_num_layers"),
-    **each(Without("ZeRO's own settings are taken"), """
+    **each(Ignored("ZeRO's own settings are taken"), """
         zero_reduce_scatter zero_contigious_gradients use_pin_memory
     """),
-    "remote_device": Only(("none",), "give deepspeed.offload_parameters=true"),
+    "remote_device": Fixed(("none",), "give deepspeed.offload_parameters=true"),
 }  # fmt: skip
 
 DEFAULTS: Defaults = {
@@ -368,17 +369,17 @@ DEFAULTS: Defaults = {
 """Values of flags that are left out."""
 
 DEEPSPEED: Table = {
-    "train_batch_size": To("train.global_batch_size"),
-    "train_micro_batch_size_per_gpu": To("train.micro_batch_size"),
-    "gradient_accumulation_steps": To("train.accumulation_steps"),
-    "gradient_clipping": To("optimizer.clip_grad", number),
-    "zero_optimization.stage": To("parallel.zero_stage"),
-    "fp16.loss_scale": To("loss_scale.mode", lambda scale: "static" if scale else "dynamic"),
-    "fp16.initial_scale_power": To("loss_scale.initial",
+    "train_batch_size": MapTo("train.global_batch_size"),
+    "train_micro_batch_size_per_gpu": MapTo("train.micro_batch_size"),
+    "gradient_accumulation_steps": MapTo("train.accumulation_steps"),
+    "gradient_clipping": MapTo("optimizer.clip_grad", number),
+    "zero_optimization.stage": MapTo("parallel.zero_stage"),
+    "fp16.loss_scale": MapTo("loss_scale.mode", lambda scale: "static" if scale else "dynamic"),
+    "fp16.initial_scale_power": MapTo("loss_scale.initial",
         lambda power: 2.0 ** whole(power), "loss_scale.initial (2 to that power)"),
-    "fp16.loss_scale_window": To("loss_scale.window", whole),
-    "fp16.hysteresis": To("loss_scale.hysteresis"),
-    "fp16.min_loss_scale": To("loss_scale.minimum", number),
+    "fp16.loss_scale_window": MapTo("loss_scale.window", whole),
+    "fp16.hysteresis": MapTo("loss_scale.hysteresis"),
+    "fp16.min_loss_scale": MapTo("loss_scale.minimum", number),
 }  # fmt: skip
 """Keys of a ds_config.json with one of ours. The engine compares all others with the run."""
 

@@ -11,10 +11,10 @@ from typing import Any
 from common.dialects.rules import (
     ByHand,
     Defaults,
-    Only,
+    Fixed,
+    Ignored,
+    MapTo,
     Table,
-    To,
-    Without,
     each,
     listed,
     number,
@@ -49,7 +49,7 @@ LORA = "fine-tuning of added weights (LoRA) is not in this version; train all we
 CLASSES = "fine-tuning of classes is not in this version; models here predict the next token"
 _NO_EXPERTS = "mixture of experts is not in this version"
 _PROCESSES = "the launcher (scripts/run_distribute.sh) decides how many processes there are"
-_END = Only((50256,), "GPT-2's end of text is 50256", "data.eod_id")
+_END = Fixed((50256,), "GPT-2's end of text is 50256", "data.eod_id")
 
 
 def _one_file(value: Any) -> Any:
@@ -64,51 +64,51 @@ def _recompute(value: Any) -> Any:
 
 
 _MODEL: Table = {
-    "type": Only(("GPT2Config",), "the models here are GPT-2; use GPT2Config"),
+    "type": Fixed(("GPT2Config",), "the models here are GPT-2; use GPT2Config"),
     **same("model", "seq_length vocab_size num_layers num_heads initializer_range"),
-    **each(To("model.hidden_size"), "embedding_size hidden_size"),
-    "intermediate_size": To("model.ffn_hidden_size"),
+    **each(MapTo("model.hidden_size"), "embedding_size hidden_size"),
+    "intermediate_size": MapTo("model.ffn_hidden_size"),
     "expand_ratio": ByHand("model.ffn_hidden_size (hidden_size times the ratio)"),
-    "max_position_embeddings": To("model.max_positions"),
-    "layernorm_epsilon": To("model.layer_norm_epsilon"),
-    "dropout_prob": To("model.embedding_dropout", hint="model.dropout"),
-    "embedding_dropout_prob": To("model.embedding_dropout"),
-    **each(To("model.hidden_dropout"), "hidden_dropout_prob hidden_dropout_rate"),
-    **each(To("model.attention_dropout"), "attention_probs_dropout_prob attention_dropout_rate"),
-    "hidden_act": Only(("gelu", "fast_gelu"), "GPT-2 has GELU; use gelu or fast_gelu"),
-    "param_init_type": To("precision.parameters", _FLOAT),
-    "compute_dtype": To("precision.compute", _FLOAT),
-    **each(To("precision.softmax", _FLOAT), "softmax_dtype softmax_compute_type"),
-    **each(To("precision.layer_norm", _FLOAT), "layernorm_dtype layernorm_compute_type"),
-    "use_flash_attention": To("train.fused_attention"),
-    "use_prompt_flash_attention": Without("the fastest attention that the device has is taken"),
-    "use_past": Without("generation always keeps keys and values"),
-    "batch_size": Without("runner_config.batch_size and predict.batch_size say it"),
+    "max_position_embeddings": MapTo("model.max_positions"),
+    "layernorm_epsilon": MapTo("model.layer_norm_epsilon"),
+    "dropout_prob": MapTo("model.embedding_dropout", hint="model.dropout"),
+    "embedding_dropout_prob": MapTo("model.embedding_dropout"),
+    **each(MapTo("model.hidden_dropout"), "hidden_dropout_prob hidden_dropout_rate"),
+    **each(MapTo("model.attention_dropout"), "attention_probs_dropout_prob attention_dropout_rate"),
+    "hidden_act": Fixed(("gelu", "fast_gelu"), "GPT-2 has GELU; use gelu or fast_gelu"),
+    "param_init_type": MapTo("precision.parameters", _FLOAT),
+    "compute_dtype": MapTo("precision.compute", _FLOAT),
+    **each(MapTo("precision.softmax", _FLOAT), "softmax_dtype softmax_compute_type"),
+    **each(MapTo("precision.layer_norm", _FLOAT), "layernorm_dtype layernorm_compute_type"),
+    "use_flash_attention": MapTo("train.fused_attention"),
+    "use_prompt_flash_attention": Ignored("the fastest attention that the device has is taken"),
+    "use_past": Ignored("generation always keeps keys and values"),
+    "batch_size": Ignored("runner_config.batch_size and predict.batch_size say it"),
     **each(_END, "eos_token eos_token_id bos_token_id"),
-    "pad_token_id": Without("windows are full, nothing is padded"),
-    "unk_token_id": Without("byte-level BPE knows every text"),
-    "is_encoder_decoder": Only((False,), "GPT-2 is a decoder"),
-    "is_dynamic": Without("shapes are fixed in training"),
-    "top_k": To("predict.top_k"),
+    "pad_token_id": Ignored("windows are full, nothing is padded"),
+    "unk_token_id": Ignored("byte-level BPE knows every text"),
+    "is_encoder_decoder": Fixed((False,), "GPT-2 is a decoder"),
+    "is_dynamic": Ignored("shapes are fixed in training"),
+    "top_k": MapTo("predict.top_k"),
     **same("predict", "repetition_penalty top_p", change=number),
-    "do_sample": To("predict.strategy", one_of(**{"True": "sampling", "False": "greedy"}),
+    "do_sample": MapTo("predict.strategy", one_of(**{"True": "sampling", "False": "greedy"}),
         "predict.strategy=sampling"),
-    "max_decode_length": Without("predict.max_new_tokens says how much is generated"),
-    "max_new_tokens": To("predict.max_new_tokens"),
+    "max_decode_length": Ignored("predict.max_new_tokens says how much is generated"),
+    "max_new_tokens": MapTo("predict.max_new_tokens"),
     "checkpoint_name_or_path": ByHand("checkpoint.init_from"),
     "pet_config": ByHand(),
 }  # fmt: skip
 _LOADER: Table = {
-    "type": Only(("MindDataset",), "data.train takes a MindRecord, or what"
+    "type": Fixed(("MindDataset",), "data.train takes a MindRecord, or what"
         " tools/preprocess_data.py writes"),
-    "dataset_dir": To("data.train"),
-    "dataset_files": To("data.train", _one_file),
-    "shuffle": To("data.shuffle"),
-    "num_samples": To("train.num_samples", off(whole)),
-    **each(Without(_LOADED), """
+    "dataset_dir": MapTo("data.train"),
+    "dataset_files": MapTo("data.train", _one_file),
+    "shuffle": MapTo("data.shuffle"),
+    "num_samples": MapTo("train.num_samples", off(whole)),
+    **each(Ignored(_LOADED), """
         num_parallel_workers python_multiprocessing num_shards shard_id cache
     """),
-    "*": Only((), "data.train takes whole files; leave the key out"),
+    "*": Fixed((), "data.train takes whole files; leave the key out"),
 }  # fmt: skip
 _PARALLEL: Table = {
     **same("parallel", """
@@ -116,43 +116,43 @@ _PARALLEL: Table = {
         parallel_optimizer_config.parallel_optimizer_threshold
         parallel_optimizer_config.gradient_accumulation_shard
     """),
-    "loss_repeated_mean": Only((True,), "the loss is the mean over all tokens; set True"),
-    "gradients_mean": Without("gradients are of the mean over the global batch"),
+    "loss_repeated_mean": Fixed((True,), "the loss is the mean over all tokens; set True"),
+    "gradients_mean": Ignored("gradients are of the mean over the global batch"),
     **{
-        f"strategy_ckpt_{name}": To(f"parallel.strategy_ckpt_config.{side}_file")
+        f"strategy_ckpt_{name}": MapTo(f"parallel.strategy_ckpt_config.{side}_file")
         for side in ("save", "load") for name in (f"{side}_file", f"config.{side}_file")
     },
-    "strategy_ckpt_config.*": Without("a strategy file holds all parameters"),
-    "device_num": Without("the launcher decides how many processes there are",
+    "strategy_ckpt_config.*": Ignored("a strategy file holds all parameters"),
+    "device_num": Ignored("the launcher decides how many processes there are",
         "parallel.data_parallel (or the launcher's range of devices)"),
-    "dataset_strategy": Without("the data are split over data-parallel ranks"),
+    "dataset_strategy": Ignored("the data are split over data-parallel ranks"),
 }  # fmt: skip
 
 TABLE: Table = {
     "base_config": ByHand("base"),
-    "seed": To("seed"),
-    "output_dir": To("output_dir"),
-    "run_mode": Without("--run_mode of the command line says it"),
-    "use_parallel": Without(_PROCESSES),
-    "trainer.type": Only(("CausalLanguageModelingTrainer", "GeneralTaskTrainer"),
+    "seed": MapTo("seed"),
+    "output_dir": MapTo("output_dir"),
+    "run_mode": Ignored("--run_mode of the command line says it"),
+    "use_parallel": Ignored(_PROCESSES),
+    "trainer.type": Fixed(("CausalLanguageModelingTrainer", "GeneralTaskTrainer"),
         "training predicts the next token; use CausalLanguageModelingTrainer"),
-    "trainer.*": Without("there is one trainer"),
+    "trainer.*": Ignored("there is one trainer"),
     # device
-    "context.device_target": To("device", one_of(**TARGETS)),
+    "context.device_target": MapTo("device", one_of(**TARGETS)),
     **same("context", """
         mode device_id enable_graph_kernel graph_kernel_flags max_call_depth max_device_memory
         save_graphs save_graphs_path
     """, "context."),
-    "context.deterministic": To("train.deterministic", one_of(ON=True, OFF=False)),
-    "context.*": Without("MindSpore's own default is taken"),
+    "context.deterministic": MapTo("train.deterministic", one_of(ON=True, OFF=False)),
+    "context.*": Ignored("MindSpore's own default is taken"),
     # length and batch
     "runner_config": ByHand("train.max_epochs, train.micro_batch_size and train.sink_size"),
-    "runner_config.epochs": To("train.max_epochs"),
-    "runner_config.batch_size": To("train.micro_batch_size"),
-    "runner_config.gradient_accumulation_steps": To("train.accumulation_steps"),
-    "runner_config.per_epoch_size": Without("an epoch is all samples"),
-    "runner_config.image_size": Without("there are no images"),
-    **each(Only((0,), "the checkpoint that is resumed knows it; set 0"), """
+    "runner_config.epochs": MapTo("train.max_epochs"),
+    "runner_config.batch_size": MapTo("train.micro_batch_size"),
+    "runner_config.gradient_accumulation_steps": MapTo("train.accumulation_steps"),
+    "runner_config.per_epoch_size": Ignored("an epoch is all samples"),
+    "runner_config.image_size": Ignored("there are no images"),
+    **each(Fixed((0,), "the checkpoint that is resumed knows it; set 0"), """
         initial_epoch has_trained_epoches has_trained_steps
     """, "runner_config."),
     **each(ByHand("train.sink_size"), "sink_size sink_mode", "runner_config."),
@@ -161,84 +161,84 @@ TABLE: Table = {
     "model.model_config": ByHand("model"),
     **within("model.model_config", _MODEL),
     # optimizer and schedule
-    "optimizer.type": To("optimizer.name", one_of(
+    "optimizer.type": MapTo("optimizer.name", one_of(
         FusedAdamWeightDecay="adamw", FP32StateAdamWeightDecay="adamw", AdamWeightDecay="adamw",
         AdamW="adamw", Adam="adam",
     )),
     **same("optimizer", "beta1 beta2 weight_decay learning_rate", "optimizer."),
-    "optimizer.eps": To("optimizer.epsilon"),
+    "optimizer.eps": MapTo("optimizer.epsilon"),
     "lr_schedule": ByHand("optimizer.schedule, optimizer.learning_rate and optimizer.warmup_steps"),
-    "lr_schedule.type": To("optimizer.schedule", one_of(
+    "lr_schedule.type": MapTo("optimizer.schedule", one_of(
         polynomial="polynomial", PolynomialWithWarmUpLR="polynomial", cosine="cosine",
         CosineWithWarmUpLR="cosine", linear="linear", LinearWithWarmUpLR="linear",
         constant="constant", ConstantWarmUpLR="constant",
     )),
-    "lr_schedule.learning_rate": To("optimizer.learning_rate"),
-    "lr_schedule.lr_end": To("optimizer.min_learning_rate"),
-    "lr_schedule.warmup_ratio": To("optimizer.warmup_fraction"),
+    "lr_schedule.learning_rate": MapTo("optimizer.learning_rate"),
+    "lr_schedule.lr_end": MapTo("optimizer.min_learning_rate"),
+    "lr_schedule.warmup_ratio": MapTo("optimizer.warmup_fraction"),
     "lr_schedule.warmup_steps": ByHand("optimizer.warmup_steps"),
     "lr_schedule.total_steps": ByHand("optimizer.decay_steps"),
-    **each(To("optimizer.power", number), "power lr_power", "lr_schedule."),
-    "lr_schedule.num_cycles": Only((0.5,), "the cosine falls once; set 0.5"),
-    "lr_schedule.warmup_lr_init": Only((0, 0.0), "the warm-up begins at 0; set 0"),
-    "lr_scale": Only((False,), "the learning rate is what lr_schedule says; set False"),
-    "lr_scale_factor": Without("lr_scale is off"),
-    "layer_scale": Only((False,), "all layers have one learning rate; set False"),
-    "layer_decay": Without("layer_scale is off"),
+    **each(MapTo("optimizer.power", number), "power lr_power", "lr_schedule."),
+    "lr_schedule.num_cycles": Fixed((0.5,), "the cosine falls once; set 0.5"),
+    "lr_schedule.warmup_lr_init": Fixed((0, 0.0), "the warm-up begins at 0; set 0"),
+    "lr_scale": Fixed((False,), "the learning rate is what lr_schedule says; set False"),
+    "lr_scale_factor": Ignored("lr_scale is off"),
+    "layer_scale": Fixed((False,), "all layers have one learning rate; set False"),
+    "layer_decay": Ignored("layer_scale is off"),
     "runner_wrapper": ByHand("loss_scale and optimizer.clip_grad"),
-    "runner_wrapper.type": Without("the engine follows from parallel"),
+    "runner_wrapper.type": Ignored("the engine follows from parallel"),
     **each(ByHand("optimizer.clip_grad"), "use_clip_grad max_grad_norm", "runner_wrapper."),
     "runner_wrapper.scale_sense": ByHand("loss_scale.initial"),
     "runner_wrapper.scale_sense.type": ByHand(),
-    "runner_wrapper.scale_sense.loss_scale_value": To("loss_scale.initial", number),
-    "runner_wrapper.scale_sense.scale_factor": To("loss_scale.factor", number),
-    "runner_wrapper.scale_sense.scale_window": To("loss_scale.window"),
+    "runner_wrapper.scale_sense.loss_scale_value": MapTo("loss_scale.initial", number),
+    "runner_wrapper.scale_sense.scale_factor": MapTo("loss_scale.factor", number),
+    "runner_wrapper.scale_sense.scale_window": MapTo("loss_scale.window"),
     # parallel
     **within("parallel", _PARALLEL),
-    "micro_batch_interleave_num": To("parallel.micro_batch_interleave_num"),
-    "parallel_config.expert_parallel": Only((1,), f"{_NO_EXPERTS}; set 1"),
+    "micro_batch_interleave_num": MapTo("parallel.micro_batch_interleave_num"),
+    "parallel_config.expert_parallel": Fixed((1,), f"{_NO_EXPERTS}; set 1"),
     **same("parallel", "model_parallel pipeline_stage gradient_aggregation_group vocab_emb_dp",
         "parallel_config."),
     "parallel_config.data_parallel": ByHand("parallel.data_parallel"),
     "parallel_config.micro_batch_num": ByHand("parallel.micro_batch_num"),
-    "parallel_config.optimizer_shard": To("parallel.enable_parallel_optimizer"),
-    "parallel_config.use_seq_parallel": To("parallel.sequence_parallel"),
-    **each(Only((1,), "sequences are not split in this version; set 1"),
+    "parallel_config.optimizer_shard": MapTo("parallel.enable_parallel_optimizer"),
+    "parallel_config.use_seq_parallel": MapTo("parallel.sequence_parallel"),
+    **each(Fixed((1,), "sequences are not split in this version; set 1"),
         "context_parallel seq_split_num", "parallel_config."),
-    "moe_config.expert_num": Only((1,), f"{_NO_EXPERTS}; set 1"),
-    "moe_config.*": Without(_NO_EXPERTS),
-    "recompute_config.recompute": To("train.recompute", _recompute),
+    "moe_config.expert_num": Fixed((1,), f"{_NO_EXPERTS}; set 1"),
+    "moe_config.*": Ignored(_NO_EXPERTS),
+    "recompute_config.recompute": MapTo("train.recompute", _recompute),
     "recompute_config.select_recompute": ByHand(),
     **same("train", "mp_comm_recompute recompute_slice_activation"
         " parallel_optimizer_comm_recompute", "recompute_config."),
-    **each(Only((False, None), "train.recompute is full or selective for all blocks; set False"),
+    **each(Fixed((False, None), "train.recompute is full or selective for all blocks; set False"),
         "select_comm_recompute select_recompute_exclude select_comm_recompute_exclude",
         "recompute_config."),
-    "swap_config.swap": Only((False,), "activations stay on the device; set False"),
-    "swap_config.*": Without("activations stay on the device"),
+    "swap_config.swap": Fixed((False,), "activations stay on the device; set False"),
+    "swap_config.*": Ignored("activations stay on the device"),
     # data
     "train_dataset": ByHand("data.train"),
     **within("train_dataset.data_loader", _LOADER),
     "train_dataset.batch_size": ByHand("train.micro_batch_size"),
     "train_dataset.input_columns": ByHand(),
-    "train_dataset.eod_reset": Only((False,), "set False, and data.reset_attention_mask=true"
+    "train_dataset.eod_reset": Fixed((False,), "set False, and data.reset_attention_mask=true"
         " data.reset_position_ids=true", "data.reset_position_ids and data.reset_attention_mask"),
-    "train_dataset.dynamic_batch": Only((False,), "every window is full; set False"),
-    "train_dataset.repeat": Only((1,), "runner_config.epochs says how often the samples are seen;"
+    "train_dataset.dynamic_batch": Fixed((False,), "every window is full; set False"),
+    "train_dataset.repeat": Fixed((1,), "runner_config.epochs says how often the samples are seen;"
         " set 1"),
-    "train_dataset.drop_remainder": Without("every batch is full"),
-    "train_dataset.*": Without(_LOADED),
-    "train_dataset_task.type": Only(("CausalLanguageModelDataset",), "training predicts the next"
+    "train_dataset.drop_remainder": Ignored("every batch is full"),
+    "train_dataset.*": Ignored(_LOADED),
+    "train_dataset_task.type": Fixed(("CausalLanguageModelDataset",), "training predicts the next"
         " token; use CausalLanguageModelDataset"),
-    "train_dataset_task.*": Without("train_dataset says it"),
+    "train_dataset_task.*": Ignored("train_dataset says it"),
     "eval_dataset": ByHand("data.validation"),
-    "eval_dataset.data_loader.dataset_dir": To("data.validation"),
-    "eval_dataset.data_loader.num_samples": To("validation.max_samples"),
-    "eval_dataset.*": Without("validation windows are read in order"),
-    "eval_dataset_task.*": Without("validation windows are read in order"),
+    "eval_dataset.data_loader.dataset_dir": MapTo("data.validation"),
+    "eval_dataset.data_loader.num_samples": MapTo("validation.max_samples"),
+    "eval_dataset.*": Ignored("validation windows are read in order"),
+    "eval_dataset_task.*": Ignored("validation windows are read in order"),
     "processor": ByHand("data.tokenizer"),
-    "processor.*": Without("data.tokenizer names the files of the vocabulary"),
-    "metric.*": Without("loss and perplexity are measured"),
+    "processor.*": Ignored("data.tokenizer names the files of the vocabulary"),
+    "metric.*": Ignored("loss and perplexity are measured"),
     # checkpoints, watching
     "callbacks": ByHand("checkpoint.interval, checkpoint.keep, checkpoint.ckpt_prefix and"
         " logging.interval"),
@@ -247,32 +247,32 @@ TABLE: Table = {
     "resume_training": ByHand("checkpoint.resume"),
     "do_eval": ByHand("--run_mode eval"),
     **each(ByHand("validation.interval"), "eval_step_interval eval_epoch_interval"),
-    "eval_callbacks": Without(WRITTEN),
-    **each(Without("checkpoints are read in every layout"), """
+    "eval_callbacks": Ignored(WRITTEN),
+    **each(Ignored("checkpoints are read in every layout"), """
         auto_trans_ckpt src_strategy_path_or_dir
     """),
-    "only_save_strategy": Only((False,), "strategy files are written by every run in modes 1 and 2;"
-        " set False"),
-    **each(Without("a ModelArts job gives --train_url"), "remote_save_url aicc_config.*"),
-    "auto_tune": Without("reading the data takes no part of a step that could be tuned"),
-    **each(Without("there is no tuning"), "autotune_per_step filepath_prefix"),
+    "only_save_strategy": Fixed((False,), "strategy files are written by every run in modes 1 and"
+        " 2; set False"),
+    **each(Ignored("a ModelArts job gives --train_url"), "remote_save_url aicc_config.*"),
+    "auto_tune": Ignored("reading the data takes no part of a step that could be tuned"),
+    **each(Ignored("there is no tuning"), "autotune_per_step filepath_prefix"),
     "profile": ByHand(),
     "profile_start_step": ByHand("profile.start"),
     "profile_stop_step": ByHand("profile.stop"),
     "profile_memory": ByHand("profile.memory"),
-    "init_start_profile": Without("profile_start_step says it"),
-    "profile_communication": Without("the trace has it"),
-    "print_separate_loss": Without("there is one loss"),
-    "monitor_config.*": Without(WRITTEN),
+    "init_start_profile": Ignored("profile_start_step says it"),
+    "profile_communication": Ignored("the trace has it"),
+    "print_separate_loss": Ignored("there is one loss"),
+    "monitor_config.*": Ignored(WRITTEN),
 }  # fmt: skip
 
-CALLBACKS: dict[str, tuple[To, Any]] = {
-    "per_print_times": (To("logging.interval", lambda steps: steps or 2**40), 1),
+CALLBACKS: dict[str, tuple[MapTo, Any]] = {
+    "per_print_times": (MapTo("logging.interval", lambda steps: steps or 2**40), 1),
     "prefix": (
-        To("checkpoint.ckpt_prefix", hint="predict.prompt or checkpoint.ckpt_prefix"), "CKP"),
-    "save_checkpoint_steps": (To("checkpoint.interval"), 1),
-    "keep_checkpoint_max": (To("checkpoint.keep", lambda count: count or 1), 5),
-    "async_save": (To("checkpoint.asynchronous", bool), False),
+        MapTo("checkpoint.ckpt_prefix", hint="predict.prompt or checkpoint.ckpt_prefix"), "CKP"),
+    "save_checkpoint_steps": (MapTo("checkpoint.interval"), 1),
+    "keep_checkpoint_max": (MapTo("checkpoint.keep", lambda count: count or 1), 5),
+    "async_save": (MapTo("checkpoint.asynchronous", bool), False),
 }  # fmt: skip
 """Keys of callbacks, with the default of each. 0 prints nothing, and keeps one checkpoint
 (MindSpore's CheckpointConfig).

@@ -10,10 +10,10 @@ from typing import Any
 from common.dialects.megatron import TABLE as MEGATRON
 from common.dialects.rules import (
     Defaults,
+    Ignored,
+    MapTo,
     Switch,
     Table,
-    To,
-    Without,
     each,
     number,
     one_of,
@@ -45,25 +45,25 @@ _SHARED = words("""
 
 TABLE: Table = {
     **{name: rule for name, rule in MEGATRON.items() if name in _SHARED},
-    "make_vocab_size_divisible_by": To("model.vocab_multiple", lambda size: whole(size) or 1),
-    "num_accumulation_steps": To("train.accumulation_steps"),
-    "optimizer": To("optimizer.name", one_of(adamw="adamw", adam="adam", sgd="sgd")),
-    "learning_rate": To("optimizer.learning_rate", number),
-    "clip_grad": To("optimizer.clip_grad", above_zero),
-    "fp16": To("precision", Switch("fp16"), "precision=fp16"),
-    "dataset": To("data.train"),
-    "save_interval": To("checkpoint.interval", lambda steps: max(0, whole(steps))),
-    "log": Without("the run folder holds the log"),
-    "metric_print_format": To("logging.style", one_of(table="oneflow", normal="oneflow-normal")),
-    "save_last": Without("the last step is always saved"),
-    "save_init": Without("the weights before the first step are not saved"),
-    "profile_transformer_layer": Without("profile.start and profile.stop say which steps are"
+    "make_vocab_size_divisible_by": MapTo("model.vocab_multiple", lambda size: whole(size) or 1),
+    "num_accumulation_steps": MapTo("train.accumulation_steps"),
+    "optimizer": MapTo("optimizer.name", one_of(adamw="adamw", adam="adam", sgd="sgd")),
+    "learning_rate": MapTo("optimizer.learning_rate", number),
+    "clip_grad": MapTo("optimizer.clip_grad", above_zero),
+    "fp16": MapTo("precision", Switch("fp16"), "precision=fp16"),
+    "dataset": MapTo("data.train"),
+    "save_interval": MapTo("checkpoint.interval", lambda steps: max(0, whole(steps))),
+    "log": Ignored("the run folder holds the log"),
+    "metric_print_format": MapTo("logging.style", one_of(table="oneflow", normal="oneflow-normal")),
+    "save_last": Ignored("the last step is always saved"),
+    "save_init": Ignored("the weights before the first step are not saved"),
+    "profile_transformer_layer": Ignored("profile.start and profile.stop say which steps are"
         " traced"),
-    "use_external_dataset": Without("data.train is read anyway"),
-    **each(Without(_LAUNCHED), "num_gpus_per_node node_ips ctrl_port"),
-    "num_nodes": Without(_LAUNCHED, "parallel.data_parallel (or the launcher's range of ranks)"),
-    "use_rdma": Without("NCCL and HCCL take the fastest network that they find"),
-    **each(Without(_KERNELS), """
+    "use_external_dataset": Ignored("data.train is read anyway"),
+    **each(Ignored(_LAUNCHED), "num_gpus_per_node node_ips ctrl_port"),
+    "num_nodes": Ignored(_LAUNCHED, "parallel.data_parallel (or the launcher's range of ranks)"),
+    "use_rdma": Ignored("NCCL and HCCL take the fastest network that they find"),
+    **each(Ignored(_KERNELS), """
         no_scale_tril_softmax_dropout_fusion no_bias_gelu_fusion no_bias_dropout_fusion
         multihead_attention_fusion no_query_key_layer_scaling
     """),

@@ -16,7 +16,7 @@ def _same(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class To:
+class MapTo:
     """Rule: the value becomes that of our key ``key``, converted by ``change``. ``change`` raises
     ValueError with the values that it expects.
 
@@ -42,15 +42,15 @@ class ByHand:
 
 
 @dataclass(frozen=True)
-class Without:
-    """Rule: the key has no effect here, for the reason ``why``. hint: as that of ``To``."""
+class Ignored:
+    """Rule: the key has no effect here, for the reason ``why``. hint: as that of ``MapTo``."""
 
     why: str
     hint: str = ""
 
 
 @dataclass(frozen=True)
-class Only:
+class Fixed:
     """Rule: these values change nothing here. For any other, ``instead`` says what to do."""
 
     values: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Only:
     hint: str = ""
 
 
-Rule = To | ByHand | Without | Only
+Rule = MapTo | ByHand | Ignored | Fixed
 Table = Mapping[str, Rule]
 """Rules by dotted key; ``section.*`` and ``prefix_*`` stand for all keys that begin so and have no
 rule of their own.
@@ -84,7 +84,7 @@ def same(
     section: str, names: str, prefix: str = "", change: Callable[[Any], Any] = _same
 ) -> dict[str, Rule]:
     """Return rules for keys with the names of ours in ``section``."""
-    return {prefix + name: To(f"{section}.{name}", change) for name in names.split()}
+    return {prefix + name: MapTo(f"{section}.{name}", change) for name in names.split()}
 
 
 def within(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any
 from common.cluster.places import Placement
 from common.doctor.report import Check, error, ok, warning
 from common.errors import ConfigError, RunError
-from common.launcher.supervisor import Job, Outcome, run_attempt
+from common.launcher.attempts import Outcome
+from common.launcher.supervisor import Job, run_attempts
 from common.structured_files import MalformedError, parse_json
 
 STAGES = ("", "started", "imported", "connected", "group made", "reduced")
@@ -51,7 +52,7 @@ def try_all_reduce(job: Job, trial: AllReduceTrial) -> list[Check]:
     """Start the job's ranks, and judge. Progress goes to standard error."""
     try:
         with redirect_stdout(sys.stderr):
-            outcome = run_attempt(job)
+            outcome = run_attempts(lambda number: job)
         # a rank that somebody else ends with such a signal is an error
         is_own = not outcome.report.startswith("error: ")
         if is_own and outcome.code - 128 in (signal.SIGINT, signal.SIGTERM):
@@ -71,8 +72,8 @@ def last_report(log: Path) -> Mapping[str, Any]:
     found: Mapping[str, Any] = {"stage": ""}
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(MARK):
-            with suppress(MalformedError):  # an incomplete line; a damaged sum may be NaN
-                found = parse_json(line.removeprefix(MARK), finite=False)
+            with suppress(MalformedError):  # an incomplete line
+                found = parse_json(line.removeprefix(MARK))
     return found
 
 

@@ -30,7 +30,7 @@ from common.launcher.jobs import make_children, make_hosts
 from common.launcher.supervisor import Job
 from common.paths import TOOLS
 from common.processes.addresses import DEFAULT_PORT, is_own
-from common.whole_numbers import MOST_RANKS, argument, whole_number
+from common.whole_numbers import MAX_RANKS, argument, whole_number
 
 IMPORT_SECONDS = 120.0
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -41,8 +41,8 @@ def device_range(words: str) -> range:
     """The devices that ``--ranks`` names: ``8`` or ``[4,8)``. Raises ConfigError."""
     found = whole_number(words)
     devices = parse_range(words) if found is None else range(found)
-    if not 0 < len(devices) <= MOST_RANKS:
-        raise ConfigError(f"--ranks {words}: expected 1 or more, {MOST_RANKS} at most")
+    if not 0 < len(devices) <= MAX_RANKS:
+        raise ConfigError(f"--ranks {words}: expected 1 or more, {MAX_RANKS} at most")
     return devices
 
 
@@ -206,7 +206,7 @@ def check_rank_table(facts: Facts) -> list[Check]:
         return [error("rank table", str(table), "")]
     if table is None or path is None:
         return []
-    servers = f"{len(table.servers)} servers" if len(table.servers) > 1 else "1 server"
+    servers = f"{len(table.server_list)} servers" if len(table.server_list) > 1 else "1 server"
     found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256"
     return [
         ok("rank table", f"{found} {sha256(path)}"),
@@ -359,7 +359,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         places=places,
         backend=backend,
         communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
-        address=f"{rendezvous.address}:{rendezvous.port}",
+        address=f"{places.master}:{rendezvous.port}",
     )
     logs_are_wanted = False
     try:

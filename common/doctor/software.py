@@ -5,7 +5,6 @@ Frameworks are imported only in child processes.
 
 from __future__ import annotations
 
-import operator
 import platform
 import re
 import sys
@@ -15,6 +14,9 @@ from contextlib import suppress
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from common.doctor.report import Check, error, ok, warning
 from common.packages import install
@@ -26,14 +28,6 @@ PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transforme
 BACKENDS = {"torch": ("torch", "torch_npu"), "mindspore": ("mindspore",)}
 """Packages that each backend imports."""
 IMPORTED = (*BACKENDS["torch"], "deepspeed", *BACKENDS["mindspore"])
-_OPERATORS = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
 _OF_CANN = r"lib(hccl|ascend\w*|torch_npu|acl\w*|runtime|msprofiler)\.so|ASCEND"
 """Pattern of an error that CANN's libraries are not found."""
 _COUNT = {
@@ -86,7 +80,7 @@ def check_versions(
     """
     python = platform.python_version()
     found = f"{python} ({sys.executable})"
-    is_fit = satisfies(python, ranges["python"])
+    is_fit = SpecifierSet(ranges["python"]).contains(python)
     needed = f"this project needs {ranges['python']}"
     checks = [ok("python", found) if is_fit else error("python", found, needed)]
     for name, version in versions.items():
@@ -98,7 +92,7 @@ def check_versions(
             checks.append(
                 error(name, "not installed", advice) if missing else ok(name, "not installed")
             )
-        elif name in ranges and not satisfies(version, ranges[name]):
+        elif not SpecifierSet(ranges.get(name, "")).contains(version, prereleases=True):
             tested = f"this project is tested with {name}{ranges[name]}"
             checks.append(warning(name, version, tested))
         else:
@@ -135,7 +129,7 @@ def check_pairs(
         versions.get(name) or "" for name in ("torch", "torch_npu", "mindspore", "numpy")
     )
     found = []
-    if mindspore and numpy and _numbers(numpy)[0] >= 2:
+    if mindspore and numpy and Version(numpy).major >= 2:
         text = f"mindspore {mindspore} with numpy {numpy}: operators such as Reshape end in a"
         text += " SystemError in PyNative mode"
         found.append(error("mindspore with numpy", text, "pip install numpy==1.26.4"))
@@ -203,25 +197,6 @@ def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict
         why = last_line(errors)
         checks.append(error(f"import {name}", f"{how}: {why}" if why else how, remedy))
     return checks, counts
-
-
-def satisfies(version: str, specifier: str) -> bool:
-    """Tell whether the release numbers of ``version`` meet '>=1.2,<2'.
-
-    Suffixes such as +cpu and .post1 are ignored.
-    """
-    for sign, text in re.findall(r"([<>=!]+)\s*([\d.]+)", specifier):
-        own, other = _numbers(version), _numbers(text)
-        width = max(len(own), len(other))
-        own, other = (numbers + (0,) * (width - len(numbers)) for numbers in (own, other))
-        if not _OPERATORS[sign](own, other):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in match[0].split(".")) if match else (0,)
 
 
 def _minor(version: str) -> str:

@@ -21,7 +21,7 @@ from common.tokenizer import Tokenizer
 from common.training.data import Corpus, TrainingData, open_data
 from common.training.loop import validation_figures
 from common.training.quantized_model import QuantizedModel
-from common.training.report import part_lines
+from common.training.report import bits_a_byte, part_lines
 
 Measure: TypeAlias = Callable[[Iterable[Tokens]], tuple[float, int]]
 """Returns the loss of windows in nats, the sum over all their tokens, and the number of these."""
@@ -96,7 +96,8 @@ class ValidationTask:
             {
                 name: measure(_watched(windows()))
                 for name, windows in self.data.require_validation().items()
-            }
+            },
+            self.data.validation_bytes(),
         )
         tokens = figures.pop("validation_tokens")
         record = {
@@ -108,8 +109,8 @@ class ValidationTask:
         }
         line = (
             f"validation loss {figures['validation_loss']:.6f}, perplexity"
-            f" {figures['validation_perplexity']:.4f} over {tokens} tokens in windows of"
-            f" {config.model.seq_length}"
+            f" {figures['validation_perplexity']:.4f}{bits_a_byte(figures)} over {tokens} tokens in"
+            f" windows of {config.model.seq_length}"
         )
         lines = [line, *part_lines(figures)]
         return EvaluationResult(file_name="evaluation.json", record=record, lines=lines)

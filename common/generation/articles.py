@@ -65,7 +65,7 @@ class ArticleFolder:
 
     def _resume(self, record: dict[str, Any]) -> None:
         """Check that the folder fits this run. Only the end of the list of prompts may differ."""
-        before = read_json_mapping(self._folder / RECORD, finite=False)
+        before = read_json_mapping(self._folder / RECORD)
         unset = PredictConfig().model_dump()  # a folder may be older than a setting
         pairs = [
             (key, before.get(key, unset.get(key)), value)

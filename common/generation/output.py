@@ -22,7 +22,7 @@ from common.generation.logit_rules import sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import as_record
 from common.generation.stop_strings import GrowingText
-from common.log import LOG
+from common.log import LOG, show
 from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 
@@ -211,8 +211,7 @@ class SamplePrinter(Printer):
 
 def _say(text: str) -> None:
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        show(text)
     except OSError as error:
         raise RunError(f"standard output: {error.strerror}") from None
 

@@ -125,7 +125,7 @@ def read_prompts(path: Path) -> list[tuple[str, Given]]:
 def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, Given]]:
     for where, line in lines:
         try:
-            entry = parse_json(line, finite=False)  # Python writes NaN into such files
+            entry = parse_json(line)
         except MalformedError as error:
             raise DataError(
                 f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a'

@@ -66,7 +66,7 @@ def read_export(folder: Path, *, verify: bool = False) -> ExportRecord:
     verify: compare their SHA-256 too. Raises CheckpointError.
     """
     path = folder / RECORD
-    fields = read_json_mapping(path, error=CheckpointError, finite=False)
+    fields = read_json_mapping(path, error=CheckpointError)
     version = fields.get("format_version")
     if version != FORMAT_VERSION or type(version) is not int:
         raise CheckpointError(

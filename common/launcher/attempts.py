@@ -1,62 +1,39 @@
-"""Attempts of a run: what follows a failure, the pause before it, and a line for each attempt."""
+"""Attempts of a run: how one ended, what follows a failure, the pause before it, and a line for
+each.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from common.launcher.rank_logs import set_aside
-from common.launcher.supervisor import Job, Outcome, run_attempt
-from common.launcher.terminal import tell
-from common.run_folder import append_attempt
-from common.whole_numbers import rank_names
 
 RESTARTABLE = ("train", "finetune")
 """Modes that are started again; the others have nothing to resume."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_MAX_PAUSE = 60.0
 
 
-def run_attempts(make_job: Callable[[int], Job], *, most: int, folder: Path) -> int:
-    """Run a job, again after each failure that another attempt may overcome, up to ``most`` times.
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """End of one attempt."""
 
-    make_job: returns the job of an attempt by its number, from 0. folder: of the run; the host of
-    rank 0 writes a line for each attempt there, if ``most`` is not 0. Returns the exit code of the
-    last attempt.
-    """
-    before: list[Outcome] = []
-    number = 0
-    while True:
-        job = make_job(number)
-        may_restart = partial(_may_restart, before=before, most=most) if most else None
-        kept = [set_aside(job.log_folder / child.log) for child in job.children] if before else []
-        if any(kept):
-            tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
-        began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-        outcome = run_attempt(job, number=number, may_restart=may_restart)
-        if most and any(child.rank == 0 and not child.name for child in job.children):
-            append_attempt(folder, _line(began, outcome, job, before, most))
-        if not outcome.again:
-            if most and outcome.failure:
-                why = why_not(outcome, before, most) or "host 0 says so"
-                tell(f"not restarted: {why}", error=True)
-            return outcome.code
-        seconds = pause(len(before))
-        before.append(outcome)
-        number = outcome.number + 1
-        tell(
-            f"restart {len(before)} of {most} in {seconds:g} s, from the newest complete"
-            " checkpoint; Ctrl-C ends the run",
-            error=True,
-        )
-        time.sleep(seconds)
-
-
-def _may_restart(outcome: Outcome, *, before: Sequence[Outcome], most: int) -> bool:
-    return not why_not(outcome, before, most)
+    code: int
+    """Exit code of the launcher."""
+    failure: str = ""
+    """First line of the failure that counts; empty if there was none."""
+    first_step: int = -1
+    """First step that a rank of this host worked on; -1 if none."""
+    last_step: int = -1
+    """Last step that a rank of this host worked on; -1 if none."""
+    seconds: float = 0.0
+    lost_host: bool = False
+    """The failure is that a host was lost or did not come."""
+    again: bool = False
+    """Another attempt follows on all hosts."""
+    number: int = 0
+    """Number of the attempt, from 0, as host 0 counts."""
+    report: str = ""
+    """All lines about the failure, with the last ones of the logs that tell more."""
 
 
 def why_not(outcome: Outcome, before: Sequence[Outcome], most: int) -> str:
@@ -78,23 +55,15 @@ def why_not(outcome: Outcome, before: Sequence[Outcome], most: int) -> str:
 
 
 def pause(failures: int) -> float:
-    """Return the seconds to wait before a restart, after so many failures before this one."""
-    return min(_FIRST_PAUSE * 2.0 ** min(failures, 30), _LONGEST_PAUSE)
+    """Return the seconds to wait before a restart, after so many failures; 0 for none."""
+    return min(2.0 ** (min(failures, 30) - 1), _MAX_PAUSE) if failures else 0.0
 
 
-def _line(
-    began: str,
-    outcome: Outcome,
-    job: Job,
-    before: Sequence[Outcome],
-    most: int,
+def line_of(
+    outcome: Outcome, began: str, hosts: Sequence[str], before: Sequence[Outcome], most: int
 ) -> dict[str, Any]:
-    ranks = [child.rank for child in job.children if not child.name]
-    hosts = [rank_names(ranks)] if job.hosts is None else [str(host) for host in job.hosts.all]
-    if outcome.again:
-        then = "restarted"
-    else:
-        then = why_not(outcome, before, most) if outcome.failure else "ended"
+    """Return the line about an attempt in attempts.jsonl."""
+    then = why_not(outcome, before, most) if outcome.failure else "ended"
     return {
         "began": began,
         "seconds": round(outcome.seconds, 1),
@@ -103,5 +72,5 @@ def _line(
         "last_step": outcome.last_step,
         "exit_code": outcome.code,
         "failure": outcome.failure or None,
-        "then": then,
+        "then": "restarted" if outcome.again else then,
     }

@@ -26,7 +26,10 @@ def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
     numbers = sorted(cores)
     try:
         places = {
-            number: (_read(system, number, "physical_package_id"), _read(system, number, "core_id"))
+            number: [
+                int((system / f"cpu{number}" / "topology" / name).read_text())
+                for name in ("physical_package_id", "core_id")
+            ]
             for number in numbers
         }
     except (OSError, ValueError):
@@ -41,7 +44,3 @@ def share(cores: list[int], ranks: int) -> list[tuple[int, ...]]:
     length, longer = divmod(len(cores), ranks)
     starts = [rank * length + min(rank, longer) for rank in range(ranks + 1)]
     return [tuple(cores[start:end]) for start, end in pairwise(starts)]
-
-
-def _read(system: Path, number: int, name: str) -> int:
-    return int((system / f"cpu{number}" / "topology" / name).read_text())

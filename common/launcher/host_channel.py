@@ -3,7 +3,8 @@
 Host 0 listens at the port after that of the ranks. A caller sends ``hello`` with its number and a
 digest of the list of hosts, and gets ``welcome``, ``refused`` or ``later``. Once all hosts have
 come, host 0 tells them to ``begin``. Then both sides send ``life`` every two seconds, and
-``failed``, ``stop`` and ``end`` when these happen. A host that is silent for half a minute is lost.
+``failed``, ``stop`` and ``end`` when these happen. Those who stay after it say ``ready`` for the
+next attempt. A host that is silent for half a minute is lost.
 
 Hosts whose commands give no numbers meet once before: each gets the first free number.
 """
@@ -16,7 +17,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ REMIND_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
 """Seconds that the others wait longer than host 0 for all to come."""
 _CLOSE_SECONDS = 3.0
-_LOOK_SECONDS = 0.2
+_CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,13 @@ class Hosts:
 class Message:
     """Message of a host after all have begun: of kind life, failed, stop or end.
 
-    Of this host's own: lost, with a text, and note, with a text.
+    Of this host's own: lost, with a text, and signal. attempt: the one that its sender was in.
     """
 
     host: int
     kind: str
     values: Mapping[str, Any]
+    attempt: int | None = None
 
 
 def host_name(address: str) -> str:
@@ -100,6 +102,8 @@ class HostChannel:
         self._links: dict[int, Channel] = {}
         self._devices = {0: (hosts.all[0].address, list(hosts.devices))}
         """Address of the hosts that have come, and devices of those without a number."""
+        self._ready: set[int] = set()
+        """Hosts that have come for the next attempt."""
         self._doubles: dict[int, bool] = {}
         """Numbers that came again, and whether the host that has one has spoken since."""
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -111,55 +115,49 @@ class HostChannel:
         if self._server is not None:
             self._in_thread(self._accept, self._server)
 
-    def gather(self, attempt: int, limit: float) -> int:
+    def gather(self, attempt: int, limit: float, goes_on: Callable[[], bool]) -> int | None:
         """Wait at most ``limit`` seconds until all hosts have come.
 
-        Returns the number of the attempt as host 0 counts. Raises RunError if a host does not come,
-        and ConfigError if host 0 refuses this one.
+        goes_on: waits a little; None is returned when it returns False. Else returns the number of
+        the attempt as host 0 counts. Raises RunError if a host does not come, and ConfigError if
+        host 0 refuses this one.
         """
-        port = self._hosts.port
-        reminded: set[tuple[bool, bool]] = set()
+        self._life, self._attempt = {}, None
+        if self._server is None:
+            self.tell("ready")
+        said = ""
         limit += 0.0 if self._server else PATIENCE_SECONDS
         began = heard = time.monotonic()
         while self._attempt is None:
             missing, why, has_word = self._begin(attempt) if self._server else self._join()
             names, now = ", ".join(map(str, missing)), time.monotonic()
             heard = now if has_word else heard
-            kind = (bool(missing), has_word)
-            is_late = self._attempt is None and now - began > REMIND_SECONDS
-            if is_late and kind not in reminded:
-                reminded.add(kind)
-                if not missing:
-                    what = "this host has come; waiting for the others"
-                elif has_word:
-                    what = f"waiting for {names}: {why}"
-                else:
-                    what = f"its launcher has not come to port {port}"
-                    what = f"its port {port} cannot be reached ({why})" if why else what
-                    what = f"waiting for {names}: {what}; this port must be open too"
-                tell(what, error=True)
+            text = f"waiting for {names}: {why}"
+            text = text if missing else "this host has come; waiting for the others"
+            if self._attempt is None and now - began > REMIND_SECONDS and said != text:
+                said = text
+                tell(text if has_word else f"{text}; this port must be open too", error=True)
             if now - heard > limit:
-                what = f"has not come within {limit:g} s to port {port}"
-                if why:
-                    what = f"could not be reached at port {port} within {limit:g} s ({why})"
                 raise RunError(
-                    f"{names} {what}; look whether the run was started there, and at firewalls"
-                    " between the hosts"
+                    f"{names} has not come within {limit:g} s: {why}; look whether the run was"
+                    " started there, and at firewalls between the hosts"
                 )
-            if self._attempt is None:
-                self._closed.wait(_LOOK_SECONDS)
+            if self._attempt is None and not goes_on():
+                break
         return self._attempt
 
     def _begin(self, attempt: int) -> tuple[list[Host], str, bool]:
         """Begin on host 0 if all have come. Returns the hosts that have not."""
         with self._lock:
             missing = [
-                host for number, host in enumerate(self._hosts.all) if number not in self._links
+                host for number, host in enumerate(self._hosts.all) if number not in self._ready
             ][1:]
-            self._attempt = None if missing else attempt
+            if not missing:
+                self._attempt = attempt
+                self._ready.clear()
         if not missing:
-            self.tell("begin", attempt=attempt)
-        return missing, "", not missing
+            self.tell("begin")
+        return missing, f"its launcher has not come to port {self._hosts.port}", not missing
 
     def _join(self) -> tuple[list[Host], str, bool]:
         """Call host 0, unless it has taken this host in.
@@ -177,16 +175,17 @@ class HostChannel:
             "address": self._hosts.all[own].address,
             "devices": self._hosts.devices,
         }
-        link, why = None, "something else answers there"
+        link, why = None, f"something else answers at its port {self._hosts.port}"
         answer: Mapping[str, Any] = {}
         try:
-            link = connect(first.address, self._hosts.port, HELLO_SECONDS)
+            link = connect(first.address, self._hosts.port, _CONNECT_SECONDS)
             link.send(hello)
             answer = link.receive(HELLO_SECONDS)
         except ChannelEndedError:
             pass
         except OSError as error:
-            why = str(error.strerror or error)
+            reason = error.strerror or error
+            why = f"its port {self._hosts.port} cannot be reached ({reason})"
         if answer.get("kind") == "welcome" and link is not None:
             self.own = int(answer.get("host", own))
             with self._lock:
@@ -202,12 +201,17 @@ class HostChannel:
         return [first], why, False
 
     def tell(self, kind: str, **values: Any) -> None:
-        """Send to host 0, or from host 0 to all others."""
+        """Send to host 0, or from host 0 to all others, with the number of the attempt."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
             with suppress(OSError):  # the listening thread notices a lost peer
-                link.send({"kind": kind, **values})
+                link.send({"kind": kind, "attempt": self._attempt, **values})
+
+    @property
+    def has_first(self) -> bool:
+        """Tell whether host 0 has taken this host in."""
+        return 0 in self._links
 
     def set_life(self, **values: Any) -> None:
         """Set what ``life`` says of this host, whose end is told at once."""
@@ -233,12 +237,6 @@ class HostChannel:
             link.ended.wait(max(0.0, deadline - time.monotonic()))
             link.close()
 
-    def _say(self, text: str) -> None:
-        if self._attempt is None:
-            tell(text, error=True)
-        else:
-            self._events.put(Message(host=self._hosts.own, kind="note", values={"text": text}))
-
     # ---- threads ----
 
     def _in_thread(self, target: Any, *arguments: Any) -> None:
@@ -251,13 +249,10 @@ class HostChannel:
 
     def _accept(self, server: socket.socket) -> None:
         while not self._closed.is_set():
-            try:
+            with suppress(OSError):  # closed
                 connection, (address, *_) = server.accept()
                 link = Channel(connection)
-            except OSError:
-                self._closed.wait(1.0)  # out of file descriptors for a while
-                continue
-            self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
+                self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
 
     def _admit(self, link: Channel, address: str) -> None:
         hello, hosts = link.hello(), self._hosts.all
@@ -276,16 +271,19 @@ class HostChannel:
                 with suppress(OSError):
                     link.send({"kind": "welcome", "host": host})  # before other threads send to it
                 self._links[host] = link
+                self._ready.add(host)
                 self._devices[host] = (address, devices if asks else [])
         if is_new:
             said = f"is {address} (devices {spans(devices)})" if asks else "has come"
-            self._say(f"{hosts[host]} {said}")
+            tell(f"{hosts[host]} {said}", error=True)
             self._serve(host, link)
             return
         if why:
             name = address if asks else str(hello.get("address"))[:100]
-            self._say(f"{host_name(name)} was refused: this one {why}")
-        link.dismiss({"kind": "refused", "text": why} if why else {"kind": "later"})
+            tell(f"{host_name(name)} was refused: this one {why}", error=True)
+        with suppress(OSError):
+            link.send({"kind": "refused", "text": why} if why else {"kind": "later"})
+        link.close()
 
     def _refusal(self, hello: Mapping[str, Any], address: str) -> str:
         """Return why this run has no place for a caller; empty if it has, now or later."""
@@ -335,12 +333,15 @@ class HostChannel:
                 message = link.receive(LOST_SECONDS)
                 if host in self._doubles:
                     self._doubles[host] = True
-                kind = str(message.pop("kind", ""))
+                kind, attempt = str(message.pop("kind", "")), message.pop("attempt", None)
                 may_close = may_close or kind in ("failed", "end") or bool(message.get("done"))
-                if kind == "begin" and type(message.get("attempt")) is int:
-                    self._attempt = message["attempt"]
-                elif message or kind != "life":
-                    self._events.put(Message(host=host, kind=kind, values=message))
+                if kind in ("begin", "ready"):
+                    may_close = False
+                    self._ready.add(host)
+                    self._attempt = attempt if kind == "begin" else self._attempt
+                elif message:
+                    values = {"values": message, "attempt": attempt}
+                    self._events.put(Message(host=host, kind=kind, **values))
         except TimeoutError:
             why = (
                 f"has not been heard from for {LOST_SECONDS:g} s; it has crashed, or the network"
@@ -350,19 +351,20 @@ class HostChannel:
             pass
         except OSError as error:
             why = f"cannot be reached any more ({error.strerror or error})"
-        link.finish()
+        link.close()
         with self._lock:
-            may_return = self._attempt is None
-            if may_return:
-                self._links.pop(host, None)
-                self._devices.pop(host, None)
-                self._doubles.pop(host, None)
-        if may_return:
-            link.close()
-            self._say(f"{name} has left again")
-        elif not may_close and not self._closed.is_set():
+            attempt = self._attempt
+            self._links.pop(host, None)
+            self._devices.pop(host, None)
+            self._doubles.pop(host, None)
+            self._ready.discard(host)
+        if self._closed.is_set():
+            return
+        if attempt is None:
+            tell(f"{name} has left again", error=True)
+        elif not may_close:
             values = {"text": f"{name} {why}"}
-            self._events.put(Message(host=host, kind="lost", values=values))
+            self._events.put(Message(host=host, kind="lost", values=values, attempt=attempt))
 
 
 def _listen(hosts: Hosts) -> socket.socket:

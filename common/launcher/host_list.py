@@ -7,9 +7,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.cluster.places import RankPlacement
@@ -40,7 +40,7 @@ _OF_ONE_HOST = ("HCCL_IF_IP", "NCCL_HOSTID")
 """Variables with such a prefix that differ from host to host."""
 
 
-def parse_hosts(text: str) -> tuple[str, ...]:
+def parse_hosts(text: str, option: str = "--hosts") -> tuple[str, ...]:
     """Parse ``a,b`` or ``user@a,user@b``, with the host of rank 0 first. Raises ConfigError."""
     hosts = tuple(word.strip() for word in text.split(","))
     for host in hosts:
@@ -51,25 +51,13 @@ def parse_hosts(text: str) -> tuple[str, ...]:
             or not may_be_host(host.rpartition("@")[2])
         ):
             raise ConfigError(
-                f"--hosts {text!r}: {shortened(host)!r} is not the name or address of a host;"
+                f"{option} {text!r}: {shortened(host)!r} is not the name or address of a host;"
                 " expected such as 10.0.0.1,10.0.0.2, without ports or slots: the range says how"
                 " many ranks each host starts"
             )
         if hosts.count(host) > 1:
-            raise ConfigError(f"--hosts {text}: {host} is there twice; name each host once")
+            raise ConfigError(f"{option} {text}: {host} is there twice; name each host once")
     return hosts
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostPart:
-    """Processes of one host of the list. numbers: its devices or ranks.
-
-    options: the arguments of run_distribute.sh by which it meets the others.
-    """
-
-    host: str
-    numbers: Sequence[int]
-    options: tuple[str, ...]
 
 
 def divide(
@@ -80,8 +68,9 @@ def divide(
     table: Sequence[RankPlacement],
     master: str | None,
     port: int,
-) -> list[HostPart]:
-    """Return each host's part of the whole run, that of rank 0 first.
+) -> list[tuple[str, Sequence[int], tuple[str, ...]]]:
+    """Return each host with its devices or ranks, and the arguments of run_distribute.sh by which
+    it meets the others. That of rank 0 is the first.
 
     table: the places of a rank table, whose servers are the hosts; empty without one. master: the
     address of the first host for the others, if the list does not have it. Raises ConfigError where
@@ -100,16 +89,11 @@ def divide(
                 f" MODE {len(table)}"
             )
         return [
-            HostPart(host=host, numbers=ranks, options=meet if master else ())
-            for host, ranks in _in_table_order(hosts, table)
+            (host, ranks, meet if master else ()) for host, ranks in _in_table_order(hosts, table)
         ]
     if rank_size is None:
         return [
-            HostPart(
-                host=host,
-                numbers=numbers,
-                options=(*meet, "--nnodes", str(len(hosts)), "--node_rank", str(node)),
-            )
+            (host, numbers, (*meet, "--nnodes", str(len(hosts)), "--node_rank", str(node)))
             for node, host in enumerate(hosts)
         ]
     size, rest = divmod(rank_size, len(hosts))
@@ -118,10 +102,7 @@ def divide(
             f"--hosts names {len(hosts)} hosts for the ranks [{numbers[0]},{numbers[-1] + 1})"
             f" of {rank_size}; give all ranks, '[0,{rank_size})', as many on each host"
         )
-    return [
-        HostPart(host=host, numbers=range(node * size, (node + 1) * size), options=meet)
-        for node, host in enumerate(hosts)
-    ]
+    return [(host, range(node * size, (node + 1) * size), meet) for node, host in enumerate(hosts)]
 
 
 def _in_table_order(
@@ -131,31 +112,20 @@ def _in_table_order(
 
     Hosts that are the table's own addresses are matched with them; other names follow its order.
     """
-    servers = list(dict.fromkeys(place.host for place in places))
-    if len(hosts) != len(servers):
-        raise ConfigError(
-            f"--hosts names {len(hosts)} hosts, but the rank table has {len(servers)} servers:"
-            f" {', '.join(servers)}"
-        )
+    servers: dict[str, list[int]] = {}
+    for place in places:
+        servers.setdefault(place.host, []).append(place.rank)
     bare = {host.rpartition("@")[2]: host for host in hosts}
     named = all(is_ip(name) for name in (*bare, *servers))
-    if named and set(bare) != set(servers):
-        odd = min(set(bare) - set(servers))
+    if len(hosts) != len(servers) or (named and set(bare) != set(servers)):
         raise ConfigError(
-            f"--hosts: {odd} is not a server of the rank table, which has {', '.join(servers)}"
+            f"--hosts {','.join(hosts)}: these are {len(hosts)} hosts, but the rank table has the"
+            f" {len(servers)} servers {', '.join(servers)}"
         )
-    found = []
-    for index, server in enumerate(servers):
-        ranks = [place.rank for place in places if place.host == server]
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
-            raise ConfigError(
-                f"the ranks of {server} in the rank table are not a range; make the table again"
-                " with tools/merge_hccl.py"
-            )
-        found.append(
-            (bare[server] if named else hosts[index], range(ranks[0], ranks[0] + len(ranks)))
-        )
-    return found
+    return [
+        (bare[server] if named else hosts[index], range(ranks[0], ranks[-1] + 1))
+        for index, (server, ranks) in enumerate(servers.items())
+    ]
 
 
 def host_command(words: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -192,14 +162,10 @@ def run_over_ssh(host: str, text: str) -> int:
         preexec_fn=tied_to_this_process(),
     )
     assert ssh.stdin is not None
-    while True:
-        try:
-            # a wait without a limit would see an earlier signal only after it
-            code = ssh.wait(timeout=_STOP_CHECK_SECONDS)
-            break
-        except subprocess.TimeoutExpired:
-            while stops:
-                stops.pop()
-                with suppress(BrokenPipeError):  # ssh has just ended
-                    os.write(ssh.stdin.fileno(), b"\x03")
+    while (code := ssh.poll()) is None:
+        time.sleep(_STOP_CHECK_SECONDS)
+        while stops:
+            stops.pop()
+            with suppress(BrokenPipeError):  # ssh has just ended
+                os.write(ssh.stdin.fileno(), b"\x03")
     return code if code >= 0 else 128 - code

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.cluster import hccn
-from common.cluster.places import Placement
-from common.cluster.pods import server_of_pod
+from common.cluster.places import Placement, server_of_pod
 from common.cluster.rank_environment import (
     SCHEDULER,
     Rendezvous,
@@ -125,7 +124,15 @@ def job_of_ranks(
             child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
             for child in children
         )
-    return make_job(request, config, children, make_hosts(places, rendezvous))
+    return Job(
+        children=children,
+        log_folder=log_folder(request, config),
+        stall_limit=config.runtime.stall_limit,
+        follow=not request.quiet,
+        steps=config.train.max_steps if request.mode in ("train", "finetune") else None,
+        hosts=make_hosts(places, rendezvous),
+        return_limit=config.runtime.return_limit,
+    )
 
 
 def _warnings(
@@ -147,27 +154,9 @@ def _warnings(
             )
     elif given := os.environ.get("RANK_TABLE_FILE"):
         found.append(
-            f"RANK_TABLE_FILE={given} of your environment is not used: the first argument is none"
+            f"RANK_TABLE_FILE={given} of your environment is not used: the command names no table"
         )
     return found
-
-
-def make_job(
-    request: LaunchRequest,
-    config: Run,
-    children: tuple[ProcessSpec, ...],
-    hosts: Hosts | None = None,
-) -> Job:
-    """Return the job of these processes with the limits of the config."""
-    return Job(
-        children=children,
-        log_folder=log_folder(request, config),
-        stall_limit=config.runtime.stall_limit,
-        follow=not request.quiet,
-        steps=config.train.max_steps if request.mode in ("train", "finetune") else None,
-        hosts=hosts,
-        return_limit=config.runtime.return_limit,
-    )
 
 
 def log_folder(request: LaunchRequest, config: RunConfig) -> Path:
@@ -178,10 +167,9 @@ def log_folder(request: LaunchRequest, config: RunConfig) -> Path:
 def ranks_here(places: Placement, request: LaunchRequest, config: RunConfig) -> str:
     """Return a line about the ranks of this host. Ranks on a CPU have no devices."""
     on_cpu = config.device == "cpu" or (config.device == "auto" and not sees_accelerator())
+    has_devices = request.table is not None or not on_cpu
     ranks = ", ".join(
-        str(place.rank)
-        if on_cpu and request.table is None
-        else f"{place.rank} on device {place.device_id}"
+        f"{place.rank} on device {place.device_id}" if has_devices else str(place.rank)
         for place in places.own
     )
     return f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"

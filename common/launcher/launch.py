@@ -16,28 +16,27 @@ from math import inf
 from pathlib import Path
 
 from common.accelerators import require_accelerator
-from common.cluster.places import Placement, find_places, places_of_table
-from common.cluster.pods import server_of_pod
+from common.cluster.environment import connect_limit
+from common.cluster.places import Placement, find_places, places_of_table, server_of_pod
 from common.cluster.rank_environment import (
     given_port,
-    make_rendezvous,
     parse_master,
     rank_command,
     shell_text,
 )
 from common.cluster.rank_table import RankTable
-from common.cluster.rank_table_files import read_table, wait_for_table
-from common.cluster.rank_table_formats import NotReadyError
+from common.cluster.rank_table_files import NotReadyError, read_table, wait_for_table
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.attempts import RESTARTABLE, run_attempts
+from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import divide, host_command, parse_hosts
-from common.launcher.jobs import job_of_ranks, log_folder, make_children, make_job, ranks_here
+from common.launcher.jobs import job_of_ranks, log_folder, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
-from common.launcher.supervisor import Job, connect_limit
+from common.launcher.supervisor import Job, run_attempts
 from common.launcher.terminal import tell
+from common.log import show
 from common.parallel.run import Run
 from common.paths import TOOLS
 from common.planner.cluster import describe_cluster
@@ -85,12 +84,12 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
     )
     config = resolve_mode(load(request.overrides), request.mode, world_size=places.world_size)
     if request.mode == "plan":
-        _say(_plan(request, config, places, table))
+        show(_plan(request, config, places, table))
         return 0
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
     if not starts:
-        _say(f"# {ranks_here(places, request, config)}\n")
+        show(f"# {ranks_here(places, request, config)}\n")
         return _run(job_of_ranks(request, config, places, table, port, starts=False), request)
     if places.own[0].rank == 0:
         _check_first(config, request, check)
@@ -107,31 +106,26 @@ def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
 
     load, check: as in ``distribute``.
     """
-    command = rank_command(request.config, request.mode, request.overrides)
     config = resolve_mode(load(request.overrides), request.mode, world_size=1)
     places = find_places(request.numbers)
-
-    def job() -> Job:
-        rendezvous = make_rendezvous(
-            places, port=None, table=None, backend=config.backend, environ=os.environ
-        )
-        child = make_children(
-            places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
-        )[0]
-        return make_job(request, config, (replace(child, folder="mf_standalone"),))
-
-    if not is_asked("DRY_RUN"):
+    starts = not is_asked("DRY_RUN")
+    if starts:
         _check_first(config, request, check)
-    if is_asked("DRY_RUN") or is_asked("DETACH"):
-        return _run(job(), request)
-    return _supervise(lambda number: job(), request, config)
+
+    def job(number: int) -> Job:
+        whole = job_of_ranks(request, config, places, None, None, starts=starts)
+        return replace(whole, children=(replace(whole.children[0], folder="mf_standalone"),))
+
+    if not starts or is_asked("DETACH"):
+        return _run(job(0), request)
+    return _supervise(job, request, config)
 
 
 def _supervise(make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig) -> int:
     """Run the attempts of this host. Only training is started again after a failure."""
     given = config.runtime.max_restarts if request.max_restarts is None else request.max_restarts
     most = given if request.mode in RESTARTABLE else 0
-    return run_attempts(make_job, most=most, folder=absolute(config.output_dir))
+    return run_attempts(make_job, most=most, folder=absolute(config.output_dir)).code
 
 
 def _check_options(request: LaunchRequest) -> None:
@@ -143,27 +137,18 @@ def _check_options(request: LaunchRequest) -> None:
 
 
 def _read_table(path: Path, *, wait: bool) -> RankTable:
-    """Read a rank table, which a platform may still be filling."""
+    """Read a rank table, which a platform may still be filling: in a pod it may not even be
+    there.
+    """
     try:
         return read_table(path)
     except NotReadyError as error:
         if not wait:
             raise
-        limit = connect_limit(os.environ) if _is_being_filled(path) else 10.0
+        is_filled = path.exists() and b"initializing" not in path.read_bytes()
+        limit = 10.0 if is_filled else connect_limit(os.environ)
         tell(f"{error}; waiting up to {limit:g} s", error=True)
-
-        def say(reason: str, seconds: float) -> None:
-            tell(f"{reason.partition(';')[0]}; waited {seconds:.0f} of {limit:g} s", error=True)
-
-        return wait_for_table(path, limit, say)
-
-
-def _is_being_filled(path: Path) -> bool:
-    """Tell whether a platform is about to write the table: in a pod it may not even be there."""
-    try:
-        return "initializing" in path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return True
+        return wait_for_table(path, limit)
 
 
 def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTable | None) -> str:
@@ -239,22 +224,22 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
         *request.overrides,
     ]
     children = []
-    for node, part in enumerate(parts):
-        numbers, chosen = part.numbers, []
+    for node, (host, numbers, options) in enumerate(parts):
+        paths = [str(request.table or NO_TABLE[0]), str(request.config)]
         if isinstance(numbers, range):
-            chosen = [f"[{numbers.start},{numbers.stop})"]
-        words = [
-            *before,
-            *([] if chosen else ["--devices", ",".join(map(str, numbers))]),
-            *part.options,
-            str(request.table or NO_TABLE[0]),
-            str(request.config),
-            *chosen,
-            *after,
-        ]
+            words = [*before, *options, *paths, f"[{numbers.start},{numbers.stop})", *after]
+        else:
+            devices = ",".join(map(str, numbers))
+            words = [*before, "--devices", devices, *options, *paths, *after]
         text = host_command(words, os.environ)
-        children.append(_over_ssh(node, part.host, text))
-        _say(f"# host {node}: {part.host}\n{text}\n")
+        title = f"host {host}"
+        command = (sys.executable, str(TOOL), "over_ssh", host, text)
+        children.append(
+            ProcessSpec(
+                rank=node, command=command, environment={}, folder=f"host_{host}", title=title
+            )
+        )
+        show(f"# host {node}: {host}\n{text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
         return 0
     config = load(request.overrides)  # each host checks the layout
@@ -268,36 +253,27 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
     return _run(job, request)
 
 
-def _over_ssh(node: int, host: str, text: str) -> ProcessSpec:
-    words = (sys.executable, str(TOOL), "over_ssh", host, text)
-    return ProcessSpec(
-        rank=node, command=words, environment={}, folder=f"host_{host}", title=f"host {host}"
-    )
-
-
 def _run(job: Job, request: LaunchRequest) -> int:
     """Supervise the job, unless DRY_RUN shows it, or DETACH leaves it to another process."""
     if is_asked("DRY_RUN"):
-        full = None
+        full = job.children[0]
         for child in job.children:
             cores = f", on cores {','.join(map(str, child.cores))}" if child.cores else ""
             link = f", also {child.log_link}" if child.log_link else ""
             head = f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}"
-            if (
-                full is None
-                or child.command != full.command
-                or len(full.environment) != len(child.environment)
-            ):
-                full = child
-                _say(f"{head}\n{shell_text(child.environment, child.command)}")
-                continue
-            own = dict(child.environment.items() - full.environment.items())
-            words = [f"{name}={own[name]}" for name in child.environment if name in own]
-            _say(f"{head}; as {full} with\n{shlex.join(words)}\n")
+            own = [
+                f"{name}={value}"
+                for name, value in child.environment.items()
+                if full.environment.get(name) != value
+            ]
+            if child is full or child.command != full.command:
+                show(f"{head}\n{shell_text(child.environment, child.command)}")
+            else:
+                show(f"{head}; as {full} with\n{shlex.join(own)}\n")
         return 0
     if is_asked("DETACH"):
         return _detach(job.log_folder, request)
-    return run_attempts(lambda number: job, most=0, folder=job.log_folder)
+    return run_attempts(lambda number: job).code
 
 
 def _detach(folder: Path, request: LaunchRequest) -> int:
@@ -325,9 +301,3 @@ def _detach(folder: Path, request: LaunchRequest) -> int:
     tell(f"started in the background: process {process.pid}, messages in {log}")
     tell(f"stop it, so that its ranks save: kill {process.pid}")
     return 0
-
-
-def _say(text: str) -> None:
-    """Print a plan or a dry run. Raises OSError if it cannot be written."""
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -5,19 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import threading
 from dataclasses import replace
 from typing import Any
 
-from common.cluster.environment import task_of_step
+from common.cluster.environment import Process, connect_limit, place_of_pod, task_of_step
 from common.cluster.places import host_names
-from common.cluster.pods import place_of_pod
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
 from common.launcher.host_channel import Host, HostChannel, Hosts
 from common.launcher.request import LaunchRequest
-from common.launcher.supervisor import connect_limit
 from common.launcher.terminal import tell
 from common.processes.addresses import DEFAULT_PORT, is_here
+
+_LOOK_SECONDS = 0.2
 
 
 def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
@@ -31,15 +32,14 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
         return _place_by_address(request)
     given = (request.table, request.rank_size, request.master, request.nnodes, request.node_rank)
     is_open = all(item is None for item in given)
-    if is_open and (step := _place_by_step(request)) is not None:
-        return step
-    pod = place_of_pod(os.environ) if is_open else None
-    if pod is not None:
+    place = _place_by_environment() if is_open else None
+    if place is not None:
+        source = "the step of Slurm" if place.launcher == "srun" else "the pod's environment"
         tell(
-            f"hosts by the pod's environment: {pod.nodes}, this is number {pod.node_rank}, rank 0"
-            f" is on {pod.address}"
+            f"hosts by {source}: {place.world_size}, this is number {place.rank}, rank 0 is on"
+            f" {place.master}"
         )
-        return _with_nodes(request, pod.nodes, pod.node_rank, pod.address, pod.port)
+        return _with_nodes(request, place.world_size, place.rank, str(place.master), place.port)
     host, port = parse_master(request.master)
     known = request.node_rank is not None or request.rank_size is not None or request.table
     nodes = request.nnodes or 1
@@ -55,11 +55,6 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
         number = find_node(host, port, nodes, tuple(request.numbers), connect_limit(os.environ))
         return replace(request, node_rank=number)
     number = 0 if request.mode == "plan" or is_here(host) else 1
-    if request.mode != "plan" and nodes > 2 and number:
-        tell(
-            f"shown as node {number} of {nodes}: the hosts are numbered when all have started",
-            error=True,
-        )
     return replace(request, node_rank=number)
 
 
@@ -88,32 +83,28 @@ def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limi
         channel = HostChannel(replace(hosts, own=-1), events, restarts=True)
     try:
         tell(f"{nodes} hosts are numbered as they come to {hosts.all[0]}, port {port}")
-        channel.gather(0, limit)
+        channel.gather(0, limit, lambda: not threading.Event().wait(_LOOK_SECONDS))
         tell(f"this is node {channel.own} of {nodes}")
     finally:
         channel.close()
     return channel.own
 
 
-def _place_by_step(request: LaunchRequest) -> LaunchRequest | None:
-    """Return the request with the nodes of the Slurm step that started this launcher.
+def _place_by_environment() -> Process | None:
+    """Return this launcher among those of a Slurm step, or of pods; None for one alone.
 
-    None outside steps and for a step of one task. Raises ConfigError for several tasks on a node.
+    Raises ConfigError for several tasks on a node.
     """
     task = task_of_step(os.environ)
     if task is None or task.world_size == 1:
-        return None
+        return place_of_pod(os.environ)
     if task.local_world_size != 1:
         raise ConfigError(
             f"srun has started {task.local_world_size} tasks on this node, and each of them would"
             " start all of its ranks; give srun --ntasks-per-node=1, or start run_gpt2.py; for"
             " separate runs give the command --nnodes 1"
         )
-    tell(
-        f"hosts by the step of Slurm: {task.world_size}, this is number {task.rank}, rank 0 is on"
-        f" {task.master}"
-    )
-    return _with_nodes(request, task.world_size, task.rank, str(task.master), task.port)
+    return task
 
 
 def _place_by_address(request: LaunchRequest) -> LaunchRequest:

@@ -9,7 +9,6 @@ import codecs
 import os
 import re
 import shlex
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,8 +25,6 @@ _WRITTEN = re.compile(
     r"|PATH|HOME|PWD|USER|HOSTNAME|LANG|LC_\w+|TMPDIR"
 )
 """Variables that env.log shows. Others may hold secrets, and do not steer a run."""
-_MOST_COPIED = 1 << 20
-"""Most bytes copied to the terminal at once; longer text is cut to its end."""
 _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 
 
@@ -43,7 +40,7 @@ class RankLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _open_private(path.with_name("env.log")).close()
-            self.file = _append(path)
+            self.file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
                 f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose"
@@ -70,14 +67,9 @@ class RankLog:
         self.start = self._shown = self.file.tell()
 
     def new_output(self) -> str:
-        """Return the text since the last call. A very long one is cut to its end."""
-        skipped, note = self._size() - self._shown - _MOST_COPIED, ""
-        if skipped > 0:
-            skipped += _MOST_COPIED - _TAIL_BYTES
-            note = f"\n[{skipped} bytes are left out here; the whole is in {self.path}]\n"
-            self._shown += skipped
-        text, self._shown = self.read(self._shown, _MOST_COPIED)
-        return note + (text.partition("\n")[2] or text) if note else text
+        """Return the text since the last call, of which the rest comes with the next."""
+        text, self._shown = self.read(self._shown)
+        return text
 
     def last_lines(self) -> list[str]:
         """Return the last lines of this run, cut to a size for a terminal and a message."""
@@ -128,22 +120,6 @@ def set_aside(path: Path) -> Path | None:
     return None
 
 
-def _append(path: Path, mode: int = 0o666) -> IO[bytes]:
-    """Open a file for appending. A pipe without a reader is an error, not a wait. Raises
-    OSError.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, mode)
-    os.set_blocking(file, True)
-    return os.fdopen(file, "ab", buffering=0)
-
-
 def _open_private(path: Path) -> IO[bytes]:
-    """Open a file for appending that only its owner can read, even if it exists already.
-
-    Raises OSError.
-    """
-    file = _append(path, 0o600)
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        with suppress(OSError):  # another user's file may still be writable
-            os.fchmod(file.fileno(), 0o600)
-    return file
+    """Open a file for appending that only its owner can read. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab", 0)

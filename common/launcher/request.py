@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.cluster.environment import in_pod
 from common.cluster.places import parse_devices, parse_range
-from common.cluster.pods import in_pod
 from common.errors import ConfigError
 from common.flags import flag
-from common.processes.addresses import may_be_host
+from common.launcher.host_list import parse_hosts
 from common.whole_numbers import argument, shortened, whole_number
 
 NO_TABLE = ("none", "-")
@@ -48,8 +48,6 @@ class Options:
         " into output_dir",
         type=argument(1),
     )
-    follow: bool = flag(SUPPRESS)
-    """It happens anyway; scripts may still give it."""
     program: Path | None = flag(SUPPRESS)
     """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
     no_pinning: bool = flag("let every rank use all cores")
@@ -110,18 +108,7 @@ class LaunchRequest(DistributeOptions):
     @property
     def addresses(self) -> tuple[str, ...]:
         """Hosts of ``--node_ips``, that of rank 0 first. Raises ConfigError."""
-        if self.node_ips is None:
-            return ()
-        found = tuple(word.strip() for word in self.node_ips.split(","))
-        if not all(map(may_be_host, found)):
-            raise ConfigError(
-                f"--node_ips {shortened(self.node_ips)!r}: expected addresses with commas between,"
-                " without ports, such as 10.0.0.1,10.0.0.2"
-            )
-        for address in found:
-            if found.count(address) > 1:
-                raise ConfigError(f"--node_ips: {shortened(address)} is there twice; name it once")
-        return found
+        return () if self.node_ips is None else parse_hosts(self.node_ips, "--node_ips")
 
 
 def parse_distribute(

@@ -1,7 +1,8 @@
 """Supervision of this host's ranks: start them, wait for them, and end all when one fails.
 
 The main thread takes events from one queue: exits, signals and messages of other hosts. It never
-waits for a rank, a host or the terminal without a limit.
+waits for a rank, a host or the terminal without a limit. The queue, the handlers of signals and the
+channel to the other hosts stay over all attempts of a run.
 """
 
 from __future__ import annotations
@@ -13,28 +14,33 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.errors import ConfigError, DataError, signal_name
+from common.cluster.environment import connect_limit
+from common.errors import DataError, signal_name
 from common.failures.explain import Found, find_errors, language_of, merged
+from common.launcher.attempts import Outcome, line_of, pause, why_not
 from common.launcher.host_channel import HostChannel, Hosts, Message
+from common.launcher.rank_logs import set_aside
 from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
-from common.launcher.terminal import Terminal
+from common.launcher.terminal import Terminal, tell
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.process_tree import Descendants, in_words, watch
-from common.run_folder import RESTART_COUNT
-from common.whole_numbers import rank_names, shortened, whole_number
+from common.run_folder import RESTART_COUNT, append_attempt
+from common.whole_numbers import rank_names
 
 _TICK_SECONDS = 0.5
+_LOOK_SECONDS = 0.2
+"""The same before the ranks are started."""
 _SETTLE_SECONDS = 1.0
 """Seconds to wait, after a failure that may be a consequence, for its cause."""
-_SETTLE_SECONDS_OF_HOSTS = 5.0
 _TAILS = 2
 _MAX_SEARCHED = 64
 """Logs that are searched for known errors."""
@@ -80,45 +86,82 @@ class Job:
     """Called with the number of the attempt when the hosts of a run that may restart have met."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """End of one attempt."""
-
-    code: int
-    """Exit code of the launcher."""
-    failure: str = ""
-    """First line of the failure that counts; empty if there was none."""
-    first_step: int = -1
-    """First step that a rank of this host worked on; -1 if none."""
-    last_step: int = -1
-    """Last step that a rank of this host worked on; -1 if none."""
-    seconds: float = 0.0
-    lost_host: bool = False
-    """The failure is that a host was lost or did not come."""
-    again: bool = False
-    """Another attempt follows on all hosts."""
-    number: int = 0
-    """Number of the attempt, from 0, as host 0 counts."""
-    report: str = ""
-    """All lines about the failure, with the last ones of the logs that tell more."""
+_Events = queue.SimpleQueue[Callable[[], None] | Message]
 
 
-MayRestart = Callable[[Outcome], bool]
-"""Function that tells whether another attempt follows a failure. Host 0 decides for all."""
+def run_attempts(
+    make_job: Callable[[int], Job], *, most: int = 0, folder: Path | None = None
+) -> Outcome:
+    """Run a job, again after a failure that another attempt may overcome, at most ``most`` times.
 
-
-def run_attempt(job: Job, *, number: int = 0, may_restart: MayRestart | None = None) -> Outcome:
-    """Run one attempt, and leave no process behind. Its exit code is equal on all hosts.
+    make_job: returns the job of an attempt by its number, from 0. folder: of the run, where the
+    host of rank 0 writes a line for each attempt if there may be several. Leaves no process behind.
+    Returns the end of the last attempt, whose exit code is equal on all hosts:
 
     0: all ranks ended well. The code of the rank that failed first, or 128+n if signal n killed it.
     128+n if signal n at a launcher stopped the run. 1: a rank stalled or a host was lost. 2: a host
     runs with another list of hosts.
 
-    may_restart: no rank starts before all hosts have come. Raises ConfigError, with nothing
-    started, if a log cannot be written or this host's port is not available, and RunError if not
-    all hosts come.
+    Raises ConfigError, with nothing started, if a log cannot be written or this host's port is not
+    available, and RunError if not all hosts come.
     """
-    return _Supervisor(job, number, may_restart).run()
+    before: list[Outcome] = []
+    number, job = 0, make_job(0)
+    with _listening(job.hosts, restarts=most > 0) as (events, channel):
+        while True:
+            began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+            outcome = _Supervisor(job, number, events, channel, before, most).run()
+            ranks = [child.rank for child in job.children if not child.name]
+            if most and folder is not None and 0 in ranks:
+                hosts = job.hosts.all if job.hosts else [rank_names(ranks)]
+                append_attempt(folder, line_of(outcome, began, list(map(str, hosts)), before, most))
+            if not outcome.again:
+                if most and outcome.failure:
+                    why = why_not(outcome, before, most) or "host 0 says so"
+                    tell(f"not restarted: {why}", error=True)
+                return outcome
+            before.append(outcome)
+            number = outcome.number + 1
+            tell(
+                f"restart {len(before)} of {most} in {pause(len(before)):g} s, from the newest"
+                " complete checkpoint; Ctrl-C ends the run",
+                error=True,
+            )
+            job = make_job(number)
+            kept = [set_aside(job.log_folder / child.log) for child in job.children]
+            if any(kept):
+                tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
+
+
+@contextmanager
+def _listening(
+    hosts: Hosts | None, *, restarts: bool
+) -> Iterator[tuple[_Events, HostChannel | None]]:
+    """Turn SIGINT, SIGTERM, SIGHUP and messages of the other hosts into events.
+
+    Signals that are ignored, as under nohup, stay ignored.
+    """
+    events: _Events = queue.SimpleQueue()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        values = {"signal": number, "moment": time.monotonic()}
+        events.put(Message(host=-1, kind="signal", values=values))
+
+    channel = None if hosts is None else HostChannel(hosts, events, restarts=restarts)
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
+        # if it is ignored, exit codes are lost
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield events, channel
+    finally:
+        if channel is not None:
+            channel.close()
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +184,25 @@ class _Failure:
         return cls(**{**values, "ranks": tuple(values["ranks"])})
 
 
+_End = tuple[int, bool, _Failure | None]
+"""How an attempt has ended: exit code, whether another follows, and the failure that counts."""
+
+
 class _Supervisor:
-    def __init__(self, job: Job, number: int, may_restart: MayRestart | None) -> None:
-        self._job, self._number, self._may_restart = job, number, may_restart
-        self._events: queue.SimpleQueue[Callable[[], None] | Message] = queue.SimpleQueue()
+    """Supervisor of one attempt. before: failed attempts before it."""
+
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        events: _Events,
+        channel: HostChannel | None,
+        before: Sequence[Outcome],
+        most: int,
+    ) -> None:
+        self._job, self._number = job, number
+        self._events, self._channel = events, channel
+        self._before, self._most = before, most
         own = None if job.hosts is None else job.hosts.all[job.hosts.own]
         self._is_first = job.hosts is None or job.hosts.own == 0
         self._here = "" if own is None else f" at {own}"
@@ -152,55 +210,49 @@ class _Supervisor:
         self._processes = [RankProcess(spec, job.log_folder, address) for spec in job.children]
         self._ranks = [process for process in self._processes if not process.spec.name]
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
-        limit = connect_limit({**os.environ, **job.children[0].environment})
-        self._limit = job.return_limit if may_restart and number else limit
-        self._channel = (
-            None
-            if job.hosts is None
-            else HostChannel(job.hosts, self._events, restarts=may_restart is not None)
-        )
         self._descendants = Descendants(_KILL_SECONDS)
         self._terminal = Terminal()
-        self._began = time.monotonic()
+        self._began = 0.0
         self._failures: list[_Failure] = []
         self._failed_at = 0.0
-        self._stop: tuple[int, float] | None = None
-        """Signal that stops the run, and its time."""
+        self._stop: tuple[int, float, str] | None = None
+        """Signal that stops the run, its time, and the other host that got it."""
         self._elsewhere: dict[int, Mapping[str, Any]] = {}
         """Last life of other hosts."""
-        self._end: Mapping[str, Any] | None = None
-        """Word of host 0 at the end: exit code, and whether another attempt follows."""
-        self._blamed: _Failure | None = None
-        """Failure that host 0 has told at the end."""
-        self._lost_first = False
-        """Host 0 cannot be heard any more."""
-        self._is_ending = False
-        self._late_signal = 0
-        """First signal after the ranks were ended."""
+        self._end: _End | None = None
+        """Word of host 0 at the end."""
+        self._is_waiting, self._is_ending = True, False
+        """Whether the ranks have not been started yet, and whether they have been ended."""
+        self._gives_up = False
+        """Nothing more is waited for before the start."""
+        self._kept: list[Message] = []
+        """Messages that came before this host knew of the begin, or after the ranks were ended."""
 
     def run(self) -> Outcome:
-        with ExitStack() as stack:
-            stack.callback(self._terminal.close)
-            if self._channel is not None:
-                stack.callback(self._channel.close)
-                own = self._number
-                self._number = self._channel.gather(own, self._limit)
-                if self._job.when_met is not None:
-                    self._job.when_met(max(own, self._number))  # host 0 may have begun anew
-            stack.enter_context(self._signals())
+        with closing(self._terminal):
+            if not self._wait_for_hosts() and self._stop is not None:
+                number, _, where = self._stop
+                self._terminal.say(
+                    f"stopped by {signal_name(number)}{where}, before the ranks were started"
+                )
+                return self._outcome((128 + number, False, None))
+            self._is_waiting, self._began = False, time.monotonic()
+            while self._kept:
+                self._take_message(self._kept.pop(0))
             with self._descendants:
                 self._start()
                 while not self._is_over():
                     self._take_events()
                     self._look()
-                if not self._failures:
+                failure = self._first_failure()
+                if failure is None:
                     self._wait_for_leavers()
-                elif self._failure().stalled:
-                    self._show_stacks(self._failure().ranks)
+                elif failure.stalled:
+                    self._show_stacks(failure.ranks)
                 seconds = time.monotonic() - self._began
                 self._is_ending = True
-                again = self._decide(seconds)
-            again = self._hear_decision(again)
+                end = self._decide(failure)
+            end = self._hear_decision() or end
             self._show()
             for process in self._processes:
                 process.close()
@@ -209,16 +261,45 @@ class _Supervisor:
                     f"processes {', '.join(map(str, undead))} do not end after SIGKILL: they wait"
                     " for a disk or a driver; see dmesg"
                 )
-            code = self._code()
-            report = self._tell_end(code, seconds)
-            self._take_events(wait=False)
-            if self._late_signal and self._failures and self._stop is None:
-                code, again = 128 + self._late_signal, False
-            return self._outcome(code, seconds, again=again, report=report)
+            for event in self._kept:
+                self._events.put(event)
+            return self._outcome(end, seconds=seconds, report=self._tell_end(end, seconds))
+
+    def _wait_for_hosts(self) -> bool:
+        """Pause before a restart, and wait until host 0 begins. Returns False if a signal at any
+        host ends the run before.
+        """
+        limit = connect_limit({**os.environ, **self._job.children[0].environment})
+        limit = self._job.return_limit if self._before else limit
+        until = time.monotonic() + pause(len(self._before))
+        while self._is_first and self._stop is None and time.monotonic() < until:
+            self._goes_on()
+        if self._channel is None or self._stop is not None:
+            return self._stop is None
+        own, begun = self._number, self._channel.gather(self._number, limit, self._goes_on)
+        if begun is None:
+            return False
+        self._number = begun
+        if self._job.when_met is not None:
+            self._job.when_met(max(own, begun))  # host 0 may have begun anew
+        return True
+
+    def _goes_on(self) -> bool:
+        """Take events. Returns False when nothing more is to be waited for.
+
+        Host 0 may have begun before it hears of a signal here, so its word is waited for.
+        """
+        self._take_events(_LOOK_SECONDS)
+        return self._stop is None or (self._hears_first and not self._gives_up)
+
+    @property
+    def _hears_first(self) -> bool:
+        """Tell whether this is another host than host 0, and connected to it."""
+        return self._channel is not None and self._channel.has_first
 
     def _start(self) -> None:
         """Start all processes, up to the first that cannot be started."""
-        variables = {} if self._may_restart is None else {RESTART_COUNT: str(self._number)}
+        variables = {RESTART_COUNT: str(self._number)} if self._most else {}
         for process in self._processes:
             try:
                 pid = process.start(self._descendants, variables)
@@ -231,6 +312,8 @@ class _Supervisor:
             f"started {self._names()}; logs: {self._logs()}; to stop and save: Ctrl-C, or kill"
             f" {os.getpid()}"
         )
+        if self._stop is not None:
+            self._stop_ranks(self._stop[0])
 
     def _names(self, ranks: Collection[int] | None = None) -> str:
         """Return the numbers or titles of all ranks here, or of some."""
@@ -249,39 +332,18 @@ class _Supervisor:
         pattern = names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
         return self._job.log_folder / pattern / self._shown.log.path.name
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGHUP into events; those ignored, as under nohup, stay
-        ignored.
-        """
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, self._note_signal)
-            # if it is ignored, exit codes are lost
-            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        try:
-            yield
-        finally:
-            for signal_number, handler in before.items():
-                signal.signal(signal_number, handler)
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._events.put(partial(self._take_signal, number, time.monotonic()))
-
     def _note_exit(self, process: RankProcess, code: int) -> None:
         self._events.put(partial(self._take_exit, process, code))
 
     # ---- events ----
 
-    def _take_events(self, *, wait: bool = True) -> None:
-        """Take the events that are there, after a wait of at most a tick for the first."""
+    def _take_events(self, limit: float = _TICK_SECONDS) -> None:
+        """Take the events that are there, after a wait of at most ``limit`` for the first."""
         with suppress(queue.Empty):
-            event = self._events.get(wait, _TICK_SECONDS)
+            event = self._events.get(timeout=limit)
             while True:
                 if isinstance(event, Message):
-                    self._read_message(event)
+                    self._take_message(event)
                 else:
                     event()
                 event = self._events.get_nowait()
@@ -292,7 +354,7 @@ class _Supervisor:
         process.code = code
         # a signal to the rank itself, after which all ranks stop together
         if self._stop is None and code in _CLEAN_EXITS and code != 0:
-            self._stop = (code - 128, time.monotonic())
+            self._stop = (code - 128, time.monotonic(), "")
             self._terminal.say(
                 f"{process.name} was stopped by {signal_name(code - 128)}; waiting for the others"
             )
@@ -307,61 +369,63 @@ class _Supervisor:
             self._fail(_Failure(text=text, code=128 + number, certain=False))
             return
         text = f"{process.name} {in_words(code)}; its log: {process.log.path}"
-        stopped = [state.rank for state in self._states() if state.is_stopped]
-        if stopped:
-            text += f"; perhaps because of {self._names(stopped)}, stopped (state T)"
         # a closed connection to a dead peer also leads to exit code 1 or an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
         ranks = () if process.spec.name else (process.spec.rank,)
         code = code if code > 0 else 128 - code
         self._fail(_Failure(text=text, code=code, certain=certain, ranks=ranks))
 
-    def _take_signal(self, number: int, moment: float) -> None:
+    def _take_signal(self, number: int, event: Message) -> None:
+        """Take a signal at this launcher, or another host's word about one."""
+        is_own, moment = event.kind == "signal", float(event.values.get("moment", 0.0))
         if self._is_ending:
-            self._late_signal = self._late_signal or number
+            self._kept.append(event)  # it ends a restart
         elif self._stop is None:
-            self._stop_ranks(number, moment)
-        elif moment - self._stop[1] > _SAME_SIGNAL_SECONDS:
+            self._stop = (number, time.monotonic(), str(event.values.get("where", "")))
+            if self._is_waiting:
+                self._gives_up = not is_own
+                self._tell_stop()
+            else:
+                self._stop_ranks(number)
+        elif is_own and moment - self._stop[1] <= _SAME_SIGNAL_SECONDS:
+            return
+        elif self._is_waiting:
+            self._gives_up = True
+        elif is_own:
             text = f"killed by a second signal, {signal_name(number)}{self._here}"
             self._fail(_Failure(text=text, code=128 + number))
 
-    def _stop_ranks(self, number: int, moment: float) -> None:
-        self._stop = (number, moment)
+    def _stop_ranks(self, number: int) -> None:
         for process in self._running():
             process.send_signal(signal.SIGTERM)
         self._terminal.say(
             f"{signal_name(number)}: the ranks save at the next step boundary and end; a second"
             " signal kills them"
         )
-        if self._channel is not None:
-            self._channel.tell("stop", signal=number)
+        self._tell_stop()
 
-    def _read_message(self, event: Message) -> None:
-        try:
-            self._take_message(event)
-        except (KeyError, TypeError, ValueError):
-            self._say_error(
-                f"host {event.host} sent a message {event.kind!r} that this version cannot read"
-            )
+    def _tell_stop(self) -> None:
+        if self._channel is not None and self._stop is not None:
+            self._channel.tell("stop", signal=self._stop[0], where=self._stop[2] or self._here)
 
     def _take_message(self, event: Message) -> None:
         values = event.values
-        if event.kind == "note":
-            self._say_error(values["text"])
+        if event.kind in ("signal", "stop"):
+            self._take_signal(int(values["signal"]), event)
+        elif self._is_waiting:
+            self._kept.append(event)
+        elif event.attempt != self._number:
+            return
         elif event.kind == "lost":
-            self._lost_first = not self._is_first
             self._fail(_Failure(text=values["text"], code=1, lost_host=True))
         elif event.kind == "life":
             states = [RankState(**state) for state in values.get("states", ())]
             self._elsewhere[event.host] = {**values, "states": states}
-        elif event.kind == "stop" and self._stop is None:
-            self._stop_ranks(int(values["signal"]), time.monotonic())
         elif event.kind == "failed":
             self._fail(_Failure.read(values))
         elif event.kind == "end":
-            self._end = {"code": int(values["code"]), "again": bool(values["again"])}
-            if values["failure"] is not None:
-                self._blamed = _Failure.read(values["failure"])
+            failure = None if values["failure"] is None else _Failure.read(values["failure"])
+            self._end = (int(values["code"]), bool(values["again"]), failure)
 
     def _fail(self, failure: _Failure) -> None:
         """Record a failure and tell the other hosts at once, since the first one told counts as the
@@ -442,7 +506,8 @@ class _Supervisor:
         if not self._job.follow:
             return
         shown = self._shown
-        self._terminal.copy(shown.log.new_output())
+        while text := shown.log.new_output():
+            self._terminal.copy(text)
         if shown.runs and shown.last_step >= 0:
             of_all = f" of {self._job.steps}" if self._job.steps else ""
             doing = shown.state(time.monotonic()).doing
@@ -455,12 +520,8 @@ class _Supervisor:
 
     def _is_over(self) -> bool:
         if self._failures:
-            settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
-            return (
-                any(failure.certain for failure in self._failures)
-                or (self._job.over_ssh and self._done)
-                or time.monotonic() - self._failed_at > settle
-            )
+            is_certain = any(failure.certain for failure in self._failures)
+            return is_certain or time.monotonic() - self._failed_at > _SETTLE_SECONDS
         if not self._is_first:
             return self._done and self._end is not None
         others = 0 if self._job.hosts is None else len(self._job.hosts.all) - 1
@@ -486,83 +547,63 @@ class _Supervisor:
         if able:
             time.sleep(_DUMP_SECONDS)
 
-    def _failure(self) -> _Failure:
-        """Return the first failure that is not the consequence of another, if there is one; host
-        0's on all hosts, once it has told.
-        """
-        return self._blamed or next(
-            (failure for failure in self._failures if failure.certain), self._failures[0]
-        )
+    def _first_failure(self) -> _Failure | None:
+        """Return the first failure that is not the consequence of another, if there is one."""
+        first = next(iter(self._failures), None)
+        return next((failure for failure in self._failures if failure.certain), first)
 
-    def _code(self) -> int:
-        if self._end is not None:
-            return int(self._end["code"])
-        if self._failures:
-            return self._failure().code
-        was_stopped = self._is_stopped or any(
-            life.get("stopped") for life in self._elsewhere.values()
-        )
-        return 128 + self._stop[0] if self._stop is not None and was_stopped else 0
+    def _decide(self, failure: _Failure | None) -> _End:
+        """Return how the attempt has ended for this host; host 0 decides for all, and tells."""
+        ends = [self._is_stopped, *(life.get("stopped") for life in self._elsewhere.values())]
+        code = 128 + self._stop[0] if self._stop is not None and any(ends) else 0
+        code = code if failure is None else failure.code
+        again = self._most > 0 and failure is not None and self._stop is None
+        if self._is_first and again:
+            outcome = self._outcome((code, again, failure))
+            again = not why_not(outcome, self._before, self._most)
+        if self._is_first and self._channel is not None:
+            told = None if failure is None else asdict(failure)
+            self._channel.tell("end", code=code, again=again, failure=told)
+        return code, again, failure
 
-    def _outcome(self, code: int, seconds: float, **values: Any) -> Outcome:
+    def _hear_decision(self) -> _End | None:
+        """Wait for host 0's decision. Others without it try again after a failure."""
+        deadline = time.monotonic() + _DECISION_SECONDS
+        while self._end is None and self._hears_first and time.monotonic() < deadline:
+            self._take_events()
+        return self._end
+
+    def _outcome(self, end: _End, **values: Any) -> Outcome:
+        code, again, failure = end
         firsts = [process.first_step for process in self._ranks if process.first_step >= 0]
         return Outcome(
             code=code,
-            failure=self._failure().text.partition("\n")[0] if self._failures else "",
+            again=again,
+            failure="" if failure is None else failure.text.partition("\n")[0],
+            lost_host=failure is not None and failure.lost_host,
             first_step=min(firsts, default=-1),
             last_step=max(process.last_step for process in self._ranks),
-            seconds=seconds,
-            lost_host=bool(self._failures) and self._failure().lost_host,
             number=self._number,
             **values,
         )
 
-    def _decide(self, seconds: float) -> bool:
-        """Decide on host 0, or on a single host, whether another attempt follows, and tell the end.
-
-        Others without host 0 try again after a failure.
-        """
-        again = self._may_restart is not None and bool(self._failures) and self._stop is None
-        if self._is_first:
-            code = self._code()
-            if self._may_restart is not None and again:
-                again = self._may_restart(self._outcome(code, seconds))
-            if self._channel is not None:
-                failure = asdict(self._failure()) if self._failures else None
-                self._channel.tell("end", code=code, again=again, failure=failure)
-        return again
-
-    def _hear_decision(self, again: bool) -> bool:
-        """Return host 0's decision, for which others wait; ``again`` without one."""
-        if self._is_first:
-            return again
-        deadline = time.monotonic() + _DECISION_SECONDS
-        while self._end is None and not self._lost_first and time.monotonic() < deadline:
-            self._take_events()
-        return again if self._end is None else bool(self._end["again"])
-
-    def _tell_end(self, code: int, seconds: float) -> str:
+    def _tell_end(self, end: _End, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
-        over_ssh = self._job.over_ssh
-        all_of = "hosts" if over_ssh else "ranks"
-        if not self._failures:
+        code, _, failure = end
+        all_of = "hosts" if self._job.over_ssh else "ranks"
+        if failure is None:
             how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
             self._terminal.say(f"{how}, after {seconds:.0f} s")
             return ""
-        failure = self._failure()
         stopped = self._stop is not None and code == 128 + self._stop[0]
-        lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
-        if over_ssh:
-            lines += [f"also: {other.text}" for other in self._failures if other is not failure]
-            ranks = tuple(rank for other in self._failures for rank in other.ranks)
-        telling = [process.log for process in self._processes if process.spec.rank in ranks]
-        for log in telling if over_ssh else telling[:_TAILS]:
+        lines = [f"{'' if stopped else 'error: '}{failure.text}"]
+        telling = [process.log for process in self._processes if process.spec.rank in failure.ranks]
+        for log in telling[:_TAILS]:
             lines.append(f"last lines of {log.path}:")
             lines += [f"    {line}" for line in log.last_lines()]
         lines += self._known_errors()
-        where = "" if over_ssh else " here"
-        ended = f"all {all_of}{where} were ended; exit code {code}"
-        self._say_error("\n".join([*lines, ended]))
+        here = "" if self._job.over_ssh else " here"
+        self._say_error("\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]))
         return "\n".join(lines)
 
     def _known_errors(self) -> list[str]:
@@ -581,15 +622,3 @@ class _Supervisor:
             f"known error {found[0].code}: {meaning}; python tools/doctor.py --explain"
             f" {shlex.quote(str(found[0].path))}"
         ]
-
-
-def connect_limit(environ: Mapping[str, str]) -> float:
-    """Return the seconds within which all hosts have to connect. Raises ConfigError."""
-    text = environ.get("HCCL_CONNECT_TIMEOUT") or "1800"
-    seconds = whole_number(text, most_digits=6)
-    if not seconds:
-        raise ConfigError(
-            f"environment: HCCL_CONNECT_TIMEOUT={shortened(text)}: expected whole seconds, 1 to"
-            " 999999"
-        )
-    return float(seconds)

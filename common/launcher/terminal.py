@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TextIO
 
 _CLEAR = "\r\x1b[K"
-_MOST_WAITING = 1 << 22
-"""Characters that may wait for a reader before copied text is left out."""
+_MAX_WAITING = 8
+"""Texts that may wait for a reader before copied ones are left out."""
 
 
 class Terminal:
@@ -28,8 +28,6 @@ class Terminal:
         """Text of the live line; empty for none."""
         self._in_a_line = False
         """Whether the last copied text has no line end yet."""
-        self._given = self._taken = 0
-        """Number of characters put, and of those taken by the writing thread."""
         self._has_live_line = (
             sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         )
@@ -43,7 +41,7 @@ class Terminal:
 
     def copy(self, text: str) -> None:
         """Copy text to standard output unchanged; dropped while much is waiting for the reader."""
-        if text and self._given - self._taken < _MOST_WAITING:
+        if text and self._texts.qsize() < _MAX_WAITING:
             self._put(sys.stdout, text)
             self._in_a_line = not text.endswith("\n")
 
@@ -65,14 +63,12 @@ class Terminal:
         with suppress(queue.Full):
             if stream is not None:
                 self._texts.put_nowait((stream, text))
-                self._given += len(text)
 
     def _write(self) -> None:
         while (item := self._texts.get()) is not None:
             stream, text = item
             with suppress(OSError, ValueError):  # closed, or the terminal is gone
                 _write_now(stream, text)
-            self._taken += len(text)
 
 
 def tell(text: str, *, error: bool = False) -> None:
@@ -108,15 +104,8 @@ def open_standard_streams() -> None:
 
     Otherwise the next opened file or socket would take their place.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            os.set_inheritable(number, True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            file = os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)
-            setattr(sys, name, file)
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free one
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))

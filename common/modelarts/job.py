@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.backends import run_backend
-from common.cluster.environment import ALONE, Process, find_process, in_modelarts
+from common.cluster.environment import (
+    ALONE,
+    Process,
+    connect_limit,
+    find_process,
+    in_modelarts,
+)
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
@@ -29,7 +35,7 @@ from common.modelarts.files import (
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
 from common.systems.config import ConfigFile, Opened
-from common.whole_numbers import MOST_RANKS, shortened, whole_number
+from common.whole_numbers import MAX_RANKS, shortened, whole_number
 
 
 def is_asked_for(config: RunConfig, job: ModelArtsJob, environ: Mapping[str, str]) -> bool:
@@ -79,12 +85,8 @@ def ranks_to_copy(
         if process.local_rank != 0:
             return ()
         if process.launcher == "rank table" and environ.get("RANK_TABLE_FILE"):
-            return tuple(
-                device.rank_id
-                for device in read_table(Path(environ["RANK_TABLE_FILE"]))
-                .place(process.rank)[0]
-                .devices
-            )
+            table = read_table(Path(environ["RANK_TABLE_FILE"]))
+            return tuple(device.rank_id for device in table.places()[process.rank][0].device)
         return tuple(range(process.rank, process.rank + process.local_world_size))
     places = find_places(environ)[1]
     if not one_process:
@@ -140,9 +142,9 @@ def start_ranks(
     Raises SystemExit with their common exit code unless it is 0, and ConfigError and DataError if
     the platform's variables contradict each other.
     """
-    from common.launcher.attempts import RESTARTABLE, run_attempts
+    from common.launcher.attempts import RESTARTABLE
     from common.launcher.jobs import make_children, make_hosts
-    from common.launcher.supervisor import Job
+    from common.launcher.supervisor import Job, run_attempts
 
     table_file, places = find_places(environ)
     config = resolve_mode(file.open(overrides).config, run_mode, world_size=places.world_size)
@@ -178,7 +180,7 @@ def start_ranks(
             when_met=bring_checkpoint,
         )
 
-    if code := run_attempts(make_job, most=most, folder=folder):
+    if code := run_attempts(make_job, most=most, folder=folder).code:
         sys.exit(code)  # an exception, so that a failed copy of the output does not replace it
 
 
@@ -187,7 +189,7 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
     names, index = _host_names(environ), _number(environ, "VC_TASK_INDEX", 0)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"])
-        table = wait_for_table(path, float(_number(environ, "HCCL_CONNECT_TIMEOUT", 1800)))
+        table = wait_for_table(path, connect_limit(environ))
         if table.version != "2.0":
             path, places = _as_version_1(path, table, environ), places_of_table(table)
             hosts = list(dict.fromkeys(place.host for place in places))
@@ -213,10 +215,10 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
             f" {', '.join(names)}"
         )
     devices = _device_count(environ)
-    if devices * len(names) > MOST_RANKS:
+    if devices * len(names) > MAX_RANKS:
         raise ConfigError(
             f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job"
-            f" can have, {MOST_RANKS}"
+            f" can have, {MAX_RANKS}"
         )
     everyone = tuple(
         RankPlacement(rank=node * devices + device, device_id=device, local_rank=device, host=host)
@@ -271,8 +273,8 @@ def _as_version_1(path: Path, table: RankTable, environ: Mapping[str, str]) -> P
 def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     text = environ.get(name) or str(otherwise)
     number = whole_number(text)
-    if number is None or number > MOST_RANKS:
+    if number is None or number > MAX_RANKS:
         raise ConfigError(
-            f"environment: {name}={shortened(text)}: expected a whole number, {MOST_RANKS} at most"
+            f"environment: {name}={shortened(text)}: expected a whole number, {MAX_RANKS} at most"
         )
     return number

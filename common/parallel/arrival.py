@@ -11,8 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from common.cluster.environment import Process
-from common.cluster.pods import in_pod
+from common.cluster.environment import Process, in_pod
 from common.errors import ConfigError, RunError
 from common.log import LOG
 from common.processes.addresses import is_here

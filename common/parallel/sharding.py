@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from enum import StrEnum
+from functools import cache
 
 from common.config.resolved import ResolvedParallel
 from common.parallel.run import Run
@@ -46,6 +47,7 @@ _ROLES = (
 )
 
 
+@cache
 def role_of(name: str) -> Role:
     """Return the role of a parameter by its name (common.weights.names)."""
     found = [role for pattern, role in _ROLES if pattern.fullmatch(name)]

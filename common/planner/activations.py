@@ -15,7 +15,6 @@ from __future__ import annotations
 from common.parallel.fused_attention import keeps_no_scores
 from common.parallel.loss_rows import loss_rows
 from common.parallel.run import Run
-from common.parallel.topology import Topology
 from common.resolve.compilation import in_regions, is_compiled
 
 
@@ -57,9 +56,9 @@ def recomputed(config: Run, layers: int) -> int:
     return layers if train.recompute_layers is None else min(layers, train.recompute_layers)
 
 
-def recomputed_of_rank(config: Run, topology: Topology, place: int) -> int:
+def recomputed_of_rank(config: Run, place: int) -> int:
     """Return the blocks that recompute, in all stages of a pipeline rank."""
-    layers = config.model.num_layers
+    topology, layers = config.topology, config.model.num_layers
     return sum(
         recomputed(config, len(topology.layers_of_stage(stage, layers)))
         for stage in topology.stages_of(place)
@@ -85,7 +84,7 @@ def input_of_norm(config: Run) -> int:
 
 def has_regions(config: Run) -> bool:
     """Return whether regions of the model are compiled. One graph of all keeps more, as measured on
-    an H100 (docs/speed.md), and is counted as if nothing were compiled.
+    an H100 (docs/h100.md), and is counted as if nothing were compiled.
     """
     return is_compiled(config, config.hardware) and in_regions(config)
 
@@ -107,22 +106,6 @@ def _attention(config: Run) -> int:
     if config.model.attention_dropout:
         kept += products * (1 + s.compute)
     return kept
-
-
-def embedding_bytes(config: Run) -> int:
-    """Return the bytes of token ids and positions, which are int64, and of the dropout mask."""
-    s = config.sizes
-    positions = s.tokens if config.data.reset_position_ids else s.seq_length
-    return 8 * (s.tokens + positions) + (s.mask if config.model.embedding_dropout else 0)
-
-
-def documents_bytes(config: Run) -> int:
-    """Return the bytes of the mask that keeps attention within documents, which all blocks share.
-
-    Kernels that skip blocks of pairs, on CUDA, need less.
-    """
-    s = config.sizes
-    return s.tokens * s.seq_length * s.compute if config.data.reset_attention_mask else 0
 
 
 def loss_bytes(config: Run) -> int:
@@ -171,11 +154,6 @@ def moments_in_blocks(config: Run, layers: int) -> list[tuple[int, int]]:
     # the last blocks, which do not recompute, have gone backward
     free = 0 if config.train.offload_activations else (layers - again) * block_bytes(config, "none")
     return [*plain, (free, _while_in_block(config, mode))]
-
-
-def while_in_block(config: Run, layers: int) -> int:
-    """Return the most bytes that a moment of a block's backward pass adds to the activations."""
-    return max((working - free for free, working in moments_in_blocks(config, layers)), default=0)
 
 
 def _while_in_block(config: Run, mode: str) -> int:

@@ -6,11 +6,11 @@ All of it is known before anything starts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.accelerators import Accelerator
-from common.cluster.places import Placement, place_hosts, places_of_table
+from common.cluster.places import Placement
 from common.cluster.rank_environment import (
     given_port,
     make_rendezvous,
@@ -23,12 +23,6 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import Likeness, describe_plan, make_plan
 from common.processes.addresses import DEFAULT_PORT
-
-
-def places_of_plan(table: RankTable) -> Placement:
-    """Return the places of all ranks, seen from the host of rank 0."""
-    places = places_of_table(table)
-    return place_hosts(places, places[0].host)
 
 
 def describe_cluster(
@@ -52,7 +46,15 @@ def describe_cluster(
     text = describe_plan(
         plan, config, all_ranks=all_ranks, places=places.all, device=device, like=like
     )
-    lines = [text, "Checks of the cluster:", *(f"  {line}" for line in _facts(places, table))]
+    lines = [text, "Checks of the cluster:"]
+    if table is not None:
+        lines.append(
+            f"  rank table {table[0]}: valid, version {table[1].version}; it must be the same on"
+            f" every host: sha256 {hashlib.sha256(table[0].read_bytes()).hexdigest()}"
+        )
+    counts = sorted({len(places.of_host(host)) for host in places.hosts})
+    hosts = "1 host" if len(places.hosts) == 1 else f"{len(places.hosts)} hosts"
+    lines.append(f"  {hosts}, {' or '.join(map(str, counts))} ranks each")
     found = [*layout_warnings(places, plan.topology), *(table_warnings(table[1]) if table else ())]
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]
     port = given_port(environ) or DEFAULT_PORT
@@ -74,19 +76,6 @@ def describe_cluster(
                 shell_text(variables, rank_command(config_path, "train", overrides)).rstrip("\n")
             )
     return "\n".join(lines) + "\n"
-
-
-def _facts(places: Placement, table: tuple[Path, RankTable] | None) -> Iterator[str]:
-    if table is not None:
-        path, content = table
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        yield (
-            f"rank table {path}: valid, version {content.version}; it must be the same on every"
-            f" host: sha256 {digest}"
-        )
-    counts = sorted({len(places.of_host(host)) for host in places.hosts})
-    hosts = "1 host" if len(places.hosts) == 1 else f"{len(places.hosts)} hosts"
-    yield f"{hosts}, {' or '.join(map(str, counts))} ranks each"
 
 
 def layout_warnings(places: Placement, topology: Topology) -> list[str]:

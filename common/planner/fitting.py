@@ -6,8 +6,9 @@ that fits.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,35 +19,19 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.ramp import micro_batches
 from common.parallel.run import Run
-from common.parallel.topology import Topology
 from common.planner.communication import traffic_of
 from common.planner.memory import memory_of
-from common.planner.plan import RESERVED, memory_limit
-from common.planner.room import machine_memory
+from common.planner.room import memory_limit
 from common.planner.timing import step_time
 from common.resolve.derive import resolve_other
 
 RECOMPUTATIONS = ("none", "selective", "full")
 """Values of ``train.recompute``, from the most to the least memory."""
-UNKNOWN_DEVICE = "A100"
-"""Accelerator whose rates compare recomputations on a device without figures of its own."""
 
 
 def is_open(config: RunConfig) -> bool:
     """Return whether a training leaves micro batch or recomputation to the plan."""
     return "auto" in (config.train.micro_batch_size, config.train.recompute)
-
-
-def rank_memory(config: RunConfig, hardware: Hardware, *, ranks: int = 1) -> float | None:
-    """Return the bytes that the plan may give a rank, or None if unknown.
-
-    On a CPU without context.max_device_memory they are the memory of the machine divided by its
-    ``ranks``, without a reserve.
-    """
-    if hardware.kind == "cpu" and config.context.max_device_memory is None:
-        there = machine_memory()
-        return None if there is None else there / ranks * (1 - RESERVED)
-    return memory_limit(config, hardware)
 
 
 def resolve_on(config: RunConfig, device: Accelerator | None, *, world_size: int) -> Run:
@@ -61,13 +46,11 @@ def resolve_on(config: RunConfig, device: Accelerator | None, *, world_size: int
         run = resolve_on(plain, device, world_size=world_size)
         return as_run(Run, run, precision={"float8": scaling})
     if device is not None:
-        hardware = Hardware(kind="auto", name=device.name, memory=device.memory)
-        limit = rank_memory(config, hardware)
-    else:
-        hardware = Hardware(kind=config.device)
-        on_cpu = config.device in ("auto", "cpu")
-        # the ranks of a launch here share this machine
-        limit = rank_memory(config, Hardware(kind="cpu") if on_cpu else hardware, ranks=world_size)
+        return Fitting.on(device, config, world_size).fastest()
+    hardware = Hardware(kind=config.device)
+    on_cpu = config.device in ("auto", "cpu")
+    # the ranks of a launch here share this machine
+    limit = memory_limit(config, Hardware(kind="cpu") if on_cpu else hardware, ranks=world_size)
     return Fitting(config, world_size, hardware, limit).fastest()
 
 
@@ -82,6 +65,11 @@ class Fitting:
     hardware: Hardware | None
     limit: float | None
     """Bytes that the fullest rank may need; None if they are not known."""
+
+    @classmethod
+    def on(cls, device: Accelerator, config: RunConfig, world_size: int) -> Fitting:
+        hardware = Hardware(kind="auto", name=device.name, memory=device.memory)
+        return cls(config, world_size, hardware, memory_limit(config, hardware))
 
     def resolve(self, **train: Any) -> Run:
         """Resolve the configuration with other keys of train. Raises ConfigError."""
@@ -102,94 +90,68 @@ class Fitting:
         if self.config.train.recompute != "auto" or not can:
             return self.largest()
         name = self.hardware.name if self.hardware is not None else None
-        device = (name and find_accelerator(name)) or require_accelerator(UNKNOWN_DEVICE)
-        best, seconds = None, float("inf")
+        # an A100's rates compare recomputations on a device without figures of its own
+        device = (name and find_accelerator(name)) or require_accelerator("A100")
+        best, seconds = None, math.inf
         for mode in RECOMPUTATIONS:
             tried = self.largest(recompute=mode)
             if not self.fits(tried):
                 continue
             tried = self._with_fewest_layers(tried)
-            time = time_within(tried, device, self.limit)
-            if time is not None and time < seconds:
+            if (time := self.seconds(tried, device)) < seconds:
                 best, seconds = tried, time
         return tried if best is None else best
 
     def fits(self, run: Run) -> bool:
         """Tell whether the fullest rank stays within the limit by the plan."""
-        peaks = (memory_of(run, run.topology, at).peak for at in range(run.topology.pipeline))
+        peaks = (memory_of(run, place).peak for place in range(run.topology.pipeline))
         return self.limit is None or max(peaks) <= self.limit
 
     def largest(self, **train: Any) -> Run:
-        """Return the run with the largest micro batch that fits, or else the smallest one."""
-        if self.config.train.micro_batch_size != "auto":
-            return self.resolve(**train)
-        run = self.resolve(**train)
-        for run in self.choices(**train):
-            if self.fits(run):
-                break
-        return run
-
-    def choices(self, **train: Any) -> Iterator[Run]:
-        """Yield the run with each micro batch that it can have, the largest first.
+        """Return the run with the largest micro batch that fits, or else the smallest one.
 
         Each divides every global batch over the data-parallel ranks. With a pipeline they leave at
         least as many micro batches as stages, if any does.
         """
-        least = self.resolve(**train)
-        full, ramp, ranks = (
-            least.train.global_batch_size,
-            least.train.rampup_batch_size,
-            least.parallel.data_parallel,
-        )
-        sizes = micro_batches(full, ramp, ranks)
-        busy = [size for size in sizes if full >= size * ranks * least.parallel.pipeline_stage]
+        run = self.resolve(**train)
+        if self.config.train.micro_batch_size != "auto":
+            return run
+        full, ranks = run.train.global_batch_size, run.parallel.data_parallel
+        sizes = micro_batches(full, run.train.rampup_batch_size, ranks)
+        busy = [size for size in sizes if full >= size * ranks * run.parallel.pipeline_stage]
         for size in reversed(busy or sizes):
             with suppress(ConfigError):
-                yield self.resolve(**train, micro_batch_size=size)
+                run = self.resolve(**train, micro_batch_size=size)
+                if self.fits(run):
+                    break
+        return run
 
     def _with_fewest_layers(self, run: Run) -> Run:
         """Return the run with as few blocks of a stage that recompute as fit."""
-        train, topology, layers = run.train, run.topology, run.model.num_layers
-        if train.recompute == "none":
+        topology, layers = run.topology, run.model.num_layers
+        if run.train.recompute == "none":
             return run
         most = max(len(topology.layers_of_stage(each, layers)) for each in range(topology.stages))
+        keys = {key: getattr(run.train, key) for key in ("recompute", "micro_batch_size")}
+        fewest = 1 + bisect_left(
+            range(1, most),
+            True,
+            key=lambda count: self.fits(self.resolve(**keys, recompute_layers=count)),
+        )
+        return run if fewest == most else self.resolve(**keys, recompute_layers=fewest)
 
-        def with_layers(count: int) -> Run:
-            return self.resolve(
-                recompute=train.recompute,
-                recompute_layers=count,
-                micro_batch_size=train.micro_batch_size,
-            )
-
-        counts = range(1, most)
-        fewest = 1 + bisect_left(counts, True, key=lambda count: self.fits(with_layers(count)))
-        return run if fewest == most else with_layers(fewest)
-
-
-def time_within(config: Run, device: Accelerator, limit: float) -> float | None:
-    """Return the seconds of a step.
-
-    None if a rank needs more memory than the limit; infinity if its state by itself does.
-    """
-    topology = config.topology
-    held = []
-    for place in telling_places(topology):
-        memory = memory_of(config, topology, place)
-        if memory.peak > limit:
-            return float("inf") if memory.state > limit else None
-        held.append((place, memory, traffic_of(config, topology, place)))
-    return step_time(config, topology, device, held).total
-
-
-def telling_places(topology: Topology) -> Sequence[int]:
-    """Return pipeline ranks that include the fullest and the slowest.
-
-    With equally many layers per stage, ranks between the first and the last stage take equally
-    long. Their memory grows or shrinks from one to the next.
-    """
-    places = range(topology.pipeline)
-    return (
-        places
-        if topology.stage_layers is not None or len(places) < 5
-        else (0, 1, len(places) - 2, len(places) - 1)
-    )
+    def seconds(self, run: Run, device: Accelerator) -> float:
+        """Return the time of a step; infinity if a rank needs more memory than the limit."""
+        places: Sequence[int] = range(run.topology.pipeline)
+        slowest = 0.0
+        if run.topology.stage_layers is None and len(places) > 4:
+            # ranks between the first and the last stage take equally long, and their memory grows
+            # or shrinks from one to the next
+            places = (*places[:2], *places[-2:])
+        for place in places:
+            memory = memory_of(run, place)
+            if self.limit is not None and memory.peak > self.limit:
+                return math.inf
+            time = step_time(run, device, place, memory, traffic_of(run, place))
+            slowest = max(slowest, time.total)
+        return slowest

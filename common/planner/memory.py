@@ -12,21 +12,14 @@ are reduced when its backward pass ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from common.config.resolved import ResolvedModel
 from common.parallel.pipeline import gradients_at_most, held_at_most
 from common.parallel.run import BYTES, Run
 from common.parallel.sharding import local_shape, split_dim
-from common.parallel.topology import Topology
 from common.planner import activations
-from common.planner.sharded_step import peak_of_step
 from common.weights.names import EMBEDDING, parameter_shapes
-
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Shapes of parameters by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +49,9 @@ class Memory:
     """Bytes of other parts that reuse memory.
 
     Where all micro batches go forward before the first one goes backward, the activations of one
-    are freed while gradients appear. With FSDP2, the fullest phase of a step (sharded_step.py) has
+    are freed while gradients appear. With FSDP2, the fullest phase of a step has
     only some of the parts.
     """
-
-    @property
-    def state(self) -> int:
-        """Bytes of model and optimizer, which do not depend on the batch."""
-        return self.weights + self.gathered + self.gradients + self.optimizer
 
     @property
     def parts(self) -> dict[str, int]:
@@ -86,7 +74,7 @@ class Unit:
     ``shapes`` are those of one tensor-parallel rank.
     """
 
-    shapes: Shapes
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
     count: int = 1
 
     @cached_property
@@ -112,48 +100,26 @@ class Unit:
         """Return the elements of one unit on the fullest rank, with each parameter split along its
         first dimension.
         """
-        return sum(-(-rows // ranks) * width for rows, width in self._matrices)
-
-    @cached_property
-    def _matrices(self) -> tuple[tuple[int, int], ...]:
-        return tuple((shape[0], math.prod(shape[1:])) for _, shape in self.shapes)
+        return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for _, shape in self.shapes)
 
 
-def units_of(config: Run, topology: Topology, place: int) -> tuple[Unit, ...]:
+def units_of(config: Run, place: int) -> tuple[Unit, ...]:
     """Return the parameters of the pipeline rank at this place: blocks, embeddings and final
     norm.
     """
-    rows, last = config.vocab_rows, topology.place_of_stage(topology.stages - 1)
-    held = tuple(
-        name
-        for name, places in (
-            (EMBEDDING, topology.embedding_places),
-            ("wpe.", (0,)),
-            ("ln_f.", (last,)),
-        )
-        if place in places
+    topology, whole = config.topology, parameter_shapes(config.model, 1)
+    whole[EMBEDDING] = (config.vocab_rows, whole[EMBEDDING][1])
+    shapes = [(name, local_shape(name, shape, topology.tensor)) for name, shape in whole.items()]
+    holders = {
+        EMBEDDING: topology.embedding_places,
+        "wpe.": (0,),
+        "ln_f.": (topology.place_of_stage(topology.stages - 1),),
+    }
+    held = tuple(name for name, places in holders.items() if place in places)
+    blocks = Unit(
+        shapes=tuple(item for item in shapes if item[0].startswith("h.")),
+        count=topology.layer_count(place, config.model.num_layers),
     )
-    return _units(
-        config.model,
-        rows,
-        topology.tensor,
-        held,
-        topology.layer_count(place, config.model.num_layers),
-    )
-
-
-@lru_cache(maxsize=256)
-def _units(
-    model: ResolvedModel, rows: int, tensor: int, held: tuple[str, ...], layers: int
-) -> tuple[Unit, ...]:
-    """Return the parameters of one tensor-parallel rank.
-
-    It has this many blocks, and all other parameters whose names begin with one of ``held``.
-    """
-    whole = parameter_shapes(model, 1)
-    whole[EMBEDDING] = (rows, whole[EMBEDDING][1])
-    shapes = [(name, local_shape(name, shape, tensor)) for name, shape in whole.items()]
-    blocks = Unit(shapes=tuple(item for item in shapes if item[0].startswith("h.")), count=layers)
     others = Unit(shapes=tuple(item for item in shapes if item[0].startswith(held)))
     return (blocks, others) if held else (blocks,)
 
@@ -190,9 +156,10 @@ def has_low_gradients(config: Run) -> bool:
     return is_zero and BYTES[config.precision.parameters] < 4
 
 
-def memory_of(config: Run, topology: Topology, place: int) -> Memory:
+def memory_of(config: Run, place: int) -> Memory:
     """Return the memory of the pipeline rank at this place."""
-    units = units_of(config, topology, place)
+    topology = config.topology
+    units = units_of(config, place)
     held, ranks, zero = (
         BYTES[config.precision.parameters],
         shard_ranks(config),
@@ -222,9 +189,7 @@ def memory_of(config: Run, topology: Topology, place: int) -> Memory:
         (whole if is_whole else at_once) * held if ranks > 1 and (zero == 3 or sharded) else 0
     )
     layers = config.model.num_layers
-    saved, in_loss, on_host = _saved(config, topology, place)
-    waiting = _waiting(config, topology, place)
-    is_last = place == topology.place_of_stage(topology.stages - 1)
+    saved, in_loss, on_host, waiting = _saved(config, place)
     peaks = [
         peak
         for stage in topology.stages_of(place)
@@ -232,9 +197,9 @@ def memory_of(config: Run, topology: Topology, place: int) -> Memory:
             config, len(topology.layers_of_stage(stage, layers))
         )
     ]
-    if is_last:
+    if place == topology.place_of_stage(topology.stages - 1):
         peaks.append((0, activations.while_in_loss(config)))
-    working = max((more - free for free, more in peaks), default=0)
+    alone = working = max((more - free for free, more in peaks), default=0)
     reduction = BYTES[config.precision.reduction]
     low = has_low_gradients(config)
     if keeps_whole_gradients(config):
@@ -243,6 +208,11 @@ def memory_of(config: Run, topology: Topology, place: int) -> Memory:
         gradients = cut * (reduction if low else 4)
     if low and reduction < 4:  # the update joins and widens them, after all activations
         working = max(working, cut * (reduction + 4) - saved - in_loss)
+    shared = 0
+    if waiting:  # activations of the micro batch that goes backward first are free by then
+        first = (saved + in_loss) // waiting
+        less = (more - free - min(gradients, max(0, first - free)) for free, more in peaks)
+        shared = alone - max(less, default=alone)
     memory = Memory(
         weights=weights,
         gathered=gathered,
@@ -251,103 +221,93 @@ def memory_of(config: Run, topology: Topology, place: int) -> Memory:
         activations=saved,
         loss=in_loss,
         working=working,
-        communication=_buffers(config, topology, place, units),
+        communication=_buffers(config, place, units),
         on_host=on_host,
-        shared=_shared(peaks, gradients, (saved + in_loss) // waiting) if waiting else 0,
+        shared=shared,
     )
     if not sharded or topology.pipeline > 1:
         return memory
-    step = peak_of_step(
-        config,
-        layers=units[0].count,
-        block=units[0].elements,
-        others=sum(unit.elements for unit in units[1:]),
-        gathered=gathered,
-        gradients=gradients,
-        of_blocks=4 * units[0].count * units[0].share(ranks),
-        saved=saved,
-        in_loss=in_loss,
-    )
-    parts = sum(memory.parts.values())
-    return replace(memory, shared=max(0, parts - weights - optimizer - step))
+    beside = sum(memory.parts.values()) - weights - optimizer
+    return replace(memory, shared=max(0, beside - _most_in_sharded_step(config, units, memory)))
 
 
-def _shared(peaks: Sequence[tuple[int, int]], gradients: int, first: int) -> int:
-    """Return the bytes of gradients that take the place of activations, at the peak of a step.
+def _most_in_sharded_step(config: Run, units: tuple[Unit, ...], memory: Memory) -> int:
+    """Return the most bytes beside weights and optimizer where FSDP2 splits, without a pipeline.
 
-    first: bytes of the micro batch that goes backward first, which are free before all gradients
-    are there.
+    Blocks and the unit of all other parameters are communicated at different times. So the peak is
+    that of the fullest phase, not the sum of all buffers. Sizes are those of an accelerator: below
+    float32 a CPU also makes a float32 copy of the head's gradient.
     """
-    alone = max((more - free for free, more in peaks), default=0)
-    less = (more - free - min(gradients, max(0, first - free)) for free, more in peaks)
-    return alone - max(less, default=alone)
+    sizes, zero, blocks = config.sizes, config.parallel.zero_stage, units[0]
+    several = config.train.accumulation_steps > 1
+    others = sum(unit.elements for unit in units[1:])
+    gathered, saved = memory.gathered, memory.activations
+    held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
+    summed = max(held, reduced)  # bytes of an element of the token table's gradient
+    table = sizes.vocabulary * sizes.hidden // sizes.tensor * 4
+    # gradients of all blocks after their reduction
+    of_blocks = 0 if several else 4 * blocks.count * blocks.share(shard_ranks(config))
+    kept = others * held if zero == 3 else gathered
+    loss = kept + saved + memory.loss + activations.while_in_loss(config)
+    # the message of one block is on its way while the next one goes backward; the last block
+    # recomputes only if all do
+    recomputes = activations.recomputed(config, blocks.count) == blocks.count
+    mode = config.train.recompute if recomputes else "none"
+    sent = blocks.elements * (held + reduced) - activations.block_bytes(config, mode)
+    moments = activations.moments_in_blocks(config, blocks.count)
+    working = max((more - free for free, more in moments), default=0)
+    backward = gathered + saved + table + working + max(0, sent)
+    # the blocks are reduced; the loss's gradient of the table meets that of the lookup
+    copied = table * held // 4 if held < reduced else 0  # the lookup's, before its float32 copy
+    lookup = gathered + 2 * table + copied + of_blocks
+    # only the last backward pass lets go of the parameters before it reduces
+    still = gathered if several and zero == 2 else 0
+    last = still + others * (summed + reduced) + of_blocks
+    return max(loss, backward, lookup, last) + (memory.gradients if several else 0)
 
 
-def _waiting(config: Run, topology: Topology, place: int) -> int:
-    """Return the number of micro batches of a step if all of them go forward before the first
+def _saved(config: Run, place: int) -> tuple[int, int, int, int]:
+    """Return the bytes of activations, of the loss and on the host, of all micro batches that wait
+    at once. The fourth number is how many these are, if all of a step go forward before the first
     backward pass, when there are no gradients yet; else 0.
     """
-    micro_batches, stages = config.train.accumulation_steps, topology.stages_of(place)
-    if micro_batches == 1:
-        return 1
-    if topology.pipeline == 1 or len(stages) > 1:
-        return 0
-    held = held_at_most(
-        config.parallel.pipeline_schedule, topology, place, micro_batches, dict.fromkeys(stages, 1)
-    )
-    return micro_batches if held[stages[0]] == micro_batches else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Saved:
-    """Bytes that one micro batch keeps in one stage."""
-
-    activations: int
-    loss: int
-    on_host: int
-
-    @property
-    def on_device(self) -> int:
-        return self.activations + self.loss
-
-
-def _saved(config: Run, topology: Topology, place: int) -> tuple[int, int, int]:
-    """Return the bytes of activations, of the loss and on the host, of all micro batches that wait
-    at once.
-    """
-    stages = {
-        stage: _saved_by_stage(config, topology, stage) for stage in topology.stages_of(place)
-    }
+    topology = config.topology
+    stages = {stage: _saved_by_stage(config, stage) for stage in topology.stages_of(place)}
     micro_batches = config.train.accumulation_steps
-    if topology.pipeline == 1:
-        held = dict.fromkeys(stages, 1)
-    else:
-        sizes = {stage: saved.on_device + saved.on_host for stage, saved in stages.items()}
+    held = dict.fromkeys(stages, 1)
+    if topology.pipeline > 1:
+        sizes = {stage: sum(saved) for stage, saved in stages.items()}
         held = held_at_most(
             config.parallel.pipeline_schedule, topology, place, micro_batches, sizes
         )
-    activations_of, loss, on_host = (
-        sum(held[stage] * getattr(saved, part) for stage, saved in stages.items())
-        for part in ("activations", "loss", "on_host")
+    in_blocks, loss, on_host = (
+        sum(held[stage] * saved[part] for stage, saved in stages.items()) for part in range(3)
     )
-    return activations_of, loss, on_host
+    alike = micro_batches == 1 or len(held) == 1
+    waiting = micro_batches if alike and set(held.values()) == {micro_batches} else 0
+    return in_blocks, loss, on_host, waiting
 
 
-def _saved_by_stage(config: Run, topology: Topology, stage: int) -> _Saved:
-    """Return the bytes that one micro batch keeps.
+def _saved_by_stage(config: Run, stage: int) -> tuple[int, int, int]:
+    """Return the bytes of activations, of the loss and on the host that one micro batch keeps.
 
     The pipeline keeps what a stage has received and what it sends. They are the same memory if the
     next stage is on the same rank.
     """
-    sizes, mode, place = config.sizes, config.train.recompute, topology.place_of_stage(stage)
+    sizes, topology, mode = config.sizes, config.topology, config.train.recompute
+    place = topology.place_of_stage(stage)
     offloads = config.train.offload_activations
     layers = len(topology.layers_of_stage(stage, config.model.num_layers))
     in_blocks = activations.blocks_bytes(config, layers)
-    saved = activations.documents_bytes(config) if layers else 0
-    saved += 0 if offloads else in_blocks
+    saved = 0 if offloads else in_blocks
+    if layers and config.data.reset_attention_mask:
+        # the mask that all blocks share; CUDA's kernels that skip blocks of pairs need less
+        saved += sizes.tokens * sizes.seq_length * sizes.compute
     loss = 0
     if stage == 0:
-        saved += activations.embedding_bytes(config)
+        positions = sizes.tokens if config.data.reset_position_ids else sizes.seq_length
+        saved += 8 * (sizes.tokens + positions)  # ids and positions are int64
+        saved += sizes.mask if config.model.embedding_dropout else 0
     else:
         same = activations.input_of_norm(config) == sizes.compute
         is_in_block = layers > 0 and not offloads and (mode == "full" or same)
@@ -358,17 +318,17 @@ def _saved_by_stage(config: Run, topology: Topology, stage: int) -> _Saved:
         loss = activations.loss_bytes(config)
     else:
         saved += sizes.residual
-    return _Saved(activations=max(0, saved), loss=loss, on_host=in_blocks if offloads else 0)
+    return max(0, saved), loss, in_blocks if offloads else 0
 
 
-def _buffers(config: Run, topology: Topology, place: int, units: tuple[Unit, ...]) -> int:
+def _buffers(config: Run, place: int, units: tuple[Unit, ...]) -> int:
     """Return the bytes of message buffers.
 
     For a gradient from another stage, FrugalStage of torch_gpt2/parallel/private_api.py has a
     buffer only while it is needed. FSDP2 copies a unit into and out of one message, and keeps the
     unit's whole gradients beside the message that reduces them.
     """
-    received = 0
+    received, topology = 0, config.topology
     if topology.pipeline > 1:
         schedule, micro_batches = config.parallel.pipeline_schedule, config.train.accumulation_steps
         received = (

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import groupby, zip_longest
 
-from common.accelerators import GIB, Accelerator, Hardware
+from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan
 from common.parallel.fused_attention import FIRST_ASCEND
@@ -23,6 +22,7 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
+from common.planner.room import memory_limit
 from common.planner.timing import RANGES, StepTime, step_time
 from common.resolve.derive import resolve_other
 from common.weights.names import count_parameters, flops_per_token
@@ -73,26 +73,29 @@ def make_plan(config: Run) -> Plan:
         batch=config.batch,
         tokens_per_step=config.batch.global_batch * config.model.seq_length,
         parameters=count_parameters(config.model),
-        stages=tuple(_plan_place(config, topology, place) for place in range(topology.pipeline)),
-    )
-
-
-def _plan_place(config: Run, topology: Topology, place: int) -> StagePlan:
-    return StagePlan(
-        stages=topology.stages_of(place),
-        layers=tuple(
-            topology.layers_of_stage(stage, config.model.num_layers)
-            for stage in topology.stages_of(place)
+        stages=tuple(
+            StagePlan(
+                stages=topology.stages_of(place),
+                layers=tuple(
+                    topology.layers_of_stage(stage, config.model.num_layers)
+                    for stage in topology.stages_of(place)
+                ),
+                parameters=sum(unit.elements * unit.count for unit in units_of(config, place)),
+                memory=memory_of(config, place),
+                traffic=traffic_of(config, place),
+            )
+            for place in range(topology.pipeline)
         ),
-        parameters=sum(unit.elements * unit.count for unit in units_of(config, topology, place)),
-        memory=memory_of(config, topology, place),
-        traffic=traffic_of(config, topology, place),
     )
 
 
 def time_of(plan: Plan, config: Run, device: Accelerator) -> StepTime:
-    held = ((place, stage.memory, stage.traffic) for place, stage in enumerate(plan.stages))
-    return step_time(config, plan.topology, device, held)
+    """Return the step time of the slowest rank."""
+    times = (
+        step_time(config, device, place, stage.memory, stage.traffic)
+        for place, stage in enumerate(plan.stages)
+    )
+    return max(times, key=lambda time: time.total)
 
 
 def describe_plan(
@@ -110,24 +113,18 @@ def describe_plan(
     them. places: of every rank in order, if known, to show host and device. device: the one whose
     step time to estimate. like: a measured run that scales the estimate.
     """
-    topology, batch = plan.topology, plan.batch
+    topology = plan.topology
     lines = [_fit(plan, config, device)]
     if device is not None:
         lines += _time_lines(plan, config, device, like)
     lines += [
         *(f"warning: {warning}" for warning in _warnings(plan, config, device)),
-        *_kernels_to_check(config, device),
-        f"world: {topology}",
-        f"batch: {batch} samples; {plan.tokens_per_step:,} tokens a step",
-        *_ramp_lines(config),
-        *_window_lines(config),
-        f"schedule: {describe_schedule(config.optimizer)}",
-        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
-        f" {config.vocab_rows}",
+        *_run_lines(plan, config),
+        "",
+        *_memory_lines(plan, config, all_ranks),
+        "",
+        _traffic_line(plan),
     ]
-    if topology.pipeline > 1:
-        lines += _pipeline_lines(plan, config)
-    lines += ["", *_memory_lines(plan, config, all_ranks), "", *_traffic_lines(plan)]
     if all_ranks or places:
         lines += [
             "",
@@ -193,6 +190,11 @@ def _warnings(plan: Plan, config: Run, device: Accelerator | None) -> Iterable[s
             f"tensor parallel over {tensor} devices leaves a server of {device.server_devices}, and"
             " exchanges data in every layer"
         )
+    if config.backend == "mindspore" and device is not None and device.name == FIRST_ASCEND:
+        yield (  # docs/ascend.md
+            "MindSpore's pages name only Atlas A2 and A3 servers; check in its release notes that"
+            f" your version still has kernels for the {device.name}"
+        )
 
 
 TILE = 64
@@ -201,21 +203,26 @@ TILE = 64
 """
 
 
-def _window_lines(config: Run) -> Iterable[str]:
+def _run_lines(plan: Plan, config: Run) -> Iterable[str]:
+    yield f"world: {plan.topology}"
+    yield f"batch: {plan.batch} samples; {plan.tokens_per_step:,} tokens a step"
+    if config.train.rampup_batch_size is not None:
+        yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"
     window, stride = config.model.seq_length, config.data.stride
     if stride is not None and stride < window:
         yield (
             f"windows: {window} tokens, one every {stride}: an epoch takes {window / stride:.2f}"
             " times the steps that it takes without overlap"
         )
-
-
-def _pipeline_lines(plan: Plan, config: Run) -> Iterable[str]:
-    schedule, micro_batches = config.parallel.pipeline_schedule, plan.batch.accumulation
-    waits = bubble(
-        schedule, plan.topology, micro_batches, recomputes=config.train.recompute == "full"
+    yield f"schedule: {describe_schedule(config.optimizer)}"
+    yield (
+        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
+        f" {config.vocab_rows}"
     )
-    yield f"pipeline: {schedule}; each stage waits {_percent(waits)} of a step for the others"
+    if plan.topology.pipeline > 1:
+        schedule, is_full = config.parallel.pipeline_schedule, config.train.recompute == "full"
+        waits = bubble(schedule, plan.topology, plan.batch.accumulation, recomputes=is_full)
+        yield f"pipeline: {schedule}; each stage waits {_percent(waits)} of a step for the others"
 
 
 def _percent(part: float) -> str:
@@ -256,55 +263,15 @@ def _memory_lines(plan: Plan, config: Run, all_stages: bool) -> Iterable[str]:
         )
 
 
-def _ramp_lines(config: Run) -> Iterable[str]:
-    if config.train.rampup_batch_size is not None:
-        yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"
-
-
-def _kernels_to_check(config: Run, device: Accelerator | None) -> Iterable[str]:
-    """Say that MindSpore may have left the first Ascend (docs/ascend.md)."""
-    if config.backend == "mindspore" and device is not None and device.name == FIRST_ASCEND:
-        yield (
-            "MindSpore's pages name only Atlas A2 and A3 servers; check in its release notes that"
-            f" your version still has kernels for the {device.name}"
-        )
-
-
-RESERVED = 0.06
-"""Part of a device's memory that the driver, the libraries and gaps between tensors take."""
-RESERVED_AT_LEAST = 2.4 * GIB
-"""Least of it, which weighs on cards below 40 GB. nvidia-smi showed so much beyond the plan on
-V100s of 16 GB (OneFlow's report of May 2021, the median of 13 runs without a pipeline).
-"""
-
-
-def usable_memory(memory: float) -> float:
-    """Return the bytes of an accelerator's memory that a rank may plan with."""
-    return memory - max(RESERVED * memory, RESERVED_AT_LEAST)
-
-
-def memory_limit(config: RunConfig, device: Accelerator | Hardware | None) -> float | None:
-    """Return the bytes that a rank may use, or None if unknown.
-
-    They are the device's memory without a reserve, or context.max_device_memory if that is less.
-    """
-    limits = [] if config.context.most_bytes is None else [config.context.most_bytes]
-    if device is not None and device.memory is not None:
-        limits.append(usable_memory(device.memory))
-    return min(limits, default=None)
-
-
-def _traffic_lines(plan: Plan) -> Iterable[str]:
+def _traffic_line(plan: Plan) -> str:
     sent = {
         field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages)
         for field in fields(Traffic)
     }
     text = ", ".join(f"{axis} {three_digits(size / GIB)}" for axis, size in sent.items() if size)
-    yield (
-        f"A rank sends in a step at most (GiB, ring algorithms): {text}"
-        if text
-        else "No rank sends anything"
-    )
+    if not text:
+        return "No rank sends anything"
+    return f"A rank sends in a step at most (GiB, ring algorithms): {text}"
 
 
 def three_digits(value: float) -> str:
@@ -368,13 +335,8 @@ def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
     differ, and columns that are 0.00 everywhere are left out.
     """
     size = plan.topology.data * plan.topology.tensor
-    groups: list[list[int]] = []
-    for place, stage in enumerate(plan.stages):
-        alike = groups and plan.stages[groups[-1][0]].parameters == stage.parameters
-        if alike and not all_stages:
-            groups[-1].append(place)
-        else:
-            groups.append([place])
+    places = range(plan.topology.pipeline)
+    groups = groupby(places, None if all_stages else lambda at: plan.stages[at].parameters)
     parts = [
         name
         for name in plan.stages[0].memory.parts
@@ -390,7 +352,7 @@ def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
             between(*(" ".join(words) for words in ends))
             for ends in (
                 [map(str, end.stages) for end in (first, last)],
-                [map(_ranks, _joined(end.layers)) for end in (first, last)],
+                [map(_ranks, end.layers) for end in (first, last)],
             )
         )
         values = (
@@ -401,18 +363,10 @@ def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
         ranks = _ranks(range(places[0] * size, (places[-1] + 1) * size))
         return stages, ranks, layers, f"{first.parameters:,}", *values, total
 
-    return table(("stage", "ranks", "layers", "parameters", *parts, "GiB"), map(row, groups))
-
-
-def _joined(parts: Sequence[range]) -> list[range]:
-    """Merge ascending ranges that have no gap between them."""
-    joined: list[range] = []
-    for part in parts:
-        if joined and joined[-1].stop == part.start:
-            joined[-1] = range(joined[-1].start, part.stop)
-        else:
-            joined.append(part)
-    return joined
+    return table(
+        ("stage", "ranks", "layers", "parameters", *parts, "GiB"),
+        (row([*places]) for _, places in groups),
+    )
 
 
 def _rank_lines(topology: Topology) -> Iterable[str]:
@@ -435,16 +389,15 @@ def _rank_lines(topology: Topology) -> Iterable[str]:
 def _rank_rows(
     topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]
 ) -> Iterable[tuple[str, ...]]:
-    world, cut = topology.world_size, _LISTED // 2
-    shorten = world > _LISTED and not all_ranks
-    for rank in chain(range(cut), (None,), range(world - cut, world)) if shorten else range(world):
-        if rank is None:
-            yield ("...",)
-            continue
+    rows: list[tuple[str, ...]] = []
+    for rank in range(topology.world_size):
         at = topology.coordinates(rank)
         groups = (_ranks(topology.group(kind, rank)) for kind in _SHOWN)
         where = (places[rank].host, str(places[rank].device_id)) if places else ()
-        yield str(rank), str(at.pipeline), str(at.data), str(at.tensor), *where, *groups
+        rows.append((str(rank), str(at.pipeline), str(at.data), str(at.tensor), *where, *groups))
+    if len(rows) > _LISTED and not all_ranks:
+        rows[_LISTED // 2 : -_LISTED // 2] = [("...",)]
+    return rows
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -460,9 +413,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     """Return a table with columns aligned to the right."""
     cells = [head, *rows]
-    widths = [
-        max(len(row[column]) for row in cells if column < len(row)) for column in range(len(head))
-    ]
+    widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
         for row in cells

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import re
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.accelerators import GIB
-from common.cluster.environment import Process
+import psutil
+
+from common.accelerators import GIB, Accelerator, Hardware
+from common.cluster.environment import ALONE, Process
+from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
 from common.parallel.batch import divisors
 from common.parallel.run import Run
-from common.planner.memory import Memory, memory_of
+from common.planner.memory import memory_of
 from common.resolve.auto_device import sees_accelerator
 from common.resolve.derive import resolve_other
 
@@ -26,14 +28,9 @@ Activations are an estimate, and no error of the estimate is this large.
 """
 
 
-def machine_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory and swap that this machine (or container) allows, or None if
-    unknown.
-    """
-    total = _of_meminfo(root, "MemTotal", "SwapTotal")
-    if total is None:
-        return None
-    amounts = [total]
+def machine_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory and swap that this machine (or container) allows."""
+    amounts: list[int] = [psutil.virtual_memory().total + psutil.swap_memory().total]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             amounts.append(int((root / name).read_text(encoding="utf-8")))
@@ -45,95 +42,73 @@ def machine_memory(root: Path = Path("/")) -> int | None:
     return min(amounts)
 
 
-def _of_meminfo(root: Path, *names: str) -> int | None:
-    """Return the sum of these lines of /proc/meminfo in bytes, or None if it cannot be read."""
-    try:
-        lines = dict(
-            line.split(":", 1)
-            for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
-            if ":" in line
-        )
-        return sum(int(lines[name].split()[0]) * 1024 for name in names if name in lines) or None
-    except (OSError, ValueError):
-        return None
+RESERVED = 0.06
+"""Part of a device's memory that the driver, the libraries and gaps between tensors take."""
+MIN_RESERVED = 2.4 * GIB
+"""Least of it, which weighs on cards below 40 GB. nvidia-smi showed so much beyond the plan on
+V100s of 16 GB (OneFlow's report of May 2021, the median of 13 runs without a pipeline).
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """Memory that the ranks of one device or machine need.
+def usable_memory(memory: float) -> float:
+    """Return the bytes of an accelerator's memory that a rank may plan with."""
+    return memory - max(RESERVED * memory, MIN_RESERVED)
 
-    certain: allocated for sure. likely: peak by the plan's estimate, on a CPU with the copy of
-    weights and optimizer state that a checkpoint is written from.
+
+def memory_limit(
+    config: RunConfig, device: Accelerator | Hardware | None, *, ranks: int = 1
+) -> float | None:
+    """Return the bytes that the plan may give a rank, or None if unknown.
+
+    They are the device's memory without a reserve, or context.max_device_memory if that is less. On
+    a CPU they are the machine's, which its ``ranks`` share.
     """
-
-    certain: int
-    likely: int
-    ranks: int = 1
-
-
-def need_of(config: Run, place: int, ranks: int, *, training: bool, on_cpu: bool) -> Need:
-    """Return the need of this many ranks like the one at this pipeline place."""
-    memory = _memory(config, place)
-    certain = memory.weights + (memory.optimizer if training else 0)
-    likely = memory.peak + on_cpu * certain if training else certain
-    return Need(certain=certain * ranks, likely=likely * ranks, ranks=ranks)
+    most = config.context.most_bytes
+    if isinstance(device, Hardware) and device.kind == "cpu":
+        return machine_memory() / ranks * (1 - RESERVED) if most is None else most
+    known = None if device is None or device.memory is None else usable_memory(device.memory)
+    return min((limit for limit in (most, known) if limit is not None), default=None)
 
 
-def _memory(config: Run, place: int) -> Memory:
-    return memory_of(config, config.topology, place)
-
-
-def check_room(config: Run, *, rank: int = 0, ranks: int = 1, training: bool = False) -> str | None:
+def check_memory(config: Run, process: Process = ALONE, *, training: bool = False) -> None:
     """Compare the plan's memory with that of the run's device, before anything is allocated.
 
-    Returns a warning if the plan exceeds it, and raises ConfigError if the run cannot fit. On a CPU
-    the memory is the machine's. ranks: those of this host, which share a CPU's memory.
+    Warns on rank 0 if the plan exceeds it, and raises ConfigError if the run cannot fit. On a CPU
+    the memory is the machine's, which the ranks of a host share. A checkpoint is written from a
+    copy of weights and optimizer state there.
     """
-    hardware = config.hardware
+    hardware, topology = config.hardware, config.topology
     on_cpu = hardware is not None and hardware.kind == "cpu"
-    known = None if hardware is None else hardware.memory
-    there = machine_memory() if on_cpu else known
+    there = machine_memory() if on_cpu else None if hardware is None else hardware.memory
     if there is None:
-        return None
-    place = config.topology.coordinates(rank).pipeline
-    need = need_of(config, place, ranks if on_cpu else 1, training=training, on_cpu=on_cpu)
+        return
+    place = topology.coordinates(process.rank % topology.world_size).pipeline
+    ranks = min(process.local_world_size, topology.world_size) if on_cpu else 1
+    memory = memory_of(config, place)
+    certain = ranks * (memory.weights + (memory.optimizer if training else 0))
+    likely = ranks * memory.peak + on_cpu * certain if training else certain
     has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
-    who = f"{need.ranks} ranks need" if need.ranks > 1 else "a rank needs"
+    who = f"{ranks} ranks need" if ranks > 1 else "a rank needs"
     part = "weights and optimizer state" if training else "weights"
-    by_plan = f"{who} {gibibytes(need.likely)} by the plan"
-    if need.certain > there:
-        said = f"the run does not fit: {who} {gibibytes(need.certain)} for its {part}, but {has};"
-    elif need.likely > there:
-        certainty = "does not" if need.likely > HOPELESS * there else "may not"
+    by_plan = f"{who} {gibibytes(likely)} by the plan"
+    if certain > there:
+        said = f"the run does not fit: {who} {gibibytes(certain)} for its {part}, but {has};"
+    elif likely > there:
+        certainty = "does not" if likely > HOPELESS * there else "may not"
         said = f"the run {certainty} fit: {by_plan}, but {has};"
     else:
-        free = _of_meminfo(Path("/"), "MemAvailable") if on_cpu else None
-        if free is None or need.likely <= free:
-            return None
+        free = psutil.virtual_memory().available
+        if not on_cpu or likely <= free:
+            return
         said = (
             f"memory is short: {by_plan}, and {gibibytes(free)} of this machine's"
             f" {gibibytes(there)} are free; end other programs, or"
         )
     message = f"{said} {advice(config, training=training, place=place)}"
-    if need.certain > there or need.likely > HOPELESS * there:
+    if certain > there or likely > HOPELESS * there:
         raise ConfigError(message)
-    return message
-
-
-def check_memory(config: Run, process: Process, *, training: bool = False) -> None:
-    """Check memory before anything is allocated.
-
-    Warns on rank 0. Raises ConfigError if the run cannot fit.
-    """
-    ranks = config.topology.world_size
-    warning = check_room(
-        config,
-        rank=process.rank % ranks,
-        ranks=min(process.local_world_size, ranks),
-        training=training,
-    )
-    if warning is not None and process.rank == 0:
-        LOG.warning(warning)
+    if process.rank == 0:
+        LOG.warning(message)
 
 
 def fits_machine(config: Run, peak: int, root: Path = Path("/")) -> str | None:
@@ -142,7 +117,6 @@ def fits_machine(config: Run, peak: int, root: Path = Path("/")) -> str | None:
     if (
         config.device not in ("auto", "cpu")
         or (config.device == "auto" and sees_accelerator(root))
-        or there is None
         or peak <= there
     ):
         return None
@@ -163,11 +137,10 @@ def out_of_memory(
     if asked is None:
         return None
     place = config.topology.coordinates(rank).pipeline
-    memory = _memory(config, place)
+    memory = memory_of(config, place)
     parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in memory.parts.items() if size)
     plan = f"by the plan a rank that trains holds {gibibytes(memory.peak)} at most ({parts})"
-    there = machine_memory()
-    has = f"; this machine has {gibibytes(there)}" if there is not None else ""
+    has = f"; this machine has {gibibytes(machine_memory())}"
     helps = advice(config, training=training, place=place)
     return f"out of memory: {asked}; {plan}{has}. {helps}"
 
@@ -237,7 +210,8 @@ def _freed(config: Run, place: int, to: str = "", **changes: Any) -> str:
         tried = resolve_other(config, world_size=ranks, hardware=hardware, **changes)
     except ConfigError:
         return ""
-    less = _memory(config, place).peak - _memory(tried, place).peak
+    now, then = (memory_of(run, place).peak for run in (config, tried))
+    less = now - then
     return f" {to}(frees {gibibytes(less)})" if less >= GIB / 100 else ""
 
 

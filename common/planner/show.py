@@ -12,10 +12,11 @@ from typing import Any
 
 from common.accelerators import GIGA, Accelerator, find_accelerator, require_accelerator
 from common.cluster.environment import announced_world_size
+from common.cluster.places import place_hosts, places_of_table
 from common.cluster.rank_table_files import read_table
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.planner.cluster import describe_cluster, places_of_plan
+from common.planner.cluster import describe_cluster
 from common.planner.fitting import resolve_on
 from common.planner.plan import Likeness, describe_plan, make_plan, time_of
 from common.planner.room import fits_machine
@@ -46,12 +47,12 @@ def plan_text(
     step. Both are on machines with other ``link`` and ``network`` (GB/s of a device) or
     ``server_devices`` if they are given.
     """
-    given: dict[str, Any] = {
+    given = {
         "link": link and link * GIGA,
         "network": network and network * GIGA,
         "server_devices": server_devices,
     }
-    machine = {name: value for name, value in given.items() if value is not None}
+    machine: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     device = replace(require_accelerator(accelerator), **machine) if accelerator else None
     likeness = None
     if like is not None:
@@ -66,9 +67,10 @@ def plan_text(
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"]).absolute()
         table = read_table(path)
+        ranks_there = places_of_table(table)
         return describe_cluster(
             config,
-            places_of_plan(table),
+            place_hosts(ranks_there, ranks_there[0].host),
             config_path=config_path.absolute(),
             overrides=overrides,
             table=(path, table),
@@ -81,12 +83,12 @@ def plan_text(
     text = describe_plan(plan, config, all_ranks=all, device=device, like=likeness)
     if device is None and (here := fits_machine(config, plan.peak)):
         return f"{here}\n{text}"
-    if device is not None and 1 < ranks <= MOST_RANKS:
+    if device is not None and 1 < ranks <= MAX_RANKS:
         text += describe_next(config, plan, device, likeness)
     return text
 
 
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 """Ranks up to which a plan looks for faster layouts too, which takes about a second."""
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from common.accelerators import GIB, Accelerator, Hardware
+from common.accelerators import GIB, Accelerator
 from common.config.resolved import as_run
 from common.config.schema import RunConfig
 from common.errors import ConfigError
@@ -23,12 +23,11 @@ from common.parallel.batch import MAX_RANKS, divisors
 from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import Topology
-from common.planner.fitting import RECOMPUTATIONS, Fitting, time_within
+from common.planner.fitting import RECOMPUTATIONS, Fitting
 from common.planner.plan import (
     Likeness,
     Plan,
     make_plan,
-    memory_limit,
     mfu,
     table,
     three_digits,
@@ -95,74 +94,48 @@ def suggest(
 def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool) -> Layout | str:
     """Return the fastest way to make this layout fit, or why there is none.
 
-    Among equally fast ways it is the one that changes least.
+    It varies ZeRO stages, recomputation and sequence parallelism, as far as the engine supports
+    them. Among equally fast ways it is the one that changes least.
     """
     if topology.tensor > device.server_devices:
         return f"tensor parallel would leave a server of {device.server_devices} devices"
-    limit = memory_limit(config, device)
-    assert limit is not None
     best: Layout | None = None
-    reasons: list[str] = []
+    reason = ""
     is_run = False
     settled: set[tuple[int, bool]] = set()
-    for zero, recompute, sequence in _ways(config, topology):
+    stages = 2 if config.backend == "mindspore" else 4
+    zeros: Iterable[int] = range(stages) if topology.data > 1 else (0,)
+    sequences = (False, True) if topology.tensor > 1 and config.backend == "torch" else (False,)
+    for zero, recompute, sequence in product(zeros, RECOMPUTATIONS, sequences):
         if (zero, sequence) in settled:
             continue
-        layout, train = _keys(config, topology, zero, recompute, sequence)
-        if is_auto:
-            train["micro_batch_size"] = "auto"
-        candidate = _resolved(config, topology, device, limit, layout, train)
-        if isinstance(candidate, str):
-            reasons.append(candidate)
+        other = _other(config, topology, zero, recompute, sequence, is_auto=is_auto)
+        question = Fitting.on(device, other, topology.world_size)
+        try:
+            candidate = _possible(question.resolve())
+            if is_auto:
+                candidate = _possible(question.largest())
+        except ConfigError as refusal:
+            reason = reason or str(refusal).partition(";")[0]
             continue
         is_run = True
-        outcome = time_within(candidate, device, limit)
-        if outcome is None:
-            continue
-        settled.add((zero, sequence))  # more recomputation changes nothing or is slower
-        if outcome < (best.seconds * (1 - EQUAL) if best else math.inf):
-            best = Layout(config=candidate, seconds=outcome)
+        seconds = question.seconds(candidate, device)
+        if seconds < math.inf:
+            settled.add((zero, sequence))  # more recomputation changes nothing or is slower
+        if seconds < (best.seconds * (1 - EQUAL) if best else math.inf):
+            best = Layout(config=candidate, seconds=seconds)
     if best is not None:
         return best
     if not is_run:
-        return reasons[0]
-    return f"more than the {limit / GIB:.1f} GiB of a device, whatever ZeRO and recomputation do"
+        return reason
+    limit = (question.limit or 0) / GIB
+    return f"more than the {limit:.1f} GiB of a device, whatever ZeRO and recomputation do"
 
 
-def with_larger_batches(layout: Layout, device: Accelerator) -> Layout:
-    """Return the layout with its micro batch doubled as long as it fits and a step gets faster."""
-    config, topology = layout.config, layout.config.topology
-    limit = memory_limit(config, device)
-    assert limit is not None
-    parallel = config.parallel
-    keys = _keys(
-        config, topology, parallel.zero_stage, config.train.recompute, parallel.sequence_parallel
-    )
-    size = 2 * config.train.micro_batch_size
-    found = _resolved(
-        config, topology, device, limit, keys[0], keys[1] | {"micro_batch_size": size}
-    )
-    seconds = None if isinstance(found, str) else time_within(found, device, limit)
-    if isinstance(found, str) or seconds is None or seconds >= layout.seconds * (1 - EQUAL):
-        return layout
-    return with_larger_batches(Layout(config=found, seconds=seconds), device)
-
-
-def _ways(config: Run, topology: Topology) -> Iterator[tuple[int, str, bool]]:
-    """Yield ZeRO stages, recomputation and sequence parallelism worth trying, as far as the engines
-    support them.
-    """
-    piped_by_deepspeed = config.engine == "deepspeed" and topology.pipeline > 1
-    most = 1 if config.backend == "mindspore" or piped_by_deepspeed else 3
-    zeros: Iterable[int] = range(most + 1) if topology.data > 1 else (0,)
-    sequences = (False, True) if topology.tensor > 1 and config.backend == "torch" else (False,)
-    return product(zeros, RECOMPUTATIONS, sequences)
-
-
-def _keys(
-    config: Run, topology: Topology, zero: int, recompute: str, sequence: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keys of parallel and train that make this layout."""
+def _other(
+    config: Run, topology: Topology, zero: int, recompute: str, sequence: bool, *, is_auto: bool
+) -> RunConfig:
+    """Return the configuration with this layout."""
     same = topology.pipeline == config.parallel.pipeline_stage
     parallel: dict[str, Any] = {
         "data_parallel": topology.data,
@@ -178,38 +151,32 @@ def _keys(
         train["recompute_layers"] = None
     if topology.tensor == 1:
         train["recompute_slice_activation"] = False
-    return parallel, train
+    if is_auto:
+        train["micro_batch_size"] = "auto"
+    return as_run(RunConfig, config, parallel=parallel, train=train, device="auto")
 
 
-def _resolved(
-    config: Run,
-    topology: Topology,
-    device: Accelerator,
-    limit: float,
-    parallel: dict[str, Any],
-    train: dict[str, Any],
-) -> Run | str:
-    """Return the run with this layout and the largest micro batch that fits, or the reason against
-    it.
-    """
-    hardware = Hardware(kind="auto", name=device.name, memory=device.memory)
-    other = as_run(RunConfig, config, parallel=parallel, train=train, device="auto")
-    question = Fitting(other, topology.world_size, hardware, limit)
+def _possible(config: Run) -> Run:
+    """Return the run. Raises ConfigError if its schedule cannot have its micro batches."""
+    schedule = config.parallel.pipeline_schedule
+    if error := schedule_error(schedule, config.topology, config.batch.accumulation):
+        raise ConfigError(error)
+    return config
+
+
+def with_larger_batches(layout: Layout, device: Accelerator) -> Layout:
+    """Return the layout with its micro batch doubled as long as it fits and a step gets faster."""
+    run = layout.config
+    train = {"micro_batch_size": 2 * run.train.micro_batch_size, "accumulation_steps": None}
+    question = Fitting.on(device, run, run.topology.world_size)
     try:
-        found = _with_possible_schedule(question.resolve())
-    except ConfigError as refusal:
-        return str(refusal).partition(";")[0]
-    if isinstance(found, str) or train.get("micro_batch_size") != "auto":
-        return found
-    return _with_possible_schedule(question.largest())
-
-
-def _with_possible_schedule(config: Run) -> Run | str:
-    """Return the run, or the reason why its pipeline schedule cannot have its micro batches."""
-    error = schedule_error(
-        config.parallel.pipeline_schedule, config.topology, config.batch.accumulation
-    )
-    return config if error is None else error
+        found = _possible(question.resolve(**train))
+    except ConfigError:
+        return layout
+    seconds = question.seconds(found, device)
+    if seconds >= layout.seconds * (1 - EQUAL):
+        return layout
+    return with_larger_batches(Layout(config=found, seconds=seconds), device)
 
 
 def describe_suggestions(
@@ -232,7 +199,10 @@ def describe_suggestions(
         f" ({source}):"
     ]
     if found.fitting:
-        ties, others = _with_ties(found.fitting)
+        most = found.fitting[0].seconds * (1 + TIE)
+        ties = [layout for layout in found.fitting if layout.seconds <= most]
+        others = found.fitting[len(ties) :]
+        ties.sort(key=lambda layout: layout.plan.peak)
         shown = [*ties, *others][: None if all_layouts else max(_SHOWN, len(ties))]
         lines += _table(shown, device, like)
         if len(ties) > 1:
@@ -275,15 +245,6 @@ def describe_next(config: Run, plan: Plan, device: Accelerator, like: Likeness |
         else f"no other layout is more than {TIE:.0%} faster"
     )
     return "\n".join([f"\n{said}:", *_table(others, device, like)]) + "\n"
-
-
-def _with_ties(layouts: Sequence[Layout]) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts that tie with the fastest, those with most free memory first, and the
-    others.
-    """
-    most = layouts[0].seconds * (1 + TIE)
-    ties = [layout for layout in layouts if layout.seconds <= most]
-    return sorted(ties, key=lambda layout: layout.plan.peak), [*layouts[len(ties) :]]
 
 
 def _refusals(refused: dict[str, list[Topology]], all_layouts: bool) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from common.accelerators import Accelerator, Hardware
@@ -27,11 +26,11 @@ has grown more than its kernels of 2023 and 2024.
 ELEMENTS = {"eager": 0.33, "compiled": 0.90}
 """Part of the memory bandwidth that the operations between products reach, with each activation
 counted once a pass. Operator by operator it is read and written again. For fused kernels 0.90 is
-assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/training.md).
+assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/compilation.md).
 """
 NETWORK = 0.67
 """Part of the adapters' rate that messages between servers reach."""
-RANGES = {"A100": (0.89, 1.23), "H100": (0.74, 1.17), "V100": (0.76, 1.50), "Ascend": (0.58, 1.69)}
+RANGES = {"A100": (0.89, 1.27), "H100": (0.74, 1.17), "V100": (0.76, 1.50), "Ascend": (0.58, 1.69)}
 """Measured by planned times, by family: eight of ten published steps on it lie between."""
 HOST_LINK = 25e9
 """Bytes per second between a device and its host, one way: a PCIe 4 x16 link of 32 GB/s."""
@@ -53,9 +52,7 @@ in bfloat16 that the block's activations contain too.
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step on the slowest rank. Overlapping parts count by the longer
-    one.
-    """
+    """Seconds of one optimizer step on a rank. Overlapping parts count by the longer one."""
 
     products: float
     """Matrix products."""
@@ -82,49 +79,31 @@ class StepTime:
 
 
 def step_time(
-    config: Run,
-    topology: Topology,
-    device: Accelerator,
-    held: Iterable[tuple[int, Memory, Traffic]],
+    config: Run, device: Accelerator, place: int, memory: Memory, traffic: Traffic
 ) -> StepTime:
-    """Return the step time of the slowest pipeline rank.
-
-    held: places, each with the results of ``memory_of`` and ``traffic_of``.
-    """
-    times = (
-        _of_place(config, topology, device, place, memory, traffic)
-        for place, memory, traffic in held
-    )
-    return max(times, key=lambda time: time.total)
-
-
-def _of_place(
-    config: Run,
-    topology: Topology,
-    device: Accelerator,
-    place: int,
-    memory: Memory,
-    traffic: Traffic,
-) -> StepTime:
+    """Return the step time of the pipeline rank at this place."""
+    topology = config.topology
     micro_batches, schedule = config.train.accumulation_steps, config.parallel.pipeline_schedule
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
     scaling, sizes = config.precision.float8, config.sizes
     of_blocks = peak if scaling == "none" else device.float8_peak()
     of_head = device.float8_peak() if config.precision.float8_head else peak
-    is_hopper = device.float8_flops > 0
-    products = (
-        linear_flops(config, topology, place) / of_blocks / PRODUCTS
-        + head_flops(config, topology, place) / of_head / PRODUCTS
-        + attention_flops(config, topology, place)
-        / peak
-        / (ATTENTION_OF_HOPPER if is_hopper else ATTENTION)
+    again = activations.recomputed_of_rank(config, place)
+    is_last = place == topology.place_of_stage(topology.stages - 1)
+    # operations of one micro batch: forward, twice as many backward, and what is recomputed;
+    # in attention 12 h T for each token and layer (common.training.metrics)
+    weights = _linear_weights(config) * (3 * layers + again * (mode == "full"))
+    head = 3 * sizes.vocabulary * sizes.hidden * is_last
+    attention = (3 * layers + again) * 2 * sizes.seq_length * sizes.hidden
+    attends = ATTENTION_OF_HOPPER if device.float8_flops > 0 else ATTENTION
+    products = (2 * sizes.tokens / sizes.tensor) * (
+        weights / of_blocks / PRODUCTS + head / of_head / PRODUCTS + attention / peak / attends
     )
-    again = activations.recomputed_of_rank(config, topology, place)
     moved: float = (layers * PASSES + again * (mode == "full")) * activations.block_bytes(
         config, "none"
     )
-    if _has_head(topology, place):  # float32 logits, written and read twice
+    if is_last:  # float32 logits, written and read twice
         moved += 4 * 4 * sizes.tokens * sizes.vocabulary // sizes.tensor
     if scaling != "none":
         moved += layers * float8_bytes(config)
@@ -138,7 +117,12 @@ def _of_place(
     )
     within = (traffic.tensor + traffic.sequence) / _speed(device, topology, GroupKind.TENSOR)
     all_work = micro_batches * work + within
-    hidden = work * _overlapped(config, topology)
+    # messages between data-parallel ranks run beside backward passes, two thirds of the work: of
+    # the last micro batch where gradients are sent once a step, as behind a pipeline, and of all
+    # where ZeRO reduces each one's; in stage 3 forward passes hide gathers too
+    zero = config.parallel.zero_stage
+    beside = micro_batches * work if zero >= 2 and topology.pipeline == 1 else work
+    hidden = beside * (1 if zero == 3 and topology.pipeline == 1 else 2 / 3)
     data = max(0.0, traffic.data / _speed(device, topology, GroupKind.DATA) - hidden)
     between = (traffic.pipeline + traffic.embedding) / _speed(device, topology, GroupKind.PIPELINE)
     # read and write weights, state and gradients once
@@ -163,36 +147,6 @@ def _of_place(
     )
 
 
-def attention_flops(config: Run, topology: Topology, place: int) -> float:
-    """Return the operations of one micro batch in attention, on one rank.
-
-    They are 12 h T for each token and layer (common.training.metrics), and a third more where it
-    recomputes.
-    """
-    sizes, times = config.sizes, 3 * topology.layer_count(place, config.model.num_layers)
-    times += activations.recomputed_of_rank(config, topology, place)
-    return sizes.tokens * times * 4 * sizes.seq_length * sizes.hidden / sizes.tensor
-
-
-def head_flops(config: Run, topology: Topology, place: int) -> float:
-    """Return the operations of one micro batch in the head, on one rank."""
-    sizes = config.sizes
-    operations = 6 * sizes.tokens * sizes.vocabulary * sizes.hidden / sizes.tensor
-    return operations * _has_head(topology, place)
-
-
-def _has_head(topology: Topology, place: int) -> bool:
-    return place == topology.place_of_stage(topology.stages - 1)
-
-
-def linear_flops(config: Run, topology: Topology, place: int) -> float:
-    """Return the operations of one micro batch in the linear layers of blocks, on one rank."""
-    sizes, times = config.sizes, 3 * topology.layer_count(place, config.model.num_layers)
-    if config.train.recompute == "full":
-        times += activations.recomputed_of_rank(config, topology, place)
-    return sizes.tokens * times * 2 * _linear_weights(config) / sizes.tensor
-
-
 def float8_bytes(config: Run) -> float:
     """Return the bytes that float8 adds to one micro batch in the linear layers of a block."""
     sizes = config.sizes
@@ -205,19 +159,6 @@ def float8_bytes(config: Run) -> float:
 def _linear_weights(config: Run) -> int:
     """Return the weights of one block's linear layers."""
     return 4 * config.sizes.hidden**2 + 2 * config.sizes.hidden * config.sizes.ffn
-
-
-def _overlapped(config: Run, topology: Topology) -> float:
-    """Return the micro batches whose work hides messages between data-parallel ranks.
-
-    They run beside backward passes, which are two thirds of the work: of the last micro batch where
-    gradients are sent once a step, as behind a pipeline, and of all where ZeRO reduces each one's.
-    In stage 3 forward passes hide gathers too.
-    """
-    zero, micro_batches = config.parallel.zero_stage, config.train.accumulation_steps
-    if zero < 2 or topology.pipeline > 1:
-        return 2 / 3
-    return micro_batches * (1.0 if zero == 3 else 2 / 3)
 
 
 def _speed(device: Accelerator, topology: Topology, kind: GroupKind) -> float:

@@ -55,7 +55,7 @@ class Channel:
         """
         try:
             self._limit(socket.SO_RCVTIMEO, limit or 0)
-            message = parse_json(self._line(), finite=False)  # a damaged sum may be NaN
+            message = parse_json(self._line())
         except MalformedError:
             message = None
         except BlockingIOError:
@@ -83,15 +83,6 @@ class Channel:
         """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-
-    def dismiss(self, answer: Mapping[str, Any]) -> None:
-        """Send a last object, and close the connection once the other end has read it."""
-        with suppress(OSError):
-            self.send(answer)
-            self.finish()
-            while True:
-                self.receive(HELLO_SECONDS)
-        self.close()
 
     def close(self) -> None:
         with suppress(OSError):

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -27,12 +26,25 @@ _HINTS = {
 }
 
 
+_GUARD = """
+import os, signal, sys
+for group in [int(line) for line in sys.stdin]:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+"""Program that outlives a killed launcher: it reads numbers of process groups until the pipe is
+closed, and kills the groups.
+"""
+
+
 class Descendants:
     """Processes that this one starts, and whatever they start. As a context manager, it leaves
     none.
 
     Within it, orphaned descendants become children of this process, so that they are found. When
-    this process dies for any reason, ``orphan_guard.py`` ends the started ones.
+    this process dies for any reason, a guard ends the started ones.
     """
 
     def __init__(self, limit: float) -> None:
@@ -43,9 +55,8 @@ class Descendants:
         """Processes that did not end after SIGKILL, known after the context."""
 
     def __enter__(self) -> Self:
-        guard = str(Path(__file__).with_name("orphan_guard.py"))
         self._guard = subprocess.Popen(  # noqa: S603 - no shell
-            [sys.executable, "-I", "-S", guard],
+            [sys.executable, "-I", "-S", "-c", _GUARD],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

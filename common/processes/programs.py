@@ -36,7 +36,10 @@ def run_program(command: Sequence[str], limit: float) -> tuple[int | None, str, 
     except subprocess.TimeoutExpired:
         return None, "", f"no answer within {limit:g} s"
     finally:
-        _kill_session(child)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # state D lasts until the device releases it
+            child.communicate(timeout=5)
 
 
 def tied_to_this_process() -> Callable[[], None]:
@@ -55,14 +58,3 @@ def tied_to_this_process() -> Callable[[], None]:
 
 def last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].strip()
-
-
-def _kill_session(child: subprocess.Popen[str]) -> None:
-    """End a child that leads its own session, with everything that it started, and collect it."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # state D lasts until the device releases it
-        child.wait(timeout=5)
-    for pipe in (child.stdout, child.stderr):
-        if pipe is not None:
-            pipe.close()

@@ -10,7 +10,7 @@ from typing import Any
 from common.accelerators import Hardware
 from common.config.resolved import as_run, resolve_model
 from common.config.schema import (
-    MOST,
+    MAX_COUNT,
     DeepSpeedConfig,
     ModelConfig,
     ParallelConfig,
@@ -360,10 +360,10 @@ def length_in_steps(
             return {}
         epochs = train.max_epochs or 1
         steps = max(1, sizes.steps_within(int(epochs * samples)))
-        if steps > MOST:
+        if steps > MAX_COUNT:
             raise ConfigError(
                 f"train.max_epochs={epochs} of {samples} samples are {steps}"
-                f" steps; lower it to at most {MOST} steps"
+                f" steps; lower it to at most {MAX_COUNT} steps"
             )
     elif train.max_tokens is not None:
         steps = max(1, sizes.steps_within(train.max_tokens // config.model.seq_length))

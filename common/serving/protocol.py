@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from common.errors import GPT2Error
-from common.structured_files import DuplicateKeyError, MalformedError, parse_json
+from common.structured_files import MalformedError, parse_json
 
 _TYPES = {
     401: "authentication_error",
@@ -127,8 +127,6 @@ def parse_request(body: bytes) -> CompletionRequest:
     """Return the request of a body. Raises Refusal with the name of the field at fault."""
     try:
         tree = parse_json(body)
-    except DuplicateKeyError as error:
-        raise Refusal(400, str(error), param=error.key[:100]) from None
     except MalformedError as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(tree, dict):

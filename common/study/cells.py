@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.accelerators import Hardware
-from common.config.load import apply_overrides, flatten
+from common.config.load import flatten, read_value
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.run import Run
@@ -69,9 +71,7 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
     is left, where two have the same name, and for a value that its key cannot have.
     """
     axes = {axis: labels_of(values) for axis, values in definition.axes.items()}
-    total = 1
-    for labels in axes.values():
-        total *= len(labels)
+    total = math.prod(map(len, axes.values()))
     if total > 100 * MAX_CELLS:
         raise ConfigError(
             f"{config}: the axes have {total:,} combinations, more than {100 * MAX_CELLS:,};"
@@ -204,7 +204,7 @@ def settings_of(definition: Definition, point: Mapping[str, str]) -> dict[str, A
     return found
 
 
-def _put(found: dict[str, Any], pairs: Iterator[tuple[str, Any]] | list[tuple[str, Any]]) -> None:
+def _put(found: dict[str, Any], pairs: Iterable[tuple[str, Any]]) -> None:
     for key, value in pairs:
         found.pop(key, None)  # the later one goes behind what it refines
         found[key] = value
@@ -212,21 +212,10 @@ def _put(found: dict[str, Any], pairs: Iterator[tuple[str, Any]] | list[tuple[st
 
 def as_word(key: str, value: Any) -> str:
     """Return ``section.key=value`` that the command line reads as this value."""
-    plain = f"{key}={value}"
-    if isinstance(value, str) and _is_read_as(plain, value):
-        return plain
+    with suppress(ConfigError):  # text that is not YAML
+        if isinstance(value, str) and read_value(value, tuple(key.split(".")), key) == value:
+            return f"{key}={value}"
     return f"{key}={json.dumps(value)}"
-
-
-def _is_read_as(word: str, value: str) -> bool:
-    """Whether the command line takes the word for this text, rather than a number or a list."""
-    tree: dict[str, Any] = {}
-    try:
-        apply_overrides(tree, {}, [word])
-    except ConfigError:
-        return False
-    read = [text for _, text in flatten(tree)]
-    return read in ([], [value])  # none where the key has another name here
 
 
 def _words(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -152,12 +152,8 @@ def _end(study: Study, folder: Path) -> int:
     """Write the outcome, and return the exit code."""
     write_outcome(study, folder)
     LOG.info(f"{study.title}: {folder / PAGE}")
-    finished = [
-        found
-        for found in study.cells
-        if any(each.state is State.FINISHED for each in found.repeats)
-    ]
-    return 0 if finished or study.calculated else 1
+    states = {each.state for found in study.cells for each in found.repeats}
+    return 0 if State.FINISHED in states or study.calculated else 1
 
 
 def _folder(request: StudyRequest) -> Path:
@@ -198,7 +194,7 @@ def machine_here() -> Machine:
         host=socket.gethostname(),
         cpu=processor_name(),
         cores=len(os.sched_getaffinity(0)),
-        memory=machine_memory() or 0,
+        memory=machine_memory(),
         accelerators=devices,
     )
 

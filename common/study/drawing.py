@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from common.accelerators import GIB
 from common.files import atomic_write
-from common.study.figures import MIB
 from common.study.results import Study
 from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
-from common.study.table import part_name, parts_of
+from common.study.table import MIB, part_name, parts_of
 from common.study.verdict import MEMORY_TOLERANCE, Verdict
 from common.training.plot import open_pyplot
 
@@ -27,12 +26,10 @@ _MAX_BARS = 60
 _MAX_CURVES = 30
 _MAX_LABEL = 38
 _BLUE, _DARK, _RED, _GREY = "#7fa8d1", "#1f5a94", "#c4501b", "#6b7280"
-_STEP_TIME = "step time (s)"
 _MEMORY = {
     "state": "weights and optimizer",
     "step": "gradients and activations",
     "peak": "peak of the fullest rank",
-    "resident": "resident memory",
 }
 _FLOOR = 1e-9
 """Relative differences below it are drawn as none."""
@@ -63,10 +60,7 @@ def draw_throughput(sheet: Sheet) -> Any:
     for row, cell in enumerate(cells):
         if len(cell.speeds) > 1:
             axes.plot([cell.lowest, cell.highest], [row, row], color=_DARK, linewidth=1.4, zorder=3)
-            axes.plot(
-                list(cell.speeds.values()), [row] * len(cell.speeds), "|", color=_DARK, zorder=4,
-                markersize=8,
-            )  # fmt: skip
+        _strokes(axes, row, list(cell.speeds.values()))
     calculated = ", calculated" if sheet.study.calculated else ""
     axes.set(xlabel=f"tokens per second{calculated}", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -78,43 +72,23 @@ def draw_efficiency(sheet: Sheet) -> Any:
     if len(cells) < 2:
         return None
     by_id = {cell.id: cell for cell in sheet.cells}
-    ratios = [
-        cell.result.cell.ranks / by_id[cell.result.cell.baseline or ""].result.cell.ranks
-        for cell in cells
-    ]
-    scales = len(set(ratios)) > 1
-    figure, panels = sheet.pyplot.subplots(
-        1,
-        1 + scales,
-        figsize=(9.0 + 1.5 * scales, max(3.2 if scales else 0, 1.1 + 0.27 * len(cells))),
-        squeeze=False,
-        layout="constrained",
+    figure, axes = sheet.bars(cells)
+    _bar(axes, sheet, [cell.efficiency or 0 for cell in cells])
+    for row, cell in enumerate(cells):
+        ranks = cell.result.cell.ranks
+        ratio = ranks / by_id[cell.result.cell.baseline or ""].result.cell.ranks
+        what = f"{cell.speed_up:.2f} times as fast, {ratio:g} times the ranks"
+        axes.annotate(
+            what, (max(1, cell.efficiency or 0), row), xytext=(4, 0), textcoords="offset points",
+            va="center", fontsize="x-small",
+        )  # fmt: skip
+    axes.axvline(1, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
+    axes.set(
+        xlabel="efficiency: speed-up by ratio of ranks",
+        xlim=(0, 1.35 * max(1, *(cell.efficiency or 0 for cell in cells))),
     )
-    right = panels[0][-1]
-    _name_rows(right, cells)
-    _bar(right, sheet, [cell.efficiency or 0 for cell in cells])
-    right.axvline(1, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
-    right.set(xlabel="efficiency: speed-up by ratio of ranks", xlim=(0, None))
-    right.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    if scales:
-        left = panels[0][0]
-        ideal = [min(ratios), max(ratios)]
-        left.plot(ideal, ideal, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
-        left.plot(
-            ratios, [cell.speed_up for cell in cells], "o", color=_DARK, alpha=0.7, markersize=6
-        )
-        left.set(xlabel="ranks by the baseline's", ylabel="speed-up", xscale="log", yscale="log")
-        for axis in (left.xaxis, left.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
-        ticks = sorted(set(ratios))
-        left.set_xticks(ticks)
-        lowest = min(min(cell.speed_up or 1 for cell in cells), min(ratios))
-        highest = max(max(cell.speed_up or 1 for cell in cells), max(ratios))
-        doubles = range(math.floor(math.log2(lowest)), math.ceil(math.log2(highest)) + 1)
-        left.set_yticks([2.0**power for power in doubles])
-        left.grid(alpha=0.25)
-        left.legend(frameon=False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    figure.legend(loc="outside upper right", frameon=False, fontsize="small")
     return figure
 
 
@@ -125,16 +99,14 @@ def draw_memory(sheet: Sheet) -> Any:
     unit, name = _unit([max(cell.peak_memory) for cell in cells])
     figure, axes = sheet.bars(cells)
     _bar(axes, sheet, [max(cell.peak_memory) / unit for cell in cells])
-    expected: list[tuple[float, int]] = []
     for row, cell in enumerate(cells):
-        if len(cell.peak_memory) > 1:
-            axes.plot(
-                [value / unit for value in cell.peak_memory], [row] * len(cell.peak_memory), "|",
-                color=_DARK, markersize=8, zorder=3,
-            )  # fmt: skip
-        prediction = cell.result.prediction
-        if prediction and prediction.peak and not sheet.study.calculated:
-            expected.append((max(prediction.peak) / unit, row))
+        _strokes(axes, row, [value / unit for value in cell.peak_memory])
+    rows = {cell.id: row for row, cell in enumerate(cells)}
+    expected = [
+        (check.predicted / unit, rows[check.cell])
+        for check in sheet.verdict.memory
+        if check.kind == "peak" and check.cell in rows and not sheet.study.calculated
+    ]
     if expected:
         axes.plot(
             *zip(*expected, strict=True), "D", color=_RED, markersize=5, zorder=4, clip_on=False,
@@ -142,8 +114,8 @@ def draw_memory(sheet: Sheet) -> Any:
         )  # fmt: skip
         figure.legend(loc="outside upper right", frameon=False, fontsize="small")
     source = next((cell.first.peak_memory_source for cell in cells if cell.first), "")
-    axes.set(xlabel=f"peak memory of a rank ({name}{', ' + _ascii(source) if source else ''})")
-    axes.set_xlim(0, None)
+    label = f"peak memory of a rank ({name}{', ' + source if source else ''})"
+    axes.set(xlabel=label.encode("ascii", "replace").decode(), xlim=(0, None))
     return figure
 
 
@@ -176,8 +148,6 @@ def draw_loss(sheet: Sheet) -> Any:
     return _curves(
         sheet,
         [(cell, cell.first.loss) for cell in cells if cell.first],
-        "loss (nats per token)",
-        nested=True,
     )
 
 
@@ -188,28 +158,38 @@ def draw_difference(sheet: Sheet) -> Any:
     for group in sheet.verdict.groups:
         reference = by_id[group.reference].first
         assert reference is not None
-        others = [*group.same, *(each.cell for each in group.different)]
-        found = [by_id[name] for name in by_id if name in others and name != group.reference]
-        if found:
-            tolerances.add(group.tolerance)
-        for cell in found:
-            if cell.first:
-                rows.append((cell, _relative(cell.first.loss, reference.loss)))
+        others = {*group.same, *(each.cell for each in group.different)} - {group.reference}
+        for cell in sheet.cells:
+            if cell.id in others and cell.first:
+                tolerances.add(group.tolerance)
+                pairs = zip(cell.first.loss, reference.loss, strict=False)
+                rows.append((cell, [relative_difference(*pair) for pair in pairs]))
     if not rows:
         return None
-    figure = _curves(sheet, rows, "loss: difference to the reference, relative")
-    axes = figure.axes[0]
-    axes.set_yscale("symlog", linthresh=_FLOOR, linscale=0.4)
-    values = [value for _, row in rows for value in row if math.isfinite(value)]
-    top = max([*values, *tolerances, _FLOOR])
-    powers = range(-9, math.ceil(math.log10(top)) + 1)
-    axes.set_yticks([0.0, *(10.0**power for power in powers)])
-    axes.set_ylim(-_FLOOR / 4, 2 * 10.0 ** powers[-1])
+    from matplotlib.colors import LogNorm
+
+    rows = rows[:_MAX_CURVES]
+    figure, axes = sheet.bars([cell for cell, _ in rows])
+    steps = max(len(values) for _, values in rows)
+    grid = [[*values, *[math.nan] * (steps - len(values))] for _, values in rows]
+    top = max([value for row in grid for value in row if math.isfinite(value)] + [*tolerances])
+    colors = sheet.pyplot.get_cmap("viridis_r").with_extremes(under="white", bad="white")
+    image = axes.imshow(
+        grid, aspect="auto", cmap=colors, norm=LogNorm(_FLOOR, max(top, 10 * _FLOOR)),
+        interpolation="nearest", extent=(0.5, steps + 0.5, len(rows) - 0.5, -0.5),
+    )  # fmt: skip
+    for row, (_, values) in enumerate(rows):
+        broken = [step for step, value in enumerate(values, 1) if not math.isfinite(value)]
+        axes.plot(broken, [row] * len(broken), "x", color=_RED, markersize=6)
+    axes.set(xlabel="step")
+    axes.grid(visible=False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    bar = figure.colorbar(image, label="relative to the reference; white: equal")
     for tolerance in tolerances:
-        axes.axhline(tolerance, color=_RED, linestyle="--", linewidth=1.2)
-        axes.annotate(
-            f"tolerance {tolerance:g}", (0.99, tolerance), xycoords=("axes fraction", "data"),
-            ha="right", va="bottom", fontsize="small", color=_RED,
+        bar.ax.axhline(tolerance, color=_RED, linestyle="--", linewidth=1.2)
+        bar.ax.annotate(
+            f"{tolerance:g}", (0.5, tolerance), xycoords=("axes fraction", "data"),
+            ha="center", va="bottom", fontsize="x-small", color=_RED,
         )  # fmt: skip
     return figure
 
@@ -217,58 +197,57 @@ def draw_difference(sheet: Sheet) -> Any:
 def draw_prediction(sheet: Sheet) -> Any:
     if sheet.study.calculated:
         return None
-    kinds = dict.fromkeys(check.kind for check in sheet.verdict.memory)
-    times = [
-        (cell.step_seconds, cell.result.prediction.step_seconds)
+    kinds = dict.fromkeys(check.kind for check in sheet.verdict.memory if check.is_exact)
+    timed = [
+        (cell, (cell.step_seconds, cell.planned.step_seconds))
         for cell in sheet.cells
-        if cell.step_seconds and cell.result.prediction and cell.result.prediction.step_seconds
-    ]
+        if cell.step_seconds and cell.planned.step_seconds
+    ][:_MAX_BARS]
     panels: list[tuple[str, list[tuple[float, float]]]] = []
     for kind in kinds:
         checks = [check for check in sheet.verdict.memory if check.kind == kind]
         unit, name = _unit([check.measured for check in checks])
         scaled = [(check.measured / unit, check.predicted / unit) for check in checks]
         panels.append((f"{_MEMORY[kind]} ({name})", scaled))
-    if times:
-        panels.append((_STEP_TIME, times))
-    if not panels:
+    if not panels and not timed:
         return None
+    count = len(panels) + bool(timed)
     figure, grid = sheet.pyplot.subplots(
-        1, len(panels), figsize=(4.6 * len(panels), 4.2), squeeze=False, layout="constrained"
+        1,
+        count,
+        figsize=(max(6.4, 4.6 * count), max(4.2, 1.1 + 0.27 * len(timed))),
+        squeeze=False,
+        layout="constrained",
     )
-    for axes, (what, points) in zip(grid[0], panels, strict=True):
+    if timed:
+        _measured_and_planned(grid[0][-1], timed)
+    for axes, (what, points) in zip(grid[0], panels, strict=False):
         ends = [0.8 * min(map(min, points)), 1.25 * max(map(max, points))]
         axes.plot(ends, ends, color=_GREY, linestyle="--", linewidth=1, label="as planned")
         low, high = ([factor * end for end in ends] for factor in (0.9, 1.1))
-        if what != _STEP_TIME:
-            axes.fill_between(
-                ends, low, high, color=_GREY, alpha=0.15, linewidth=0,
-                label=f"within {MEMORY_TOLERANCE:.0%}",
-            )  # fmt: skip
+        axes.fill_between(
+            ends, low, high, color=_GREY, alpha=0.15, linewidth=0,
+            label=f"within {MEMORY_TOLERANCE:.0%}",
+        )  # fmt: skip
         axes.plot(*zip(*points, strict=True), "o", color=_DARK, alpha=0.7, markersize=6)
         axes.set(title=what, xlabel="measured", ylabel="planned", xlim=ends, ylim=ends)
         if ends[1] > 4 * ends[0]:
-            axes.set(xscale="log", yscale="log")
-            ticks = _ticks(*ends)
-            for axis, place in ((axes.xaxis, axes.set_xticks), (axes.yaxis, axes.set_yticks)):
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter("")
-                place(ticks)
+            _log_scales(axes, _ticks(*ends), _ticks(*ends))
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize="small", loc="upper left")
     return figure
 
 
 PICTURES = {
-    "throughput": draw_throughput,
-    "efficiency": draw_efficiency,
-    "split": draw_split,
-    "memory": draw_memory,
-    "loss": draw_loss,
-    "loss_difference": draw_difference,
-    "prediction": draw_prediction,
+    "throughput": ("Speed of each cell", draw_throughput),
+    "efficiency": ("Speed-up and efficiency beside the baseline", draw_efficiency),
+    "split": ("Where the time of a step goes", draw_split),
+    "memory": ("Peak memory of a rank", draw_memory),
+    "loss": ("Loss of the first repeat", draw_loss),
+    "loss_difference": ("Loss beside the reference of its group", draw_difference),
+    "prediction": ("Plan beside measurement", draw_prediction),
 }
-"""Names of the files, in the order of a report. Their titles are in the templates."""
+"""A file's name -> the title in the picture and what draws it, in the order of a report."""
 
 
 def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: Path) -> list[str]:
@@ -278,12 +257,14 @@ def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: P
     """
     sheet = Sheet(study, list(cells.values()), verdict, open_pyplot())
     drawn = []
-    for name, plot in PICTURES.items():
+    for name, (title, plot) in PICTURES.items():
         path = folder / FOLDER / f"{name}.png"
         figure = plot(sheet)
         if figure is None:
             path.unlink(missing_ok=True)
             continue
+        words = f"{title}: {study.title}".encode("ascii", "replace").decode()
+        figure.suptitle(words, fontsize="medium", wrap=True)
         with atomic_write(path) as file:
             file.write(_png(figure))
         sheet.pyplot.close(figure)
@@ -312,6 +293,16 @@ def _name_rows(axes: Any, cells: Sequence[Summary]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _measured_and_planned(axes: Any, times: Sequence[tuple[Summary, tuple[float, float]]]) -> None:
+    """Draw the time of a step of each cell, measured and planned, on a row of its own."""
+    _name_rows(axes, [cell for cell, _ in times])
+    rows = range(len(times))
+    for label, place, marker, color in (("measured", 0, "o", _DARK), ("planned", 1, "D", _RED)):
+        axes.plot([each[place] for _, each in times], rows, marker, color=color, label=label)
+    axes.set(title="step time", xlabel="seconds a step", xlim=(0, None))
+    axes.legend(frameon=False, fontsize="small")
+
+
 def _bar(axes: Any, sheet: Sheet, values: Sequence[float]) -> None:
     hatch = "///" if sheet.study.calculated else None
     axes.barh(
@@ -320,14 +311,23 @@ def _bar(axes: Any, sheet: Sheet, values: Sequence[float]) -> None:
     )  # fmt: skip
 
 
-def _curves(
-    sheet: Sheet,
-    rows: Sequence[tuple[Summary, Sequence[float]]],
-    label: str,
-    *,
-    nested: bool = False,
-) -> Any:
-    """Draw one curve a row over steps. nested: earlier ones wider, so that equal ones all show."""
+def _strokes(axes: Any, row: int, values: Sequence[float]) -> None:
+    """Mark several values on the bar of a row."""
+    if len(values) > 1:
+        axes.plot(values, [row] * len(values), "|", color=_DARK, markersize=8, zorder=4)
+
+
+def _log_scales(axes: Any, across: Sequence[float], up: Sequence[float]) -> None:
+    """Make both scales logarithmic, with these ticks as plain numbers."""
+    axes.set(xscale="log", yscale="log")
+    for axis, ticks in ((axes.xaxis, across), (axes.yaxis, up)):
+        axis.set_ticks(ticks)
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+
+
+def _curves(sheet: Sheet, rows: Sequence[tuple[Summary, Sequence[float]]]) -> Any:
+    """Draw the losses of each cell over steps, earlier ones wider, so that equal ones all show."""
     rows = rows[:_MAX_CURVES]
     if not rows:
         return None
@@ -338,23 +338,21 @@ def _curves(
     for number, (cell, values) in enumerate(rows):
         color = colors(number / (len(rows) - 1) if len(rows) > 10 else number)
         back = len(rows) - 1 - number
-        width = 1.3 + (min(7.0, 1.6 * back) if len(rows) < 6 else 7.0 * back / len(rows))
         axes.plot(
             range(1, len(values) + 1),
             values,
             color=color,
-            linewidth=width if nested else 1.4,
+            linewidth=1.3 + (min(7.0, 1.6 * back) if len(rows) < 6 else 7.0 * back / len(rows)),
             solid_capstyle="butt",
             marker="o" if len(values) == 1 else None,
             label=_label(cell.id),
         )
         broken = [step for step, value in enumerate(values, 1) if not math.isfinite(value)]
-        if broken:
-            axes.plot(
-                broken, [0.97] * len(broken), "x", color=color, markersize=8, clip_on=False,
-                transform=axes.get_xaxis_transform(),
-            )  # fmt: skip
-    axes.set(xlabel="step", ylabel=label)
+        axes.plot(
+            broken, [0.97] * len(broken), "x", color=color, markersize=8, clip_on=False,
+            transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -362,20 +360,12 @@ def _curves(
     return figure
 
 
-def _relative(found: Sequence[float], expected: Sequence[float]) -> list[float]:
-    return [relative_difference(*pair) for pair in zip(found, expected, strict=False)]
-
-
 def _label(name: str) -> str:
     """Return a name that fits beside a picture: a long one loses its middle."""
     if len(name) <= _MAX_LABEL:
         return name
-    start = (_MAX_LABEL - 2) // 2
-    return f"{name[:start]}..{name[-start:]}"
-
-
-def _ascii(text: str) -> str:
-    return text.encode("ascii", "replace").decode()
+    half = (_MAX_LABEL - 2) // 2
+    return f"{name[:half]}..{name[-half:]}"
 
 
 def _unit(values: Sequence[float]) -> tuple[int, str]:

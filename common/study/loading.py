@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from common.study.definition import (
     label,
     labels_of,
 )
-from common.whole_numbers import MOST_RANKS
+from common.whole_numbers import MAX_RANKS
 
 RESERVED = {
     "output_dir": "each run has a folder of its own; give --output_dir for the study's",
@@ -38,6 +37,8 @@ RESERVED = {
 
 Sources = Mapping[tuple[str | int, ...], str]
 """Path of a key in the YAML -> file and line."""
+Fault = tuple[tuple[Any, ...], str]
+"""Path of a key, and what is wrong with it."""
 
 
 def load_definition(
@@ -133,7 +134,7 @@ def base_of(base: str, config: Path) -> Path:
 
 def _build(tree: Mapping[str, Any], sources: Sources, path: Path) -> Definition:
     try:
-        definition = Definition.model_validate(_as_floats(tree))
+        definition = Definition.model_validate(tree)
     except ValidationError as error:
         lines = list(_explain(error.errors(), sources, path))
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
@@ -141,14 +142,6 @@ def _build(tree: Mapping[str, Any], sources: Sources, path: Path) -> Definition:
     if faults:
         raise ConfigError("\n".join(f"{_place(at, sources, path)}: {text}" for at, text in faults))
     return definition
-
-
-def _as_floats(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree with a time_limit of 60 as 60.0, which strict types would refuse."""
-    found = dict(tree)
-    if type(found.get("time_limit")) is int:
-        found["time_limit"] = float(found["time_limit"])
-    return found
 
 
 _EXPECTED = {
@@ -188,7 +181,7 @@ def _place(at: tuple[Any, ...], sources: Sources, path: Path) -> str:
     return next((sources[at[:n]] for n in range(len(at), 0, -1) if at[:n] in sources), str(path))
 
 
-def _faults(definition: Definition) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _faults(definition: Definition) -> Iterator[Fault]:
     """Yield where and what: names of axes, labels and keys that nothing has."""
     axes = definition.axes
     settings = dict(flatten(definition.settings))
@@ -199,14 +192,12 @@ def _faults(definition: Definition) -> Iterator[tuple[tuple[Any, ...], str]]:
             yield ("axes", axis), f"axes.{axis}: has no values; name one, or leave the axis out"
         if isinstance(values, list):
             if axis not in SPECIAL and not _is_key(axis):
-                near = difflib.get_close_matches(axis, SPECIAL, n=1)
-                meant = f"; did you mean {near[0]}?" if near else hint(axis)
-                yield (
-                    ("axes", axis),
-                    f"axes.{axis}: unknown axis{meant or '; name a key of the configuration, or'}"
-                    f"{'' if meant else ' one of ' + ', '.join(SPECIAL)}"
-                    f"{'' if meant else ', or give each label its keys'}",
+                otherwise = (
+                    "; name a key of the configuration, or one of"
+                    f" {', '.join(SPECIAL)}, or give each label its keys"
                 )
+                meant = did_you_mean(axis, SPECIAL) or hint(axis) or otherwise
+                yield ("axes", axis), f"axes.{axis}: unknown axis{meant}"
             for value in values:
                 yield from _value_faults(axis, value, ("axes", axis))
             if len({label(value) for value in values}) < len(values):
@@ -221,15 +212,13 @@ def _faults(definition: Definition) -> Iterator[tuple[tuple[Any, ...], str]]:
     yield from _condition_faults(definition)
 
 
-def _key_faults(key: str, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _key_faults(key: str, at: tuple[Any, ...]) -> Iterator[Fault]:
     if key in RESERVED:
         yield at, f"{key}: is set by the study: {RESERVED[key]}"
+    elif key in SPECIAL:
+        yield at, f"{key}: is an axis; put it under axes"
     elif not _is_key(key):
-        special = key in SPECIAL
-        yield (
-            at,
-            f"{key}: {'is an axis; put it under axes' if special else f'unknown key{hint(key)}'}",
-        )
+        yield at, f"{key}: unknown key{hint(key)}"
 
 
 def _is_key(name: str) -> bool:
@@ -237,38 +226,33 @@ def _is_key(name: str) -> bool:
     return name in schema_keys() or name in ALIASES
 
 
-def _value_faults(
-    key: str, value: Any, at: tuple[Any, ...]
-) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _value_faults(key: str, value: Any, at: tuple[Any, ...]) -> Iterator[Fault]:
     if key in RESERVED:
         yield at, f"{key}: is set by the study: {RESERVED[key]}"
-    if key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MOST_RANKS):
-        yield at, f"{key}: {value!r}: expected a whole number, 1 to {MOST_RANKS}"
+    if key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MAX_RANKS):
+        yield at, f"{key}: {value!r}: expected a whole number, 1 to {MAX_RANKS}"
     if key == "base" and not isinstance(value, str):
         yield at, f"base: {value!r}: expected the path of a configuration"
     if key == "peer" and value not in (None, *PEERS):
-        yield (
-            at,
-            f"peer: {value!r}: expected {', '.join(PEERS)} or null"
-            f"{did_you_mean(str(value), PEERS)}",
-        )
+        meant = did_you_mean(str(value), PEERS)
+        yield at, f"peer: {value!r}: expected {', '.join(PEERS)} or null{meant}"
 
 
-def _condition_faults(definition: Definition) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _condition_faults(definition: Definition) -> Iterator[Fault]:
     """Yield the filters, groups and baselines that name an axis or a label that is not there."""
     same = definition.same_losses
-    listed: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = [
-        *((("only", number), each) for number, each in enumerate(definition.only)),
-        *((("except", number), each) for number, each in enumerate(definition.leave_out)),
-        (("baseline",), definition.baseline),
+    lists = {"only": definition.only, "except": definition.leave_out}
+    lists |= {"same_losses.except": same.leave_out} if same else {}
+    listed = [
+        (name, (*name.split("."), number), each)
+        for name, conditions in lists.items()
+        for number, each in enumerate(conditions)
     ]
+    listed.append(("baseline", ("baseline",), definition.baseline))
     if same is not None:
-        listed += [
-            (("same_losses", "except", number), each) for number, each in enumerate(same.leave_out)
-        ]
-        listed += [(("same_losses", "along"), {axis: [] for axis in same.along})]
-    for at, condition in listed:
-        name = ".".join(str(part) for part in at if isinstance(part, str))
+        along: Condition = {axis: [] for axis in same.along}
+        listed.append(("same_losses.along", ("same_losses", "along"), along))
+    for name, at, condition in listed:
         for axis, wanted in condition.items():
             if axis not in definition.axes:
                 meant = did_you_mean(axis, definition.axes)

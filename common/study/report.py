@@ -19,7 +19,7 @@ import jinja2
 from common.accelerators import GIB
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.study import figures
+from common.study import table
 from common.study.drawing import FOLDER, PICTURES, draw
 from common.study.remarks import remarks
 from common.study.results import Machine, Study
@@ -114,7 +114,7 @@ def templates() -> jinja2.Environment:
         autoescape=False,  # noqa: S701 - Markdown; the page escapes by the filters inline and escape
     )
     for name in ("percent", "speed", "size", "small", "number"):
-        found.filters[name] = getattr(figures, name)
+        found.filters[name] = getattr(table, name)
     found.filters |= {"cell": _one_cell, "inline": _inline, "escape": html.escape}
     found.tests["word"] = lambda value: isinstance(value, Word)
     found.globals["marks"] = {"good": "✓", "bad": "✗", "note": "–"}
@@ -175,10 +175,9 @@ def _failed(cells: Mapping[str, Summary]) -> Table | None:
         for run in cell.failures
     ]
     rows += [
-        [f"`{name}`", "–", Word("not predicted"), expected.reason]
+        [f"`{name}`", "–", Word("not predicted"), cell.planned.reason]
         for name, cell in cells.items()
-        if (expected := cell.result.prediction) is not None
-        if not cell.result.repeats and not cell.speeds and expected.reason
+        if not cell.result.repeats and not cell.speeds and cell.planned.reason
     ]
     head = ["cell", "repeat", "state", "reason"]
     return Table(head=head, rows=rows, words=True) if rows else None

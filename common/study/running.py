@@ -97,25 +97,24 @@ def _run_once(
         else []
     )
     refusal = reason_not_started(planned, where)
-    if refusal:
-        return Repeat(
-            index=index,
-            state=State.REFUSED,
-            reason=refusal,
-            command=typed,
-            folder=str(own),
-            seconds=0.0,
-        )
-    _make_empty(place)
-    started = launches(planned, place, where)
-    outcome = run_launches(started, place / LAUNCHER_LOG, limit)
     repeat = Repeat(
         index=index,
-        state=State.FINISHED,
+        state=State.REFUSED,
+        reason=refusal,
         command=typed,
         folder=str(own),
-        seconds=outcome.seconds,
+        seconds=0.0,
     )
+    if refusal:
+        return repeat
+    try:  # a new run would resume from what one that was cut off has left
+        if place.exists():
+            shutil.rmtree(place)
+        place.mkdir(parents=True)
+    except OSError as error:
+        raise StorageError(f"{place}: cannot be made: {error.strerror or error}") from None
+    outcome = run_launches(launches(planned, place, where), place / LAUNCHER_LOG, limit)
+    repeat.seconds = outcome.seconds
     repeat.state, repeat.reason = judge(outcome, place, limit)
     if repeat.state is State.FINISHED:
         try:
@@ -125,13 +124,3 @@ def _run_once(
     if not any(key.startswith("checkpoint.") for key in study.definition["settings"]):
         shutil.rmtree(place / "checkpoints", ignore_errors=True)
     return repeat
-
-
-def _make_empty(folder: Path) -> None:
-    """Remove what a run that was cut off has left: a new run would resume from it."""
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be made: {error.strerror or error}") from None

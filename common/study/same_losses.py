@@ -101,7 +101,7 @@ def judge_groups(cells: Mapping[str, Summary], tolerance: float) -> Iterator[Gro
 
 
 def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> GroupVerdict | None:
-    measured = [cell for cell in members if cell.first is not None]
+    measured = [cell for cell in members if cell.first]
     if not measured:
         return None
     # the one-process cell is the natural reference, then the order of the study
@@ -114,12 +114,9 @@ def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> Gro
             break
     reference, found = max(trials, key=lambda trial: sum(not each for each in trial[1].values()))
     same = [cell for cell in measured if found[cell.id] is None]
-    pairs = [
-        (run.measured, reference.first)
-        for cell in same
-        for run in cell.runs
-        if run.measured and reference.first
-    ]
+    runs = [run.measured for cell in same for run in cell.runs if run.measured]
+    expected = reference.first
+    assert expected is not None
     used = [_tolerance(tolerance, cell.result.cell, reference.result.cell) for cell in measured]
     return GroupVerdict(
         name=name,
@@ -129,9 +126,9 @@ def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> Gro
         different=tuple(each for each in found.values() if each is not None),
         unknown=tuple(cell.id for cell in members if cell.first is None),
         largest={
-            Kind.LOSS: max((_largest(a.loss, b.loss) for a, b in pairs), default=0.0),
+            Kind.LOSS: max((_largest(run.loss, expected.loss) for run in runs), default=0.0),
             Kind.NORM: max(
-                (_largest(a.gradient_norm, b.gradient_norm) for a, b in pairs), default=0.0
+                (_largest(run.gradient_norm, expected.gradient_norm) for run in runs), default=0.0
             ),
         },
     )
@@ -173,14 +170,8 @@ def depart(found: Measured, expected: Measured, tolerance: float) -> Departure |
     if loss is not None and loss <= (norm or math.inf):
         return _at(Kind.LOSS, loss, found.loss, expected.loss)
     if norm is not None:
-        factor = _common_factor(found.gradient_norm, expected.gradient_norm)
-        return _at(
-            Kind.NORM,
-            norm,
-            found.gradient_norm,
-            expected.gradient_norm,
-            factor if loss is None else None,
-        )
+        norms = found.gradient_norm, expected.gradient_norm
+        return _at(Kind.NORM, norm, *norms, None if loss else _common_factor(*norms))
     counts = [(len(run.loss), len(run.gradient_norm)) for run in (found, expected)]
     if counts[0] != counts[1] or not all(counts[0]):
         return Departure(

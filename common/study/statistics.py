@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
 from common.accelerators import require_accelerator
-from common.planner.plan import usable_memory
-from common.study.results import CellResult, Measured, Repeat, State, Study
+from common.planner.room import usable_memory
+from common.study.results import CellResult, Measured, Prediction, Repeat, State, Study
 
 CONFIDENCE = 0.95
 """Probability that no two equal cells of a comparison are called different."""
@@ -45,6 +45,11 @@ class Summary:
         return self.result.cell.id
 
     @property
+    def planned(self) -> Prediction:
+        """The plan of the cell; an empty one where nothing was predicted."""
+        return self.result.prediction or Prediction()
+
+    @property
     def first(self) -> Measured | None:
         """The measurements of the first repeat that finished."""
         return self.runs[0].measured if self.runs else None
@@ -56,13 +61,6 @@ class Summary:
     @property
     def highest(self) -> float | None:
         return max(self.speeds.values(), default=None)
-
-    @property
-    def spread(self) -> float | None:
-        """Highest minus lowest speed by the median; None with fewer than two repeats."""
-        if len(self.speeds) < 2 or not self.tokens_per_second:
-            return None
-        return (max(self.speeds.values()) - min(self.speeds.values())) / self.tokens_per_second
 
     @property
     def state(self) -> State | None:
@@ -93,22 +91,11 @@ def _measured(result: CellResult) -> Summary:
     runs = tuple(
         run for run in result.repeats if run.state is State.FINISHED and run.measured is not None
     )
-    found = [run.measured for run in runs if run.measured is not None]
-    seconds = {
-        run.index: median(run.measured.step_seconds)
-        for run in runs
-        if run.measured is not None and run.measured.step_seconds
-    }
-    speeds = {
-        run.index: run.measured.tokens_per_step / seconds[run.index]
-        for run in runs
-        if run.measured is not None and seconds.get(run.index)
-    }
-    samples = [
-        run.measured.samples_per_step / seconds[run.index]
-        for run in runs
-        if run.measured is not None and seconds.get(run.index)
-    ]
+    measured = {run.index: run.measured for run in runs if run.measured is not None}
+    found = list(measured.values())
+    seconds = {n: median(each.step_seconds) for n, each in measured.items() if each.step_seconds}
+    speeds = {n: measured[n].tokens_per_step / took for n, took in seconds.items() if took}
+    samples = [measured[n].samples_per_step / took for n, took in seconds.items() if took]
     ranks = max((len(each.peak_memory) for each in found), default=0)
     return Summary(
         result=result,
@@ -129,19 +116,19 @@ def _measured(result: CellResult) -> Summary:
 
 def _calculated(result: CellResult, room: float) -> Summary:
     """Return what the planner says of a cell; one that needs more than ``room`` has no speed."""
-    expected = result.prediction
-    fits = expected is not None and max(expected.peak, default=0) <= room
-    seconds = expected.step_seconds if expected and fits else None
-    speed = expected.tokens_per_step / seconds if expected and seconds else None
+    expected = result.prediction or Prediction()
+    fits = result.prediction is not None and max(expected.peak, default=0) <= room
+    seconds = expected.step_seconds if fits else None
+    speed = expected.tokens_per_step / seconds if seconds else None
     return Summary(
         result=result,
         runs=(),
         speeds={} if speed is None else {0: speed},
         tokens_per_second=speed,
-        samples_per_second=expected.samples_per_step / seconds if expected and seconds else None,
+        samples_per_second=expected.samples_per_step / seconds if seconds else None,
         step_seconds=seconds,
-        split=expected.step_parts if expected and fits else {},
-        peak_memory=tuple(expected.peak) if expected else (),
+        split=expected.step_parts if fits else {},
+        peak_memory=tuple(expected.peak),
         mfu=None,
         own_figures={},
         fits=fits,

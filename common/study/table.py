@@ -1,17 +1,19 @@
-"""The tables of a study: one row a cell, for reading and as CSV."""
+"""The tables of a study, one row a cell, for reading and as CSV; and figures as text."""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.study.figures import percent, seconds, size, speed
+from common.accelerators import GIB
 from common.study.results import State, Study
 from common.study.statistics import Summary
 from common.study.verdict import Verdict
 
+MIB = 2**20
 PARTS = {
     "forward_backward": "forward and backward",
     # of the planner
@@ -74,14 +76,6 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         losses = cell.first.loss if cell.first else []
         return f"{losses[-1]:.4f}" if losses else None
 
-    def planned_memory(cell: Summary) -> str | None:
-        expected = cell.result.prediction
-        return size(max(expected.peak)) if expected and expected.peak else None
-
-    def planned_step(cell: Summary) -> str | None:
-        expected = cell.result.prediction
-        return seconds(expected.step_seconds) if expected and expected.step_seconds else None
-
     columns: dict[str, Column] = {
         "ranks": lambda cell: f"{cell.result.cell.ranks}",
         "hosts": lambda cell: f"{cell.result.cell.hosts}" if many_hosts else None,
@@ -98,7 +92,12 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         "same losses": same,
     }
     if not study.calculated:
-        columns |= {"planned memory": planned_memory, "planned step": planned_step}
+        columns["planned memory"] = lambda cell: (
+            size(max(cell.planned.peak)) if cell.planned.peak else None
+        )
+        columns["planned step"] = lambda cell: (
+            seconds(cell.planned.step_seconds) if cell.planned.step_seconds else None
+        )
     columns["repeats"] = runs
     marks = ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()]
     return _table(columns, cells.values(), marks)
@@ -181,7 +180,7 @@ def as_csv(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> str:
 
 
 def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
-    cell, expected, first = found.result.cell, found.result.prediction, found.first
+    cell, expected, first = found.result.cell, found.planned, found.first
     different = verdict.different.get(cell.id)
     failed = next((run for run in reversed(found.failures)), None)
     return {
@@ -214,7 +213,41 @@ def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
         "group": cell.group or "",
         "differs_in": different.departure.kind if different else "",
         "differs_from_step": (different.departure.step or "") if different else "",
-        "predicted_memory_bytes": max(expected.peak, default=None) if expected else None,
-        "predicted_step_seconds": expected.step_seconds if expected else None,
-        "reason": failed.reason if failed else (expected.reason if expected else ""),
+        "predicted_memory_bytes": max(expected.peak, default=None),
+        "predicted_step_seconds": expected.step_seconds,
+        "reason": failed.reason if failed else expected.reason,
     }
+
+
+# ---- figures as text ----
+
+
+def percent(value: float, signed: bool = False) -> str:
+    """Return ``12 %``, ``1.2 %`` or ``0.12 %``: two digits that say something."""
+    size = abs(100 * value)
+    digits = 0 if size >= 9.95 or not size else min(3, 1 - math.floor(math.log10(size)))
+    return f"{100 * value:{'+' if signed else ''},.{digits}f} %"
+
+
+def speed(value: float) -> str:
+    """Return tokens or samples a second, with three digits at least."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def size(value: float) -> str:
+    """Return bytes in GiB or MiB, three digits."""
+    unit, name = (GIB, "GiB") if value >= GIB else (MIB, "MiB")
+    return f"{speed(value / unit)} {name}"
+
+
+def small(value: float) -> str:
+    """Return a relative difference such as ``3.1e-08``; 0 is exact."""
+    return f"{value:.1e}" if value else "0"
+
+
+def number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.7g}"

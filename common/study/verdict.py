@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 from common.study.results import Study
 from common.study.same_losses import Difference, GroupVerdict, judge_groups
@@ -138,8 +139,8 @@ def _rank(
 
 def _memory(cells: Mapping[str, Summary]) -> Iterator[MemoryCheck]:
     for cell in cells.values():
-        expected = cell.result.prediction
-        if expected is None or not expected.peak or cell.first is None:
+        expected = cell.planned
+        if not expected.peak or cell.first is None:
             continue
         planned = max(expected.peak)
         state = max(
@@ -164,27 +165,19 @@ def _memory(cells: Mapping[str, Summary]) -> Iterator[MemoryCheck]:
 def _order(families: Sequence[Sequence[Summary]]) -> OrderCheck | None:
     pairs, wrong = 0, []
     for family in families:
-        timed = [
-            (cell, cell.result.prediction.step_seconds)
+        # not all cells do the same work a step, so speeds are compared
+        speeds = {
+            cell.id: cell.first.tokens_per_step / cell.planned.step_seconds
             for cell in family
-            if cell.result.prediction is not None and cell.result.prediction.step_seconds
-        ]
+            if cell.first and cell.planned.step_seconds
+        }
+        timed = [cell for cell in family if cell.id in speeds]
         noise, comparisons = noise_of(family), len(family) * (len(family) - 1) // 2
-        for one, of_one in timed:
-            for other, of_other in timed:
-                if one is other:
-                    continue
-                found = compare(one, other, noise=noise, comparisons=comparisons)
-                if not found.is_faster:
-                    continue
+        for one, other in permutations(timed, 2):
+            found = compare(one, other, noise=noise, comparisons=comparisons)
+            if found.is_faster:
                 pairs += 1
-                # both do the same work a step only where tokens are equal: compare speeds
-                planned = _planned_speed(one, of_one) / _planned_speed(other, of_other)
+                planned = speeds[one.id] / speeds[other.id]
                 if planned < 1:
                     wrong.append((one.id, other.id, found.ratio - 1, planned - 1))
     return OrderCheck(pairs=pairs, wrong=tuple(wrong)) if pairs else None
-
-
-def _planned_speed(cell: Summary, seconds: float) -> float:
-    assert cell.first is not None
-    return cell.first.tokens_per_step / seconds

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from common.config.hints import schema_defaults
 from common.config.load import flatten, read_value
-from common.dialects.rules import ByHand, Defaults, Only, Rule, Table, To, Without, is_number
+from common.dialects.rules import ByHand, Defaults, Fixed, Ignored, MapTo, Rule, Table, is_number
 from common.errors import ConfigError
 from common.structured_files import kind_of
 
@@ -20,7 +20,7 @@ def read_word(word: str, rule: Rule | None, where: str) -> Any:
     """Return the value of a word of a command line: the word itself where the key of ours takes
     text, else what it is in YAML. Raises ConfigError.
     """
-    return read_value(word, tuple(rule.key.split(".")) if isinstance(rule, To) else (), where)
+    return read_value(word, tuple(rule.key.split(".")) if isinstance(rule, MapTo) else (), where)
 
 
 _LIKE = 0.9
@@ -60,7 +60,7 @@ class Translation:
         self.sources[path] = where
         self.origins[key] = theirs
 
-    def put(self, key: str, value: Any, theirs: Theirs, name: str) -> None:
+    def put(self, key: str, value: Any, theirs: ForeignKeys, name: str) -> None:
         """Set a key of ours to what their key ``name`` becomes. Raises ConfigError as ``set``."""
         self.set(key, value, theirs.where(name), theirs.named(name))
 
@@ -120,12 +120,12 @@ class Translation:
     def note(self, theirs: str, why: str) -> None:
         self.without_effect[theirs] = why
 
-    def note_given(self, theirs: Theirs, key: str, why: str) -> None:
+    def note_given(self, theirs: ForeignKeys, key: str, why: str) -> None:
         """Note that a key of theirs has no effect, unless it was left out."""
         if theirs.named(key):
             self.note(key, why)
 
-    def leave_out(self, theirs: Theirs, key: str, why: str) -> None:
+    def leave_out(self, theirs: ForeignKeys, key: str, why: str) -> None:
         """Take a key of theirs that has no effect beside others, and note it if it was given."""
         theirs.take(key)
         self.note_given(theirs, key, why)
@@ -137,8 +137,8 @@ class Translation:
                 self.drop(key, "")
 
 
-class Theirs:
-    """Leaves of their configuration, each of which is taken once."""
+class ForeignKeys:
+    """The foreign keys that no rule has read yet."""
 
     def __init__(
         self,
@@ -216,14 +216,14 @@ class Theirs:
         return (key for key in self.left() if key.startswith(prefix))
 
 
-def apply(table: Table, theirs: Theirs, ours: Translation) -> None:
+def apply(table: Table, theirs: ForeignKeys, ours: Translation) -> None:
     """Take every key with a rule in ``table``, and their default of those that are left out. Raises
     ConfigError for a value that this project cannot follow.
     """
     for pattern, rule in table.items():
         if isinstance(rule, ByHand):
             continue
-        if isinstance(rule, To) and pattern in theirs.defaults and theirs.is_left_out(pattern):
+        if isinstance(rule, MapTo) and pattern in theirs.defaults and theirs.is_left_out(pattern):
             ours.set_left_out(rule.key, rule.change(theirs.defaults[pattern]))
         if pattern.endswith("*"):
             keys = [key for key in theirs.under(pattern[:-1]) if not _has_own_rule(key, table)]
@@ -249,9 +249,9 @@ def _has_own_rule(key: str, table: Table) -> bool:
     return bool(difflib.get_close_matches(key, own, n=1, cutoff=_LIKE))
 
 
-def _obey(rule: Rule, key: str, value: Any, theirs: Theirs, ours: Translation) -> None:
+def _obey(rule: Rule, key: str, value: Any, theirs: ForeignKeys, ours: Translation) -> None:
     match rule:
-        case To(name, change):
+        case MapTo(name, change):
             try:
                 changed = change(value)
             except (ValueError, TypeError) as error:
@@ -261,14 +261,14 @@ def _obey(rule: Rule, key: str, value: Any, theirs: Theirs, ours: Translation) -
                     str(error) if isinstance(error, ValueError) else f"found {kind_of(value)}",
                 )
             ours.set(name, changed, theirs.where(key), key)
-        case Without(why):
+        case Ignored(why):
             ours.note(key, why)
-        case Only(values, instead):
+        case Fixed(values, instead):
             if not any(value == known and type(value) is type(known) for known in values):
                 theirs.refuse(key, value, instead)
 
 
-def require_all_taken(theirs: Theirs, known: Iterable[str]) -> None:
+def require_all_taken(theirs: ForeignKeys, known: Iterable[str]) -> None:
     """Require a rule for every key. Raises ConfigError that names the nearest key with one."""
     left = theirs.left()
     if not left:

@@ -74,7 +74,7 @@ def open_foreign(
         yield manifest, files
 
 
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 """Tensor-parallel ranks to whose number of rows a table is expected to be padded at most."""
 
 
@@ -83,7 +83,7 @@ def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
     table to a multiple. Raises CheckpointError if a file beside them names a token there.
     """
     rows, size, multiple = weights.model.vocab_size, model.vocab_size, model.vocab_multiple
-    if rows % multiple or not 0 < rows - size < multiple * _MOST_RANKS:
+    if rows % multiple or not 0 < rows - size < multiple * _MAX_RANKS:
         return weights
     path = weights.path if weights.path.is_dir() else weights.path.parent
     named = [fields["text"] for fields in Folder(path).added if fields["id"] >= size]

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from common.dialects.rules import ByHand, Only, Rule, Switch, Table, To
+from common.dialects.rules import ByHand, Fixed, MapTo, Rule, Switch, Table
 from common.errors import ConfigError
 from common.files import open_input, reading
 from common.systems.dialect import read_word
 from common.systems.shell_script import Command, Word, read_script
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Largest file of flags."""
 
 COMMAND_LINE = "command line"
@@ -68,11 +68,11 @@ def check_values(
     for key, value in tree.items():
         rule = table.get(key)
         match rule:
-            case To(change=change):
+            case MapTo(change=change):
                 takes = not isinstance(change, Switch)
             case ByHand(switch=switch):
                 takes = not switch
-            case Only(values=values):
+            case Fixed(values=values):
                 takes = bool(values) and True not in values
             case _:
                 continue
@@ -107,9 +107,9 @@ def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[s
     that cannot be read, and for values that only a shell knows.
     """
     with open_input(path, ConfigError) as file, reading(path, ConfigError):
-        raw = file.read(MOST_BYTES + 1)
-    if len(raw) > MOST_BYTES:
-        raise ConfigError(f"{path}: is larger than {MOST_BYTES} bytes; give a file of flags")
+        raw = file.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{path}: is larger than {MAX_BYTES} bytes; give a file of flags")
     try:
         text = raw.decode("utf-8-sig")
         if text.startswith(_WRITTEN):

@@ -30,7 +30,7 @@ from common.dialects.rules import Defaults
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.structured_files import read_json_mapping
-from common.systems.dialect import Dialect, Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
 
 TOKENS = "tokenized_train"
 """Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from
@@ -51,7 +51,7 @@ def _file(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str])
     """
     ours = Translation()
     _begin(ours)
-    apply(TRAIN, Theirs(SYSTEM, {}, {}, TRAIN_DEFAULTS), ours)
+    apply(TRAIN, ForeignKeys(SYSTEM, {}, {}, TRAIN_DEFAULTS), ours)
     _take_sizes(tree, next(iter(sources.values()), SYSTEM).rpartition(":")[0], ours)
     ours.set("data.stride", min(TRAIN_DEFAULTS["stride"], ours.get("model.seq_length")))
     return ours
@@ -106,7 +106,7 @@ def _begin(ours: Translation) -> None:
         ours.set(key, value)
 
 
-def _take_data(theirs: Theirs, ours: Translation) -> None:
+def _take_data(theirs: ForeignKeys, ours: Translation) -> None:
     folder = Path(str(theirs.take("tokenized_data_path")))
     where = theirs.where("tokenized_data_path")
     prefix = folder / f"{TOKENS}_text_document"
@@ -176,7 +176,7 @@ def _generate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     return ours
 
 
-def _take_lengths(theirs: Theirs, ours: Translation) -> None:
+def _take_lengths(theirs: ForeignKeys, ours: Translation) -> None:
     """Take the model from --model_path, as the original does. The window is --n_ctx, or the
     model's.
     """
@@ -198,7 +198,7 @@ def _take_lengths(theirs: Theirs, ours: Translation) -> None:
     ours.set("predict.max_new_tokens", length, theirs.where("length"), "length")
 
 
-def _take_prefix(theirs: Theirs, ours: Translation) -> None:
+def _take_prefix(theirs: ForeignKeys, ours: Translation) -> None:
     start = _START if "n_ctx" in theirs.defaults else ""
     ours.set("predict.prompt", f"{start}{theirs.take('prefix')}", theirs.where("prefix"), "prefix")
     ours.set("predict.num_sequences", theirs.take("nsamples"), theirs.where("nsamples"), "nsamples")
@@ -210,7 +210,7 @@ def _take_prefix(theirs: Theirs, ours: Translation) -> None:
         ours.note_given(theirs, "save_samples_path", "--save_samples is not given")
 
 
-def _take_titles(theirs: Theirs, ours: Translation) -> None:
+def _take_titles(theirs: ForeignKeys, ours: Translation) -> None:
     titles, file = theirs.take("titles"), theirs.take("titles_file")
     if file:
         ours.set("predict.prompt_file", str(file), theirs.where("titles_file"), "titles_file")
@@ -227,11 +227,11 @@ def _take_titles(theirs: Theirs, ours: Translation) -> None:
 
 def _flags_of(
     tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], defaults: Defaults
-) -> Theirs:
+) -> ForeignKeys:
     """Return their flags. The place of one that is left out is its default."""
     left_out: dict[tuple[str | int, ...], str]
     left_out = {(name,): f"default: --{name}" for name in defaults}
-    return Theirs(SYSTEM, tree, {**left_out, **sources}, defaults)
+    return ForeignKeys(SYSTEM, tree, {**left_out, **sources}, defaults)
 
 
 def _take_model(path: Path, where: str, ours: Translation) -> None:
@@ -247,12 +247,14 @@ def _take_model(path: Path, where: str, ours: Translation) -> None:
             f"{where}: {path}: no such file{looked_in(path)}; expected GPT2-Chinese's"
             " model_config.json, with n_ctx, n_embd, n_head, n_layer and vocab_size"
         )
-    _take_sizes(read_json_mapping(path, finite=False), str(path), ours)
+    _take_sizes(read_json_mapping(path), str(path), ours)
 
 
 def _take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
     """Take the model from the fields of a model_config.json or config.json."""
-    theirs = Theirs(SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), DEFAULTS)
+    theirs = ForeignKeys(
+        SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), DEFAULTS
+    )
     positions = theirs.peek("n_positions")
     if theirs.is_left_out("n_ctx") and isinstance(positions, int):
         ours.set("model.seq_length", min(positions, DEFAULTS["n_ctx"]))
@@ -267,7 +269,7 @@ def _take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None
         raise ConfigError(f"{path}: vocab_size missing; give the number of lines of the vocabulary")
 
 
-def _take_tokenizer(theirs: Theirs, ours: Translation) -> None:
+def _take_tokenizer(theirs: ForeignKeys, ours: Translation) -> None:
     """Take the kind and the files of the tokenizer, by --segment and --bpe_token."""
     path, segment = theirs.take("tokenizer_path"), theirs.take("segment")
     encoder, merges = theirs.take("encoder_json"), theirs.take("vocab_bpe")
@@ -289,7 +291,7 @@ def _take_tokenizer(theirs: Theirs, ours: Translation) -> None:
         ours.set(f"data.tokenizer.{key}", str(file), theirs.where(flag), flag)
 
 
-def _take_data_flags(theirs: Theirs, ours: Translation) -> None:
+def _take_data_flags(theirs: ForeignKeys, ours: Translation) -> None:
     """Check the flags of the data, which are made before the run."""
     theirs.take_count("num_pieces")
     shortest = theirs.take_number("min_length")

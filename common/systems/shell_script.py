@@ -33,7 +33,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 _PLAIN = re.compile(r"[^\s;|()&<>\\'\"$`#]+")
 _PLAIN_IN_QUOTES = re.compile(r"[^\n\\\"$`]+")
 _LARGEST = 2**63
-_MOST = 1 << 22
+_MAX_CHARACTERS = 1 << 22
 """Most characters that variables become: a script can double a variable in each line."""
 
 
@@ -324,8 +324,10 @@ class _Reader:
 
     def _put_text(self, value: Word, is_quoted: bool) -> None:
         self.put += len(value) + 1
-        if self.put > _MOST:
-            raise ValueError(f"{self.line}: the values of variables are longer than {_MOST}")
+        if self.put > _MAX_CHARACTERS:
+            raise ValueError(
+                f"{self.line}: the values of variables are longer than {_MAX_CHARACTERS}"
+            )
         if is_quoted or value.unknown:
             self._add(value)
             self.unknown = self.unknown or value.unknown

@@ -24,8 +24,8 @@ from common.structured_files import MalformedError, parse_json, read_bytes, requ
 from common.tensor_files.arrays import Bytes
 from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_packed
 
-_MOST_BYTES = 2**28
-_MOST_RANKS = 2**20
+_MAX_BYTES = 2**28
+_MAX_RANKS = 2**20
 _NEGATIVE = 2**63
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ class Layout:
         used = [axis for axes in self.axes for axis in axes]
         if (
             min(self.devices, default=0) < 1
-            or math.prod(self.devices) > _MOST_RANKS
+            or math.prod(self.devices) > _MAX_RANKS
             or len(used) != len(set(used))
             or not all(0 <= axis < len(self.devices) for axis in used)
         ):
@@ -126,7 +126,7 @@ Strategy: TypeAlias = Mapping[int, Mapping[str, Layout]]
 
 def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     """Return the layouts of a file, of one or several stages. Raises CheckpointError."""
-    content = read_bytes(path, limit=_MOST_BYTES, error=CheckpointError)
+    content = read_bytes(path, limit=_MAX_BYTES, error=CheckpointError)
     try:
         is_json = content[:1] == b"{"
         found = _from_json(content) if is_json else _from_protobuf(np.frombuffer(content, np.uint8))

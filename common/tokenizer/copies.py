@@ -48,7 +48,7 @@ def ids_in(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file in (folder / "config.json", folder / GENERATION):
         with suppress(TokenizerError):  # not there, or no file of transformers
-            fields = read_json_mapping(file, error=TokenizerError, finite=False)
+            fields = read_json_mapping(file, error=TokenizerError)
             given = {name: fields[name] for name in MODEL_IDS if name in fields}
             found = given | {name: each for name, each in found.items() if given.get(name) is None}
     return found

@@ -41,7 +41,7 @@ BESIDE = (CONFIG, MAP, ADDED, GENERATION, "chat_template.jinja")
 """Names of the files that say more about a vocabulary."""
 MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Names of ids in config.json and generation_config.json."""
-_MOST = 1 << 24
+_MAX_ID = 1 << 24
 """Ids, beyond which a file is taken to be damaged."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("special", "lstrip", "rstrip", "single_word")
@@ -115,12 +115,12 @@ class Folder:
             text, number = fields.get("content"), fields.get("id") if number is None else number
             if isinstance(number, str) and number.isascii() and number.isdigit():
                 number = int(number[:19])
-            is_id = type(number) is int and 0 <= number < _MOST
+            is_id = type(number) is int and 0 <= number < _MAX_ID
             if not (text and isinstance(text, str) and is_id):
                 raise TokenizerError(
                     f"{self.path / where}: an added token has the text {str(text)[:40]!r} and the"
                     f" id {str(number)[:40]}; expected text and a whole number from 0 to"
-                    f" {_MOST - 1}; fetch the file again"
+                    f" {_MAX_ID - 1}; fetch the file again"
                 )
             known = found.get(text, {})
             flags = {name: bool(fields.get(name, known.get(name, False))) for name in _FLAGS}
@@ -161,7 +161,7 @@ class Folder:
 
     def _mapping(self, name: str) -> dict[str, Any]:
         file = self.path / name
-        return read_json_mapping(file, error=TokenizerError, finite=False) if file.is_file() else {}
+        return read_json_mapping(file, error=TokenizerError) if file.is_file() else {}
 
 
 def read_tokenizer_json(file: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -29,7 +30,10 @@ def _train_bpe(texts: Texts, size: int) -> dict[str, bytes]:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size - 1, initial_alphabet=alphabet, min_frequency=2, show_progress=True
+        vocab_size=size - 1,
+        initial_alphabet=alphabet,
+        min_frequency=2,
+        show_progress=sys.stderr.isatty(),
     )
     model.train_from_iterator(texts(), trainer)
     content = parse_json(model.to_str())["model"]
@@ -62,7 +66,7 @@ def _train_wordpiece(texts: Texts, size: int, *, lower_case: bool) -> dict[str, 
         special_tokens=first,
         continuing_subword_prefix=CONTINUES,
         min_frequency=2,
-        show_progress=True,
+        show_progress=sys.stderr.isatty(),
     )
     model.train_from_iterator(texts(), trainer)
     ids = model.get_vocab()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from common.parallel.run import Run
 from common.paths import looked_in
 from common.resolve.derive import fitting_vocabulary, require_length
 from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from common.weights.names import count_parameters
 
 _WINDOWS_LOOKED_AT = 64
@@ -56,6 +57,10 @@ class TrainingData:
     """None when only the validation part was asked for."""
     validation: Passes
     """Validation windows of the rank; empty without any."""
+    validation_bytes: Callable[[], Mapping[str, int]]
+    """Function that returns ``count_text_bytes`` of the windows of all ranks; empty on other
+    data-parallel ranks than the first, which do not report.
+    """
     no_validation: str | None
     """Reason why there are no validation windows."""
     tokenizer_record: dict[str, Any] | None
@@ -174,8 +179,7 @@ def open_data(
     validation: Passes = {}
     reason = _why_no_validation(config, training=samples is not None)
     if reason is None:
-        place = (0, 1) if whole_validation else (rank, ranks or config.parallel.data_parallel)
-        validation, without = _validation(config, *place)
+        validation, without = _validation(config)
         reason = None if validation else next(iter(without.values()))
         if validation and without:
             remarks.append(
@@ -184,9 +188,15 @@ def open_data(
     if samples is None and LOG.isEnabledFor(logging.INFO):  # a training reports them
         for remark in remarks:
             LOG.warning(remark)
+    place = {"rank": rank, "ranks": ranks or config.parallel.data_parallel}
     return TrainingData(
         sampler=sampler,
-        validation=validation,
+        validation=validation
+        if whole_validation
+        else {name: partial(windows, **place) for name, windows in validation.items()},
+        validation_bytes=dict
+        if rank
+        else cache(partial(count_text_bytes, validation, config, corpus.tokenizer_record)),
         no_validation=reason,
         tokenizer_record=corpus.tokenizer_record,
         prefetch=config.data.prefetch,
@@ -203,7 +213,39 @@ def _why_no_validation(config: Run, *, training: bool) -> str | None:
     return None
 
 
-def _validation(config: Run, rank: int, ranks: int) -> tuple[Passes, dict[str, str]]:
+def count_text_bytes(
+    windows: Passes, config: Run, made_with: dict[str, Any] | None
+) -> dict[str, int]:
+    """Return the bytes of the text of the tokens that windows predict, by data set.
+
+    An end-of-text token has none. Empty unless data.tokenizer is the byte-level BPE that made the
+    data: only its tokens have a number of bytes that does not depend on their neighbours.
+    made_with: the data's record of their tokenizer, if known.
+    """
+    try:
+        tokenizer = load_given_tokenizer(config)[0]
+    except (ConfigError, TokenizerError):  # training does not need it
+        return {}
+    size = tokenizer.vocab_size
+    known = made_with is None or made_with["sha256"] == tokenizer.sha256
+    if not isinstance(tokenizer, GPT2BPETokenizer) or not known:
+        return {}
+    lengths = np.array([len(tokenizer.token_bytes(number)) for number in range(size)])
+    lengths[tokenizer.eod_id] = 0
+    counts = {name: np.zeros(size, np.int64) for name in windows}
+    packing = config.packing
+    for name, batches in windows.items():
+        for tokens in batches():
+            targets = tokens[:, 1:]
+            if packing is not None and packing.masks_loss:
+                targets = targets[~packing.uncounted(tokens)]
+            if targets.max(initial=0) >= size:
+                return {}
+            counts[name] += np.bincount(targets.ravel(), minlength=size)
+    return {name: int(count @ lengths) for name, count in counts.items()}
+
+
+def _validation(config: Run) -> tuple[Passes, dict[str, str]]:
     """Return the validation windows of each data set, and why others have none.
 
     Every window is read once, so weights of a blend do not matter.
@@ -226,8 +268,6 @@ def _validation(config: Run, rank: int, ranks: int) -> tuple[Passes, dict[str, s
             part,
             config.validation.micro_batch_size,
             limit,
-            rank=rank,
-            ranks=ranks,
             vocab_size=config.model.vocab_size,
         )
         for (name, part), limit in zip(parts.items(), limits, strict=True)

@@ -120,7 +120,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
             saved = (
                 f"saved in {run.checkpoints.folder}"
                 if saver.saved_step == state.step
-                else f"not saved: {saver.why_not()}"
+                else f"not saved: {saver.reason_not_saved()}"
             )
             _end_early(config, stopping, f" after step {state.step}; {saved}")
     if speeds:
@@ -173,7 +173,8 @@ def validate(run: TrainingParts, step: int, stop: StopSignal) -> tuple[dict[str,
     if stopping:
         return {}, stopping
     seconds = time.perf_counter() - start
-    row = {"step": step, **validation_figures(parts), "validation_time": seconds}
+    figures = validation_figures(parts, run.validation_bytes())
+    row = {"step": step, **figures, "validation_time": seconds}
     run.metrics.write(row)
     return row, 0
 
@@ -193,20 +194,28 @@ def _validation_due(config: Run, step: int) -> bool:
     return _due(config.validation.steps_between, step) or step == config.train.steps
 
 
-def validation_figures(sums: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
-    """Return the mean loss over all tokens, its perplexity and the number of tokens.
+def validation_figures(
+    sums: Mapping[str, tuple[float, int]], sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the mean loss over all tokens, its perplexity, the number of tokens, and the bits a
+    byte where the bytes are known.
 
-    sums: loss in nats, and tokens, by data set. The figures of each of several are ``KEY/NAME``.
+    sums: loss in nats, and tokens, by data set. sizes: bytes of their text, if known. The figures
+    of each of several are ``KEY/NAME``.
     """
-    total = sum(loss for loss, _ in sums.values())
-    parts = {"": (total, sum(tokens for _, tokens in sums.values()))}
+    parts = {"": list(sums)}
     if len(sums) > 1:
-        parts |= {f"/{name}": found for name, found in sums.items()}
+        parts |= {f"/{name}": [name] for name in sums}
     row: dict[str, Any] = {}
-    for ending, (total, tokens) in parts.items():
+    for ending, names in parts.items():
+        total = sum(sums[name][0] for name in names)
+        tokens = sum(sums[name][1] for name in names)
+        size = sum(sizes.get(name, 0) for name in names)
         loss = total / tokens if tokens else math.nan
         row[f"validation_loss{ending}"] = loss
         row[f"validation_perplexity{ending}"] = perplexity(loss)
+        if size:
+            row[f"validation_bits_per_byte{ending}"] = total / math.log(2) / size
         row[f"validation_tokens{ending}"] = tokens
     return row
 

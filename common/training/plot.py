@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,26 +28,11 @@ def plot_loss(folder: Path) -> Path:
     """
     pyplot = open_pyplot()
     rows = read_metrics(folder / METRICS_FILE)
-    train, valid = _series(rows, "loss"), _series(rows, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    if train:
-        steps, losses = zip(*train, strict=True)
-        axes.plot(steps, losses, color="#9bb8d3", linewidth=0.8, label="training loss")
-        if (width := len(losses) // 50) > 1:
-            mean = _moving_average(losses, width)
-            axes.plot(steps, mean, color="#1f5a94", linewidth=1.6, label="moving average")
-    if valid:
-        axes.plot(
-            *zip(*valid, strict=True),
-            color="#c4501b",
-            marker="o",
-            markersize=3.5,
-            linewidth=1.4,
-            label="validation loss",
-        )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
+    _draw(axes, "training loss", rows, "loss", "#1f5a94", 0, "validation loss", "#c4501b")
+    axes.set(xlabel="step", ylabel=_UNITS["loss"], title=folder.name)
     axes.grid(alpha=0.25)
-    if train or valid:
+    if axes.lines:
         axes.legend(frameon=False)
     path = folder / "loss.png"
     figure.savefig(path, dpi=120)
@@ -97,7 +83,8 @@ def plot_runs(
     )
     for (axes,), metric in zip(panels, metrics, strict=True):
         for number, (name, rows) in enumerate(runs.items()):
-            _draw(axes, name, rows, metric, f"C{number % 10}", smoothing)
+            color, validation = f"C{number % 10}", f"{name}, validation"
+            _draw(axes, name, rows, metric, color, smoothing, validation, color)
         axes.set(ylabel=_UNITS.get(metric, metric.replace("_", " ")))
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize="small")
@@ -108,8 +95,16 @@ def plot_runs(
 
 
 def _draw(
-    axes: Any, name: str, rows: list[dict[str, Any]], metric: str, color: str, smoothing: int
+    axes: Any,
+    name: str,
+    rows: list[dict[str, Any]],
+    metric: str,
+    color: str,
+    smoothing: int,
+    validation: str,
+    validation_color: str,
 ) -> None:
+    """Draw a moving average over faint values, and validations as dots."""
     points, validations = _series(rows, metric), _series(rows, _WITH_VALIDATION.get(metric, ""))
     if points:
         steps, values = zip(*points, strict=True)
@@ -120,12 +115,12 @@ def _draw(
     if validations:
         axes.plot(
             *zip(*validations, strict=True),
-            color=color,
+            color=validation_color,
             marker="o",
             markersize=4,
             linewidth=0.8,
             linestyle="--",
-            label=f"{name}, validation",
+            label=validation,
         )
 
 
@@ -172,8 +167,7 @@ def open_pyplot() -> Any:
 
 
 def _moving_average(values: tuple[float, ...], width: int) -> list[float]:
-    averages, total = [], 0.0
-    for index, value in enumerate(values):
-        total += value - (values[index - width] if index >= width else 0.0)
-        averages.append(total / min(index + 1, width))
-    return averages
+    """Return the mean of up to ``width`` values around each, so that it follows a steep curve."""
+    before, after = (width - 1) // 2, width // 2 + 1
+    places = range(len(values))
+    return [statistics.fmean(values[max(0, at - before) : at + after]) for at in places]

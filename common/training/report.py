@@ -12,8 +12,9 @@ import logging
 import math
 import statistics
 from collections import deque
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -35,26 +36,130 @@ RECENT_STEPS = 100
 """Number of steps whose median time predicts the time left."""
 
 
-class Report:
-    """Report in this project's own style. Other styles are subclasses."""
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """Lines of a system as format strings, filled by ``Report.step_values`` and the row of a
+    validation.
+    """
 
-    prefix = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
-    more_lines = True
+    prefix: str = "%(message)s"
+    time: str | None = None
+    step: tuple[str, ...]
+    validation: str = (
+        "validation at step {step}: loss {validation_loss:.4f}, perplexity"
+        " {validation_perplexity:.2f}{bits} over {validation_tokens} tokens"
+    )
+    dashes: bool = False
+    """Whether a validation stands between dashes."""
+    title: tuple[str, ...] = ()
+    """Lines above the first step, and above the first one after a validation."""
+    more_lines: bool = False
     """Whether the first step and skipped ones get a line at any interval."""
+    counts_samples: bool = False
+    """Whether the last batch of an epoch ends in the next one. Elsewhere it does while the batch
+    grows; then all epochs have whole batches and one length, as those systems count them.
+    """
+
+
+STYLES = {
+    "gpt2": Style(
+        prefix="%(asctime)s %(message)s", time="%H:%M:%S", step=("{own}",), more_lines=True
+    ),
+    # training_log, evaluate_and_print_results, and "steps:" of DeepSpeed's pipeline engine. The
+    # ModelZoo scripts read word 10 of lines with samples/sec and word 15 of lines with validation
+    # loss, so nothing may be written in front of them.
+    "megatron": Style(
+        step=(
+            "steps: {step} loss: {loss:0.4f} iter time (s): {seconds:0.3f} samples/sec:"
+            " {rate:0.3f}",
+            " iteration {step:8d}/{last_step:8d} | consumed samples: {consumed_samples:12d} |"
+            " consumed tokens: {consumed_tokens:12d} | elapsed time per iteration (ms): {ms:.1f} |"
+            " learning rate: {learning_rate:.3E} | global batch size: {global_batch_size:5d} |"
+            " {lm_loss}loss scale: {loss_scale:.1f} | grad norm: {grad_norm:.3f} |"
+            " number of skipped iterations: {skips:3d} | number of nan iterations: {nans:3d} |"
+            " samples per second: {rate:.3f} | TFLOPs: {tera_flops:.2f} |",
+        ),
+        validation=" validation loss at iteration {step} | lm loss value: {validation_loss:.6E} |"
+        " lm loss PPL: {capped_perplexity:.6E} | ",
+        dashes=True,
+    ),
+    # its line of 2022-07 and its [eval] line; later versions omit some parts
+    "fleetx": Style(
+        prefix="[%(asctime)s] [%(levelname)8s] - %(message)s",
+        step=(
+            "global step {step}, epoch: {epoch}, batch: {within}, loss: {loss:.9f},"
+            " avg_reader_cost: {wait:.5f} sec, avg_batch_cost: {seconds:.5f} sec, speed:"
+            " {speed:.2f} step/s, ips_total: {tokens:.0f} tokens/s, ips: {tokens_of_copy:.0f}"
+            " tokens/s, learning rate: {learning_rate:.5e}",
+        ),
+        validation="[eval] epoch: {epoch}, batch: {last_batch}, loss: {validation_loss:.9f},"
+        " avg_eval_cost: {cost:.5f} sec, speed: {speed:.2f} step/s",
+    ),
+    # the loss monitor of r0.3, with the evaluation line of MindSpore's
+    "mindformers": Style(
+        prefix="%(asctime)s - mindformers - %(levelname)s - %(message)s",
+        step=(
+            "Epoch:[{epoch_from_1:3d}/{epochs:3d}], step:[{step_from_1:5d}/{epoch_steps:5d}],"
+            " loss:[{loss:5.3f}/{epoch_loss:5.3f}], time:{last_ms:5.3f} ms, lr:{float32_rate!s},"
+            " overflow cond: {overflow}, loss_scale: {loss_scale}",
+        ),
+        validation="Eval result: epoch {epoch_from_1}, metrics: {metrics}",
+    ),
+    # OneFlow-Benchmark's Metric: throughput in samples a second, latency in seconds a step
+    "oneflow": Style(
+        step=(
+            "| {step:<8} | {micro_batches:<15} | {consumed_samples:<15} | {rate:<10.5f} |"
+            " {seconds:<10.5f} | {mean_loss:<10.5f} |",
+        ),
+        title=(
+            "| step     | micro_batches   | samples         "
+            "| throughput | latency    | loss       |",
+            "| -------- | --------------- | --------------- "
+            "| ---------- | ---------- | ---------- |",
+        ),
+    ),
+    "oneflow-normal": Style(
+        step=(
+            "step={step},micro_batches={micro_batches},samples={consumed_samples},"
+            "throughput={rate:.5f},latency={seconds:.5f},loss={mean_loss:.5f},",
+        )
+    ),
+    # train.py and eval.py. Windows of the whole corpus are shuffled together here, so an epoch has
+    # one piece. train.py divides its first sum of losses by one step too many.
+    "gpt2-chinese": Style(
+        step=(
+            "now time: {now.hour}:{now.minute}. Step {step_from_1} of piece 0 of epoch"
+            " {epoch_from_1}, loss {mean_loss}",
+        ),
+        validation="now time: {now.hour}:{now.minute}. Step {step_from_1} of piece 0, ppl"
+        " {validation_perplexity}",
+        counts_samples=True,
+    ),
+}
+
+
+class Report:
+    """Log of a run in one style."""
 
     def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
         """Create a report. samples_per_epoch: 0 if unknown; all steps then belong to one epoch."""
         steps, batch = config.train.steps, config.train.global_batch_size
-        self.config = config
+        self.config, self.style = config, STYLES[config.logging.style]
         self.last_step = steps
         self.batches = config.batch_sizes
         self.steps_per_epoch = max(1, samples_per_epoch // batch) if samples_per_epoch else steps
         """Steps of an epoch of full batches."""
-        self._ramp_samples = samples_per_epoch if self.batches.grows else 0
-        """Samples of an epoch if the batch grows, else 0."""
+        self._epoch_samples = samples_per_epoch if self.batches.grows else 0
+        """Samples of an epoch if they are counted, else 0."""
+        if self.style.counts_samples:
+            self._epoch_samples = samples_per_epoch or self.batches.samples_after(steps)
         self._rows: list[Row] = []
         self._steps_seen = 0
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._epoch = (-1, 0.0, 0)
+        """Number of the epoch, and the sum and count of its losses that this process saw."""
+        self._titled = False
+        """Whether the last line of the log belongs to a table."""
 
     def step(self, row: Row) -> None:
         """Log a step if a line is due. Lines with averages cover the steps since the previous
@@ -66,6 +171,9 @@ class Report:
         # the first call of the engine compiles and fills caches
         if self._steps_seen > self.config.train.sink_size:
             self._times.append(row["step_time"] / row["global_batch_size"])
+        epoch = self.place(row["step"])[0]
+        _, total, count = self._epoch if self._epoch[0] == epoch else (epoch, 0.0, 0)
+        self._epoch = (epoch, total + row["loss"], count + 1)
         if self._rows:  # keep only the averaged values of older rows
             self._rows[-1] = {
                 name: self._rows[-1][name]
@@ -75,11 +183,12 @@ class Report:
         if (
             row["step"] % self.config.logging.interval == 0
             or row["step"] == self.last_step
-            or (self.more_lines and (self._steps_seen == 1 or row["skipped"]))
+            or (self.style.more_lines and (self._steps_seen == 1 or row["skipped"]))
         ):
-            for line in self.step_lines(self._rows):
-                LOG.info(line)
-            self._rows = []
+            values = self.step_values(self._rows)
+            for line in (*(() if self._titled else self.style.title), *self.style.step):
+                LOG.info(line.format(**values))
+            self._rows, self._titled = [], True
         hashes = self.config.logging.hash_interval
         # the summary of a run has that of its last step
         if hashes and row["step"] % hashes == 0 and row["step"] != self.last_step:
@@ -89,12 +198,75 @@ class Report:
             )
 
     def validation(self, row: Row) -> None:
-        for line in (*self.validation_lines(row), *part_lines(row)):
-            LOG.info(line)
+        self._titled = False
+        line = self.style.validation.format(**self._validation_values(row))
+        dashes = ["-" * (len(line) + 1)] * self.style.dashes
+        for each in (*dashes, line, *dashes, *part_lines(row)):
+            LOG.info(each)
 
-    def step_lines(self, rows: list[Row]) -> list[str]:
-        """Return the lines for ``rows``, the steps since the last line (at least one)."""
-        row = rows[-1]
+    def step_values(self, rows: list[Row]) -> dict[str, Any]:
+        """Return the values of a line for ``rows``, the steps since the last line (at least one):
+        those of the last row and means.
+        """
+        row, config = rows[-1], self.config
+        seconds, batch = _mean(rows, "step_time"), _mean(rows, "global_batch_size")
+        advanced = [each for each in rows if not each["skipped"]]
+        tokens = batch * config.model.seq_length / seconds
+        flops = flops_per_token(config.model) * tokens / config.topology.world_size
+        return {
+            **row,
+            **self._epoch_values(row["step"]),
+            "own": self._own_line(row),
+            "last_step": self.last_step,
+            "epochs": self.place(self.last_step)[0] + 1,
+            "epoch_loss": self._epoch[1] / max(1, self._epoch[2]),
+            "micro_batches": self.batches.samples_after(row["step"])
+            // (config.train.micro_batch_size * config.parallel.data_parallel),
+            "consumed_tokens": row["consumed_samples"] * config.model.seq_length,
+            "seconds": seconds,
+            "speed": 1 / seconds,
+            "ms": 1000 * seconds,
+            "last_ms": 1000 * row["step_time"],
+            "wait": _mean(rows, "data_wait"),
+            "rate": batch / seconds,
+            "tokens": tokens,
+            "tokens_of_copy": tokens / config.parallel.data_parallel,
+            "tera_flops": flops / 1e12,
+            "mean_loss": _mean(advanced or rows, "loss"),
+            "lm_loss": f"lm loss: {_mean(advanced, 'loss'):.6E} | " if advanced else "",
+            "skips": len(rows) - len(advanced),
+            "nans": sum(not math.isfinite(each["loss"]) for each in rows),
+            "overflow": row["skipped"] and not row["outlier"],
+            "float32_rate": np.float32(row["learning_rate"]),
+        }
+
+    def _validation_values(self, row: Row) -> dict[str, Any]:
+        loss = row["validation_loss"]
+        window = self.config.validation.micro_batch_size * self.config.model.seq_length
+        batches = -(-row["validation_tokens"] // window)
+        return {
+            **row,
+            **self._epoch_values(row["step"]),
+            "bits": bits_a_byte(row),
+            "capped_perplexity": math.exp(min(20, loss)),
+            "metrics": {"loss": loss, "PPL": row["validation_perplexity"]},
+            "last_batch": batches - 1,
+            "cost": row["validation_time"] / batches,
+            "speed": batches / row["validation_time"],
+        }
+
+    def _epoch_values(self, step: int) -> dict[str, Any]:
+        epoch, within, steps = self.place(step)
+        return {
+            "epoch": epoch,
+            "epoch_from_1": epoch + 1,
+            "within": within,
+            "step_from_1": within + 1,
+            "epoch_steps": steps,
+            "now": datetime.now(),
+        }
+
+    def _own_line(self, row: Row) -> str:
         parts = [
             f"step {row['step']}/{self.last_step}",
             f"loss {row['loss']:.4f}",
@@ -108,284 +280,29 @@ class Report:
         if row["mfu"]:
             parts.append(f"MFU {row['mfu']:.1%}")
         parts.append(f"{row['peak_memory'] / GIB:.2f} GiB")
-        seconds = self.seconds_left(row["step"])
-        if seconds is not None:
+        if self._times and row["step"] < self.last_step:
+            # at the median speed of recent steps, without validations and saves
+            done, whole = map(self.batches.samples_after, (row["step"], self.last_step))
+            seconds = (whole - done) * statistics.median(self._times)
             parts.append(f"eta {timedelta(seconds=round(seconds))}")
         if row["loss_scale"] != 1.0:
             parts.append(f"loss scale {row['loss_scale']:g}")
         if row["skipped"]:
             parts.append(f"SKIPPED ({'outlier' if row['outlier'] else 'gradient not finite'})")
-        return [" | ".join(parts)]
-
-    def seconds_left(self, step: int) -> float | None:
-        """Return the time for the remaining samples at the median speed of recent steps.
-
-        Validations and saves are not included. None before the second step and after the last.
-        """
-        if not self._times or step >= self.last_step:
-            return None
-        left = self.batches.samples_after(self.last_step) - self.batches.samples_after(step)
-        return left * statistics.median(self._times)
-
-    def validation_lines(self, row: Row) -> list[str]:
-        loss, perplexity = row["validation_loss"], row["validation_perplexity"]
-        return [
-            f"validation at step {row['step']}: loss {loss:.4f}, perplexity {perplexity:.2f} over"
-            f" {row['validation_tokens']} tokens"
-        ]
-
-    def epoch_and_step(self, step: int) -> tuple[int, int]:
-        """Return the epoch and the step within it, both from 0."""
-        return self.place(step)[:2]
+        return " | ".join(parts)
 
     def place(self, step: int) -> tuple[int, int, int]:
-        """Return the epoch, the step within it, both from 0, and the steps of that epoch.
-
-        Samples count while a batch grows. Otherwise all epochs have whole batches and one length,
-        as those systems count them.
-        """
-        if self._ramp_samples:
-            return place_in_epochs(step, self.batches, self._ramp_samples)
+        """Return the epoch, the step within it, both from 0, and the steps of that epoch."""
+        if self._epoch_samples:
+            return place_in_epochs(step, self.batches, self._epoch_samples)
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         return epoch, within, self.steps_per_epoch
 
 
-class MegatronReport(Report):
-    """Style of Megatron-DeepSpeed: ``training_log``, ``evaluate_and_print_results`` and ``steps:``
-    of its pipeline engine.
-
-    The ModelZoo scripts read word 10 of lines with samples/sec and word 15 of lines with validation
-    loss. So nothing may be written in front of them.
-    """
-
-    prefix = logging.Formatter("%(message)s")
-    more_lines = False
-
-    def step_lines(self, rows: list[Row]) -> list[str]:
-        row, batch = rows[-1], _mean(rows, "global_batch_size")
-        seconds = _mean(rows, "step_time")
-        advanced = [row for row in rows if not row["skipped"]]
-        devices = self.config.topology.world_size
-        tera_flops = (
-            flops_per_token(self.config.model)
-            * batch
-            * self.config.model.seq_length
-            / seconds
-            / devices
-            / 1e12
-        )
-        parts = [
-            f" iteration {row['step']:8d}/{self.last_step:8d}",
-            f"consumed samples: {row['consumed_samples']:12d}",
-            f"consumed tokens: {row['consumed_samples'] * self.config.model.seq_length:12d}",
-            f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-            f"learning rate: {row['learning_rate']:.3E}",
-            f"global batch size: {row['global_batch_size']:5d}",
-            *([f"lm loss: {_mean(advanced, 'loss'):.6E}"] if advanced else []),
-            f"loss scale: {row['loss_scale']:.1f}",
-            f"grad norm: {row['grad_norm']:.3f}",
-            f"number of skipped iterations: {len(rows) - len(advanced):3d}",
-            f"number of nan iterations: {sum(not math.isfinite(row['loss']) for row in rows):3d}",
-            f"samples per second: {batch / seconds:.3f}",
-            f"TFLOPs: {tera_flops:.2f}",
-        ]
-        deepspeed = (
-            f"steps: {row['step']} loss: {row['loss']:0.4f} iter time (s): {seconds:0.3f}"
-            f" samples/sec: {batch / seconds:0.3f}"
-        )
-        return [deepspeed, " | ".join(parts) + " |"]
-
-    def validation_lines(self, row: Row) -> list[str]:
-        loss = row["validation_loss"]
-        line = (
-            f" validation loss at iteration {row['step']} | lm loss value: {loss:.6E} | lm loss"
-            f" PPL: {math.exp(min(20, loss)):.6E} | "
-        )
-        dashes = "-" * (len(line) + 1)
-        return [dashes, line, dashes]
-
-
-class FleetXReport(Report):
-    """Style of PaddleFleetX: its line of 2022-07 and its ``[eval]`` line. Later versions omit some
-    parts.
-    """
-
-    prefix = logging.Formatter("[%(asctime)s] [%(levelname)8s] - %(message)s")
-    more_lines = False
-
-    def step_lines(self, rows: list[Row]) -> list[str]:
-        row = rows[-1]
-        epoch, batch = self.epoch_and_step(row["step"])
-        seconds = _mean(rows, "step_time")
-        tokens = _mean(rows, "global_batch_size") * self.config.model.seq_length / seconds
-        return [
-            f"global step {row['step']}, epoch: {epoch}, batch: {batch}, loss: {row['loss']:.9f},"
-            f" avg_reader_cost: {_mean(rows, 'data_wait'):.5f} sec, avg_batch_cost: {seconds:.5f}"
-            f" sec, speed: {1 / seconds:.2f} step/s, ips_total: {tokens:.0f} tokens/s, ips:"
-            f" {tokens / self.config.parallel.data_parallel:.0f} tokens/s, learning rate:"
-            f" {row['learning_rate']:.5e}"
-        ]
-
-    def validation_lines(self, row: Row) -> list[str]:
-        windows = self.config.validation.micro_batch_size
-        batches = -(-row["validation_tokens"] // (windows * self.config.model.seq_length))
-        seconds = row["validation_time"] / batches
-        epoch, _ = self.epoch_and_step(row["step"])
-        return [
-            f"[eval] epoch: {epoch}, batch: {batches - 1}, loss: {row['validation_loss']:.9f},"
-            f" avg_eval_cost: {seconds:.5f} sec, speed: {1 / seconds:.2f} step/s"
-        ]
-
-
-class MindFormersReport(Report):
-    """Style of MindFormers r0.3's loss monitor, with the evaluation line of MindSpore's."""
-
-    prefix = logging.Formatter("%(asctime)s - mindformers - %(levelname)s - %(message)s")
-    more_lines = False
-
-    def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
-        super().__init__(config, samples_per_epoch)
-        self._epoch = (-1, 0.0, 0)
-        """Number of the epoch, and the sum and count of its losses that this process saw."""
-
-    def step(self, row: Row) -> None:
-        number, total, count = self._epoch
-        epoch, _ = self.epoch_and_step(row["step"])
-        self._epoch = (
-            (epoch, total + row["loss"], count + 1) if epoch == number else (epoch, row["loss"], 1)
-        )
-        super().step(row)
-
-    def step_lines(self, rows: list[Row]) -> list[str]:
-        row = rows[-1]
-        epoch, step, steps = self.place(row["step"])
-        epochs = self.place(self.last_step)[0] + 1
-        return [
-            f"Epoch:[{epoch + 1:3d}/{epochs:3d}], step:[{step + 1:5d}/{steps:5d}],"
-            f" loss:[{row['loss']:5.3f}/{self._epoch[1] / self._epoch[2]:5.3f}],"
-            f" time:{row['step_time'] * 1000:5.3f} ms, lr:{np.float32(row['learning_rate'])!s},"
-            f" overflow cond: {row['skipped'] and not row['outlier']}, loss_scale:"
-            f" {row['loss_scale']}"
-        ]
-
-    def validation_lines(self, row: Row) -> list[str]:
-        epoch, _ = self.epoch_and_step(row["step"])
-        metrics = {"loss": row["validation_loss"], "PPL": row["validation_perplexity"]}
-        return [f"Eval result: epoch {epoch + 1}, metrics: {metrics}"]
-
-
-class OneFlowReport(Report):
-    """Table of OneFlow-Benchmark's ``Metric``, its default ``--metric-print-format``.
-
-    Its ``print`` puts nothing in front of a line. Throughput is in samples a second and latency in
-    seconds a step. Both and the loss are means over the steps since the previous line.
-    """
-
-    prefix = logging.Formatter("%(message)s")
-    more_lines = False
-    _WIDTHS: ClassVar[dict[str, int]] = {
-        "step": 8, "micro_batches": 15, "samples": 15, "throughput": 10, "latency": 10, "loss": 10,
-    }  # fmt: skip
-
-    def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
-        super().__init__(config, samples_per_epoch)
-        self._titled = False
-        """Whether the last line of the log belongs to a table."""
-
-    def step_lines(self, rows: list[Row]) -> list[str]:
-        cells = {
-            name: f"{value:.5f}" if isinstance(value, float) else str(value)
-            for name, value in self.values(rows).items()
-        }
-        head = [{name: name for name in cells}, {name: "-" * self._WIDTHS[name] for name in cells}]
-        lines = [cells] if self._titled else [*head, cells]
-        self._titled = True
-        return [self._line(each) for each in lines]
-
-    def values(self, rows: list[Row]) -> dict[str, int | float]:
-        """Return the values of the columns, in order."""
-        row, seconds, train = rows[-1], _mean(rows, "step_time"), self.config.train
-        advanced = [each for each in rows if not each["skipped"]] or rows
-        return {
-            "step": row["step"],
-            "micro_batches": self.batches.samples_after(row["step"])
-            // (train.micro_batch_size * self.config.parallel.data_parallel),
-            "samples": row["consumed_samples"],
-            "throughput": _mean(rows, "global_batch_size") / seconds,
-            "latency": seconds,
-            "loss": _mean(advanced, "loss"),
-        }
-
-    def validation_lines(self, row: Row) -> list[str]:
-        """Return our own line, since OneFlow has no validation. The next table has a title
-        again.
-        """
-        self._titled = False
-        return super().validation_lines(row)
-
-    def _line(self, cells: dict[str, str]) -> str:
-        return "".join(f"| {cell:<{self._WIDTHS[name]}} " for name, cell in cells.items()) + "|"
-
-
-class OneFlowPlainReport(OneFlowReport):
-    """Values of the table on one line, ``--metric-print-format normal``."""
-
-    def step_lines(self, rows: list[Row]) -> list[str]:
-        return [
-            "".join(
-                f"{name}={value:.5f}," if isinstance(value, float) else f"{name}={value},"
-                for name, value in self.values(rows).items()
-            )
-        ]
-
-
-class GPT2ChineseReport(Report):
-    """Lines that GPT2-Chinese's train.py and eval.py print.
-
-    Windows of the whole corpus are shuffled together here. So an epoch has one piece, and its steps
-    are counted through it.
-    """
-
-    prefix = logging.Formatter("%(message)s")
-    more_lines = False
-
-    def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
-        super().__init__(config, samples_per_epoch)
-        self._samples = samples_per_epoch or self.batches.samples_after(self.last_step)
-
-    def epoch_and_step(self, step: int) -> tuple[int, int]:
-        """Return the epoch and its step, both from 0. The model is written after the last step of
-        an epoch.
-        """
-        return place_in_epochs(step, self.batches, self._samples)[:2]
-
-    def step_lines(self, rows: list[Row]) -> list[str]:
-        """Return a line with the mean loss of the steps since the previous line.
-
-        train.py intends the same, but divides its first sum by one step too many.
-        """
-        epoch, step = self.epoch_and_step(rows[-1]["step"])
-        loss = _mean([row for row in rows if not row["skipped"]] or rows, "loss")
-        return [f"{self._step_of_piece(step)} of epoch {epoch + 1}, loss {loss}"]
-
-    def validation_lines(self, row: Row) -> list[str]:
-        step = self.epoch_and_step(row["step"])[1]
-        return [f"{self._step_of_piece(step)}, ppl {row['validation_perplexity']}"]
-
-    def _step_of_piece(self, step: int) -> str:
-        now = datetime.now()
-        return f"now time: {now.hour}:{now.minute}. Step {step + 1} of piece 0"
-
-
-STYLES: dict[str, type[Report]] = {
-    "gpt2": Report,
-    "megatron": MegatronReport,
-    "fleetx": FleetXReport,
-    "mindformers": MindFormersReport,
-    "oneflow": OneFlowReport,
-    "oneflow-normal": OneFlowPlainReport,
-    "gpt2-chinese": GPT2ChineseReport,
-}
+def bits_a_byte(row: Row) -> str:
+    """Return what follows the perplexity of a validation in a line, if the bytes are known."""
+    bits = row.get("validation_bits_per_byte")
+    return "" if bits is None else f", {bits:.4f} bits a byte"
 
 
 def part_lines(row: Row) -> list[str]:
@@ -400,16 +317,15 @@ def part_lines(row: Row) -> list[str]:
 
 
 def make_report(config: Run, samples_per_epoch: int = 0) -> Report:
-    """Return the report of a style. train.num_samples says how long its epochs are, else the
-    data.
-    """
-    return STYLES[config.logging.style](config, config.train.num_samples or samples_per_epoch)
+    """Return the report of a run. train.num_samples says how long its epochs are, else the data."""
+    return Report(config, config.train.num_samples or samples_per_epoch)
 
 
 def use_style(config: Run) -> None:
     """Use the prefix of logging.style for every further line of the log."""
+    style = STYLES[config.logging.style]
     for handler in LOG.handlers:
-        handler.setFormatter(STYLES[config.logging.style].prefix)
+        handler.setFormatter(logging.Formatter(style.prefix, style.time))
 
 
 def _mean(rows: list[Row], name: str) -> float:

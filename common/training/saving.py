@@ -81,7 +81,7 @@ class Saver:
         if math.isfinite(loss) and loss <= self._most:
             self._writer.confirm(step)
 
-    def why_not(self) -> str:
+    def reason_not_saved(self) -> str:
         """Return why the weights must not be saved; empty if they may be."""
         if not math.isfinite(self._loss):
             return f"the loss is {self._loss}"
@@ -91,7 +91,7 @@ class Saver:
 
     def save_unless_diverging(self, state: TrainState) -> None:
         """Save; otherwise log the reason once and postpone the save."""
-        reason = self.why_not()
+        reason = self.reason_not_saved()
         if reason:
             if not self._told:
                 LOG.warning(

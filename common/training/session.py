@@ -137,6 +137,7 @@ class Session:
                 engine=engine,
                 batches=batches,
                 validation=self.data.validation,
+                validation_bytes=self.data.validation_bytes,
                 checkpoints=checkpoints,
                 metrics=metrics,
                 peak_flops=device.peak_flops(config.precision.compute) * self.world.size,

@@ -93,7 +93,7 @@ def _choose(config: Run, data: TrainingData, named: Checkpoint | None) -> Start:
             " training; set checkpoint.resume to resume from it, or checkpoint.init_from to"
             " begin with its weights"
         )
-    resume, weights = _checkpoint_to_resume(_wish(config), folder, named), None
+    resume, weights = _checkpoint_to_resume(_resume_setting(config), folder, named), None
     if resume is not None and resume.path.parent == folder / "checkpoints":
         resume = _prefer_healthy(resume, config)
     if resume is not None and resume.holds_weights_alone(config.model):
@@ -153,7 +153,7 @@ def _prefer_healthy(checkpoint: Checkpoint, config: Run) -> Checkpoint:
     return checkpoint
 
 
-def _wish(config: Run) -> str:
+def _resume_setting(config: Run) -> str:
     """Return checkpoint.resume, or auto in a restart of a run that has saved.
 
     A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own

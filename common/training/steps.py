@@ -32,6 +32,8 @@ class TrainingParts:
     batches: Iterator[Batch]
     validation: Mapping[str, Callable[[], Iterable[Tokens]]]
     """Functions that start a pass over the validation windows of a data set; empty without any."""
+    validation_bytes: Callable[[], Mapping[str, int]] = dict
+    """Function that returns the bytes of the text of each data set's windows; empty if unknown."""
     checkpoints: CheckpointWriter
     metrics: MetricsWriter
     peak_flops: float

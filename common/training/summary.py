@@ -16,7 +16,7 @@ from common.parallel.ramp import describe_ramp
 from common.parallel.run import Run
 from common.training.data import TrainingData, named_parts
 from common.training.plot import plot_loss
-from common.training.report import use_style
+from common.training.report import bits_a_byte, use_style
 from common.training.start import Start
 from common.training.stop import StopSignal
 from common.weights.names import count_parameters
@@ -101,7 +101,7 @@ def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memo
     if "validation_loss" in summary:
         parts.append(
             f"validation loss {summary['validation_loss']:.4f}, perplexity"
-            f" {summary['validation_perplexity']:.2f}"
+            f" {summary['validation_perplexity']:.2f}{bits_a_byte(summary)}"
         )
     if "seconds" in summary:
         parts.append(

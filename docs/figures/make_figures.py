@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from common.parallel.topology import Coordinates, Topology
 from common.training.plot import plot_loss
 from docs.figures.flows import FLOWS
 
@@ -47,14 +48,17 @@ class Figure:
             f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='7' fill='{fill}'"
             f" stroke='{line}' stroke-width='1.4'/>"
         )
-        middle, first = x + width // 2, y + height // 2 - 9 * (len(lines) - 1) + 5
+        first = y + height // 2 - 9 * (len(lines) - 1) + 5
         for number, text in enumerate(lines):
-            weight = "600" if number == 0 else "400"
-            size = 15 if number == 0 else 13
-            self._parts.append(
-                f"<text x='{middle}' y='{first + 18 * number}' text-anchor='middle' {FONT}"
-                f" font-size='{size}' font-weight='{weight}' fill='#222'>{escape(text)}</text>"
-            )
+            size, weight = (13, 400) if number else (15, 600)
+            self.text(x + width // 2, first + 18 * number, text, size, weight)
+
+    def text(self, x: int, y: int, text: str, size: int = 12, weight: int = 400) -> None:
+        """Write a line centred at a point."""
+        self._parts.append(
+            f"<text x='{x}' y='{y}' text-anchor='middle' {FONT} font-size='{size}'"
+            f" font-weight='{weight}' fill='#222'>{escape(text)}</text>"
+        )
 
     def arrow(self, x1: int, y1: int, x2: int, y2: int) -> None:
         """Draw an arrow from one point to another."""
@@ -98,7 +102,7 @@ PARTS = {
         ),
         "torch": (
             "torch_gpt2/",
-            "CPU; CUDA and Ascend NPU not yet run",
+            "CPU, one H100; Ascend not yet run",
             "native engine or DeepSpeed",
         ),
         "mindspore": (
@@ -106,7 +110,8 @@ PARTS = {
             "CPU; Ascend 910 not yet run",
             "our collectives or its compiler",
         ),
-        "either": ("Either framework makes all of these, and opens the other's checkpoints",),
+        "shared": ("checkpoints",),
+        "either": ("Either framework makes all of these",),
         "checkpoint": ("Checkpoints", "either framework, any layout"),
         "results": ("Metrics, plots, text", "logs in seven styles"),
         "exports": ("Exports", "ONNX, GGUF, MindIR, pt2"),
@@ -124,9 +129,10 @@ PARTS = {
             "common/",
             "配置 · 分词器 · 数据集 · 规划 · rank table · 启动器 · 权重转换 · 指标 · 生成 · 服务",
         ),
-        "torch": ("torch_gpt2/", "CPU；CUDA、昇腾 NPU 尚未实测", "自带引擎或 DeepSpeed"),
+        "torch": ("torch_gpt2/", "CPU、一块 H100；昇腾尚未实测", "自带引擎或 DeepSpeed"),
         "mindspore": ("mindformers_gpt2/", "CPU；昇腾 910 尚未实测", "自带通信或交给编译器切分"),
-        "either": ("两种框架都能产生以下全部结果，检查点互通",),
+        "shared": ("检查点互通",),
+        "either": ("两种框架都能产生以下全部结果",),
         "checkpoint": ("检查点", "两种框架、任意布局通用"),
         "results": ("指标、曲线、文本", "七种日志格式"),
         "exports": ("导出", "ONNX、GGUF、MindIR、pt2"),
@@ -142,16 +148,72 @@ def parts(ending: str) -> Figure:
     figure = Figure(880, 454)
     for x, name in ((20, "yaml"), (305, "data"), (590, "weights")):
         figure.box(x, 16, 270, 78, "input", *say[name])
-        figure.arrow(x + 135, 94, x + 135, 122)
+        figure.arrow(x + 135, 94, x + 135, 124)
     figure.box(20, 124, 840, 62, "shared", *say["common"])
-    for x, name in ((20, "torch"), (450, "mindspore")):
-        figure.arrow(x + 205, 186, x + 205, 212)
-        figure.box(x, 214, 410, 76, name, *say[name])
-        figure.arrow(x + 205, 290, x + 205, 322)
+    for x, name in ((20, "torch"), (500, "mindspore")):
+        figure.arrow(x + 180, 186, x + 180, 214)
+        figure.box(x, 214, 360, 76, name, *say[name])
+        figure.arrow(x + 180, 290, x + 180, 324)
+    for x in (380, 500):
+        figure.arrow(440, 256, x, 256)
+    figure.text(440, 246, *say["shared"])
     figure.box(20, 324, 840, 30, "shared", *say["either"])
     for number, name in enumerate(("checkpoint", "results", "exports", "serve")):
-        figure.arrow(119 + 214 * number, 354, 119 + 214 * number, 376)
+        figure.arrow(119 + 214 * number, 354, 119 + 214 * number, 378)
         figure.box(20 + 214 * number, 378, 198, 60, "output", *say[name])
+    return figure
+
+
+LAYOUT = {
+    "": {
+        "title": "13B on 32 devices: data 4 x tensor 2 x pipeline 4",
+        "stage": "stage {}: layers {} to {}",
+        "replica": "replica {}",
+        "windows": "48 of 192 windows",
+        "across": "Activations go right and their gradients left, one micro batch of 2 windows"
+        " after the other: pipeline.",
+        "pair": "Two ranks hold half of each layer, and add up what they computed: tensor.",
+        "down": "The four ranks of a column hold the same weights, add their gradients,"
+        " and share Adam's state: data, ZeRO 1.",
+    },
+    "_zh": {
+        "title": "13B 使用 32 张卡：数据并行 4 × 张量并行 2 × 流水线 4",
+        "stage": "第 {} 段：第 {} 至 {} 层",
+        "replica": "副本 {}",
+        "windows": "192 个样本中的 48 个",
+        "across": "流水线：激活向右传，梯度向左传，每次一个微批（2 个样本）。",
+        "pair": "张量并行：两个 rank 各存每层的一半，并把结果相加。",
+        "down": "数据并行、ZeRO 1：同一列的四个 rank 权重相同，梯度相加，分担 Adam 状态。",
+    },
+}
+"""Labels of the picture of a layout, by the end of its file name."""
+
+
+def layout(ending: str) -> Figure:
+    """Draw the ranks of configs/gpt2/run_gpt2_13b.yaml: a column a stage, a row a replica."""
+    say = LAYOUT[ending]
+    ranks = Topology(data=4, tensor=2, pipeline=4)
+    figure = Figure(880, 476)
+    figure.text(440, 28, say["title"], 15, 600)
+    for stage, kind in enumerate(("shared", "torch", "mindspore", "output")):
+        x = 170 + 180 * stage
+        figure.text(x + 70, 60, say["stage"].format(stage, 10 * stage, 10 * stage + 9), 13)
+        for data in range(4):
+            y = 74 + 80 * data
+            for tensor in range(2):
+                at = Coordinates(data=data, tensor=tensor, pipeline=stage)
+                figure.box(x + 72 * tensor, y, 68, 46, kind, str(ranks.rank(at)))
+            if stage:
+                figure.arrow(x - 20, y + 23, x - 38, y + 23)
+                figure.arrow(x - 20, y + 23, x - 2, y + 23)
+            if data:
+                figure.arrow(x + 70, y - 17, x + 70, y - 32)
+                figure.arrow(x + 70, y - 17, x + 70, y - 2)
+    for data in range(4):
+        figure.text(84, 94 + 80 * data, say["replica"].format(data), 15, 600)
+        figure.text(84, 112 + 80 * data, say["windows"], 13)
+    for number, name in enumerate(("across", "pair", "down")):
+        figure.text(440, 406 + 24 * number, say[name], 13)
     return figure
 
 
@@ -182,9 +244,11 @@ def flow(name: str, ending: str) -> Figure:
     return figure
 
 
-FIGURES = {f"parts{ending}.svg": partial(parts, ending) for ending in PARTS} | {
-    f"{name}{ending}.svg": partial(flow, name, ending) for name in FLOWS for ending in PARTS
-}
+FIGURES = (
+    {f"parts{ending}.svg": partial(parts, ending) for ending in PARTS}
+    | {f"layout{ending}.svg": partial(layout, ending) for ending in LAYOUT}
+    | {f"{name}{ending}.svg": partial(flow, name, ending) for name in FLOWS for ending in PARTS}
+)
 """File name -> the function that draws it."""
 
 

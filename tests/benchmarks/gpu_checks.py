@@ -36,21 +36,15 @@ def run(**sections: Any) -> Run:
         "output_dir": "out",
         "precision": "bf16",
         "model": {
-            "num_layers": LAYERS,
-            "hidden_size": WIDTH,
-            "num_heads": 1,
-            "seq_length": WINDOW,
+            "num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": 1, "seq_length": WINDOW,
             "vocab_size": 50257,
         },
         "train": {"max_steps": 1, "micro_batch_size": WINDOWS, "global_batch_size": 8},
         "optimizer": {"learning_rate": 1e-3},
-    }
+    }  # fmt: skip
     for name, section in sections.items():
-        tree[name] = (
-            {**tree.get(name, {}), **section}
-            if isinstance(section, dict) and isinstance(tree.get(name, {}), dict)
-            else section
-        )
+        both = isinstance(section, dict) and isinstance(tree.get(name, {}), dict)
+        tree[name] = {**tree.get(name, {}), **section} if both else section
     return resolve_config(build_config(tree))
 
 

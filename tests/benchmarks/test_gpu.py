@@ -15,41 +15,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def triton() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed: pip install '.[dev]'")
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("triton")
-def test_one_block(cuda_variables: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mark",
+    [
+        pytest.param("not campaign", marks=pytest.mark.long),
+        pytest.param("campaign", marks=pytest.mark.campaign),
+    ],
+)
+def test_every_kernel(mark: str, cuda_variables: dict[str, str], tmp_path: Path) -> None:
     """Starts gpu_checks.py."""
-    _check(cuda_variables, tmp_path, "not campaign")
-
-
-@pytest.mark.campaign
-@pytest.mark.usefixtures("triton")
-def test_float8_and_every_option(cuda_variables: dict[str, str], tmp_path: Path) -> None:
-    _check(cuda_variables, tmp_path, "campaign")
-
-
-def _check(variables: dict[str, str], folder: Path, mark: str) -> None:
-    checks = str(Path(__file__).with_name("gpu_checks.py"))
-    words = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:logging",
-        "--all",
-        "-m",
-        mark,
-        f"--basetemp={folder / 'gpu'}",
-    ]
+    pytest.importorskip("triton", reason="Triton is not installed: pip install '.[dev]'")
+    words = f"-q -p no:cacheprovider -p no:logging --all --basetemp={tmp_path / 'gpu'}"
+    checks = Path(__file__).with_name("gpu_checks.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, checks],
+        [sys.executable, "-m", "pytest", *words.split(), "-m", mark, str(checks)],
         cwd=ROOT,
-        env=os.environ | variables,
+        env=os.environ | cuda_variables,
         capture_output=True,
         text=True,
         timeout=3600,

@@ -18,7 +18,8 @@ from benchmarks.peers.nanogpt_style import NanoGPTStyle
 from common.config.load import build_config, save_config
 from common.training.metrics import read_metrics
 from run_gpt2 import main as run_gpt2
-from tests.ranks import ROOT, free_port, rank_environment
+from tests.ranks import ROOT, end_ranks, free_port, rank_environment
+from tests.tiny import tiny_run
 
 # float32 sums of the same terms in another order: within 2e-6 of the losses over six steps.
 # torch's clip adds squares in float32 on a CPU, so norms are further apart.
@@ -36,30 +37,10 @@ def _own_environment() -> Iterator[None]:
 
 def make_config(folder: Path, corpus: Path, **sections: Any) -> Path:
     """Three micro batches a rank, a clip that acts on every step, no dropout."""
-    tree = {
-        "output_dir": "set on the command line",
-        "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": 16,
-            "vocab_size": 101,
-            "dropout": 0.0,
-            "initializer_range": 0.1,
-        },
-        "train": {"max_steps": 6, "micro_batch_size": 2, "global_batch_size": 12},
-        "optimizer": {
-            "learning_rate": 0.01,
-            "weight_decay": 0.1,
-            "epsilon": 1e-4,
-            "warmup_steps": 2,
-        },
-        "data": {"train": str(corpus), "split": "90,10,0"},
-        "validation": {"max_samples": 4},
-        "logging": {"tensorboard": False, "plot": False},
-        **sections,
-    }
+    adamw = {"learning_rate": 0.01, "weight_decay": 0.1, "epsilon": 1e-4, "warmup_steps": 2}
+    sizes = {"model__initializer_range": 0.1, "model__dropout": 0.0, "validation__max_samples": 4}
+    steps = {"train__max_steps": 6, "train__global_batch_size": 12}
+    tree = tiny_run(folder, corpus, **{"optimizer": adamw, **sizes, **steps, **sections})
     path = folder / "peer.yaml"
     save_config(build_config(tree), path)
     return path
@@ -123,19 +104,14 @@ def run_peer(name: str, ranks: int, words: list[str]) -> tuple[list[int], str]:
             [sys.executable, str(ROOT / "benchmarks" / "peers" / f"{name}.py"), *words],
             cwd=ROOT,
             env=rank_environment(rank, ranks, port),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(ranks)
     ]
-    try:
-        texts = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in processes], "\n".join(texts)
+    codes, texts = end_ranks(processes, seconds=240)
+    return codes, "\n".join(texts)
 
 
 @pytest.mark.long

@@ -50,9 +50,8 @@ def test_the_range_of_a_family_holds_eight_of_ten(figures: list[Figure], family:
     assert 0.8 <= sum(low <= 1 / each.ratio <= high for each in found) / len(found) < 0.85
 
 
-def loss_of_the_fit() -> float:
+def loss_of_the_fit(fitted: list[Figure]) -> float:
     """Huber loss of the logarithm, by the half to which the factors were fitted."""
-    fitted = [each for row in read_rows() if not (each := plan_row(row)).is_test]
     rows = times(fitted, lambda _: True)
     counts = Counter(each.row["source"] for each in rows)
     total = 0.0
@@ -63,11 +62,14 @@ def loss_of_the_fit() -> float:
     return total
 
 
-def test_the_products_factor_is_what_the_fitted_half_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = loss_of_the_fit()
+def test_the_products_factor_is_what_the_fitted_half_gives(
+    figures: list[Figure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted = times(figures, lambda each: not each.is_test)
+    best = loss_of_the_fit(fitted)
     for other in (timing.PRODUCTS - 0.01, timing.PRODUCTS + 0.01):
         monkeypatch.setattr(timing, "PRODUCTS", other)
-        assert best < loss_of_the_fit()
+        assert best < loss_of_the_fit([plan_row(each.row) for each in fitted])
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,10 @@ def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "most"), [("BLOOM tuning", 0.1), ("PaddleFleetX", 0.1), ("this project", 0.04)]
+    ("source", "most", "beyond"),
+    [("BLOOM tuning", 0.1, 3), ("PaddleFleetX", 0.1, 0), ("this project", 0.04, 0)],
 )
-def test_memory(figures: list[Figure], source: str, most: float) -> None:
+def test_memory(figures: list[Figure], source: str, most: float, beyond: int) -> None:
     found = [each for each in figures if each.is_memory and each.row["source"] == source]
-    assert median(each.error for each in found) <= most
-    assert source == "BLOOM tuning" or all(each.error <= most for each in found)
+    assert sum(each.error > most for each in found) == beyond
+    assert median(each.error for each in found) <= most / 2

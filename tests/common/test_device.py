@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.accelerators import ACCELERATORS, find_accelerator, require_accelerator
+from common.accelerators import ACCELERATORS, Accelerator, find_accelerator, require_accelerator
 from common.errors import ConfigError
 
 
@@ -50,36 +50,18 @@ def test_unknown_devices_have_no_figures(reported: str) -> None:
     assert find_accelerator(reported) is None
 
 
-def test_every_figure_has_a_source_and_a_sane_size() -> None:
-    for accelerator in ACCELERATORS:
-        assert accelerator.source
-        assert (
-            1e13 < accelerator.half_flops < 1e16
-            and 1e12 < accelerator.single_flops < accelerator.half_flops
-        )
-        assert (
-            5e11 < accelerator.bandwidth < 1e13 and 16 * 2**30 <= accelerator.memory <= 200 * 2**30
-        )
-        assert accelerator.float8_flops in (
-            0.0,
-            pytest.approx(2 * accelerator.half_flops, rel=1e-3),
-        )
-        assert (
-            accelerator.link_source
-            and 1e9 < accelerator.network < accelerator.link < accelerator.bandwidth
-        )
-        assert (
-            require_accelerator(accelerator.name)
-            is require_accelerator(accelerator.name.upper())
-            is accelerator
-        )
+@pytest.mark.parametrize("each", ACCELERATORS, ids=lambda each: each.name)
+def test_every_figure_has_a_source_and_a_sane_size(each: Accelerator) -> None:
+    assert each.source and each.link_source
+    assert 1e12 < each.single_flops < each.half_flops < 1e16 and each.half_flops > 1e13
+    assert 5e11 < each.bandwidth < 1e13 and 16 * 2**30 <= each.memory <= 200 * 2**30
+    assert each.float8_flops in (0.0, pytest.approx(2 * each.half_flops, rel=1e-3))
+    assert 1e9 < each.network < each.link < each.bandwidth
+    for name in (each.name, each.name.upper()):
+        assert require_accelerator(name) is each
 
 
 def test_a_device_without_figures_is_refused_with_those_that_have() -> None:
-    assert require_accelerator("NVIDIA A100-SXM4-80GB").name == "A100 80GB"
-    with pytest.raises(
-        ConfigError,
-        match=r"--accelerator abacus: no figures are known for it; choose H200, H100 PCIe, .*,"
-        r" Ascend 910A$",
-    ):
+    message = "abacus: no figures are known for it; choose H200, H100 PCIe, .*, Ascend 910A$"
+    with pytest.raises(ConfigError, match=f"--accelerator {message}"):
         require_accelerator("abacus")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import lzma
 import struct
 import tarfile
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from common.conversion.convert import convert
 from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.fleetx import FleetXDataset
 from common.dataset.indexed import IndexedDataset
@@ -116,17 +114,13 @@ def test_a_corpus_of_another_kind(
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.zip", "a.tar.gz", "train.json", "hole.txt"])
 def test_no_option_turns_it_into_a_corpus(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
+    path, plain = tmp_path / name, tmp_path / "a.json"
     path.write_bytes(CORPORA[name][0])
     for encoding in ("utf-8", "iso8859-1"):
         with pytest.raises(UserError, match=r"; (unpack|run git|the file is binary)"):
             open_corpus(path, CorpusFormat.TEXT, encoding)
-
-
-def test_plain_text_that_is_named_json_is_read_when_said(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_bytes(b"No JSON at all\n")
-    assert open_corpus(path, CorpusFormat.TEXT).format is CorpusFormat.TEXT
+    plain.write_bytes(b"No JSON at all\n")  # but text is taken for what it is said to be
+    assert open_corpus(plain, CorpusFormat.TEXT).format is CorpusFormat.TEXT
 
 
 def test_utf16_is_read_as_the_message_says(tmp_path: Path) -> None:
@@ -175,24 +169,21 @@ TOKEN_FILES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def read_file(path: Path) -> str:
+    """Return the one message of the file's reader."""
+    with pytest.raises(UserError) as caught:
+        (READERS | TOKEN_FILES)[path.name](path)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("name", [*READERS, *TOKEN_FILES])
 def test_a_pointer_of_git_lfs_says_what_it_is(tmp_path: Path, name: str) -> None:
     for other in (*TOKEN_FILES, "tokens_idx.npz", "rows.mindrecord.db"):
         (tmp_path / other).write_bytes(b"x" * 64)
     (tmp_path / name).write_bytes(POINTER)
-    with pytest.raises(UserError) as caught:
-        (READERS | TOKEN_FILES)[name](tmp_path / name)
-    assert caught.value.exit_code == 2
-    assert f"{tmp_path / name}: is a Git LFS pointer; run git lfs pull" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["hole.txt", "le.txt", "be.txt"])
-def test_prompts_with_nul_bytes(tmp_path: Path, name: str) -> None:
-    content, message = CORPORA[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        read_prompts(tmp_path / name)
-    assert message in str(caught.value)
+    expected = f"{tmp_path / name}: is a Git LFS pointer; run git lfs pull"
+    assert expected in read_file(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ARCHIVES if kind != "a.zip"])
@@ -200,19 +191,7 @@ def test_prompts_with_nul_bytes(tmp_path: Path, name: str) -> None:
 def test_an_archive_says_what_it_is(tmp_path: Path, name: str, kind: str) -> None:
     content, message = ARCHIVES[kind]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        READERS[name](tmp_path / name)
-    assert message in str(caught.value)
-
-
-def test_a_folder_of_pointers_is_not_converted(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 8, "vocab_size": 9}
-    (tmp_path / "a" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    (tmp_path / "a" / "model.safetensors").write_bytes(POINTER)
-    with pytest.raises(UserError, match=r"model\.safetensors: is a Git LFS pointer"):
-        convert(tmp_path / "a", tmp_path / "b", target_format="torch_gpt2")
-    assert not (tmp_path / "b").exists()
+    assert message in read_file(tmp_path / name)
 
 
 def test_safetensors_whose_length_looks_like_gzip(tmp_path: Path) -> None:

@@ -17,24 +17,18 @@ def fill(folder: Path) -> None:
 
 
 def test_files_of_another_writer_stay(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out, other = tmp_path / "out", tmp_path / "out.v2"
+    said = "out: it could not be written: another process is writing there; mend"
     with whole_folder(out, what="it", remedy="mend") as ours:
         (ours / "a").touch()
-        with pytest.raises(
-            StorageError,
-            match="out: it could not be written: another process is writing there; mend",
-        ):
+        with pytest.raises(StorageError, match=said):
             fill(out)
         assert (ours / "a").is_file()
-    with whole_folder(tmp_path / "out.v2", what="it", remedy="mend") as ours:
+    with whole_folder(other, what="it", remedy="mend") as ours:
         (ours / "a").touch()
         fill(out)
         clean_up(tmp_path, "out")
-    assert (
-        (tmp_path / "out.v2" / "a").is_file()
-        and (out / "new").is_file()
-        and not list(tmp_path.glob(".*"))
-    )
+    assert (other / "a").is_file() and (out / "new").is_file() and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("name", ["out", "out[1]"])
@@ -111,27 +105,21 @@ def test_a_folder_may_be_renamed_once_its_last_file_is_seen(
     assert (tmp_path / "whole" / "rank_00001.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize(
-    "way", ["name", "other name", "symlink", "hard link", "link to the folder"]
-)
+@pytest.mark.parametrize("way", ["name", "relative name", "symlink", "hard link", "folder"])
 def test_an_input_is_not_an_output(tmp_path: Path, way: str) -> None:
-    source = tmp_path / "source"
+    source, output = tmp_path / "source", tmp_path / "output"
     source.touch()
-    (tmp_path / "folder").symlink_to(tmp_path)
-    output = {"name": source, "other name": tmp_path / "." / "folder" / ".." / "source"}.get(
-        way, tmp_path / "output"
-    )
     if way == "symlink":
         output.symlink_to(source)
     elif way == "hard link":
         output.hardlink_to(source)
-    elif way == "link to the folder":
-        output = tmp_path / "folder" / "source"
-    elif way == "other name":
-        output = Path(os.path.relpath(source))
-    with pytest.raises(
-        ConfigError, match="is both an input and an output, and would be lost; mend"
-    ):
+    elif way == "folder":
+        output.symlink_to(tmp_path)
+        output /= "source"
+    else:
+        output = source if way == "name" else Path(os.path.relpath(source))
+    message = "is both an input and an output, and would be lost; mend"
+    with pytest.raises(ConfigError, match=message):
         refuse_to_overwrite([None, tmp_path / "absent", source], [tmp_path / "new", output], "mend")
     refuse_to_overwrite([source], [tmp_path / "new"], "mend")
 

@@ -168,9 +168,8 @@ def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert located(Path("me/small")) == folder
     monkeypatch.setenv(COMMITS, "")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(
-        UserError, match=r"^hf://me/small: HF_HUB_OFFLINE is set, and .*cache does not"
-    ):
+    message = r"^hf://me/small: HF_HUB_OFFLINE is set, and .*cache does not"
+    with pytest.raises(UserError, match=message):
         located(Path("hf://me/small"))
     assert hub.asked == []
 
@@ -212,25 +211,22 @@ def test_a_token_opens_a_private_model(hub: Hub, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_network_and_no_package(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            located(Path(name))
+
     folder = located(Path("hf://me/small"))
     for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
         value = getattr(constants, name).replace(hub.url, "http://127.0.0.1:9")
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv(COMMITS, "")
     assert located(Path("hf://me/small")) == folder, "the cache is enough"
-    with pytest.raises(
-        UserError, match=r"127.0.0.1:9 does not answer \(ConnectError: .*; check the network"
-    ):
-        located(Path("hf://me/other"))
+    refused("hf://me/other", r"127.0.0.1:9 does not answer \(ConnectError: .*; check the network")
     with monkeypatch.context() as older:
         older.delattr("huggingface_hub.errors.DryRunError")
-        with pytest.raises(UserError, match=r"huggingface_hub is too old \(.*pip install .*hub\]"):
-            located(Path("hf://me/other"))
+        refused("hf://me/other", r"huggingface_hub is too old \(.*pip install .*hub\]")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"^me/small: there is no .*; as hf://me/small: the package"
-    ):
-        located(Path("me/small"))
+    refused("me/small", r"^me/small: there is no .*; as hf://me/small: the package")
 
 
 @pytest.mark.parametrize(

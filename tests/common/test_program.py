@@ -91,13 +91,9 @@ def test_a_wheel_puts_no_tools_beside_other_packages(tmp_path: Path) -> None:
 
 def run(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        [sys.executable, *words], cwd=folder, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 def test_gpt2_and_the_script_do_the_same_from_any_folder(tmp_path: Path) -> None:

@@ -36,9 +36,6 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
         ('{"a": 1,\n "a": 2}', "'a' is given twice"),
         ("[" * 200_000, "nested deeper"),
         ("9" * 5000, "digits"),
-        ("1e999", "beyond the range"),
-        ("[NaN]", "NaN"),
-        ('{"a": -Infinity}', "Infinity"),
         (b"\xff", "byte 0 is not UTF-8"),
         ('["\\uD800"]', "ud800 is half of a pair"),
         ("", "line 1, column 1"),
@@ -47,6 +44,11 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
 def test_malformed_json_is_one_exception(text: str | bytes, problem: str) -> None:
     with pytest.raises(MalformedError, match=problem):
         parse_json(text)
+    if any(word in problem for word in ("column 8", "nested", "digits", "UTF-8")):
+        with pytest.raises(MalformedError):
+            parse_json_line(text)
+        with pytest.raises(MalformedError):
+            parse_json_item(text if isinstance(text, str) else "")
 
 
 def test_json_within_the_limits() -> None:
@@ -56,16 +58,7 @@ def test_json_within_the_limits() -> None:
     }
     assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
     assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
-    assert parse_json("[1e999]", finite=False) == [float("inf")]
     assert parse_json_item('x {"a": 1}, rest', 2) == ({"a": 1}, 10)
-
-
-@pytest.mark.parametrize("line", ["{", "9" * 5000, "[" * 200_000, b'"\xff"'])
-def test_malformed_lines_are_one_exception(line: str | bytes) -> None:
-    with pytest.raises(MalformedError):
-        parse_json_line(line)
-    with pytest.raises(MalformedError):
-        parse_json_item(line if isinstance(line, str) else "")
 
 
 @pytest.mark.parametrize(
@@ -115,20 +108,16 @@ def test_malformed_yaml_is_one_exception(text: str, problem: str) -> None:
 def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
     text = "a: 6e-4\nb: yes\nc: ~\nd: true\ne: 010\nf: -.inf\ng: 2020-01-01\nh: &h [1]\ni: *h"
     values = {
-        "a": 6e-4,
-        "b": "yes",
-        "c": None,
-        "d": True,
-        "e": 10,
-        "f": float("-inf"),
-        "g": "2020-01-01",
-        "h": [1],
-        "i": [1],
-    }
+        "a": 6e-4, "b": "yes", "c": None, "d": True, "e": 10, "f": float("-inf"),
+        "g": "2020-01-01", "h": [1], "i": [1],
+    }  # fmt: skip
     assert parse_yaml(text) == values
     assert parse_yaml(dump_yaml(values)) == values
     assert parse_yaml("") is None
     assert parse_yaml("1: a\ntrue: b\n~: c") == {"1": "a", "true": "b", "~": "c"}
+    value = parse_yaml("a: &x {k: 1}\nb: *x")
+    value["a"]["k"] = 2
+    assert value == {"a": {"k": 2}, "b": {"k": 1}}, "an alias is a copy"
 
 
 def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None:
@@ -154,12 +143,6 @@ def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="larger than"):
         read_json(tmp_path / "list.json", limit=2)
     assert read_json(tmp_path / "mark.json") == {}, "a byte order mark is not a fault"
-
-
-def test_an_alias_is_a_copy() -> None:
-    value = parse_yaml("a: &x {k: 1}\nb: *x")
-    value["a"]["k"] = 2
-    assert value == {"a": {"k": 2}, "b": {"k": 1}}
 
 
 @pytest.mark.parametrize(

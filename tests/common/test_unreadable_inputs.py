@@ -5,6 +5,7 @@ names the file and a remedy.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sqlite3
 from collections.abc import Callable
@@ -91,54 +92,42 @@ def test_a_pipe_is_refused_at_once(folder: Path, name: str) -> None:
         READERS[name](folder / name)
 
 
-def test_a_folder_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "read"),
+    [
+        ("stat", lambda folder: IndexedDataset(folder / "tokens")),
+        ("stat", lambda folder: MindRecordFile(folder / "rows.mindrecord")),
+        ("stat", lambda folder: open_corpus(folder / "corpus.txt")),
+        ("is_file", lambda folder: convert(folder, folder / "out", target_format="hf")),
+    ],
+)
+def test_a_folder_that_cannot_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, read: Callable[[Path], Any]
+) -> None:
     def refuse(path: Path, **_: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "stat", refuse)
-    for read in (
-        lambda: IndexedDataset(tmp_path / "tokens"),
-        lambda: MindRecordFile(tmp_path / "rows.mindrecord"),
-        lambda: open_corpus(tmp_path / "corpus.txt"),
-    ):
-        with pytest.raises(UserError, match="Permission denied; allow this user to read it"):
-            read()
-
-
-def test_weights_in_a_folder_that_cannot_be_entered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
     (tmp_path / "weights").mkdir()
-    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(Path, method, refuse)
     with pytest.raises(UserError, match="Permission denied; allow this user to read it"):
-        convert(tmp_path / "weights", tmp_path / "out", target_format="hf")
+        read(tmp_path / "weights")
 
 
 # ---- values of wrong types ----
+
+
+PAGE = {"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 1}
+FIELD = {"schema": {"input_ids": {"type": "int32", "shape": [-1]}}, "blob_fields": ["input_ids"]}
 
 
 def header_of(**changes: Any) -> bytes:
     """The header of a MindRecord file of one row, as JSON with Infinity where a float is
     infinite.
     """
-    import json
-
-    page = {"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 1}
-    schema = {
-        "schema": {"input_ids": {"type": "int32", "shape": [-1]}},
-        "blob_fields": ["input_ids"],
-    }
     header = {
-        "version": "3.0",
-        "header_size": 1024,
-        "page_size": 1024,
-        "schema": [schema],
-        "page": [page],
-        "shard_addresses": ["a"],
-    }
+        "version": "3.0", "header_size": 1024, "page_size": 1024, "schema": [FIELD],
+        "page": [PAGE], "shard_addresses": ["a"],
+    }  # fmt: skip
     text = json.dumps(header | changes).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -146,21 +135,12 @@ def header_of(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"page_size": float("inf")}, "Infinity is not a JSON number"),
+        ({"page_size": float("inf")}, "'inf' where a size is expected"),
         ({"page_size": 0}, "page_size is 0"),
         ({"header_size": -1}, "'-1' where a size is expected"),
-        ({"header_size": 10**30}, "where a size is expected"),
-        ({"shard_addresses": [""]}, "where a list of names is expected"),
         ({"shard_addresses": "abc"}, "where a list of names is expected"),
         ({"page": [5]}, "a header that is not a MindRecord's"),
-        (
-            {
-                "page": [
-                    {"page_id": 0, "page_type": "BLOB_DATA", "page_size": 17, "end_row_id": 10**12}
-                ]
-            },
-            "is cut short: 2048 bytes found",
-        ),
+        ({"page": [PAGE | {"end_row_id": 10**12}]}, "is cut short: 2048 bytes found"),
         ({"version": [[]]}, "has format version"),
     ],
 )
@@ -198,8 +178,6 @@ def test_an_index_of_mindrecord_that_is_a_view_without_end(tmp_path: Path) -> No
     ],
 )
 def test_metadata_of_wrong_types(tmp_path: Path, key: str, value: Any, problem: str) -> None:
-    import json
-
     path = tmp_path / "a.meta.json"
     good = {
         "format": "gpt2-toolkit dataset", "version": 1, "tokenizer": "a", "vocab_size": 3,
@@ -211,7 +189,4 @@ def test_metadata_of_wrong_types(tmp_path: Path, key: str, value: Any, problem: 
     assert read_metadata(path) is not None
     path.write_text(json.dumps(good | {key: value}))
     with pytest.raises(UserError, match=problem):
-        read_metadata(path)
-    path.write_text("[" * 100_000)
-    with pytest.raises(UserError, match="nested deeper than 64 levels"):
         read_metadata(path)

@@ -51,53 +51,35 @@ class Pairs(list[tuple[Any, Any]]):
 EDGES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def _over(data: bytes, at: int, fill: bytes) -> bytes:
-    return data[:at] + fill[: len(data) - at] + data[at + len(fill) :]
-
-
 def _random(number: int) -> bytes:
     return random.Random(number).randbytes((1, 2, 4, 8, 64, 100)[number % 6])
 
 
-def _flip(data: bytes, at: int, number: int) -> bytes:
-    return _over(data, at, bytes([data[at] ^ 1 << number % 8])) if data else data
-
-
-def _edge(data: bytes, at: int, number: int) -> bytes:
-    """Replace a word of 4 or 8 bytes, mostly an aligned one, by a number at the edge of a type."""
-    size = 4 + 4 * (number % 2)
-    at = at if number % 4 == 0 else at // size * size
-    value = EDGES[number % len(EDGES)] % 2 ** (8 * size)
-    return _over(data, at, value.to_bytes(size, "little"))
-
-
-BYTES: dict[str, Callable[[bytes, int, int], bytes]] = {
-    "flipped bit": _flip,
-    "cut short": lambda data, at, number: data[:at],
-    "swapped blocks": lambda data, at, number: data[at:] + data[:at],
-    "zeros": lambda data, at, number: _over(data, at, bytes(len(_random(number)))),
-    "random bytes": lambda data, at, number: _over(data, at, _random(number)),
-    "inserted bytes": lambda data, at, number: data[:at] + _random(number) + data[at:],
-    "deleted bytes": lambda data, at, number: data[:at] + data[at + len(_random(number)) :],
-    "edge number": _edge,
-    "bytes behind the end": lambda data, at, number: data + _random(number),
-    "all zeros": lambda data, at, number: bytes(len(data)),
-}
-
-
 def changed_bytes(data: bytes, fault: Fault) -> bytes:
-    """Favour the start, where headers are."""
-    end = min(len(data), 64) if fault.number % 3 == 0 else len(data)
-    return BYTES[fault.kind](data, fault.at % max(1, end), fault.number)
+    """Favour the start, where headers are. An edge number is mostly an aligned word."""
+    number, size = fault.number, 4 + 4 * (fault.number % 2)
+    at = fault.at % max(1, min(len(data), 64) if number % 3 == 0 else len(data))
+    if fault.kind == "edge number" and number % 4:
+        at = at // size * size
+    edge = (EDGES[number % len(EDGES)] % 2 ** (8 * size)).to_bytes(size, "little")
+    start, rest = data[:at], data[at:]
+    return {
+        "flipped bit": start + bytes(byte ^ 1 << number % 8 for byte in rest[:1]) + rest[1:],
+        "cut short": start,
+        "swapped blocks": rest + start,
+        "random bytes": start + _random(number)[: len(rest)] + rest[len(_random(number)) :],
+        "inserted bytes": start + _random(number) + rest,
+        "deleted bytes": start + rest[len(_random(number)) :],
+        "edge number": start + edge[: len(rest)] + rest[size:],
+        "bytes behind the end": data + _random(number),
+        "all zeros": bytes(len(data)),
+    }[fault.kind]
 
+
+BYTES = ("flipped bit", "cut short", "swapped blocks", "random bytes", "inserted bytes",
+         "deleted bytes", "edge number", "bytes behind the end", "all zeros")  # fmt: skip
 
 # ---- files ----
-
-
-def _huge(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(2**34)
-
 
 FILES: dict[str, Callable[[Path], None]] = {
     "empty file": Path.touch,
@@ -106,7 +88,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "a FIFO": os.mkfifo,
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
-    "a sparse file of 16 GiB": _huge,
+    "a sparse file of 16 GiB": lambda path: (path.touch(), os.truncate(path, 2**34))[1],
 }
 UNREADABLE = {"permission denied": errno.EACCES, "a stale network file": errno.ESTALE}
 
@@ -148,23 +130,16 @@ YAML_VALUES = (*VALUES, *map(Raw, (
     "&b {x: *b}", "*unknown", "&c 1", "2020-01-01", "0x10", "0o17", "1_000", "1:30", ".inf",
     "6e-4", "{", "'", "@x", "a: b: c", "|", "? [1]", "\t- x",
 )))  # fmt: skip
-ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
-)
-TREES = ("value", "value", "value", "nearby value", "nearby value", "key renamed", "key removed",
-         "key twice", "list repeated", "value moved", "key added")  # fmt: skip
-
-
-def _pairs(tree: Any) -> Any:
-    return tree.items() if isinstance(tree, dict) else tree
+TREES = ("value", "nearby value", "key renamed", "key removed", "key twice", "list repeated",
+         "value moved", "key added")  # fmt: skip
 
 
 def to_json(tree: Any) -> str:
     if isinstance(tree, Raw):
         return tree.text
     if isinstance(tree, (dict, Pairs)):
-        pairs = (f"{to_json(key)}: {to_json(value)}" for key, value in _pairs(tree))
-        return "{" + ", ".join(pairs) + "}"
+        pairs = tree.items() if isinstance(tree, dict) else tree
+        return "{" + ", ".join(f"{to_json(key)}: {to_json(value)}" for key, value in pairs) + "}"
     return "[" + ", ".join(map(to_json, tree)) + "]" if isinstance(tree, list) else json.dumps(tree)
 
 
@@ -172,74 +147,62 @@ def to_yaml(tree: Any) -> str:
     """Return a mapping with a key a line, and what is below in flow style."""
     if not isinstance(tree, (dict, Pairs)):
         return to_json(tree) + "\n"
-    return "".join(f"{to_json(key)}: {to_json(value)}\n" for key, value in _pairs(tree))
+    pairs = tree.items() if isinstance(tree, dict) else tree
+    return "".join(f"{to_json(key)}: {to_json(value)}\n" for key, value in pairs)
 
 
-def copy_tree(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: copy_tree(value) for key, value in tree.items()}
-    return [copy_tree(value) for value in tree] if isinstance(tree, list) else tree
+def _keys(tree: Any) -> list[Any]:
+    return [*tree] if isinstance(tree, dict) else [*range(len(tree))] if type(tree) is list else []
 
 
-def _places(tree: Any, depth: int = 0) -> Iterator[tuple[int, Any, Any]]:
-    """Yield depth, parent and key of every value."""
-    keys = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
-    for key in list(keys):
-        yield depth, tree, key
-        yield from _places(tree[key], depth + 1)
+def _paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the keys that lead to every value, and it."""
+    for key in _keys(tree):
+        yield (*path, key), tree[key]
+        yield from _paths(tree[key], (*path, key))
 
 
 def changed_tree(tree: Any, *faults: Fault) -> Any:
     """Return a tree with each fault at one of its values. Each depth is hit as often."""
-    tree = copy_tree(tree)
     for fault in faults:
-        places = list(_places(tree))
-        if not isinstance(tree, dict) or not places:
+        found = list(_paths(tree))
+        if not isinstance(tree, dict) or not found:
             break
-        level = fault.at % (1 + max(depth for depth, *_ in places))
-        places = [place for place in places if place[0] == level]
-        _, parent, key = places[fault.at // 10 % len(places)]
-        if fault.kind == "key twice" and isinstance(parent, dict):
-            again = parent[key] if fault.number % 2 else fault.value
-            return _replaced(tree, parent, Pairs([*parent.items(), (key, again)]))
-        _change(parent, key, fault, places)
+        level = 1 + fault.at % max(len(path) for path, _ in found)
+        paths = [path for path, _ in found if len(path) == level]
+        path = paths[fault.at // 10 % len(paths)]
+        alike = [value for other, value in found if other[-1] == path[-1]]
+        tree = _changed(tree, path, fault, alike[fault.number % len(alike)])
     return tree
 
 
-def _change(parent: Any, key: Any, fault: Fault, places: list[tuple[int, Any, Any]]) -> None:
-    value = copy_tree(fault.value)
-    if fault.kind == "value":
-        parent[key] = value
-    elif fault.kind == "nearby value":
-        parent[key] = _nearby(parent[key], fault)
-    elif fault.kind == "key removed":
-        del parent[key]
-    elif fault.kind == "list repeated":
-        parent[key] = parent[key] * 3 if isinstance(parent[key], list) else [parent[key]] * 2
-    elif fault.kind == "value moved":
-        alike = [place for place in places if place[2] == key]
-        _, other, _ = alike[fault.number % len(alike)]
-        parent[key] = copy_tree(other[key])
-    elif not isinstance(parent, dict):
-        parent.insert(key, value)
-    elif fault.kind == "key renamed":
-        names = (f"{key}x", str(key)[1:], str(key).upper(), "", "x.y", "a\0b", Raw("1"))
-        parent[names[fault.number % len(names)]] = parent.pop(key)
-    else:
-        parent[("extra", "base", "", "<<", "x y")[fault.number % 5]] = value
-
-
-def _replaced(tree: Any, parent: Any, new: Any) -> Any:
-    if tree is parent:
-        return new
-    if isinstance(tree, dict):
-        return {key: _replaced(value, parent, new) for key, value in tree.items()}
-    return [_replaced(v, parent, new) for v in tree] if isinstance(tree, list) else tree
+def _changed(parent: Any, path: tuple[Any, ...], fault: Fault, alike: Any) -> Any:
+    """alike: value of a key of the same name."""
+    key, *rest = path
+    value, number = parent[key], fault.number
+    again = value if number % 2 else fault.value
+    name = (f"{key}x", str(key)[1:], str(key).upper(), "", "x.y", "a\0b", Raw("1"))[number % 7]
+    new = {
+        "value": [(key, fault.value)],
+        "nearby value": [(key, _nearby(value, fault))],
+        "key renamed": [(name, value)],
+        "key removed": [],
+        "key twice": [(key, value), (key, again)],
+        "list repeated": [(key, value * 3 if isinstance(value, list) else [value] * 2)],
+        "value moved": [(key, alike)],
+        "key added": [(("extra", "base", "", "<<", "x y")[number % 5], fault.value), (key, value)],
+    }[fault.kind]
+    if rest:
+        new = [(key, _changed(value, tuple(rest), fault, alike))]
+    pairs = [pair for k in _keys(parent) for pair in (new if k == key else [(k, parent[k])])]
+    if not isinstance(parent, dict):
+        return [value for _, value in pairs]
+    return Pairs(pairs) if fault.kind == "key twice" and not rest else dict(pairs)
 
 
 def _nearby(value: Any, fault: Fault) -> Any:
     """Return a value of the same type, which may be as good."""
-    near: tuple[Any, ...] = (copy_tree(fault.value),)
+    near: tuple[Any, ...] = (fault.value,)
     if isinstance(value, bool) or value is None:
         near = (True, False, None)
     elif isinstance(value, int | float):
@@ -259,8 +222,8 @@ def faults(*kinds: str, values: tuple[Any, ...] = VALUES) -> st.SearchStrategy[F
 
 
 FAULTS = st.one_of(faults(*BYTES), faults(*BYTES), faults(*FILES, *UNREADABLE))
-TREE_FAULTS = faults(*TREES)
-YAML_FAULTS = faults(*TREES, values=YAML_VALUES)
+TREE_FAULTS = faults("value", "nearby value", *TREES)
+YAML_FAULTS = faults("value", "nearby value", *TREES, values=YAML_VALUES)
 
 
 def changed_json(content: bytes, fault: Fault) -> bytes:
@@ -275,18 +238,14 @@ def spoiled(
 
     change: what a fault of a tree does with the content.
     """
-    if fault is None:
-        yield
-    elif fault.kind in UNREADABLE:
+    if fault is not None and fault.kind in UNREADABLE:
         with _unreadable(UNREADABLE[fault.kind], path):
             yield
-    elif fault.kind in FILES:
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
+        return
+    if fault is not None and fault.kind in FILES:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         FILES[fault.kind](path)
-        yield
-    else:
+    elif fault is not None:
         new = changed_bytes if fault.kind in BYTES else change
         path.write_bytes(new(path.read_bytes(), fault))
-        yield
+    yield

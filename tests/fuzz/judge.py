@@ -20,6 +20,7 @@ LIMIT_SECONDS = 10.0
 LIMIT_BYTES = 2**30
 """Memory that one input may take beyond what the process holds before."""
 LONGEST_MESSAGE = 2000
+TIMERS = {signal.SIGPROF: (signal.ITIMER_PROF, 1), signal.SIGALRM: (signal.ITIMER_REAL, 6)}
 
 
 class Hang(BaseException):
@@ -31,35 +32,27 @@ def _raise(*_: object) -> None:
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    timers = {signal.SIGPROF: (signal.ITIMER_PROF, 1), signal.SIGALRM: (signal.ITIMER_REAL, 6)}
-    before = {number: signal.signal(number, _raise) for number in timers}
+def limits(seconds: float) -> Iterator[None]:
+    """Private memory counts, mapped files do not: a map of a sparse file costs nothing."""
+    handlers = {number: signal.signal(number, _raise) for number in TIMERS}
+    memory = resource.getrlimit(resource.RLIMIT_DATA)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * held + LIMIT_BYTES, memory[1]))
     # where no Python code runs, or it catches everything
     faulthandler.dump_traceback_later(7 * seconds + 5, exit=True, file=sys.__stderr__)
     try:
-        for timer, times in timers.values():
+        for timer, times in TIMERS.values():
             signal.setitimer(timer, times * seconds)
         yield
     except Hang as hang:
         raise AssertionError(f"hangs: no end after {seconds} s") from hang
     finally:
-        for number, (timer, _) in timers.items():
+        for number, (timer, _) in TIMERS.items():
             signal.setitimer(timer, 0)
-            signal.signal(number, before[number])
+            signal.signal(number, handlers[number])
         faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
-def memory_limit() -> Iterator[None]:
-    """Private memory counts, mapped files do not: a map of a sparse file costs nothing."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    held = next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (1024 * held + LIMIT_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, memory)
 
 
 class Judge:
@@ -77,7 +70,7 @@ class Judge:
         names: a refusal names one of these, the file or the key.
         """
         try:
-            with memory_limit(), time_limit(seconds):
+            with limits(seconds):
                 yield
         except GPT2Error as error:
             text = str(error)

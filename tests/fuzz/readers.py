@@ -1,17 +1,12 @@
-"""Readers of files that use no code of the project: struct, json, sqlite3, torch, protobuf by
-hand.
-"""
+"""Readers of files that use no code of the project: struct, json, torch, protobuf by hand."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import re
-import sqlite3
 import struct
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,47 +27,6 @@ def read_pair(prefix: Path) -> tuple[list[list[int]], list[int]]:
     tokens = prefix.with_suffix(".bin").read_bytes()
     places = zip(sizes, pointers, strict=True)
     return [list(struct.unpack_from(f"<{n}{letter}", tokens, at)) for n, at in places], [*documents]
-
-
-def read_fleetx(folder: Path) -> tuple[list[int], list[int]]:
-    """Return all tokens, and where documents begin and end."""
-    with np.load(folder / "fleetx_idx.npz") as arrays:
-        lens = arrays["lens"]
-        docs = arrays["docs"] if "docs" in arrays else np.arange(len(lens) + 1)
-    ends = np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
-    return np.load(folder / "fleetx_ids.npy").tolist(), ends[docs].tolist()
-
-
-def read_rows(path: Path) -> list[list[int]]:
-    """Decode every row of a MindRecord as the format says, a number at a time."""
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    query = (
-        "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY ROW_ID"
-    )
-    address = f"{path.with_name(path.name + '.db').as_uri()}?mode=ro&immutable=1"
-    with closing(sqlite3.connect(address, uri=True)) as database:
-        places = database.execute(query).fetchmany(1000)
-    rows = []
-    for page, first, end in places:
-        start = int(header["header_size"]) + page * int(header["page_size"])
-        blob = data[start + first : start + end]
-        assert int.from_bytes(blob[:8], "little") == len(blob) - 8
-        count = int.from_bytes(blob[8:12], "big")
-        at, row = 12 + (count + 3) // 4, []
-        for n in range(count):
-            size = 1 << (blob[12 + n // 4] >> (6 - 2 * (n % 4)) & 3)
-            row.append(int.from_bytes(blob[at : at + size], "little", signed=True))
-            at += size
-        assert at == len(blob)
-        rows.append(row)
-    return rows
-
-
-def read_prompts(path: Path) -> list[Any]:
-    lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    items, keys = [json.loads(line) for line in lines if line.strip()], ("prompt", "text", "ids")
-    return [next(item[key] for key in keys if item.get(key) is not None) for item in items]
 
 
 def bare(text: str) -> str:
@@ -145,19 +99,3 @@ def read_mindspore(path: Path) -> Arrays:
         array = np.concatenate([found[name].reshape(-1), array]) if name in found else array
         found[name] = array.reshape(dims if array.size == np.prod(dims) else -1)
     return found
-
-
-class _Numpy(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        place = (module.removeprefix("numpy.").replace("_core", "core"), name)
-        known = (("core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"))
-        if place not in known:
-            raise pickle.UnpicklingError(name)
-        return super().find_class(module, name)
-
-
-def read_paddle(path: Path) -> Arrays:
-    with path.open("rb") as file:
-        tree = _Numpy(file).load()
-    tree.pop("StructuredToParameterName@@", None)
-    return {name: v[1] if isinstance(v, tuple) else v for name, v in tree.items()}

@@ -1,4 +1,4 @@
-"""Clusters: rank tables, hccn.conf, environment variables, ranges of devices, lists of hosts."""
+"""Clusters: rank tables, environment variables, ranges of devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 from hypothesis import example, given, strategies as st
 
 from common.cluster.environment import announced_world_size, find_process, torch_variables
-from common.cluster.hccn import device_addresses
 from common.cluster.places import find_places, parse_range, places_of_table
 from common.cluster.rank_environment import given_port, parse_master
 from common.cluster.rank_table import RankTable, table_warnings
-from common.cluster.rank_table_files import merge_tables, read_table, to_json as table_to_json
-from common.launcher.host_list import divide, parse_hosts
+from common.cluster.rank_table_files import read_table, to_json as table_to_json
 from tests.cluster_tables import devices, table_0, table_1, table_2, tutorial_servers
 from tests.fuzz.faults import FAULTS, TREE_FAULTS, Fault, changed_tree, spoiled, to_json
 
@@ -101,59 +99,6 @@ def test_a_table_with_faults(judge, name, faults, of_file) -> None:
             require_same_as_json(path, table)
 
 
-FIT = st.sampled_from(("1.0 2x2", "1.0 1x8", "1.2"))
-
-
-@given(names=st.tuples(NAMES, NAMES) | FIT.map(lambda name: (name, name)),
-       faults=st.just(([], [])) | st.tuples(SOME_FAULTS, SOME_FAULTS), again=st.integers(0, 9),
-       moved=st.sampled_from((True, True, False)))  # fmt: skip
-def test_merged_tables(judge, names, faults, again, moved) -> None:
-    """moved: the second has other hosts and addresses. again: one table is named twice."""
-    with judge.folder() as folder:
-        texts = [to_json(changed_tree(WHOLE[n], *f)) for n, f in zip(names, faults, strict=True)]
-        if moved:
-            texts[1] = texts[1].replace("10.155.111.", "10.155.112.").replace(".27.", ".28.")
-        paths = [write(folder / f"{n}.json", text) for n, text in enumerate(texts)]
-        paths += paths[:1] if again == 0 else []
-        with judge(str(folder), "server ", "merged table", "device_ip"):
-            table = merge_tables(paths)
-            ranks = [device.rank_id for _, device in table.places()]
-            assert sorted(ranks) == list(range(table.world_size))
-            assert table.world_size == sum(read_table(path).world_size for path in paths)
-
-
-HCCN = [
-    line
-    for n in range(8)
-    for line in (f"address_{n}=192.168.10{n % 4}.{100 + n}", f"netmask_{n}=255.255.255.0")
-]
-ODD_LINES = st.sampled_from((
-    None, "address_0=", "address_0=1.2.3", "address_0=::1", "IPv6address_0=fe80::1", "=",
-    "address_99999999999=1.2.3.4", "address_0=0.0.0.0", "address_1=192.168.100.100",
-    "address_0=127.0.0.1", "# address_0=1.2.3.4", "address_0=a\0b", "address_0 = 1.2.3.4",
-    "address_\u0663=1.2.3.4", "address_0=" + "9" * 5000, "address_0=1.2.3.4=5",
-    "ADDRESS_0=9.9.9.9", "address_0=001.2.3.4", "address_0=256.1.1.1",
-))  # fmt: skip
-
-
-@given(changes=st.lists(st.tuples(st.integers(0, 15), ODD_LINES, st.booleans()), max_size=3),
-       fault=st.one_of(st.none(), st.none(), FAULTS),
-       wanted=st.sampled_from(([*range(8)], [0], [4, 5, 6, 7], [0, 0], [99])))  # fmt: skip
-def test_addresses_of_hccn_conf(judge, changes, fault, wanted) -> None:
-    with judge.folder() as folder:
-        lines = list(HCCN)
-        for place, line, added in changes:
-            lines[place : place + (not added)] = [] if line is None else [line]
-        path = write(folder / "hccn.conf", "\n".join(lines) + "\n")
-        with judge(str(path)):
-            with spoiled(path, fault):
-                found = device_addresses(wanted, path)
-            text = path.read_bytes().decode("utf-8", "replace")
-            for device, address in found.items():
-                line = rf"(?im)^\s*(?:ipv6)?address_0*{device}\s*=(.*)$"
-                assert address in [word.strip().lower() for word in re.findall(line, text)]
-
-
 # ---- environment variables ----
 
 FAMILIES = [
@@ -217,7 +162,7 @@ def test_variables_of_launchers(judge, environ, table) -> None:
             assert not port or (port.isascii() and port.isdigit()), "which was taken"
 
 
-# ---- ranges, hosts ----
+# ---- ranges of devices ----
 
 RANGES = (
     "[0,8)", "[0,8]", "[0,4)", "[4,8)", "[0,2)", "[2,4)", "[0,1)", "[8,0)", "[0,0)", "(0,8)",
@@ -249,28 +194,3 @@ def test_ranges_of_devices(judge, text, size, nodes, node, address, name) -> Non
         )
         assert [place.rank for place in places.all] == list(range(len(places.all)))
         assert places.own_host in places.hosts and len(places.own) == len(numbers)
-
-
-HOSTS = ("10.0.0.1", "10.0.0.2", "10.155.111.140", "10.155.111.141", "user@a", "user@b", "a", "b",
-         "", " ", "-oProxyCommand=x", "-v", "a b", "::1", "fe80::1%eth0", "\u202e", "a\nb", "user@",
-         "@", "a;rm", "$(x)", "x" * 5000, "a", "[::1]")  # fmt: skip
-LISTS = st.lists(st.sampled_from(HOSTS[:8]) | st.sampled_from(HOSTS), min_size=1, max_size=4)
-
-
-@given(text=st.just("10.155.111.140,10.155.111.141") | LISTS.map(",".join),
-       name=st.sampled_from((None, None, "1.0 2x2", "1.0 1x8", "1.0 4x2")),
-       size=st.sampled_from((None, 4, 8, 7, 16)), first=st.sampled_from((0, 2)),
-       count=st.sampled_from((1, 2, 4, 8)),
-       master=st.sampled_from((None, None, "10.0.0.9", "fe80::1")))  # fmt: skip
-@example(text="-v", name=None, size=4, first=0, count=4, master="10.0.0.9")
-def test_lists_of_hosts(judge, text, name, size, first, count, master) -> None:
-    with judge.folder() as folder, judge("--hosts", "rank table"):
-        hosts = parse_hosts(text)
-        assert len(set(hosts)) == len(hosts) and not any(h.startswith("-") for h in hosts)
-        table = read_table(write(folder / "t", to_json(WHOLE[name]))) if name else None
-        places = places_of_table(table) if table else ()
-        numbers = range(first, first + count)
-        parts = divide(hosts, numbers, rank_size=size, table=places, master=master, port=29500)
-        assert {part.host for part in parts} == set(hosts)
-        if size is not None and table is None:
-            assert [rank for part in parts for rank in part.numbers] == list(range(size))

@@ -7,13 +7,12 @@ safetensors, pickle or a few lines of protobuf read of it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +28,11 @@ pytest.importorskip("torch")
 
 import torch
 
-from common.checkpoint.snapshot import EngineState, make_snapshot
-from common.checkpoint.state import TrainState
-from common.checkpoint.writer import CheckpointWriter
-from common.config.load import build_config
 from common.config.schema import ModelConfig
 from common.conversion.convert import convert
 from common.log import LOG
 from common.resolve.derive import resolve_config
+from common.run_config import load_config
 from common.systems.table import FORMATS
 from common.systems.weights import Weight, Weights
 from common.training.loss_scale import LossScale
@@ -55,29 +51,21 @@ from tests.fuzz.faults import (
     to_yaml,
 )
 from tests.fuzz.judge import Judge
-from tests.fuzz.readers import Arrays, read_mindspore, read_paddle, read_torch
+from tests.fuzz.readers import Arrays, read_mindspore, read_torch
+from tests.tiny import tiny_run, train_here
 
-FIXTURE = Path(__file__).parents[1] / "common/tensor_files/data/fleetx/model.pdparams"
 MODEL = ModelConfig(
     num_layers=2, hidden_size=8, num_heads=2, seq_length=5, vocab_size=11, ffn_hidden_size=24,
     max_positions=5, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
 )  # fmt: skip
-FLEETX = """\
-Model: {vocab_size: 11, hidden_size: 8, num_layers: 1, num_attention_heads: 2, \
-ffn_hidden_size: , hidden_dropout_prob: 0.1,
-  attention_probs_dropout_prob: 0.2, max_position_embeddings: 5, initializer_range: 0.02}
-"""
 FILE = "model.safetensors"
 RANKS = [f"release/mp_rank_{n}/model_optim_rng.pt" for n in ("00", "01")]
-SHARDS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
 WRITTEN: dict[str, tuple[str, list[str], list[str], Callable[[Path], Arrays]]] = {
     "hf": ("hf", [FILE], ["config.json"], load_file),
     "ours": ("torch_gpt2", [FILE], ["manifest.json"], load_file),
     "mindformers": ("mindformers", ["gpt2.ckpt"], ["model.yaml"], read_mindspore),
     "megatron of 2 ranks": ("megatron", RANKS, ["model.yaml"], read_torch),
     "hf old bin": ("hf", ["pytorch_model.bin"], ["config.json"], read_torch),
-    "hf shards": ("hf", SHARDS, ["config.json", "pytorch_model.bin.index.json"], read_torch),
-    "fleetx": ("fleetx", ["model.pdparams"], ["pretrain.yaml"], read_paddle),
 }
 """Format, files of tensors, files of settings, and their independent reader."""
 
@@ -111,27 +99,10 @@ def _counting() -> Weights:
 def _write(name: str, folder: Path, hugging_face: Path, weights: Weights) -> None:
     format, files, *_ = WRITTEN[name]
     folder.mkdir()
-    if name == "fleetx":
-        tree, first = pickle.loads(FIXTURE.read_bytes()), itertools.count(1)
-        for key, value in tree.items():
-            array = value[1] if isinstance(value, tuple) else value
-            if isinstance(array, np.ndarray):
-                counted = [next(first) for _ in range(array.size)]
-                new = np.array(counted, array.dtype).reshape(array.shape)
-                tree[key] = (value[0], new) if isinstance(value, tuple) else new
-        (folder / "model.pdparams").write_bytes(pickle.dumps(tree, protocol=4))
-        (folder / "pretrain.yaml").write_text(FLEETX)
-    elif name in ("hf old bin", "hf shards"):
+    if name == "hf old bin":
         shutil.copy(hugging_face / "config.json", folder)
         state = {k: torch.from_numpy(v) for k, v in load_file(hugging_face / FILE).items()}
-        per_file = -(-len(state) // len(files))
-        for n, file in enumerate(files):
-            part = dict(list(state.items())[n * per_file : (n + 1) * per_file])
-            torch.save(part, folder / file, _use_new_zipfile_serialization="old" not in name)
-        places = {key: files[n // per_file] for n, key in enumerate(state)}
-        index = {"metadata": {"total_size": 1}, "weight_map": places}
-        if len(files) > 1:
-            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        torch.save(state, folder / files[0], _use_new_zipfile_serialization=False)
     elif name.startswith("megatron"):
         FORMATS[format].write_shards(folder, weights, None, 2, 1)
     else:
@@ -245,85 +216,50 @@ def test_settings_with_a_fault(judge, sources, name, file, fault) -> None:
 # ---- the checkpoint of a run: what is accepted is the state that was saved ----
 
 OLDER, NEWEST = "step_00000010", "step_00000020"
-TREE: dict[str, Any] = {
-    "output_dir": "?", "seed": 5, "precision": "fp16",
-    "loss_scale": {"mode": "dynamic", "initial": 1024.0},
-    "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 11},
-    "optimizer": {"learning_rate": 1e-3}, "train": {"max_steps": 100, "micro_batch_size": 2},
-}  # fmt: skip
 
 
-def _config(run: Path, resume: str = "auto") -> Any:
-    tree = TREE | {"output_dir": str(run), "checkpoint": {"resume": resume}}
-    return resolve_config(build_config(tree))
-
-
-def _save(run: Path, step: int) -> None:
-    config, generator = _config(run), np.random.default_rng(step)
-    shapes = parameter_shapes(config.model).items()
-    scale = LossScale(config.loss_scale)
-    scale.value, scale.finite_steps = 512.0 * step, step
-    state = TrainState(
-        step=step, consumed_samples=2 * step, sample_hash=f"{step:016x}", skipped_steps=1,
-        losses=[2.5, 2.25], grad_norms=[1.0, 0.5],
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 101}
+    tree = tiny_run(
+        tmp_path_factory.mktemp("whole") / "run", corpus_prefix, model=sizes, precision="fp16",
+        loss_scale={"mode": "dynamic", "initial": 1024.0, "window": 15}, validation__interval=0,
+        optimizer={"learning_rate": 1e-3}, train={"max_steps": 20, "micro_batch_size": 2},
+        checkpoint={"interval": 10},
     )  # fmt: skip
-    engine = EngineState(
-        optimizer_steps=step - 1, loss_scale=scale.state(), rng={"torch": [{"cpu": "QUJD" * 20}]}
-    )
-
-    def array(shape: tuple[int, ...]) -> np.ndarray:
-        return np.square(generator.standard_normal(shape)).astype(np.float32)
-
-    snapshot = make_snapshot(
-        config, state, engine=engine, versions={"backend": "torch"},
-        weights={name: array(shape) for name, shape in shapes},
-        moments={f"{name}.{part}": array(shape) for name, shape in shapes
-                 for part in ("exp_avg", "exp_avg_sq")},
-        extra={"data": "f" * 16, "tokenizer": None},
-    )  # fmt: skip
-    with CheckpointWriter(run / "checkpoints", asynchronous=False) as writer:
-        writer.save(snapshot)
+    run = train_here(tree)
+    manifest = json.loads((run / "checkpoints" / NEWEST / "manifest.json").read_text())
+    (run / "fingerprint").write_text(manifest["data"])
+    return run
 
 
-def start(run: Path, resume: str = "auto") -> dict[str, Any] | None:
+@pytest.fixture(scope="module")
+def stands(run: Path) -> list[Any]:
+    """Where the run stands after each of its checkpoints."""
+    return [start(run, str(run / "checkpoints" / name)) for name in (OLDER, NEWEST)]
+
+
+def start(run: Path, resume: str) -> dict[str, Any] | None:
     """Do what a start does, and return where it stands, None for a fresh start."""
-    config = _config(run, resume)
+    words = [f"output_dir={run}", f"checkpoint.resume={resume}"]
+    config = resolve_config(load_config(run / "config.yaml", words))
     data: Any = SimpleNamespace(
-        tokenizer_record=None, fingerprint="f" * 16, samples_per_epoch=100, no_validation=None
-    )
+        tokenizer_record=None, fingerprint=(run / "fingerprint").read_text(), samples_per_epoch=100,
+        no_validation=None,
+    )  # fmt: skip
     found = where_to_start(config, data).resume
     if found is None:
         return None
     scale = LossScale(config.loss_scale)
     state, engine = found.states(config, scale)
-    arrays = {name: values.tobytes() for name, values in found.weights(config.model)}
-    for name, part, values in found.moments(config, engine.optimizer_steps):
-        arrays[f"{name}.{part}"] = values.tobytes()
+    arrays = hashlib.sha256()
+    for _, values in found.weights(config.model):
+        arrays.update(values.tobytes())
+    for *_, values in found.moments(config, engine.optimizer_steps):
+        arrays.update(values.tobytes())
     # as text, in which 1, 1.0 and True differ
     state_text = json.dumps([state.to_dict(), vars(engine), scale.state()], sort_keys=True)
-    return {"state": state_text, "arrays": arrays}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("whole") / "run"
-    for step in (10, 20):
-        _save(run, step)
-    return run
-
-
-@contextmanager
-def warnings() -> Iterator[list[logging.LogRecord]]:
-    records: list[logging.LogRecord] = []
-    handler, level = logging.Handler(logging.WARNING), LOG.level
-    handler.emit = records.append  # type: ignore[method-assign]
-    LOG.setLevel(logging.WARNING)
-    LOG.addHandler(handler)
-    try:
-        yield records
-    finally:
-        LOG.removeHandler(handler)
-        LOG.setLevel(level)
+    return {"state": state_text, "arrays": arrays.hexdigest()}
 
 
 PATHS = ("latest", NEWEST, *(f"{NEWEST}/{name}" for name in
@@ -339,10 +275,9 @@ RESUME = st.sampled_from(("auto", "auto", "latest", f"checkpoints/{NEWEST}", "")
 @example(path="latest", fault=Fault("a FIFO"), resume="latest")
 @example(path=NEWEST, fault=Fault("a stale network file"), resume="auto")
 @example(path=PATHS[2], fault=Fault("flipped bit", 17, 0), resume="auto")
-def test_a_checkpoint_with_a_fault(judge, run, path, fault, resume) -> None:
+def test_a_checkpoint_with_a_fault(judge, run, stands, caplog, path, fault, resume) -> None:
     if path == NEWEST and (fault.kind in TREES or fault.kind not in FOLDER_FAULTS):
         fault = Fault("missing file")
-    stands = [start(run, str(run / "checkpoints" / name)) for name in (OLDER, NEWEST)]
     assert None not in stands and stands[0] != stands[1]
 
     def change(content: bytes, fault: Fault) -> bytes:
@@ -354,14 +289,16 @@ def test_a_checkpoint_with_a_fault(judge, run, path, fault, resume) -> None:
         work = folder / "run"
         shutil.copytree(run, work)
         at = resume if resume in ("auto", "latest") else str(work / resume)
-        with judge(str(work)), warnings() as said:
+        caplog.set_level(logging.WARNING, LOG.name)
+        caplog.clear()
+        with judge(str(work)):
             with spoiled(work / "checkpoints" / path, fault, change):
                 stand = start(work, at)
             assert stand in stands, "another state was resumed, or the run starts over"
             # it goes back to the older one with a word, unless that is named
             text = TEXTS[fault.number % len(TEXTS)] if fault.kind in TREES else ""
             older_is_meant = path == NEWEST or (path == "latest" and text == OLDER)
-            assert stand == stands[1] or said or older_is_meant
+            assert stand == stands[1] or caplog.records or older_is_meant
 
 
 FOLDER_FAULTS = ("empty file", "missing file", "a FIFO", "a link to itself", "permission denied",

@@ -1,5 +1,6 @@
 """A configuration that leaves its model to the checkpoint."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from common.inference.from_checkpoint import fill_model
 from common.run_config import load_config
 from run_gpt2 import main
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary
+from tests.tiny import tiny_run
 
 VOCABULARY = 262
 
@@ -24,30 +26,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(root / "hf", write_vocabulary(root / "v", MERGES), size=VOCABULARY)
 
 
-def tree(folder: Path, **sections: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder / "run"),
-        "device": "cpu",
-        "train": {"max_steps": 1, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.001},
-        "logging": {"tensorboard": False, "plot": False},
-        **sections,
-    }
-
-
 def model_of(folder: Path, **sections: Any) -> ModelConfig:
-    return build_config(tree(folder, **sections), fill=fill_model).model
+    tree = tiny_run(folder / "run")
+    del tree["model"]
+    return build_config(tree | sections, fill=fill_model).model
 
 
 def test_sizes_come_from_the_checkpoint_and_given_keys_win(source: Path, tmp_path: Path) -> None:
     for model in (None, "from_checkpoint", {}):
         found = model_of(tmp_path, checkpoint={"load": str(source)}, model=model)
         assert (found.num_layers, found.hidden_size, found.num_heads) == (2, 32, 4)
-        assert (found.vocab_size, found.seq_length, found.max_positions) == (
-            262,
-            POSITIONS,
-            POSITIONS,
-        )
+        sizes = (found.vocab_size, found.seq_length, found.max_positions)
+        assert sizes == (262, POSITIONS, POSITIONS)
         assert found.attention_dropout == 0.1, "transformers' default"
     given = {"seq_length": 16, "dropout": 0.2}
     found = model_of(tmp_path, checkpoint={"init_from": str(source)}, model=given)
@@ -72,15 +62,9 @@ def test_finetune_then_eval_and_predict_without_a_model(
 ) -> None:
     """The run's own checkpoint is what eval and predict then take, with its tokenizer."""
     file = tmp_path / "run.yaml"
-    file.write_text(
-        f"output_dir: {tmp_path / 'run'}\n"
-        "device: cpu\n"
-        "optimizer: {learning_rate: 0.001}\n"
-        "train: {max_steps: 1, micro_batch_size: 2, global_batch_size: 2}\n"
-        f"data: {{train: {corpus_prefix}, split: '90,10,0'}}\n"
-        "validation: {max_samples: 2}\n"
-        "logging: {tensorboard: false, plot: false}\n"
-    )
+    tree = tiny_run(tmp_path / "run", corpus_prefix, train__max_steps=1)
+    del tree["model"]
+    file.write_text(json.dumps(tree))
     command = ["--config", str(file), "--run_mode"]
     tuned = [f"checkpoint.init_from={source}", "model.seq_length=16"]
     assert main([*command, "finetune", *tuned]) == 0

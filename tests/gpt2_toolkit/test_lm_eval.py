@@ -41,7 +41,7 @@ WIKITEXT = """
 def test_without_the_package_one_message_says_what_to_install() -> None:
     program = (
         "import sys, runpy; sys.modules['lm_eval'] = None;"
-        "sys.argv = ['lm_eval.py', 'ls', 'tasks'];"
+        "sys.argv = ['lm_eval.py', 'ls', 'tasks']; sys.path[0] = 'tools';"
         "runpy.run_path('tools/lm_eval.py', run_name='__main__')"
     )
     for line, code, said in (
@@ -100,14 +100,6 @@ def evaluated(folders: dict[str, Path], model: str, **arguments: Any) -> dict[st
     return dict(found)
 
 
-def answers(found: dict[str, Any]) -> dict[str, list[Any]]:
-    """Answers of the model to each request of each task."""
-    return {
-        task: [answer for sample in samples for answer in sample["resps"]]
-        for task, samples in found["samples"].items()
-    }
-
-
 @pytest.fixture(scope="module")
 def of_hf(folders: dict[str, Path]) -> dict[str, Any]:
     pytest.importorskip("lm_eval")
@@ -130,7 +122,13 @@ def test_the_harnesses_own_model_says_the_same(
     import gpt2_toolkit.lm_eval  # noqa: F401
 
     found = evaluated(folders, "gpt2_toolkit", path=str(folders[name]), backend=backend)
-    ours, theirs = answers(found), answers(of_hf)
+    ours, theirs = (
+        {
+            task: [answer for sample in samples for answer in sample["resps"]]
+            for task, samples in each["samples"].items()
+        }
+        for each in (found, of_hf)
+    )
     assert ours["continued"] == theirs["continued"] and any(map(any, ours["continued"]))
     for task in ("lambada_local", "wikitext_local", "chid_local"):
         assert len(ours[task]) == len(theirs[task]) > 1

@@ -1,5 +1,8 @@
 """One message names what MindSpore or this machine cannot do, before any graph is compiled."""
 
+import tests.needs_mindspore  # noqa: F401
+
+# isort: split
 import os
 import subprocess
 import sys
@@ -8,26 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
+import mindspore as ms
 import numpy as np
 import pytest
 
-os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip(
-    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-)
-
-from common.accelerators import GIB  # noqa: E402
-from common.errors import ConfigError, DeviceError, GPT2Error  # noqa: E402
-from common.resolve.vendor_settings import mindspore_context  # noqa: E402
-from mindformers_gpt2.device import (  # noqa: E402
+from common.accelerators import GIB
+from common.errors import ConfigError, DeviceError, GPT2Error
+from common.resolve.vendor_settings import mindspore_context
+from mindformers_gpt2.device import (
     MindSporeDevice,
     check_support,
     open_device,
     select_device,
 )
-from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
+from tests.mindformers_gpt2.test_model import make_config
 
 ROOT = Path(__file__).resolve().parents[2]
+ASCEND = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,10 @@ def test_memory_is_the_tables_until_the_device_says_its_own(
 ) -> None:
     told = SimpleNamespace(total_memory=0)
     monkeypatch.setattr(ms.hal, "get_device_properties", lambda _: told)
-    device = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
-    assert device.total_memory() == 64 * GIB
+    assert ASCEND.total_memory() == 64 * GIB
     assert MindSporeDevice(kind="npu", index=0, name="Ascend?").total_memory() is None
     told.total_memory = 65_000_000_000
-    assert device.total_memory() == 65_000_000_000
+    assert ASCEND.total_memory() == 65_000_000_000
 
 
 def test_the_context_in_mindspores_words() -> None:
@@ -149,8 +148,7 @@ def test_the_context_in_mindspores_words() -> None:
 
 def test_the_memory_limit_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the function that MindSpore names in place of set_context; it refuses a second call."""
-    ascend = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
-    monkeypatch.setattr("mindformers_gpt2.device.select_device", lambda *_, **__: ascend)
+    monkeypatch.setattr("mindformers_gpt2.device.select_device", lambda *_, **__: ASCEND)
     monkeypatch.setattr(ms.runtime, "set_memory", create_autospec(ms.runtime.set_memory))
     for _ in range(2):
         open_device(make_config(device="npu", context={"max_device_memory": "31GB"}))
@@ -161,13 +159,12 @@ def test_graphs_have_the_level_of_the_context(monkeypatch: pytest.MonkeyPatch) -
     """ms.jit has a default of its own, which would go before the context's."""
     compiled: list[Any] = []
     monkeypatch.setattr(ms, "jit", lambda function, **options: compiled.append(options))
-    device = MindSporeDevice(kind="npu", index=0, name="Ascend910B2")
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
-        device.compile(len)
+        ASCEND.compile(len)
         settings = mindspore_context(make_config(context={"enable_graph_kernel": True}))
         ms.set_context(jit_config=settings["jit_config"])
-        device.compile(len)
+        ASCEND.compile(len)
     finally:
         ms.set_context(jit_config={"jit_level": "O0"})
     assert compiled == [{"jit_level": "O0"}, {"jit_level": "O1"}]
@@ -177,35 +174,3 @@ def test_cached_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
     with pytest.raises(ConfigError, match="may be of another function; unset it"):
         open_device(make_config())
-
-
-@pytest.mark.campaign
-def test_mindspore_takes_cached_graphs_by_their_number(tmp_path: Path) -> None:
-    """Once this fails, the cache may be allowed."""
-    program = tmp_path / "graphs.py"
-    program.write_text("""
-import sys
-import numpy as np
-import mindspore as ms
-ms.set_context(enable_compile_cache=True, compile_cache_path=sys.argv[1])
-@ms.jit
-def double(x):
-    return x * 2
-@ms.jit
-def triple(x):
-    return x * 3
-functions = {"double": double, "triple": triple}
-x = ms.Tensor(np.ones(1, np.float32))
-print(*(f"{name}={functions[name](x).item():g}" for name in sys.argv[2:]))
-""")
-    found = [
-        subprocess.run(
-            [sys.executable, str(program), str(tmp_path / "cache"), *names],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=100,
-        ).stdout.split()
-        for names in (("double", "triple"), ("triple", "double"))
-    ]
-    assert found == [["double=2", "triple=3"], ["triple=2", "double=3"]]

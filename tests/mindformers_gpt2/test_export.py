@@ -2,57 +2,49 @@
 disks that refuse.
 """
 
+import tests.needs_both  # noqa: F401
+
+# isort: split
 import errno
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 
-os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip(
-    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-)
-torch = pytest.importorskip("torch")
-from safetensors.numpy import load_file  # noqa: E402
-
-import mindformers_gpt2.checkpoint  # noqa: E402
-import mindformers_gpt2.device  # noqa: E402
-import mindformers_gpt2.export  # noqa: E402
-import mindformers_gpt2.model  # noqa: E402
-import mindformers_gpt2.predict  # noqa: E402
-import torch_gpt2.checkpoint  # noqa: E402
-import torch_gpt2.device  # noqa: E402
-import torch_gpt2.model  # noqa: E402
-from common.checkpoint.folders import require_checkpoint  # noqa: E402
-from common.checkpoint.manifest import write_manifest  # noqa: E402
-from common.config.load import build_config  # noqa: E402
-from common.config.schema import PredictConfig  # noqa: E402
-from common.errors import (  # noqa: E402
+import mindformers_gpt2.checkpoint
+import mindformers_gpt2.device
+import mindformers_gpt2.export
+import mindformers_gpt2.model
+import mindformers_gpt2.predict
+import torch_gpt2.checkpoint
+import torch_gpt2.device
+import torch_gpt2.model
+from common.checkpoint.folders import require_checkpoint
+from common.checkpoint.manifest import read_manifest, write_manifest
+from common.config.load import build_config
+from common.errors import (
     CheckpointError,
-    ConfigError,
-    GPT2Error,
     RunError,
     StorageError,
 )
-from common.generation.generate import generate  # noqa: E402
-from common.generation.prompts import Prompt  # noqa: E402
-from common.inputs import make_run  # noqa: E402
-from common.parallel.run import Run  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
-from common.run_folder import owned_folder  # noqa: E402
-from common.tensor_files.safetensors_file import write_safetensors  # noqa: E402
-from common.training.opened_checkpoint import Checkpoint  # noqa: E402
-from gpt2_toolkit import load_model  # noqa: E402
-from tests.tiny import tiny_run, train_here  # noqa: E402
+from common.inputs import make_run
+from common.parallel.run import Run
+from common.parallel.sharding import padded_shapes
+from common.resolve.derive import resolve_config
+from common.tensor_files.safetensors_file import write_safetensors
+from common.training.opened_checkpoint import Checkpoint
+from gpt2_toolkit import load_model
+from tests.tiny import tiny_run, train_here
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, WINDOW, POSITIONS = 101, 16, 20
 
 
@@ -84,22 +76,14 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) ->
     folder = tmp_path_factory.mktemp("export") / "ein Lauf 跑"
     train_here(make_tree(folder, corpus_prefix, backend="torch"))
     checkpoint, random = require_checkpoint(folder, "test"), np.random.default_rng(0)
-    file, manifest = (
-        checkpoint / "model.safetensors",
-        json.loads((checkpoint / "manifest.json").read_text()),
-    )
-    deviation = {
-        name: 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.2
-        for name in load_file(file)
-    }
-    weights = {
-        name: random.normal(0, deviation[name], values.shape).astype(np.float32)
-        for name, values in load_file(file).items()
-    }
-    manifest["files"][file.name] = {
-        "crc32": write_safetensors(file, weights),
-        "bytes": file.stat().st_size,
-    }
+    file, manifest = checkpoint / "model.safetensors", read_manifest(checkpoint)
+    weights = {}
+    for name, values in load_file(file).items():
+        is_scale = ".ln_" in f".{name}" and name.endswith("weight")
+        drawn = random.normal(0, 1.0 if is_scale else 0.2, values.shape)
+        weights[name] = drawn.astype(np.float32)
+    crc32 = write_safetensors(file, weights)
+    manifest["files"][file.name] = {"crc32": crc32, "bytes": file.stat().st_size}
     write_manifest(checkpoint, manifest)
     return folder
 
@@ -108,6 +92,15 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) ->
 def exported(run_folder: Path) -> Path:
     export(run_folder)
     return run_folder / "export"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [f"w{number}" for number in range(VOCABULARY - len(marks))]
+    (folder / "vocab.txt").write_text("\n".join([*marks, *words]))
+    return folder
 
 
 def torch_logits(run_folder: Path, ids: Any) -> Any:
@@ -175,17 +168,11 @@ print(json.dumps(answers))
 
 
 def test_a_process_without_this_project_generates_the_same_tokens(
-    run_folder: Path, exported: Path, tmp_path: Path
+    run_folder: Path, exported: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
     """Three prompts at once, then one, then two: each equals what our own generation gives for
     that prompt.
     """
-    config = make_config(run_folder)
-    model = mindformers_gpt2.model.build_model(config, mindformers_gpt2.device.select_device("cpu"))
-    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    mindformers_gpt2.checkpoint.load_weights(
-        parameters, config.model, Checkpoint(require_checkpoint(run_folder, "test"))
-    )
     batches = [[[5, 9, 2], [7, 100, 0], [33, 33, 34]], [[3]], [[61, 1, 1, 8, 2], [5, 4, 3, 2, 1]]]
     done = subprocess.run(
         [sys.executable, "-I", "-c", GENERATE, str(exported), json.dumps(batches), "12"],
@@ -196,28 +183,20 @@ def test_a_process_without_this_project_generates_the_same_tokens(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    decoder = mindformers_gpt2.predict.Decoder(
-        model, mindformers_gpt2.device.select_device("cpu"), 1
-    )
-    prompts = [Prompt(text="", ids=row, new_tokens=12) for rows in batches for row in rows]
-    found = iter(
-        [each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, ends=())]
-    )
+    own = load_model(run_folder, backend="mindspore", device="cpu", tokenizer=tokenizer)
+    rows = [row for rows in batches for row in rows]
+    words = {"max_new_tokens": 12, "stop_at_end_of_text": False}
+    found = iter([own.generate([row], **words)[0].tokens for row in rows])
     expected = [[next(found) for _ in rows] for rows in batches]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
-    # no two alike, none of one token
-    assert (
-        len({tuple(row) for rows in expected for row in rows}) == 6 and len(set(expected[1][0])) > 3
-    )
+    assert len({tuple(row) for rows in expected for row in rows}) == 6, "no two alike"
+    assert len(set(expected[1][0])) > 3
 
 
-def test_load_model_runs_it(run_folder: Path, exported: Path, tmp_path: Path) -> None:
+def test_load_model_runs_it(run_folder: Path, exported: Path, tokenizer: Path) -> None:
     """Runs as on torch: greedy, beams, past the positions, and scores."""
-    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = [f"w{number}" for number in range(VOCABULARY - len(marks))]
-    (tmp_path / "vocab.txt").write_text("\n".join([*marks, *words]))
     program, model = (
-        load_model(path, backend=backend, device="cpu", tokenizer=tmp_path)
+        load_model(path, backend=backend, device="cpu", tokenizer=tokenizer)
         for path, backend in ((exported, "auto"), (run_folder, "torch"))
     )
     assert program.backend == "mindspore"
@@ -264,44 +243,25 @@ def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
     monkeypatch.setattr("mindspore.train.serialization.TOTAL_SAVE", 0)
     other = run_folder.parent / "half"
     types = dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16")
-    export(
-        other,
-        checkpoint__load=str(run_folder),
-        precision=types,
-        export__batch_size=2,
-        context__mode="pynative",
-    )
+    words = {"checkpoint__load": str(run_folder), "context__mode": "pynative"}
+    export(other, **words, precision=types, export__batch_size=2)
     record = json.loads((other / "export" / "export.json").read_text())
-    assert {
-        "model_graph.mindir",
-        "model_variables/data_0",
-        "decode_graph.mindir",
-        "decode_variables/data_0",
-    } == set(record["files"])
-    assert record["graphs"]["decode"]["inputs"][2] == {
-        "name": "keys",
-        "shape": [2, 2, 4, POSITIONS, 8],
-        "dtype": "float16",
+    assert set(record["files"]) == {
+        f"{name}_{part}"
+        for name in ("model", "decode")
+        for part in ("graph.mindir", "variables/data_0")
     }
+    keys = {"name": "keys", "shape": [2, 2, 4, POSITIONS, 8], "dtype": "float16"}
+    assert record["graphs"]["decode"]["inputs"][2] == keys
     assert list(record["dynamic"]) == ["length"]
-    weights = sum(parameter.numel() for parameter in build_torch(run_folder).parameters())
+    weights = sum(map(np.prod, padded_shapes(make_config(run_folder)).values()))
     assert record["files"]["model_variables/data_0"]["bytes"] < 2.2 * weights
-    loaded, ids = (
-        ms.nn.GraphCell(ms.load(str(other / "export" / "model_graph.mindir"))),
-        random_ids(2, 9),
-    )
-    expected = torch_logits(run_folder, ids)
-    np.testing.assert_allclose(
-        loaded(ms.Tensor(ids)).asnumpy(), expected, rtol=0, atol=0.01 * np.abs(expected).max()
-    )
+    loaded = ms.nn.GraphCell(ms.load(str(other / "export" / "model_graph.mindir")))
+    ids = random_ids(2, 9)
+    found, expected = loaded(ms.Tensor(ids)).asnumpy(), torch_logits(run_folder, ids)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.01 * np.abs(expected).max())
     with pytest.raises(Exception, match=r"shape|input"):
         loaded(ms.Tensor(random_ids(3, 9))).asnumpy()
-
-
-def build_torch(run_folder: Path) -> Any:
-    return torch_gpt2.model.build_model(
-        make_config(run_folder), torch_gpt2.device.select_device("cpu")
-    )
 
 
 def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_folder: Path) -> None:
@@ -318,57 +278,24 @@ def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_fol
 def test_on_a_full_disk_the_old_export_stays(
     tmp_path: Path, run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk fills while MindSpore writes, and while the folders change names; and an export
-    killed between two renames is put back.
-    """
+    """And an export killed between two renames is put back."""
     shutil.copytree(exported, tmp_path / "export")
-    load = {"checkpoint__load": str(run_folder)}
     before = fingerprints(tmp_path / "export")
 
     def full(*_: Any, **words: Any) -> None:
         Path(words["file_name"] + ".mindir").write_bytes(b"a part")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def refused(error: type[GPT2Error]) -> None:
-        with pytest.raises(error, match="No space left on device; an older export is untouched"):
-            export(tmp_path, **load)
+    monkeypatch.setattr(ms, "export", full)
+    for killed in (False, True):
+        if killed:
+            (tmp_path / "export").rename(tmp_path / ".export.replaced.tmp")
+            (tmp_path / ".export.tmp" / "part").mkdir(parents=True)
+        message = "No space left on device; an older export is untouched"
+        with pytest.raises(StorageError, match=message):
+            export(tmp_path, checkpoint__load=str(run_folder))
         assert fingerprints(tmp_path / "export") == before
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "export"]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ms, "export", full)
-        refused(StorageError)
-        (tmp_path / "export").rename(tmp_path / ".export.replaced.tmp")
-        (tmp_path / ".export.tmp" / "part").mkdir(parents=True)
-        refused(StorageError)
-    replace = os.replace
-
-    def not_the_new_one(source: Path, target: Path) -> None:
-        if Path(source).name == ".export.tmp":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace(source, target)
-
-    def quick(*_: Any, **words: Any) -> None:
-        Path(words["file_name"] + ".mindir").write_bytes(b"whole")
-
-    monkeypatch.setattr(ms, "export", quick)
-    monkeypatch.setattr(mindformers_gpt2.export, "_check", lambda *_: 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", not_the_new_one)
-        refused(StorageError)
-    export(tmp_path, **load)
-    assert (tmp_path / "export" / "model.mindir").read_bytes() == b"whole" and len(
-        list(tmp_path.iterdir())
-    ) == 2
-
-
-def test_folders_that_cannot_be_used(tmp_path: Path, run_folder: Path) -> None:
-    load = {"checkpoint__load": str(run_folder)}
-    with owned_folder(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
-        export(tmp_path, **load)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be used: File exists"):
-        export(tmp_path / "file", **load)
 
 
 def test_a_file_that_differs_from_the_model_is_refused(

@@ -1,27 +1,24 @@
 """Attention by one kernel of an Ascend, with the kernel as its documentation describes it."""
 
-import os
+import tests.needs_mindspore  # noqa: F401
+
+# isort: split
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import nn, ops
 
-os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip(
-    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-)
-
-from mindspore import nn, ops  # noqa: E402
-
-from mindformers_gpt2 import model as modeling  # noqa: E402
-from mindformers_gpt2.device import MindSporeDevice, open_device  # noqa: E402
-from mindformers_gpt2.model import (  # noqa: E402
+from mindformers_gpt2 import model as modeling
+from mindformers_gpt2.device import MindSporeDevice, open_device
+from mindformers_gpt2.model import (
     FusedAttention,
     build_model,
     initialise,
     takes_fused_attention,
 )
-from tests.mindformers_gpt2.test_model import make_config  # noqa: E402
+from tests.mindformers_gpt2.test_model import make_config
 
 
 class DocumentedKernel(nn.Cell):

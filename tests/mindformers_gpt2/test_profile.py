@@ -1,14 +1,13 @@
 """MindSpore's profiler around two steps."""
 
+import tests.needs_mindspore  # noqa: F401
+
+# isort: split
 import gzip
 import json
-import os
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("GLOG_v", "3")
-pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
 
 from common.errors import ConfigError
 from mindformers_gpt2.profile import make_trace

@@ -2,15 +2,13 @@
 layouts that equal one process.
 """
 
-import os
+import tests.needs_both  # noqa: F401
+
+# isort: split
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("GLOG_v", "3")
-pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
-pytest.importorskip("torch")
 
 from tests.tiny import require_equal, require_same_bits, rows_of, train_here
 from tests.torch_gpt2.test_ramp import BY_SAMPLES, SIZES, STEPS, make_tree

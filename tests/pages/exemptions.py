@@ -94,7 +94,7 @@ SHORTER = [
     Shorter(r"chinese", r"--run_mode predict", f"{_CHINESE} predict.max_new_tokens=40", "model"),
     Shorter(r"chinese", r"--length 300", "", "model", ("--length 300", "--length 40")),
     Shorter(  # a file instead of the driver that it would ask
-        r"ascend|README",
+        r"ascend|launching|README",
         r'hccl_tools\.py --device_num "\[0,8\)" --server_ip \S+$',
         "--hccn_conf docs/examples/hccn_140.conf",
         "",
@@ -113,7 +113,7 @@ SHORTER = [
         "bucket/out",
     ),
 ]
-"""A model of 82M parameters takes hours on a CPU, and 300 steps of the quickstart minutes."""
+"""A model of 82M parameters takes hours on a CPU, and the steps of the quickstart minutes."""
 VALIDATION = "validation.max_samples=16"
 """Word added where a command validates the tiny preset on all its 128 windows, which takes longer
 than ten steps. Lines on validation are then compared by form.

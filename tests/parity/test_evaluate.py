@@ -1,30 +1,28 @@
 """Scores of both backends on the same weights, and the figures that a checkpoint gets from each."""
 
+import tests.needs_both  # noqa: F401
+
+# isort: split
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
+import torch
 
-os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip(
-    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-)
-torch = pytest.importorskip("torch")
-
-import mindformers_gpt2.device  # noqa: E402
-import mindformers_gpt2.evaluate  # noqa: E402
-import mindformers_gpt2.model  # noqa: E402
-import torch_gpt2.device  # noqa: E402
-import torch_gpt2.evaluate  # noqa: E402
-import torch_gpt2.model  # noqa: E402
-from common.config.load import build_config  # noqa: E402
-from common.evaluation.rows import ScoredRow, score_rows  # noqa: E402
-from common.inputs import make_run  # noqa: E402
-from tests.tiny import tiny_config, tiny_run, train_here  # noqa: E402
-from tests.twins import mindspore_twin  # noqa: E402
+import mindformers_gpt2.device
+import mindformers_gpt2.evaluate
+import mindformers_gpt2.model
+import torch_gpt2.device
+import torch_gpt2.evaluate
+import torch_gpt2.model
+from common.config.load import build_config
+from common.evaluation.rows import ScoredRow, score_rows
+from common.inputs import make_run
+from tests.tiny import tiny_config, tiny_run, train_here
+from tests.twins import mindspore_twin, random_model
 
 
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
@@ -32,30 +30,24 @@ def test_every_row_has_the_same_loss_and_hits(monkeypatch: pytest.MonkeyPatch, m
     """float32: 1e-5. Chunks of 7 of 4 x 5 targets, a last batch of 1 row. Half of the rows end as
     the model continues.
     """
-    config = tiny_config(model__seq_length=24)
-    one = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
-    torch.manual_seed(0)
-    for parameter in one.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    device = mindformers_gpt2.device.select_device("cpu")
+    config = tiny_config(model__seq_length=24, model__vocab_multiple=16)
+    one = random_model(std=0.2, positions=None, seq_length=24)
     other = mindspore_twin(config, one)
-    generator = np.random.default_rng(0)
-    rows = []
+    generator, rows = np.random.default_rng(0), []
     for number in range(9):
         tokens = generator.integers(0, 101, int(generator.integers(8, 26))).astype(np.int32)
         if number % 2:
             with torch.no_grad():
-                tokens[-1] = int(
-                    one.logits(one(torch.from_numpy(tokens[None, :-1]).long()))[0, -1].argmax()
-                )
+                hidden = one(torch.from_numpy(tokens[None, :-1]).long())
+                tokens[-1] = int(one.logits(hidden)[0, -1].argmax())
         rows.append(ScoredRow(tokens=tokens, scored=1 + number % 5))
     monkeypatch.setattr(torch_gpt2.evaluate, "ROWS_AT_ONCE", 7)
     monkeypatch.setattr(mindformers_gpt2.evaluate, "ROWS_AT_ONCE", 7)
-    expected = score_rows(
-        rows, torch_gpt2.evaluate.make_scorer(one, torch_gpt2.device.select_device("cpu")), 4
-    )
+    scorer = torch_gpt2.evaluate.make_scorer(one, torch_gpt2.device.select_device("cpu"))
+    expected = score_rows(rows, scorer, 4)
     try:
         ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+        device = mindformers_gpt2.device.select_device("cpu")
         found = score_rows(rows, mindformers_gpt2.evaluate.make_scorer(other, device), 4)
     finally:
         ms.set_context(mode=ms.GRAPH_MODE)
@@ -67,17 +59,11 @@ def test_every_row_has_the_same_loss_and_hits(monkeypatch: pytest.MonkeyPatch, m
 def test_a_checkpoint_has_the_same_figures(
     tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]
 ) -> None:
-    (tmp_path / "text.txt").write_text(
-        "It was the best of times, it was the worst of times.\n" * 12
-    )
-    passages = (
-        "the age of wisdom, the age of foolishness",
-        "the epoch of belief, the epoch of incredulity",
-        "we had everything before us",
-    )
-    (tmp_path / "passages.jsonl").write_text(
-        "".join(json.dumps({"text": passage}) + "\n" for passage in passages)
-    )
+    quote = "It was the best of times, it was the worst of times.\n"
+    (tmp_path / "text.txt").write_text(quote * 12)
+    passages = ("the age of wisdom, the age of foolishness", "we had everything before us")
+    rows = [json.dumps({"text": passage}) + "\n" for passage in passages]
+    (tmp_path / "passages.jsonl").write_text("".join(rows))
     files = {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])}
     keys: dict[str, Any] = {
         "model__hidden_size": 16,
@@ -95,13 +81,10 @@ def test_a_checkpoint_has_the_same_figures(
     }
     for task, settings in tasks.items():
         results = []
-        for module, backend in (
-            (torch_gpt2.evaluate, "torch"),
-            (mindformers_gpt2.evaluate, "mindspore"),
-        ):
+        for module, backend in ((torch_gpt2, "torch"), (mindformers_gpt2, "mindspore")):
             words = {"evaluation": {"task": task} | settings, "backend": backend}
             tree = tiny_run(run, corpus_prefix, **keys, **words)
-            module.evaluate(*make_run(build_config(tree), "eval"))
+            module.evaluate.evaluate(*make_run(build_config(tree), "eval"))
             results.append(json.loads((run / f"evaluation_{task}.json").read_text()))
         assert results[0] == {
             key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from common.backends import run_backend  # noqa: E402
-from common.checkpoint.manifest import write_manifest  # noqa: E402
-from common.cluster.environment import ALONE  # noqa: E402
-from common.config.load import build_config  # noqa: E402
-from common.conversion.convert import REPORT  # noqa: E402
-from common.inputs import make_run  # noqa: E402
-from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
-from tests.tiny import tiny_run  # noqa: E402
-from tools.convert_weight import main  # noqa: E402
-from torch_gpt2.train import train  # noqa: E402
+from common.backends import run_backend
+from common.checkpoint.manifest import write_manifest
+from common.cluster.environment import ALONE
+from common.config.load import build_config
+from common.conversion.convert import REPORT
+from common.inputs import make_run
+from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary
+from tests.tiny import tiny_run
+from tools.convert_weight import main
+from torch_gpt2.train import train
 
 PROMPTS = ["To be, or not to be", "The", "naïve café, hello 日本"]
 NEW_TOKENS = 12
@@ -55,16 +53,14 @@ def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple
 
 def theirs(folder: Path) -> list[tuple[list[int], str]]:
     """Generation equals transformers' own of the folder, with no option that says what it is."""
-    model, tokenizer = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder),
-        transformers.AutoTokenizer.from_pretrained(folder),
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     found = []
     for prompt in PROMPTS:
         given = tokenizer(prompt, return_tensors="pt")
-        ids = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[
-            0, given["input_ids"].shape[1] :
-        ].tolist()
+        [row] = model.generate(**given, **settings)
+        ids = row[given["input_ids"].shape[1] :].tolist()
         tokens = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # the end is among theirs
         found.append((tokens, tokenizer.decode(tokens)))
     return found
@@ -76,13 +72,9 @@ def converted(source: Path, target: Path, to: str) -> Path:
 
 
 def trained(run: Path, weights: Path, size: int, vocabulary: Path, corpus: Path) -> Path:
-    sections = {
-        "data": {"train": str(corpus), "split": "100,0,0"},
-        "checkpoint": {"init_from": str(weights)},
-    }
-    words = tree(run, size, vocabulary, **sections) | {
-        "train": {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 2}
-    }
+    data, load = {"train": str(corpus), "split": "100,0,0"}, {"init_from": str(weights)}
+    words = tree(run, size, vocabulary, data=data, checkpoint=load)
+    words["train"] = {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 2}
     train(*make_run(build_config(words), "finetune"))
     return run
 
@@ -133,11 +125,8 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
         reason = json.loads((back / REPORT).read_text())["ignored"]["tokenizer"]
         assert f"not written: tokenizer ({reason})\n" in capsys.readouterr().out
         assert reason.startswith("files of the tokenizer: ") and why in reason
-        assert {path.name for path in back.iterdir()} == {
-            "config.json",
-            "model.safetensors",
-            REPORT,
-        }
+        files = {path.name for path in back.iterdir()}
+        assert files == {"config.json", "model.safetensors", REPORT}
         assert transformers.AutoModelForCausalLM.from_pretrained(back).config.eos_token_id is None
 
     shutil.rmtree(vocabulary)
@@ -146,18 +135,12 @@ def test_a_tokenizer_that_is_gone_or_another_stays_behind_and_is_named(
     stays_behind("another", "vocabulary: its content (sha256 ")
     manifest = run / "checkpoints" / "step_00000002" / "manifest.json"
     words = json.loads(manifest.read_text())
+    nameless = {"config": words["config"] | {"data": {"tokenizer": None}}}
+    other = {"tokenizer": words["tokenizer"] | {"kind": "Other"}}
     for name, changes, why in (
-        (
-            "nameless",
-            {"config": words["config"] | {"data": {"tokenizer": None}}},
-            "data.tokenizer of the run's config names none",
-        ),
+        ("nameless", nameless, "data.tokenizer of the run's config names none"),
         ("unknown", {"tokenizer": None}, "is not what the run recorded (nothing)"),
-        (
-            "other",
-            {"tokenizer": words["tokenizer"] | {"kind": "Other"}},
-            "the run's tokenizer is Other; expected GPT2BPETokenizer",
-        ),
+        ("other", other, "the run's tokenizer is Other; expected GPT2BPETokenizer"),
     ):
         write_manifest(manifest.parent, words | changes)
         stays_behind(name, why)

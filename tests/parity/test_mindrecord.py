@@ -2,16 +2,14 @@
 order.
 """
 
+import tests.needs_both  # noqa: F401
+
+# isort: split
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("GLOG_v", "3")
-pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
-pytest.importorskip("torch")
 
 import mindformers_gpt2.evaluate
 import torch_gpt2.evaluate

@@ -1,30 +1,28 @@
 """torch and MindSpore on the same weights and batches, and transformers beside them."""
 
+import tests.needs_both  # noqa: F401
+
+# isort: split
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
+import torch
 
-os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip(
-    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-)
-torch = pytest.importorskip("torch")
-
-import mindformers_gpt2.device  # noqa: E402
-import mindformers_gpt2.evaluate  # noqa: E402
-import mindformers_gpt2.model  # noqa: E402
-import torch_gpt2.device  # noqa: E402
-import torch_gpt2.evaluate  # noqa: E402
-import torch_gpt2.model  # noqa: E402
-from common.inputs import make_run  # noqa: E402
-from common.run_config import load_config  # noqa: E402
-from tests.reference import hugging_face_model, hugging_face_names  # noqa: E402
-from tests.tiny import SGD, require_equal, results_of, rows_of, tiny_config, tiny_run, train_here  # noqa: E402
-from tests.twins import mindspore_twin  # noqa: E402
+import mindformers_gpt2.device
+import mindformers_gpt2.evaluate
+import mindformers_gpt2.model
+import torch_gpt2.device
+import torch_gpt2.evaluate
+import torch_gpt2.model
+from common.inputs import make_run
+from common.run_config import load_config
+from tests.reference import hugging_face_model, hugging_face_names
+from tests.tiny import SGD, require_equal, results_of, rows_of, tiny_config, tiny_run, train_here
+from tests.twins import mindspore_twin, random_model
 
 VOCABULARY = 101
 
@@ -43,12 +41,8 @@ def train(folder: Path, corpus: Path, steps: int = 20, **changes: Any) -> Path:
 @pytest.fixture(scope="module")
 def twins() -> tuple[Any, Any]:
     """A model of each backend with the same random weights, zero biases avoided."""
-    config = tiny_config(**SHAPE)
-    one = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
-    torch.manual_seed(0)
-    for parameter in one.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return one, mindspore_twin(config, one)
+    one = random_model(std=0.2, positions=None, seq_length=24)
+    return one, mindspore_twin(tiny_config(**SHAPE, model__vocab_multiple=16), one)
 
 
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
@@ -60,10 +54,6 @@ def test_logits_and_every_gradient_are_equal(twins: tuple[Any, Any], mode: str) 
     reference = hugging_face_model(one.config, dict(one.named_parameters()))
     logits = reference(ids).logits
     (torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())).backward()
-    one.zero_grad()
-    (one.loss_sum(ids, targets) / targets.numel()).backward()
-    gradients = {name: parameter.grad for name, parameter in one.named_parameters()}
-
     try:
         ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
         parameters = list(other.get_parameters())
@@ -81,24 +71,14 @@ def test_logits_and_every_gradient_are_equal(twins: tuple[Any, Any], mode: str) 
         one.loss_sum(ids, targets).item() / targets.numel(),
         rtol=1e-6,
     )
-    for parameter, gradient in zip(parameters, found, strict=True):
-        value = gradient.asnumpy() / targets.numel()
-        np.testing.assert_allclose(
-            value, gradients[parameter.name].numpy(), rtol=0, atol=1e-5, err_msg=parameter.name
-        )
     by_name = {
         parameter.name: torch.from_numpy(gradient.asnumpy()) / targets.numel()
         for parameter, gradient in zip(parameters, found, strict=True)
     }
     wanted = dict(reference.named_parameters())
     for name, gradient in hugging_face_names(by_name, VOCABULARY).items():
-        torch.testing.assert_close(
-            gradient,
-            wanted[name].grad,
-            rtol=0,
-            atol=1e-5,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+        expected = wanted[name].grad.numpy()
+        np.testing.assert_allclose(gradient.numpy(), expected, rtol=0, atol=1e-5, err_msg=name)
 
 
 def require_close(found: Path, wanted: Path) -> None:
@@ -152,6 +132,8 @@ def test_sgd_resumes_with_and_without_momentum(
     tmp_path: Path, corpus_prefix: Path, backend: str
 ) -> None:
     small: dict[str, Any] = {"model__num_layers": 1, "backend": backend}
+    if backend == "mindspore":  # graphs would take seconds each to compile
+        small["context__mode"] = "pynative"
 
     def go(name: str, steps: int, momentum: float) -> Path:
         optimizer = PLAIN | {"momentum": momentum}
@@ -162,30 +144,22 @@ def test_sgd_resumes_with_and_without_momentum(
     assert results_of(run)[:4] == results_of(go("whole", 4, 0.0))
 
 
-def test_resume_is_exact_and_moves_between_frameworks(tmp_path: Path, corpus_prefix: Path) -> None:
-    """10 + 10 equal 20 bit for bit on MindSpore; 10 on torch, 10 on MindSpore and 10 on torch equal
-    30 in one within 1e-4.
-    """
+def test_a_run_moves_between_frameworks(tmp_path: Path, corpus_prefix: Path) -> None:
+    """10 steps on torch, 10 on MindSpore and 10 on torch equal 30 on MindSpore within 1e-4."""
 
-    def go(folder: str, backend: str, steps: int, **changes: Any) -> Path:
-        changes |= {"optimizer__decay_steps": 30, "backend": backend}
+    def go(folder: str, backend: str, steps: int) -> Path:
+        changes = {"optimizer__decay_steps": 30, "backend": backend}
         return train(tmp_path / folder, corpus_prefix, steps, **changes)
 
-    whole = go("whole", "mindspore", 30, checkpoint__interval=10)
-    tenth = str(whole / "checkpoints" / "step_00000010")
-    half = go("half", "mindspore", 20, checkpoint__resume=tenth)
-    assert results_of(half) == results_of(whole)[10:20]
+    whole = go("whole", "mindspore", 30)
     for step, backend in ((10, "torch"), (20, "mindspore"), (30, "torch")):
         mixed = go("mixed", backend, step)
     require_close(mixed, whole)
     results = []
-    for module, backend in (
-        (torch_gpt2.evaluate, "torch"),
-        (mindformers_gpt2.evaluate, "mindspore"),
-    ):
+    for module, backend in ((torch_gpt2, "torch"), (mindformers_gpt2, "mindspore")):
         # batches of 2, 2 and 1
         overrides = ["data.split=90,10,0", "validation.max_samples=5", f"backend={backend}"]
-        module.evaluate(*make_run(load_config(mixed / "config.yaml", overrides), "eval"))
+        module.evaluate.evaluate(*make_run(load_config(mixed / "config.yaml", overrides), "eval"))
         results.append(json.loads((mixed / "evaluation.json").read_text()))
     for key in ("validation_loss", "validation_perplexity"):
         assert results[0][key] == pytest.approx(results[1][key], rel=1e-5)

@@ -2,114 +2,130 @@
 batches.
 """
 
-import os
+import tests.needs_both  # noqa: F401
+
+# isort: split
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip(
-    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-)
-torch = pytest.importorskip("torch")
-
-import mindformers_gpt2.device  # noqa: E402
-import mindformers_gpt2.model  # noqa: E402
-import mindformers_gpt2.predict  # noqa: E402
-import torch_gpt2.device  # noqa: E402
-import torch_gpt2.model  # noqa: E402
-import torch_gpt2.predict  # noqa: E402
-from common.config.schema import PredictConfig  # noqa: E402
-from common.generation.beam_search import search_beams  # noqa: E402
-from common.generation.generate import generate  # noqa: E402
-from common.generation.prompts import Prompt  # noqa: E402
-from common.generation.stop_strings import GrowingText  # noqa: E402
-from common.tokenizer.streams import ByteStream  # noqa: E402
-from tests.tiny import tiny_config  # noqa: E402
-from tests.twins import mindspore_twin  # noqa: E402
+import mindformers_gpt2.device
+import mindformers_gpt2.model
+import mindformers_gpt2.predict
+import torch_gpt2.device
+import torch_gpt2.model
+import torch_gpt2.predict
+from common.config.schema import PredictConfig
+from common.generation.beam_search import search_beams
+from common.generation.generate import generate
+from common.generation.prompts import Prompt
+from common.generation.stop_strings import GrowingText
+from common.serving.engine import Engine
+from common.tokenizer.streams import ByteStream
+from tests.mixed_load import Greedy, prompts as mixed_load
+from tests.tiny import tiny_config
+from tests.twins import mindspore_twin
 
 VOCABULARY, POSITIONS = 101, 24
 
 
 @pytest.fixture(scope="module")
-def decoders() -> dict[str, Any]:
-    """By backend and rows, of one set of random weights."""
-    config = tiny_config(model__seq_length=POSITIONS, model__num_heads=4)
-    device = torch_gpt2.device.select_device("cpu")
-    one = torch_gpt2.model.build_model(config, device)
+def model() -> Any:
+    one = torch_gpt2.model.build_model(
+        tiny_config(model__seq_length=POSITIONS), torch_gpt2.device.select_device("cpu")
+    )
     torch.manual_seed(0)
     for parameter in one.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     # or a tied model of random weights repeats itself
     torch.nn.init.normal_(one.wpe.weight, std=2.0)
-    other, other_device = mindspore_twin(config, one), mindformers_gpt2.device.select_device("cpu")
-    return {f"torch {rows}": torch_gpt2.predict.Decoder(one, device, rows) for rows in (1, 4)} | {
-        "mindspore 4": mindformers_gpt2.predict.Decoder(other, other_device, 4),
-        "mindspore 1": mindformers_gpt2.predict.Decoder(other, other_device, 1),
+    return one
+
+
+@pytest.fixture(scope="module")
+def decoders(model: Any) -> dict[str, Any]:
+    """By backend and rows, of one set of random weights."""
+    device = torch_gpt2.device.select_device("cpu")
+    other = mindspore_twin(tiny_config(model__seq_length=POSITIONS), model)
+    other_device = mindformers_gpt2.device.select_device("cpu")
+    found = {f"torch {rows}": torch_gpt2.predict.Decoder(model, device, rows) for rows in (1, 4)}
+    return found | {
+        f"mindspore {rows}": mindformers_gpt2.predict.Decoder(other, other_device, rows)
+        for rows in (4, 1)
     }
 
 
-@pytest.mark.parametrize("window", [POSITIONS, 10])
-def test_a_sliding_window_gives_equal_tokens(decoders: dict[str, Any], window: int) -> None:
-    """Two lengths of the positions, from prompts below and above the window; one row ends early."""
-    random = np.random.default_rng(4)
-    prompts = [
+def prompts_of(*lengths: tuple[int, int], seed: int = 3) -> list[Prompt]:
+    """Prompts of so many random tokens, and so many to add."""
+    random = np.random.default_rng(seed)
+    return [
         Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=new)
-        for n, new in ((1, 2 * POSITIONS), (12, 40), (30, 3))
+        for n, new in lengths
     ]
-    found = {
-        name: [
-            each.tokens
-            for each in generate(one, prompts, PredictConfig(), seed=5, ends=(), window=window)
-        ]
-        for name, one in decoders.items()
-    }
-    assert [len(tokens) for tokens in found["torch 1"]] == [2 * POSITIONS, 40, 3]
-    assert all(tokens == found["torch 1"] for tokens in found.values()), found
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("window", "settings"),
     [
-        {},
-        {"repetition_penalty": 1.3, "min_new_tokens": 5},
-        {"strategy": "sampling", "num_sequences": 2, "top_k": 20, "top_p": 0.9},
-        {"strategy": "sampling", "temperature": 0.7},
+        (None, {}),
+        (None, {"repetition_penalty": 1.3, "min_new_tokens": 5}),
+        (None, {"strategy": "sampling", "num_sequences": 2, "top_k": 20, "top_p": 0.9}),
+        (None, {"strategy": "sampling", "temperature": 0.7}),
+        (POSITIONS, {"stop_at_end_of_text": False}),
+        (10, {"stop_at_end_of_text": False}),
     ],
 )
 def test_tokens_are_equal_on_both_backends_and_in_every_batch(
-    decoders: dict[str, Any], settings: dict[str, Any]
+    decoders: dict[str, Any], window: int | None, settings: dict[str, Any]
 ) -> None:
-    """Prompts of 1, 5 and 17 tokens, one of which fills the last position; when sampling, some stop
-    at the end of text.
-
-    float32: logits agree to 1e-5, so draws agree.
+    """Prompts of which one fills the last position, or texts of two lengths of the positions; when
+    sampling, some stop at the end of text. float32: logits agree to 1e-5, so draws agree.
     """
-    random = np.random.default_rng(3)
-    prompts = [
-        Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=new)
-        for n, new in ((1, 12), (5, 9), (17, 7))
-    ]
+    lengths = [(1, 2 * POSITIONS), (12, 40), (30, 3)] if window else [(1, 12), (5, 9), (17, 7)]
     config = PredictConfig.model_validate(settings)
+    words: dict[str, Any] = {"seed": 5, "ends": (7,), "window": window}
     found = {
-        name: [each.tokens for each in generate(one, prompts, config, seed=5, ends=(7,))]
+        name: [each.tokens for each in generate(one, prompts_of(*lengths), config, **words)]
         for name, one in decoders.items()
     }
     if config.strategy == "greedy":
-        assert [len(tokens) for tokens in found["torch 1"]] == [12, 9, 7]
+        assert [len(tokens) for tokens in found["torch 1"]] == [new for _, new in lengths]
     assert len({tuple(tokens) for tokens in found["torch 1"]}) == 3 * config.num_sequences
     assert all(tokens == found["torch 1"] for tokens in found.values()), found
 
 
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_mixed_load_in_slots_is_what_torch_generates(
+    model: Any, decoders: dict[str, Any], window: int | None
+) -> None:
+    given = mixed_load(VOCABULARY, None if window else POSITIONS)[:10]
+    settings = PredictConfig(stop_at_end_of_text=False)
+    words: dict[str, Any] = {"seed": 0, "ends": (), "window": window}
+    alone = generate(decoders["torch 1"], given, settings, **words)
+    device = mindformers_gpt2.device.select_device("cpu")
+    slots = mindformers_gpt2.predict.Slots(decoders["mindspore 4"]._model, device, 3)
+    engine, jobs = Engine(slots, queue_limit=10), [Greedy(each, window) for each in given]
+    rows: dict[int, Any] = {}
+    jobs[1].observe = lambda first, logits: rows.update(enumerate(logits, first))
+    engine.submit(jobs)
+    while engine.turn():
+        pass
+    assert [job.tokens for job in jobs] == [each.tokens for each in alone]
+    assert (engine.counts.reused_tokens > 0) == (window is None)
+    if window is None:
+        ids = given[1].ids
+        with torch.no_grad():
+            expected = model.logits(model(torch.tensor([ids])))[0].numpy()
+        found = np.stack([rows[place] for place in range(len(ids))])
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_beams_are_equal_on_both_backends(decoders: dict[str, Any], groups: int) -> None:
-    random = np.random.default_rng(4)
-    prompts = [
-        Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=8)
-        for n in (3, 9)
-    ]
+    prompts = prompts_of((3, 8), (9, 8), seed=4)
     settings = {"num_beam_groups": groups, "diversity_rate": 0.8 * (groups - 1)}
     config = PredictConfig(strategy="beam_search", num_beams=4, num_sequences=3, **settings)
     found = {

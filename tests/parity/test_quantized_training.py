@@ -2,15 +2,13 @@
 a run moves between them.
 """
 
-import os
+import tests.needs_both  # noqa: F401
+
+# isort: split
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("GLOG_v", "3")
-pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
-pytest.importorskip("torch")
 
 from tests.layouts import PIPELINE, TENSOR, TORCH, averages, figures
 from tests.ranks import run_ranks

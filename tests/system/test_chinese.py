@@ -23,6 +23,7 @@ from common.run_folder import LOCK
 from common.systems.config import open_flags
 from compat import programs
 from tests.run_scripts import ROOT, clean_environment
+from tests.tiny import rows_of
 
 POEM = "白日依山盡，黃河入海流。\n欲窮千里目，更上一層樓。\n床前明月光，疑是地上霜。"
 CHARACTERS = "".join(sorted(set(POEM) - {"\n"}))
@@ -55,8 +56,7 @@ def run(program: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> s
 
 
 def losses(folder: str) -> list[Any]:
-    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["sample_hash"]) for row in rows if "loss" in row]
+    return [(row["step"], row["loss"], row["sample_hash"]) for row in rows_of(Path(folder))]
 
 
 def test_the_commands_do_what_their_yaml_does(
@@ -185,6 +185,7 @@ def test_train_single_has_no_frame_and_data_are_made_once(
     assert len(ids) == 38
 
 
+TRAIN_SH = str(ROOT / "compat" / "gpt2_chinese" / "train.sh")
 RAW = ["--raw", "--raw_data_path", "train.json"]
 
 
@@ -194,16 +195,8 @@ RAW = ["--raw", "--raw_data_path", "train.json"]
         ("train.py", ["--tokenized_data_path", "none/"], "none: no tokenized_train_0.txt"),
         ("train.py", ["--raw", "--raw_data_path", "no.json"], "no.json"),
         ("train.py", ["--raw", "--raw_data_path", "vocab.txt"], "vocab.txt: is text, expected a"),
-        (
-            "train.py",
-            [*RAW, "--num_pieces", "3.5"],
-            "num_pieces=3.5: expected a whole number",
-        ),
-        (
-            "train.py",
-            [*RAW, "--min_length", "-1"],
-            "min_length=-1: expected a number that is not",
-        ),
+        ("train.py", [*RAW, "--num_pieces", "3.5"], "num_pieces=3.5: expected a whole number"),
+        ("train.py", [*RAW, "--min_length", "-1"], "min_length=-1: expected a number that is not"),
         ("train.py", ["--tokenizer_path", "no.txt", "--raw"], "no.txt: does not exist"),
         ("eval.py", [], "--pretrained_model is not given"),
         ("generate.py", ["--model_path", "nowhere"], "nowhere"),
@@ -228,27 +221,19 @@ def _words(file: str, mode: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
-        ("GPT2-Chinese-Parallel", "--epochs 400 --batch_size 2 parallel.strategy=SPS"),
-        ("GPT2-Chinese-Parallel-Distributed", "--epochs 800 --batch_size 2"),
-        (
-            "GPT2-Chinese-Parallel-Distributed-Apex",
-            "--epochs 800 --batch_size 4 --fp16 --fp16_opt_level O2",
-        ),
-        (
-            "GPT2-Chinese-Parallel-Distributed-Horovod",
-            "--epochs 4000 --batch_size 4 parallel.strategy=horovod",
-        ),
-        (
-            "GPT2-Chinese-Parallel-Distributed-Horovod-Apex",
-            "--epochs 4000 --batch_size 4 --fp16 parallel.strategy=horovod",
-        ),
+        ("", "--epochs 400 --batch_size 2 parallel.strategy=SPS"),
+        ("-Distributed", "--epochs 800 --batch_size 2"),
+        ("-Distributed-Apex", "--epochs 800 --batch_size 4 --fp16 --fp16_opt_level O2"),
+        ("-Distributed-Horovod", "--epochs 4000 --batch_size 4 parallel.strategy=horovod"),
+        ("-Distributed-Horovod-Apex",
+            "--epochs 4000 --batch_size 4 --fp16 parallel.strategy=horovod"),
     ],
-)
+)  # fmt: skip
 def test_the_study_s_train_sh_in_each_of_its_folders(
     tmp_path: Path, variant: str, expected: str
 ) -> None:
     """Its flags are those of a run; programs that only print what they get stand in for two."""
-    folder, programs = tmp_path / variant, tmp_path / "programs"
+    folder, programs = tmp_path / f"GPT2-Chinese-Parallel{variant}", tmp_path / "programs"
     folder.mkdir()
     programs.mkdir()
     python = (
@@ -257,10 +242,9 @@ def test_the_study_s_train_sh_in_each_of_its_folders(
     for name, text in (("python", python), ("horovodrun", '#!/bin/sh\necho "horovodrun $@"\n')):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    script = Path(__file__).resolve().parents[2] / "compat" / "gpt2_chinese" / "train.sh"
     path = f"{programs}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", str(script), "seed=7"], cwd=folder, capture_output=True, text=True, timeout=60,
+        ["bash", TRAIN_SH, "seed=7"], cwd=folder, capture_output=True, text=True, timeout=60,
         env=clean_environment(PATH=path, PYTHON=str(programs / "python"), DEVICES="2"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -276,14 +260,13 @@ def test_the_study_s_train_sh_in_each_of_its_folders(
 
 def test_train_sh_says_what_is_wrong_once_before_there_are_ranks(tmp_path: Path) -> None:
     """A flag of the user wins over the script's, and a wrong one is one line."""
-    script = Path(__file__).resolve().parents[2] / "compat" / "gpt2_chinese" / "train.sh"
     environment = clean_environment(PYTHON=sys.executable, DEVICES="2")
     for word, code, found in (
         ("--show_config", 0, "  max_epochs: 1.0  # epochs"),
         ("--epoch=9", 2, "error: command line: --epoch: epoch: unknown key; did you mean epochs?"),
     ):
         done = subprocess.run(
-            ["bash", str(script), "--epochs", "1", word], cwd=tmp_path, capture_output=True,
+            ["bash", TRAIN_SH, "--epochs", "1", word], cwd=tmp_path, capture_output=True,
             text=True, timeout=60, env=environment,
         )  # fmt: skip
         assert done.returncode == code

@@ -3,46 +3,28 @@
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from run_gpt2 import main
-from tests.run_scripts import run_program, start_program
+from tests.run_scripts import run_program, start_program, wait_until
+from tests.tiny import rows_of, tiny_run
 from tools.preprocess_data import main as preprocess
 
 
 @pytest.fixture
 def config(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> Path:
+    files = dict(zip(("vocab_file", "merge_file"), map(str, gpt2_vocab_files), strict=True))
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32}
+    tree = tiny_run(
+        tmp_path / "out", corpus_prefix, model=sizes | {"vocab_size": 50257},
+        train={"max_steps": 3, "micro_batch_size": 2}, optimizer={"learning_rate": 0.01},
+        validation__max_samples=2, data__tokenizer=files, logging={},
+    )  # fmt: skip
     path = tmp_path / "run.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "output_dir": str(tmp_path / "out"),
-                "device": "cpu",
-                "model": {
-                    "num_layers": 1,
-                    "hidden_size": 16,
-                    "num_heads": 2,
-                    "seq_length": 32,
-                    "vocab_size": 50257,
-                },
-                "train": {"max_steps": 3, "micro_batch_size": 2},
-                "optimizer": {"learning_rate": 0.01},
-                "data": {
-                    "train": str(corpus_prefix),
-                    "split": "90,10,0",
-                    "tokenizer": {
-                        "vocab_file": str(gpt2_vocab_files[0]),
-                        "merge_file": str(gpt2_vocab_files[1]),
-                    },
-                },
-                "validation": {"max_samples": 2},
-            }
-        )
-    )
+    path.write_text(yaml.safe_dump(tree))
     return path
 
 
@@ -150,64 +132,41 @@ def test_keys_may_be_flags_too(config: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.campaign), signal.SIGKILL]
 )
-def test_a_stopped_or_killed_run_resumes(config: Path, tmp_path: Path, number: int) -> None:
-    words = [
-        "--config",
-        str(config),
-        "--run_mode",
-        "train",
-        "train.max_steps=150",
-        "checkpoint.interval=5",
-        "logging.plot=false",
-    ]
+def test_a_stopped_or_killed_run_resumes(
+    config: Path, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(config), "--run_mode", "train", "train.max_steps=150"]
+    words += ["checkpoint.interval=5", "logging.plot=false"]
     metrics = tmp_path / "out" / "metrics.jsonl"
     with start_program(*words) as child:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (
-            metrics.is_file() and len(metrics.read_text().splitlines()) > 20
-        ):
-            time.sleep(0.05)
+        wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 20, "20 steps")
         child.send_signal(number)
         _, error = child.communicate(timeout=60)
     assert child.returncode == (128 + number if number == signal.SIGTERM else -number)
     if number == signal.SIGTERM:
         assert "stopped by SIGTERM after step" in error
-    code, out, error = run_program(*words)
-    assert code == 0, error
-    assert "resuming" in out
-    steps = [
-        row["step"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row
-    ]
-    assert steps == list(range(1, 151))
+    assert main(words) == 0
+    assert "resuming" in capsys.readouterr().out
+    assert [row["step"] for row in rows_of(metrics.parent)] == list(range(1, 151))
 
 
-def test_a_full_disk_while_saving_leaves_the_old_checkpoint(config: Path, tmp_path: Path) -> None:
+def test_a_full_disk_while_saving_leaves_the_old_checkpoint(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(small)],
-        capture_output=True,
-        text=True,
-    )
+    words = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(small)]
+    mount = subprocess.run(words, capture_output=True, text=True)
     if mount.returncode:
         pytest.skip(f"no right to mount a small file system: {mount.stderr.strip()}")
     try:
         # a checkpoint is 3 x 3.2 MB: two fit, a third beside them does not
-        words = [
-            f"output_dir={small / 'run'}",
-            "checkpoint.interval=1",
-            "checkpoint.keep=0",
-            "train.max_steps=9",
-            "logging.tensorboard=false",
-        ]
-        code, _, error = run_program("--config", str(config), "--run_mode", "train", *words)
-        assert code == 1
-        assert (
-            "No space left on device" in error
-            and "earlier checkpoints are whole" in error
-            and len(error.splitlines()) == 1
-        )
-        code, _, error = run_program("--config", str(config), "--run_mode", "eval", words[0])
-        assert code == 0, error
+        words = [f"output_dir={small / 'run'}", "checkpoint.interval=1", "checkpoint.keep=0"]
+        words += ["train.max_steps=9", "logging.tensorboard=false"]
+        assert main(["--config", str(config), "--run_mode", "train", *words]) == 1
+        error = capsys.readouterr().err
+        assert "No space left on device" in error and error.count("\n") == 1
+        assert "earlier checkpoints are whole" in error
+        assert main(["--config", str(config), "--run_mode", "eval", words[0]]) == 0
     finally:
         subprocess.run(["umount", str(small)], check=True)

@@ -4,7 +4,6 @@ become.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -22,6 +21,7 @@ from common.run_config import read_config
 from common.systems.fleetx import scripts
 from compat import programs
 from tests.run_scripts import clean_environment
+from tests.tiny import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPAT = ROOT / "compat"
@@ -57,8 +57,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(folder: Path) -> list[Any]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(folder)]
 
 
 def start(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -124,12 +123,8 @@ def test_a_fleetx_export_generates_from_its_own_folder(
     generation = ["-c", str(folder / "generation_gpt_345M_dp8.yaml"), *shared, *tokenizer]
     generation += ["-o", "Engine.save_load.ckpt_dir=output", "-o", "Generation.max_dec_len=3"]
     capsys.readouterr()
-    assert (
-        scripts.run_script(
-            run_gpt2.main, read_config, "predict", generation, "tasks/gpt/generation.py"
-        )
-        == 0
-    )
+    given = "predict", generation, "tasks/gpt/generation.py"
+    assert scripts.run_script(run_gpt2.main, read_config, *given) == 0
     theirs = capsys.readouterr().out
     assert "Prompt: Hi, GPT2. Tell me who Jack Ma is.\nGeneration: Hi, GPT2." in theirs
     # a file for training names the same weights
@@ -270,32 +265,27 @@ def test_env_npu_sets_what_is_not_set_where_cann_is(tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path) -> None:
+def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path, monkeypatch) -> None:
     """One run by pretrain_gpt.py, by oneflow_gpt.training and by pretrain.sh on two ranks."""
     data = str(corpus / "my-gpt_text_sentence")
     own = ["data.tokenizer=null", "device=cpu", "precision=float32", "model.dropout=0"]
-    megatron = [sys.executable, str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split()]
+    monkeypatch.chdir(tmp_path)
+    megatron = [str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split()]
     megatron += ["--data-path", data, "--save", "megatron", *own, "train.recompute=full"]
-    done = start(megatron, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert programs.main(megatron) == 0
     oneflow = [sys.executable, "-m", "oneflow_gpt.training", *ONEFLOW, "--split", "90,10,0"]
     oneflow += ["--dataset", data, "--save", "oneflow", "seed=1234", "--checkpoint-activations"]
     command = [*oneflow, "--log-interval", "1", *own]
     done = start(command, tmp_path, PYTHONPATH=str(COMPAT / "oneflow"))
     assert done.returncode == 0, done.stdout + done.stderr
-    variables = dict(
-        zip(
-            shlex.split("""NUM_LAYERS HIDDEN_SIZE NUM_ATTENTION_HEADS SEQ_LENGTH MICRO_BATCH_SIZE
-            GLOBAL_BATCH_SIZE NUM_GPUS_PER_NODE TRAIN_ITERS DATASET SAVE_PATH LOAD_PATH"""),
-            ["2", "32", "2", "16", "2", "4", "2", "3", data, "examples", "examples"],
-            strict=True,
-        )
-    )
+    settings = f"""NUM_LAYERS=2 HIDDEN_SIZE=32 NUM_ATTENTION_HEADS=2 SEQ_LENGTH=16
+        MICRO_BATCH_SIZE=2 GLOBAL_BATCH_SIZE=4 NUM_GPUS_PER_NODE=2 TRAIN_ITERS=3 DATASET={data}
+        SAVE_PATH=examples LOAD_PATH=examples"""
     words = shlex.split("""model.vocab_size=101 seed=1234 data.split=90,10,0 logging.interval=1
         optimizer.learning_rate=0.01 optimizer.min_learning_rate=0.001 optimizer.decay_steps=null
         optimizer.warmup_fraction=null""")
     script = COMPAT / "oneflow" / "examples" / "pretrain_117M.sh"
-    environment = {f"ONEFLOW_GPT_{name}": value for name, value in variables.items()}
+    environment = dict(f"ONEFLOW_GPT_{each}".split("=") for each in settings.split())
     done = start(["bash", str(script), *words, *own], tmp_path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second, third = (
@@ -325,12 +315,14 @@ def test_oneflows_command_starts_the_devices_of_its_node(tmp_path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_a_megatron_command_line_shows_its_yaml(tmp_path) -> None:
-    command = [sys.executable, str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split()]
-    done = start([*command, "--show_config", "train.max_steps=7"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "max_steps: 7" in done.stdout and "hidden_size: 32  # hidden_size" in done.stdout
-    assert "#   distributed_backend: the device says how ranks talk" in done.stdout
+def test_a_megatron_command_line_shows_its_yaml(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = str(COMPAT / "modelzoo" / "pretrain_gpt.py")
+    command = [script, *MEGATRON.split(), "--show_config", "train.max_steps=7"]
+    assert programs.main(command) == 0
+    said = capsys.readouterr().out
+    assert "max_steps: 7" in said and "hidden_size: 32  # hidden_size" in said
+    assert "#   distributed_backend: the device says how ranks talk" in said
     assert not any(tmp_path.iterdir())
 
 

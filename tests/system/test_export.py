@@ -18,6 +18,7 @@ from transformers import GPT2LMHeadModel
 import common.conversion.export as exports
 from common.systems.onnx.folder import logits
 from run_gpt2 import main
+from tests.tiny import tiny_run
 from tools.convert_weight import main as convert
 
 VOCABULARY = 101
@@ -27,18 +28,10 @@ VOCABULARY = 101
 def run(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
     """The config file of a run of one step on torch."""
     folder = tmp_path_factory.mktemp("run")
-    tree = {
-        "output_dir": str(folder / "run"),
-        "device": "cpu",
-        "model": {
-            "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16,
-            "max_positions": 24, "vocab_size": VOCABULARY, "ffn_hidden_size": 96,
-        },
-        "train": {"max_steps": 1, "micro_batch_size": 2, "global_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1, "name": "sgd"},
-        "data": {"train": str(corpus_prefix)},
-        "logging": {"tensorboard": False, "plot": False},
-    }  # fmt: skip
+    tree = tiny_run(
+        folder / "run", corpus_prefix, model__max_positions=24, model__ffn_hidden_size=96,
+        train={"max_steps": 1, "micro_batch_size": 2, "global_batch_size": 2},
+    )  # fmt: skip
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(tree))
     assert main(["--config", str(file), "--run_mode", "train"]) == 0
@@ -127,7 +120,7 @@ def test_a_wrong_graph_gets_no_name(
 ) -> None:
     """Wrong by a thousandth, not a number; and of float16 by a hundredth of each logit."""
     right = exports._whole
-    words = [f"output_dir={tmp_path / 'out'}", f"checkpoint.load={run.parent / 'run'}"]
+    words = into(tmp_path / "out", run)
     for dtype, change in (
         ("float32", lambda found: found + 1e-3),
         ("float32", lambda found: found * np.nan),
@@ -191,24 +184,16 @@ def test_an_interrupt_waits_for_the_end_of_torchs_writer(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["export.weights=int8"],
-            "export.weights=int8 is for export.format=onnx, gguf and safetensors",
-        ),
-        (["export.format=gguf", "export.cache=false"], "export.cache=false is for"),
-        (
-            ["export.format=pt2", "export.weights=int8"],
-            "is for export.format=onnx, gguf and safetensors, not",
-        ),
-        (["export.format=pt2", "backend=mindspore"], "export.format=pt2 is for backend torch"),
-        (["export.format=onnx", "export.batch_size=2"], "export.batch_size=2 is for"),
-        (["export.format=onnx", "checkpoint.load=nowhere"], "nowhere"),
+        ("weights=int8", "export.weights=int8 is for export.format=onnx, gguf and safetensors"),
+        ("format=gguf export.cache=false", "export.cache=false is for"),
+        ("format=pt2 export.weights=int8", "is for export.format=onnx, gguf and safetensors, not"),
+        ("format=pt2 backend=mindspore", "export.format=pt2 is for backend torch"),
+        ("format=onnx export.batch_size=2", "export.batch_size=2 is for"),
+        ("format=onnx checkpoint.load=nowhere", "nowhere"),
     ],
 )
-def test_bad_input(
-    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(run, *words) == 2
+def test_bad_input(run: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(run, *f"export.{words}".split()) == 2
     assert message in capsys.readouterr().err
 
 
@@ -218,11 +203,8 @@ def test_weights_of_8_bits_are_evaluated_on_integers(
     """The loss is the float model's but for rounding; MindSpore rounds only the weights."""
     losses = []
     assert export(run, "export.format=safetensors", "export.weights=int8") == 0
-    for folder, backend in (
-        ("run", "torch"),
-        ("run/weights", "torch"),
-        ("run/weights", "mindspore"),
-    ):
+    weights = "run/weights"
+    for folder, backend in (("run", "torch"), (weights, "torch"), (weights, "mindspore")):
         words = ["--config", str(run), "--run_mode", "eval", f"output_dir={tmp_path}"]
         words += [f"checkpoint.load={run.parent / folder}", f"backend={backend}"]
         assert main(words) == 0

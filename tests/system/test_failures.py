@@ -83,6 +83,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_resumes(
     assert not list((run / "checkpoints").glob(".*")), "what the kill left of a save is gone"
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_found_and_blamed(tmp_path: Path, corpus_prefix: Path) -> None:
     run = tmp_path / "run"
     launcher = launched(run, corpus_prefix, 2, runtime__stall_limit=30)  # a busy machine's start
@@ -161,6 +162,7 @@ def test_a_rank_whose_disk_is_full_while_all_save_their_parts(
     assert (run / "checkpoints" / ".step_00000005.tmp").is_dir()
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_mindspore_ends_its_run(tmp_path: Path, corpus_prefix: Path) -> None:
     """With a rank table, which Ascends read: on CPUs the ranks meet through MindSpore's scheduler
     all the same.

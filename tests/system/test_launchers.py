@@ -3,7 +3,6 @@ tests/common/cluster/test_environment.py.
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.processes.addresses import free_port
-from common.training.metrics import read_metrics
 from tests.run_scripts import clean_environment, run_words
+from tests.tiny import results_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WHO = """
@@ -37,9 +36,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def start(words: list[str], folder: Path) -> str:
-    names = re.compile("RANK|WORLD_SIZE|MASTER_|MS_|LOCAL_|DEVICE_ID|SLURM_|OMPI_|PMI")
-    environ = {name: value for name, value in os.environ.items() if not names.match(name)}
-    environ |= {"GPT2_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = clean_environment(GPT2_ROOT=str(ROOT))
     done = subprocess.run(
         words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
     )
@@ -50,17 +47,8 @@ def start(words: list[str], folder: Path) -> str:
 def test_torchrun(script: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     port = free_port()
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(port),
-        str(script),
-    ]
-    assert sorted(start(words, tmp_path).splitlines()) == [
+    words = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} {script}".split()
+    assert sorted(start([sys.executable, *words], tmp_path).splitlines()) == [
         f"0/2 0/2 None 127.0.0.1:{port} torchrun",
         f"1/2 1/2 None 127.0.0.1:{port} torchrun",
     ]
@@ -71,16 +59,8 @@ def test_msrun(script: Path, tmp_path: Path) -> None:
     program = shutil.which("msrun", path=str(Path(sys.executable).parent))
     assert program, "msrun is part of mindspore"
     port = free_port()
-    words = [
-        program,
-        "--worker_num=2",
-        "--local_worker_num=2",
-        f"--master_port={port}",
-        "--log_dir=logs",
-        "--join=True",
-        str(script),
-    ]
-    start(words, tmp_path)
+    words = ["--worker_num=2", "--local_worker_num=2", "--log_dir=logs", "--join=True"]
+    start([program, *words, f"--master_port={port}", str(script)], tmp_path)
     logs = {path.stem: path.read_text().strip() for path in (tmp_path / "logs").glob("*.log")}
     assert logs == {
         "worker_0": f"0/2 0/2 0 127.0.0.1:{port} msrun",
@@ -104,17 +84,10 @@ def test_horovodrun_and_run_distribute_train_alike(corpus_prefix: Path, tmp_path
     words = [str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml")]
     more = run_words(tmp_path / "theirs", corpus_prefix, train__max_steps=3)
     command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", *words, "--run_mode", "train"]
-    shared = {
-        "HOROVOD_SIZE": "2",
-        "HOROVOD_LOCAL_SIZE": "2",
-        "HOROVOD_CROSS_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "1",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(free_port()),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")]),
-    }
+    theirs = f"""SIZE=2 LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=1 CONTROLLER=gloo CPU_OPERATIONS=gloo
+        GLOO_RENDEZVOUS_ADDR=127.0.0.1 GLOO_RENDEZVOUS_PORT={free_port()}"""
+    shared = dict(f"HOROVOD_{each}".split("=") for each in theirs.split())
+    shared["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path / "site")])
     ranks = [
         subprocess.Popen(
             [*command, *more, "parallel.strategy=horovod"],
@@ -137,12 +110,5 @@ def test_horovodrun_and_run_distribute_train_alike(corpus_prefix: Path, tmp_path
         [*script, *ours], env=clean_environment(), capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
-    theirs, own = (
-        [
-            (row["loss"], row["grad_norm"], row["sample_hash"])
-            for row in read_metrics(tmp_path / name / "metrics.jsonl")
-            if "loss" in row
-        ]
-        for name in ("theirs", "ours")
-    )
-    assert len(theirs) == 3 and theirs == own
+    found, own = (results_of(tmp_path / name) for name in ("theirs", "ours"))
+    assert len(found) == 3 and found == own

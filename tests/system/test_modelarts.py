@@ -4,7 +4,6 @@ yet.
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +16,9 @@ import pytest
 import yaml
 
 from common.processes.addresses import free_port
-from tests.run_scripts import pids_with, process_of_rank, wait_until
+from tests.run_scripts import clean_environment, pids_with, process_of_rank, wait_until
 from tests.system.test_restarts import rows_of
+from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -31,21 +31,12 @@ def bucket(tmp_path: Path, corpus_prefix: Path) -> Path:
     (folder / "data").mkdir(parents=True)
     for extension in (".bin", ".idx"):
         shutil.copy(corpus_prefix.with_suffix(extension), folder / "data")
-    config = {
-        "output_dir": "replaced",
-        "device": "cpu",
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "seq_length": 32,
-            "vocab_size": 101,
-        },
-        "train": {"max_steps": 3, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.01},
-        "validation": {"max_samples": 2},
-        "logging": {"plot": False, "tensorboard": False},
-    }
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32}
+    config = tiny_run(
+        "replaced", train={"max_steps": 3, "micro_batch_size": 2}, data={},
+        model=sizes | {"vocab_size": 101}, optimizer={"learning_rate": 0.01},
+        validation__max_samples=2,
+    )  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
 
@@ -61,29 +52,16 @@ def start(tmp_path: Path, bucket: Path) -> Start:
         prefix: Sequence[str] = (),
         **variables: str,
     ) -> "subprocess.Popen[str]":
-        names = re.compile(
-            "RANK|WORLD_SIZE|MASTER_|MS_|MA_|VC_|LOCAL_|DEVICE_ID|SLURM_|OMPI_|PMI|GLOO_|TMPDIR"
-        )
-        environ = {name: value for name, value in os.environ.items() if not names.match(name)}
         disk = tmp_path / f"container_{container}"
         disk.mkdir(exist_ok=True)
-        platform = {
-            "MA_JOB_DIR": str(ROOT.parent),
-            "MA_MOUNT_PATH": "/home/ma-user/modelarts",
-            "MA_NUM_HOSTS": "1",
-        }
+        platform = {"MA_JOB_DIR": str(ROOT.parent), "MA_MOUNT_PATH": "/home/ma-user/modelarts"}
+        platform |= {"MA_NUM_HOSTS": "1", "TMPDIR": str(disk)}
+        paths = [f"--data_url=file://{bucket}/data", f"--train_url=file://{bucket}/out"]
+        command = [sys.executable, str(ROOT / program), f"--config={bucket}/run.yaml", *paths]
         return subprocess.Popen(
-            [
-                *prefix,
-                sys.executable,
-                str(ROOT / program),
-                f"--config={bucket}/run.yaml",
-                f"--data_url=file://{bucket}/data",
-                f"--train_url=file://{bucket}/out",
-                *words,
-            ],
+            [*prefix, *command, *words],
             cwd=disk,
-            env={**environ, **platform, "OMP_NUM_THREADS": "1", "TMPDIR": str(disk), **variables},
+            env=clean_environment(**platform | variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -99,11 +77,7 @@ def finish(*jobs: "subprocess.Popen[str]", code: int = 0) -> list[tuple[str, str
 
 
 def losses(folder: Path) -> list[int]:
-    return [
-        row["step"]
-        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        if "loss" in row
-    ]
+    return [row[0] for row in rows_of(folder)]
 
 
 def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, samples: Path) -> None:
@@ -120,20 +94,10 @@ def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, sample
 
     def ranks(*words: str) -> list["subprocess.Popen[str]"]:
         port = str(free_port())
-        cards = [
-            {
-                "RANK_ID": str(card),
-                "RANK_SIZE": "2",
-                "DEVICE_ID": str(card),
-                "ASCEND_DEVICE_ID": str(card),
-            }
-            for card in range(2)
-        ]
         common = {"RANK_TABLE_FILE": str(file), "MASTER_PORT": port, "MA_NUM_GPUS": "2"}
-        return [
-            start("--run_mode=train", "--platform_flag=1", *words, **common, **card)
-            for card in cards
-        ]
+        names = ("RANK_ID", "DEVICE_ID", "ASCEND_DEVICE_ID")
+        cards = [common | {"RANK_SIZE": "2"} | dict.fromkeys(names, card) for card in "01"]
+        return [start("--run_mode=train", "--platform_flag=1", *words, **card) for card in cards]
 
     jobs = ranks()
     time.sleep(0.5)
@@ -153,14 +117,8 @@ def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, sample
 
 def test_a_stopped_job_resumes_in_another_container(start: Start, bucket: Path) -> None:
     """File and arguments as a user of MindFormers names them; one card, no table."""
-    words = [
-        "--run_mode=train",
-        "--use_parallel=False",
-        "--epochs=4",
-        "--batch_size=1",
-        "--checkpoint.interval=5",
-        "--dataset_id=random",
-    ]
+    words = ["--run_mode=train", "--use_parallel=False", "--epochs=4", "--batch_size=1"]
+    words += ["--checkpoint.interval=5", "--dataset_id=random"]
     card = {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0", "MA_NUM_GPUS": "1"}
     job = start(*words, program="run_mindformer.py", **card)
     assert job.stdout is not None
@@ -187,36 +145,22 @@ def hosts(
     mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
     for host in ("host_0", "host_1"):
         (tmp_path / host).mkdir()
-    if subprocess.run(
-        ["unshare", "-m", "mount", "--bind", tmp_path / "host_0", disk], capture_output=True
-    ).returncode:
+    words = ["unshare", "-m", "mount", "--bind", tmp_path / "host_0", disk]
+    if subprocess.run(words, capture_output=True).returncode:
         pytest.skip("this needs the right to mount folders (unshare -m)")
 
     def run(*words: str) -> list["subprocess.Popen[str]"]:
-        common = {
-            "MA_NUM_HOSTS": "2",
-            "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2",
-            "MA_NUM_GPUS": "1",
-            "MASTER_PORT": str(free_port()),
-        }
+        common = {"MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2"}
+        common |= {"MA_NUM_GPUS": "1", "MASTER_PORT": str(free_port()), "TMPDIR": str(disk)}
         return [
             start(
                 "--run_mode=train",
                 *words,
-                prefix=(
-                    "unshare",
-                    "-m",
-                    "sh",
-                    "-c",
-                    mount,
-                    str(tmp_path / f"host_{index}"),
-                    str(disk),
-                ),
+                prefix=("unshare", "-m", "sh", "-c", mount, f"{tmp_path}/host_{index}", str(disk)),
                 **common,
-                TMPDIR=str(disk),
-                VC_TASK_INDEX=str(index),
+                VC_TASK_INDEX=index,
             )
-            for index in range(2)
+            for index in "01"
         ]
 
     return run
@@ -273,8 +217,5 @@ def test_two_hosts_start_a_killed_rank_again(
 def test_missing_files_give_one_message(start: Start, bucket: Path) -> None:
     shutil.rmtree(bucket / "data")
     ((_, error),) = finish(start("--run_mode=train"), code=2)
-    assert (
-        error
-        == f"error: file://{bucket}/data: no files there; check the address (of a .bin/.idx pair:"
-        " its folder), " + ("and the permissions of this job\n")
-    )
+    where = f"error: file://{bucket}/data: no files there; check the address (of a .bin/.idx pair:"
+    assert error == f"{where} its folder), and the permissions of this job\n"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from common.config.schema import PredictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("coming_from.md", "coming_from_zh.md")
+SYSTEMS = ("mindformers", "megatron", "paddlefleetx", "oneflow", "nanogpt", "transformers")
 STATES = {
-    "coming_from.md": ("same", "here as", "planned", "needs devices", "not here"),
-    "coming_from_zh.md": ("相同", "换一种写法", "已规划", "需要设备", "没有"),
+    "": ("same", "here as", "planned", "needs devices", "not here"),
+    "_zh": ("相同", "换一种写法", "已规划", "需要设备", "没有"),
 }
-"""First words of a page's last column, in order."""
+"""First words of a page's last column in each language, in order."""
 
 
 def text_of(page: str) -> str:
@@ -21,29 +23,27 @@ def text_of(page: str) -> str:
 
 
 def rows(page: str) -> list[tuple[str, str, str]]:
-    """The three cells of each row of the tables of systems, titles of groups left out."""
+    """The three cells of each row, titles of groups left out."""
     found = []
-    for line in text_of(page).partition("\n## ")[2].splitlines():
+    for line in text_of(page).splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 3 and any(cells[1:]) and not set(cells[0]) <= {"-"}:
             found.append((cells[0], cells[1], cells[2]))
     return found
 
 
-def test_both_languages_have_the_same_rows() -> None:
-    english, chinese = (rows(page) for page in PAGES)
-    assert len(english) == len(chinese) > 80
-    for ours, theirs in zip(english, chinese, strict=True):
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_both_languages_have_the_same_rows_and_say_the_same_of_each(system: str) -> None:
+    found = {end: rows(f"from_{system}{end}.md") for end in STATES}
+    assert len(found[""]) == len(found["_zh"]) > 9
+    for ours, theirs in zip(found[""], found["_zh"], strict=True):
         spans = [sorted(re.findall(r"`([^`]+)`", cells[1])) for cells in (ours, theirs)]
         assert spans[0] == spans[1], f"{ours[0]} | {theirs[0]}"
-
-
-def test_both_languages_say_the_same_of_each_row() -> None:
-    found = []
-    for page in PAGES:
-        words = [re.match(r"\*\*(.+?)\*\*", state) for _, _, state in rows(page)]
-        found.append([STATES[page].index(word[1]) if word else None for word in words])
-    assert found[0] == found[1]
+    states = []
+    for end, known in STATES.items():
+        words = [re.match(r"\*\*(.+?)\*\*", state) for _, _, state in found[end]]
+        states.append([known.index(word[1]) if word else None for word in words])
+    assert states[0] == states[1]
 
 
 def test_the_pages_on_generation_name_what_there_is() -> None:

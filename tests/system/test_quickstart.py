@@ -16,44 +16,45 @@ from common.run_config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.parametrize("ending", ["", "_zh"])
 def test_the_commands_that_the_quickstart_ends_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They use the quickstart's run and data, and what continues a prompt samples: greedily so
-    small a model prints empty lines.
+    small a model prints empty lines. Its own settings are those of the preset.
     """
     script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
+    text = script.rpartition("cat <<END")[2].partition("END")[0]
     variables = {
         "PYTHON": "python",
+        "OTHER": "ROMEO",
         **dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M)),
     }
-    text = script.rpartition("cat <<END")[2]
     for name, value in variables.items():
-        text = text.replace(f"${name}", value)
-    text = text.replace("\\\\\n", "")
-    found = [
-        shlex.split(line[line.index("python ") :])[1:]
-        for line in text.splitlines()
-        if "python " in line
-    ]
-    assert [words[0] for words in found].count("run_gpt2.py") == 4 and "$" not in text
-    data = load_config(ROOT / variables["CONFIG"]).data
+        text = text.replace(f"${name}", value.replace("$ENDING", ending))
+    assert "$" not in text
+    lines = text.strip().splitlines()[:4]
+    found = [shlex.split(line[line.index("python ") :])[1:] for line in lines]
+    assert [words[0] for words in found].count("run_gpt2.py") == 3
+    preset = load_config(ROOT / f"configs/gpt2/run_gpt2_quickstart{ending}.yaml")
     monkeypatch.chdir(ROOT)
     for words in (words[1:] for words in found if words[0] == "run_gpt2.py"):
         arguments = parse_arguments(words)
         # the file that the run writes holds the values of this one
-        file = (
-            variables["CONFIG"]
-            if arguments.config == f"{variables['RUN']}/config.yaml"
-            else arguments.config
+        file = str(arguments.config).replace(
+            f"{preset.output_dir}/config.yaml", f"configs/gpt2/run_gpt2_quickstart{ending}.yaml"
         )
         config = resolve_mode(
             load_config(file, arguments.overrides), arguments.run_mode, world_size=1
         )
-        assert config.data.tokenizer == data.tokenizer
-        assert config.data.train in (data.train, ["data/own_text_document"])
+        assert config.data.tokenizer == preset.data.tokenizer
+        assert config.data.train in (preset.data.train, ["data/own_text_document"])
+        assert config.output_dir in (preset.output_dir, "output/own")
         if arguments.run_mode == "predict":
-            assert config.predict.strategy == "sampling" and config.predict.top_k
+            assert config.predict.method == "sampling" and config.predict.top_k
+    size = str(preset.model.vocab_size)
+    assert f"SIZE={size}" in script and preset.data.tokenizer is not None
+    assert preset.data.tokenizer.folder == f"data/quickstart{ending}/small"
 
 
 PIP = f"""#!/bin/bash

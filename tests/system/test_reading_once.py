@@ -44,13 +44,10 @@ print(json.dumps(found), file=sys.stderr)
 
 def test_each_file_is_opened_once(tmp_path: Path, corpus_prefix: Path) -> None:
     vocabulary = write_vocabulary(tmp_path / "vocabulary", MERGES)
-    run = run_words(tmp_path / "run", corpus_prefix)
-    run += [
-        f"data.tokenizer={vocabulary}",
-        "train.max_steps=2",
-        "predict.prompt=ab",
-        "model.vocab_size=262",
-    ]
+    run = run_words(
+        tmp_path / "run", corpus_prefix, data__tokenizer=vocabulary, train__max_steps=2,
+        predict__prompt="ab", model__vocab_size=262,
+    )  # fmt: skip
     (tmp_path / "study.yaml").write_text(STUDY)
     programs = {
         "train": ("run_gpt2", ["--config", CONFIG, "--run_mode", "train", *run]),

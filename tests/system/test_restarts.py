@@ -209,6 +209,7 @@ def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
 TWELVE = {"train__max_steps": 12, "checkpoint__interval": 5}
 
 
+@pytest.mark.long
 def test_torchrun_on_one_node_starts_the_ranks_again(tmp_path: Path, corpus_prefix: Path) -> None:
     """Losses and hashes are bit for bit those of a run that nobody kills. One host, two ranks."""
     found, options = [], ("--nproc_per_node=2", "--max-restarts=1")
@@ -265,7 +266,7 @@ STEPS_OF_ELASTIC = 400
 def test_torchrun_continues_without_a_lost_node_and_takes_it_back(
     hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path
 ) -> None:
-    """The command of docs/launching.md. Global batch and order of samples are those of one
+    """The command of docs/restarts.md. Global batch and order of samples are those of one
     process, on any number of nodes.
     """
     keys: dict[str, object] = {"train__max_steps": STEPS_OF_ELASTIC, "checkpoint__interval": 20}

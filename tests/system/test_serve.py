@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.run_scripts import run_program, start_program
+from run_gpt2 import main
+from tests.run_scripts import start_program
+from tests.tiny import tiny_run, train_here
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
 
@@ -26,20 +28,14 @@ def config(
     folder = tmp_path_factory.mktemp("serve")
     files = dict(zip(("vocab_file", "merge_file"), map(str, gpt2_vocab_files), strict=True))
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32}
-    tree = {
-        "output_dir": str(folder / "tiny"),
-        "device": "cpu",
-        "model": {**sizes, "vocab_size": 50257},
-        "train": {"max_steps": 1, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.01},
-        "data": {"train": str(corpus_prefix), "tokenizer": files},
-        "serve": {"port": 0},
-        "predict": {"window": 16},
-    }
+    tree = tiny_run(
+        folder / "tiny", corpus_prefix, train={"max_steps": 1, "micro_batch_size": 2},
+        model=sizes | {"vocab_size": 50257}, data__tokenizer=files, serve__port=0,
+        predict__window=16,
+    )  # fmt: skip
+    train_here(tree)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    code, _, error = run_program("--config", str(path), "--run_mode", "train")
-    assert code == 0, error
     return path
 
 
@@ -59,21 +55,18 @@ class Served:
         assert found is not None, line
         self.port = int(found[1])
 
-    def greedy(self) -> str:
+    def post(self, **fields: Any) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        fields = {"prompt": "To be", "max_tokens": 20, "temperature": 0, "model": "tiny"}
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(fields), headers)
-        return str(json.loads(connection.getresponse().read())["choices"][0]["text"])
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret-of-mine"}
+        body = json.dumps({"prompt": "To be", "logit_bias": {"50256": -100}} | fields)
+        connection.request("POST", "/v1/completions", body, headers)
+        response = connection.getresponse()
+        assert response.status == 200
+        return response
 
     def stream(self, max_tokens: int) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        fields = {"prompt": "To be", "max_tokens": max_tokens, "stream": True, "logit_bias": {}}
-        fields["logit_bias"] = {"50256": -100}
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret-of-mine"}
-        connection.request("POST", "/v1/completions", json.dumps(fields), headers)
-        response = connection.getresponse()
-        assert response.status == 200 and response.readline().startswith(b"data: ")
+        response = self.post(max_tokens=max_tokens, stream=True)
+        assert response.readline().startswith(b"data: ")
         return response
 
     def end(self) -> tuple[int, str, str]:
@@ -114,18 +107,18 @@ def test_a_drain_has_a_limit(config: Path) -> None:
     assert code == 130 and "were given up" in error and 'prompts=["To be"]' in out
 
 
-def test_an_export_says_what_its_checkpoint_says(config: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_an_export_says_what_its_checkpoint_says(config: Path) -> None:
     """An ONNX folder is served without torch in the process."""
     pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[export]'")
-    folder, words = config.parent / "tiny", ("--config", str(config), "--run_mode", "export")
-    code, _, error = run_program(
-        *words, "export.format=onnx", "predict.window=null", "export.check=false"
-    )
-    assert code == 0, error
+    folder, words = config.parent / "tiny", ["--config", str(config), "--run_mode", "export"]
+    words += ["export.format=onnx", "predict.window=null", "export.check=false"]
+    assert main(words) == 0
     found = []
     for path in (folder, folder / "onnx"):
         served = Served(config, f"checkpoint.load={path}", "predict.window=null")
-        found.append(served.greedy())
+        answer = json.loads(served.post(max_tokens=20, temperature=0, model="tiny").read())
+        found.append(answer["choices"][0]["text"])
         maps = Path(f"/proc/{served.child.pid}/maps").read_text()
         assert ("libtorch" in maps) == (path == folder)
         served.child.send_signal(signal.SIGTERM)

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -65,37 +66,39 @@ class Crowd:
             "logit_bias": {"50256": -100},
         }
 
+    def ask(self, fields: Any) -> tuple[int, str, str]:
+        with self.post(fields) as client:
+            head, _, body = read_all(client).decode().partition("\r\n\r\n")
+        return int(head.split()[1]), head.lower(), body
+
+    def keep(self, fields: dict[str, Any], texts: list[str]) -> None:
+        with self._lock:
+            self.texts[json.dumps(fields, sort_keys=True)].add(json.dumps(texts))
+
     def whole(self, dice: random.Random) -> str:
         fields, began = self.fields(dice), time.monotonic()
         if dice.random() < 0.3:
             fields |= {"n": dice.randint(1, 4), "temperature": 1.0, "seed": dice.randint(0, 9)}
-        with self.post(fields) as client:
-            head, body = split(read_all(client))
-        status = int(head.split()[1])
+        status, head, body = self.ask(fields)
         if status == 200:
             self.waits.append(time.monotonic() - began)
             tree = json.loads(body)
             count = fields.get("n", 1)
             self.check(tree["usage"]["completion_tokens"] == count * fields["max_tokens"], body)
             self.check(all(each["finish_reason"] == "length" for each in tree["choices"]), body)
-            with self._lock:
-                key = json.dumps(fields, sort_keys=True)
-                self.texts[key].add(json.dumps([each["text"] for each in tree["choices"]]))
+            self.keep(fields, [each["text"] for each in tree["choices"]])
         else:
-            self.check(status == 429 and "retry-after: 1" in head.lower(), head)
+            self.check(status == 429 and "retry-after: 1" in head, head)
         return f"whole: {status}"
 
     def stream(self, dice: random.Random) -> str:
         fields = self.fields(dice)
-        with self.post(fields | {"stream": True}) as client:
-            head, body = split(read_all(client))
-        status = int(head.split()[1])
+        status, head, body = self.ask(fields | {"stream": True})
         if status == 200:
             lines = [line for line in body.split("\n") if line.startswith("data: ")]
             self.check(lines[-1] == "data: [DONE]", body[-300:])
-            text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
-            with self._lock:
-                self.texts[json.dumps(fields, sort_keys=True)].add(json.dumps([text]))
+            pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
+            self.keep(fields, ["".join(pieces)])
         else:
             self.check(status == 429, head)
         return f"stream: {status}"
@@ -112,9 +115,8 @@ class Crowd:
             {"prompt": 5}, {"temperature": -1}, {"n": 0}, {"promt": "a"}, {"max_tokens": 10**6},
             [], b"{", b"\xff", b"[" * 50_000, {"prompt": [[]]}, {"logit_bias": {"x": 1000}},
         ]  # fmt: skip
-        with self.post(dice.choice(wrong)) as client:
-            head, body = split(read_all(client))
-        self.check("400" in head.split("\r\n")[0] and "Traceback" not in body, head)
+        status, head, body = self.ask(dice.choice(wrong))
+        self.check(status == 400 and "Traceback" not in body, head)
         return "bad: 400"
 
     def slow(self, dice: random.Random) -> str:
@@ -161,9 +163,9 @@ def read_all(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def split(answer: bytes) -> tuple[str, str]:
-    head, _, body = answer.decode().partition("\r\n\r\n")
-    return head, body
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        return str(answer.read().decode())
 
 
 @pytest.mark.campaign
@@ -187,15 +189,11 @@ def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) ->
         time.sleep(SECONDS / 20)
         memory.append(process.memory_info().rss / 2**20)
         files.append(process.num_fds())
-        with socket.create_connection(("127.0.0.1", served.port), timeout=30) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            alive += b'"ok"' in read_all(client)
+        alive += '"ok"' in get(served.port, "/health")
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as client:
-        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        lines = split(read_all(client))[1].splitlines()
+    lines = get(served.port, "/metrics").splitlines()
     figures = dict(line.split() for line in lines if line.startswith("gpt2_") and "{" not in line)
     served.child.send_signal(signal.SIGTERM)
     assert served.child.wait(40) == 143

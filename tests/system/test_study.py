@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from common.study.results import State, Study, read_study
+from tests.run_scripts import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = """title: One rank and two hosts
@@ -36,6 +37,7 @@ time_limit: 300
 same_losses: {{along: [cell]}}
 """
 _PATIENCE = 240.0
+ENDED = {"alone": [State.FINISHED], "two_hosts": [State.FINISHED], "refused": [State.REFUSED]}
 
 
 class Running:
@@ -104,13 +106,6 @@ def make_study(tmp_path: Path, corpus_prefix: Path) -> Iterator[Callable[..., Ru
         study.end()
 
 
-def until(holds: Callable[[], object], limit: float = _PATIENCE) -> None:
-    deadline = time.monotonic() + limit
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
 def states(study: Study) -> dict[str, list[State]]:
     return {found.cell.id: [each.state for each in found.repeats] for found in study.cells}
 
@@ -124,11 +119,7 @@ def test_a_study_runs_and_every_cell_computes_the_same(
     assert "alone 1/1: finished" in output
     assert "\r" not in output  # no bar where there is no terminal
     result = study.result()
-    assert states(result) == {
-        "alone": [State.FINISHED],
-        "two_hosts": [State.FINISHED],
-        "refused": [State.REFUSED],
-    }
+    assert states(result) == ENDED
     one, two = (result.cell(name).repeats[0].measured for name in ("alone", "two_hosts"))
     assert one is not None and two is not None
     assert len(one.loss) == 4 and one.loss == pytest.approx(two.loss, rel=1e-6)
@@ -146,7 +137,7 @@ def test_sigkill(make_study: Callable[..., Running], victim: str) -> None:
     study = make_study(steps=150, repeats=1)
     process = study.start()
     metrics = study.folder / "cells" / "two_hosts" / "repeat_1" / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the second cell")
     before = study.times("alone")
     began = time.monotonic()
     if victim == "study":
@@ -156,7 +147,7 @@ def test_sigkill(make_study: Callable[..., Running], victim: str) -> None:
         study.processes(program)[-1].send_signal(signal.SIGKILL)
     if victim == "study":
         process.wait()
-        until(lambda: not study.left(), 30.0)
+        wait_until(lambda: not study.left(), "its processes end", seconds=30.0)
         print(f"{victim}: no process left after {time.monotonic() - began:.1f} s")
         assert states(study.result())["two_hosts"] == []
         study.finish()
@@ -172,9 +163,5 @@ def test_sigkill(make_study: Callable[..., Running], victim: str) -> None:
         study.finish("--redo", "two_hosts")
         assert study.times("alone") == kept
     assert before.items() <= study.times("alone").items()
-    assert states(study.result()) == {
-        "alone": [State.FINISHED],
-        "two_hosts": [State.FINISHED],
-        "refused": [State.REFUSED],
-    }
+    assert states(study.result()) == ENDED
     assert study.left() == []

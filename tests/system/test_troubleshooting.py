@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md explains exist, in both languages of the page."""
+"""The messages that docs/troubleshooting.md and clusters.md explain exist, in both languages."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,10 @@ WORDS = {"temperature", "checkpoints/latest", "input should be"}
 
 
 def messages(page: str) -> list[str]:
-    """Return the quoted parts of the first column of every table."""
+    """Return the quoted parts of the first column of every table of messages."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    clusters = (ROOT / "docs" / page.replace("troubleshooting", "clusters")).read_text("utf-8")
+    text += clusters.rpartition("\n## ")[2]
     cells = re.findall(r"^\| (.*?) \|", text, flags=re.M)
     return [quoted for cell in cells for quoted in re.findall(r"`([^`]+)`", cell)]
 

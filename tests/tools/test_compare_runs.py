@@ -76,16 +76,6 @@ def test_two_frameworks_have_a_wider_tolerance(
     assert code == 1 and "backend: torch -> mindspore" in text and "step 3" in text
 
 
-def test_runs_that_cannot_be_compared_are_one_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = run_folder(tmp_path / "one")
-    code, text = said(capsys, one, tmp_path / "absent")
-    assert code == 2 and "no such file; give the folder of a run" in text
-    code, text = said(capsys, one, run_folder(tmp_path / "later", first=20))
-    assert code == 2 and "no step is in both" in text
-
-
 def test_a_folder_that_cannot_be_read_is_found_before_anything_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

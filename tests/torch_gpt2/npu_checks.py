@@ -2,7 +2,6 @@
 starts pytest on this file there.
 """
 
-import copy
 import gzip
 import json
 import re
@@ -17,18 +16,10 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.numpy import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.backends import run_backend
-from common.checkpoint.folders import find_checkpoint
-from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
-from common.cluster.environment import ALONE
 from common.config.schema import (
     PredictConfig,
     QuantizationConfig,
@@ -42,12 +33,11 @@ from common.parallel.packing import KEYS
 from common.parallel.run import Run
 from common.run_config import load_config
 from common.training.metrics import read_metrics
-from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start as StartOfRun
 from tests import tiny
 from tests.host_waits import counted
 from tests.mixed_load import prompts as mixed_load, run
-from tests.tiny import tiny_config
+from tests.tiny import manifest_of, tiny_config
 from tests.twins import random_model
 from torch_gpt2 import offload
 from torch_gpt2.device import TorchDevice, open_device, select_device
@@ -158,22 +148,6 @@ def test_the_record() -> None:
         select_device("npu", index=8)
 
 
-def test_random_state_is_the_device_s_own() -> None:
-    device = select_device("npu")
-    device.seed(5)
-    state = device.rng_state()
-    assert state.keys() == {"cpu", "npu"}
-    drawn = []
-    for _ in range(2):
-        device.set_rng_state(state)
-        torch.rand(99)  # the host's draws do not move the device's
-        kept = torch.dropout(torch.ones(64, device="npu"), 0.5, True)
-        drawn.append((torch.rand(4, device="npu").cpu(), kept.cpu()))
-        device.seed(6)
-    for one, other in zip(*drawn, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_memory_limit(config: Callable[..., Run]) -> None:
     open_device(config("run", "npu", context={"max_device_memory": "2GB"}))
     assert torch.npu.get_per_process_memory_fraction() == 0.25  # of 8 GiB
@@ -255,11 +229,11 @@ def test_adam(start: Start, name: str, kernel: bool, request: pytest.FixtureRequ
     tiny.require_equal(folders[0], folders[1], 1e-6)
 
 
-@pytest.mark.parametrize(("kernel", "launched"), [(True, 8), (False, 6 * 36 + 14 + 50)])
+@pytest.mark.parametrize(("kernel", "most"), [(True, 8), (False, 6 * 36 + 14 + 50)])
 def test_operators_of_an_update(
-    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, kernel: bool, launched: int
+    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, kernel: bool, most: int
 ) -> None:
-    """A list of tensors times a tensor takes one for each, since Ascend has no kernel; times a
+    """Of 36 tensors. A list times a tensor takes one for each, since Ascend has no kernel; times a
     number of the host one in all. Adam's own kernels are not counted.
     """
     import _simulated_npu as simulated
@@ -267,7 +241,6 @@ def test_operators_of_an_update(
     monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
     engine = Engine(config("none", "npu"), select_device("npu"))
     engine.begin(StartOfRun())
-    assert len(engine.master.tensors) == 36
     applied, factor = torch.ones((), device="npu") > 0, torch.full((), 0.5, device="npu")
     with patch("torch._fused_adamw_"):
         for _ in range(2):  # the first one makes the moments
@@ -275,7 +248,7 @@ def test_operators_of_an_update(
                 tensor.grad = torch.ones_like(tensor)
             before = simulated.launched()
             engine._step_on_device(applied, factor)
-    assert simulated.launched() - before <= launched
+    assert simulated.launched() - before <= most
 
 
 def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_kernel: None) -> None:
@@ -333,93 +306,37 @@ def test_kernels_that_config_yaml_names(
         engine.begin(StartOfRun())
         return engine.kernels()
 
-    def optimizer(**changes: Any) -> str:
-        return kernels(**changes)["optimizer"]
-
-    assert optimizer() == "AdamW by a kernel per tensor (aclnnApplyAdamWV2)"
-    assert optimizer(**SGD) == "SGD over lists of tensors"
+    found = kernels()
+    assert found["optimizer"] == "AdamW by a kernel per tensor (aclnnApplyAdamWV2)"
+    assert found["attention"] == "scaled_dot_product_attention"
+    assert kernels(**SGD)["optimizer"] == "SGD over lists of tensors"
     monkeypatch.setattr(TorchDevice, "adam_kernel", False)
-    assert optimizer() == "AdamW over lists of tensors"
-    assert kernels()["attention"] == "scaled_dot_product_attention"
     monkeypatch.setattr(torch.npu, "get_device_name", lambda *_: "Ascend910A")
-    assert kernels()["attention"] == "written out", "within torch's function"
-
-
-def test_ascend_ignores_the_flag_that_skips_a_fused_step() -> None:
-    """The reason for the engine not to take torch.optim's. Others than AdamW are not there."""
-    weight = torch.nn.Parameter(torch.ones(2, device="npu"))
-    weight.sum().backward()
-    optimizer: Any = torch.optim.AdamW([weight], fused=True)
-    optimizer.grad_scale, optimizer.found_inf = None, torch.ones((), device="npu")
-    optimizer.step()
-    assert (weight < 1.0).all() and optimizer.state[weight]["step"].item() == 0.0
-    with pytest.raises(RuntimeError, match="no such fused optimizer"):
-        torch.optim.Adam([weight], fused=True).step()
-    assert not select_device("npu").fused_optimizer
+    found = kernels()
+    assert found["optimizer"] == "AdamW over lists of tensors"
+    assert found["attention"] == "written out", "within torch's function"
 
 
 def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is there, computes what AdamW does, and the device is not the first Ascend 910."""
     from torch_npu import adamw
 
     def found() -> bool:
         return select_device("npu").adam_kernel
 
+    def wrong(change: dict[str, float], *lists: Any, **rest: Any) -> None:
+        adamw._fused_adamw(*lists, **rest | change)
+
     assert found() and not select_device("cpu").adam_kernel
-    wrong = [{"weight_decay": 0.0}, {"beta2": 0.998}, {"eps": 1e-2}]
-    broken = [RuntimeError("161002"), NotImplementedError("aclnnApplyAdamWV2")]
-    for other in (
-        *(partial(changed_adamw, adamw._fused_adamw, change) for change in wrong),
-        *(Mock(side_effect=error) for error in broken),
-    ):
+    changes = ({"weight_decay": 0.0}, {"beta2": 0.998}, {"eps": 1e-2})
+    broken = Mock(side_effect=RuntimeError("161002"))
+    for other in (broken, *(partial(wrong, change) for change in changes)):
         with patch("torch._fused_adamw_", other):
             assert not found()
-    monkeypatch.setattr(torch.npu, "is_bf16_supported", lambda: False)
-    assert not found(), "the first Ascend 910"
-    monkeypatch.undo()
+    with patch.object(torch.npu, "is_bf16_supported", lambda: False):
+        assert not found()
     monkeypatch.setattr("torch._C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
     assert not found(), "an old torch_npu"
-
-
-def changed_adamw(
-    kernel: Callable[..., None], change: dict[str, Any], *lists: Any, **rest: Any
-) -> None:
-    kernel(*lists, **rest | change)
-
-
-def test_adam_s_state_is_the_same_with_its_kernel_and_without(
-    start: Start, config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint of either one is loaded by the other, and written again bit for bit. The next
-    steps of both agree, also after going back to it, as a rewind does.
-    """
-    for written_by in (True, False):
-        monkeypatch.setattr(TorchDevice, "adam_kernel", written_by)
-        folder = start(f"by {written_by}", "npu", train__max_steps=4)
-        checkpoint = find_checkpoint(folder)
-        assert checkpoint is not None
-        settings = config("next", "npu")
-        losses = []
-        for read_by in (True, False):
-            monkeypatch.setattr(TorchDevice, "adam_kernel", read_by)
-            engine = Engine(settings, select_device("npu"))
-            assert engine.adam_kernel is read_by
-            for _ in range(2):
-                state = engine.begin(StartOfRun(resume=Checkpoint(checkpoint)))
-                snapshot = engine.snapshot(state)
-                assert snapshot is not None
-                assert snapshot.manifest["engine"]["optimizer_steps"] == 4
-                for file, arrays in snapshot.files.items():
-                    saved = load_file(checkpoint / file)
-                    assert saved.keys() == set(arrays)
-                    assert all(
-                        array.tobytes() == np.asarray(arrays[name]).tobytes()
-                        for name, array in saved.items()
-                    )
-                rows = [*engine.run(iter([BATCH] * 3), 3), *engine.finish()]
-                losses.append([row.loss for row in rows])
-        assert losses[0] == losses[1] and losses[2] == losses[3]
-        assert losses[0] == pytest.approx(losses[2], rel=1e-6)
-        assert losses[0][2] < losses[0][1] < losses[0][0]
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -502,38 +419,14 @@ def test_activations_on_the_host_change_no_bit(start: Start, recompute: str) -> 
     assert [number for number, found in enumerate(waits.steps) if found] == [0, 8]
 
 
-def test_the_counter_of_waits_sees_every_thread() -> None:
-    """Also in the threads of the backward pass."""
-
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            assert gradients[0].sum().item() == 3.0
-            return gradients[0]
-
-    device, x = select_device("npu"), torch.ones(3, device="npu", requires_grad=True)
+def test_the_counter_of_waits_sees_the_threads_of_the_backward_pass() -> None:
+    x = torch.ones(3, device=select_device("npu").torch_device, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda gradient: None if gradient.sum().item() else gradient)
     with counted() as waits:
-        Reads.apply(x).sum().backward()
-        [found] = waits.steps[0].elements()
-        assert found.startswith("_local_scalar_dense waits for the device")
-        for act in (
-            lambda: torch.ones(3).to("npu"),
-            lambda: torch.ones(3).to("npu", non_blocking=True),  # not pinned
-            lambda: torch.empty(3).copy_(x.detach()),
-            lambda: torch.tensor([1.0], device="npu"),
-            lambda: x.detach().nonzero(),
-        ):
-            waits.steps.append(Counter())
-            act()
-            assert waits.steps[-1].total() == 1
-        waits.steps.append(Counter())
-        assert device.fetch(x.detach() * 2)() == [2.0] * 3
-        device.pin(torch.ones(3)).to("npu", non_blocking=True)
-        assert not waits.steps[-1]
+        y.sum().backward()
+    [found] = waits.steps[0].elements()
+    assert found.startswith("_local_scalar_dense waits for the device")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -541,13 +434,22 @@ def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start, recompute: 
     """With dropout, whose masks are drawn on the device; recomputation draws them twice."""
     settings = {"model__dropout": 0.1, "train__recompute": recompute}
     whole = start("whole", "npu", **settings)
-    start("parts", "npu", train__max_steps=4, **settings)
-    generators = read_manifest(find_checkpoint(tmp := whole.parent / "parts") or tmp)["engine"][
-        "rng"
-    ]["torch"]
-    assert [set(states) for states in generators] == [{"cpu", "npu"}]
+    parts = start("parts", "npu", train__max_steps=4, **settings)
+    [states] = manifest_of(parts)["engine"]["rng"]["torch"]
+    assert set(states) == {"cpu", "npu"}
     torch.manual_seed(999)
     assert_same_run(whole, start("parts", "npu", **settings))
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_adam_s_kernel_resumes_its_lists_of_tensors_and_they_it(
+    start: Start, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = start("whole", "npu")
+    for steps, takes in ((4, kernel), (8, not kernel)):
+        monkeypatch.setattr(TorchDevice, "adam_kernel", takes)
+        parts = start("parts", "npu", train__max_steps=steps)
+    tiny.require_equal(parts, whole, 1e-6)
 
 
 def test_a_run_moves_between_the_devices(start: Start) -> None:
@@ -556,8 +458,13 @@ def test_a_run_moves_between_the_devices(start: Start) -> None:
     assert_same_run(whole, start("parts", "cpu", **SGD))
 
 
-def test_evaluation(start: Start) -> None:
-    folder = start("run", "npu", **SGD)
+def test_evaluation_and_a_trace(start: Start) -> None:
+    folder = start("run", "npu", profile={"start": 2, "memory": True}, **SGD)
+    [path] = (folder / "profile").iterdir()
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    # of 2 micro batches, each with 2 norms a layer and the last
+    assert sum(each["name"] == "aten::native_layer_norm" for each in events) >= 2 * (2 * 2 + 1)
     results = []
     for device in ("npu", "cpu"):
         with sdpa_kernel(SDPBackend.MATH):
@@ -566,107 +473,26 @@ def test_evaluation(start: Start) -> None:
     assert results[0] == results[1] == rows_of(folder)[-1]["validation_loss"]
 
 
-def test_prediction(
-    start: Start, gpt2_vocab_files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])}
-    folder = start("run", "npu", model__vocab_size=50257, data__tokenizer=files, train__max_steps=2)
-    words = [
-        "predict.prompt=Hello world",
-        "predict.max_new_tokens=5",
-        "predict.stop_at_end_of_text=false",
-    ]
-    printed = []
-    for device in ("npu", "cpu"):
-        capsys.readouterr()
-        config = load_config(folder / "config.yaml", [*words, f"device={device}"])
-        run_backend("predict", config, ALONE)
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] and "Generation: Hello world" in printed[0]
-
-
 def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | None]) -> None:
     """The CPU's are held against transformers elsewhere; here transformers would look for more of
-    torch_npu than is simulated.
+    torch_npu than is simulated. No step waits for the host.
     """
-    model = random_model()
-    rows = [
-        np.random.default_rng(length).integers(0, 101, length).tolist() for length in (18, 1, 7)
-    ]
+    model, tokens = random_model(), []
+    random = np.random.default_rng(0)
+    rows = [random.integers(0, 101, length).tolist() for length in (18, 1, 7)]
     prompts = [Prompt(text="", ids=row, new_tokens=20) for row in rows]
-    tokens = []
+    given = mixed_load(101, model.config.max_positions)[:6]
     for device in map(select_device, ("cpu", "npu")):
-        decoder = Decoder(copy.deepcopy(model).to(device.torch_device), device, 3)
-        tokens.append(
-            [each.tokens for each in generate(decoder, prompts, PredictConfig(), seed=0, ends=())]
-        )
-        slots = Slots(copy.deepcopy(model).to(device.torch_device), device, 3)
-        tokens[-1] += run(slots, mixed_load(101, model.config.max_positions)[:6], None)[0]
+        model.to(device.torch_device)
+        decoder, slots = Decoder(model, device, 3), Slots(model, device, 3)
+        found = generate(decoder, prompts, PredictConfig(), seed=0, ends=())
+        tokens.append([each.tokens for each in found] + run(slots, given, None)[0])
     assert tokens[0] == tokens[1]
     assert masks == {None, torch.bool}
-    slots = Slots(copy.deepcopy(model).to(device.torch_device), device, 3)
+    slots = Slots(model, device, 3)
     slots.admit(1, rows[0], 0, None)
     with counted() as waits:
-        for number, step in enumerate(
-            [
-                lambda: decoder.step([1, 2, 3]),
-                lambda: decoder.reorder([2, 0, 0]),
-                lambda: slots.step([1], [7], [len(rows[0])]),
-            ]
-        ):
-            waits.steps.append(Counter())
-            step()
-            assert not waits.steps[-1], number
-
-
-def test_a_trace(start: Start) -> None:
-    traced = start("traced", "npu", profile={"start": 2, "memory": True}, train__max_steps=3, **SGD)
-    assert_same_run(traced, start("plain", "npu", train__max_steps=3, **SGD))
-    [path] = (traced / "profile").iterdir()
-    with gzip.open(path) as file:
-        names = [
-            event["name"]
-            for event in json.load(file)["traceEvents"]
-            if event.get("cat") == "cpu_op"
-        ]
-    # of 2 micro batches, each with 2 norms a layer and the last
-    assert names.count("aten::native_layer_norm") >= 2 * (2 * 2 + 1)
-
-
-def test_an_optimizer_of_plain_tensors_and_of_sharded_ones(
-    config: Callable[..., Run],
-) -> None:
-    """torch's loops over lists take no list of both, which a CPU, where they are not the default,
-    does not show.
-    """
-    device = select_device("npu")
-    dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("npu", (1,))
-        names = (
-            "h.0.mlp.c_fc.weight",
-            "h.0.mlp.c_proj.weight",
-            "h.0.mlp.c_fc.bias",
-            "h.0.mlp.c_proj.bias",
-        )
-        plain = {name: torch.nn.Parameter(torch.arange(4.0) + 1) for name in names}
-        mixed = {
-            name: torch.nn.Parameter(tensor.detach().to(device.torch_device))
-            for name, tensor in plain.items()
-        }
-        for name in ("h.0.mlp.c_fc.weight", "h.0.mlp.c_fc.bias"):
-            mixed[name] = torch.nn.Parameter(
-                distribute_tensor(mixed[name].detach(), mesh, [Shard(0)])
-            )
-        for tensors in (plain, mixed):
-            optimizer = build_optimizer(tensors, config("none", "npu").optimizer, fused=False)
-            for _ in range(3):
-                optimizer.zero_grad()
-                for tensor in tensors.values():
-                    (tensor * tensor).sum().backward()
-                optimizer.step()
-        for name in names:
-            whole = mixed[name].full_tensor() if isinstance(mixed[name], DTensor) else mixed[name]
-            assert torch.allclose(whole.cpu(), plain[name], rtol=1e-6, atol=0.0), name
-    finally:
-        dist.destroy_process_group()
+        decoder.step([1, 2, 3])
+        decoder.reorder([2, 0, 0])
+        slots.step([1], [7], [len(rows[0])])
+    assert not waits.steps[0]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import torch_gpt2.train
-from common.accelerators import Hardware
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.inputs import make_run
-from common.planner import fitting
+from common.parallel.run import Run
+from common.planner import room
 from common.planner.fitting import Fitting
 from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, resolve_other
@@ -26,7 +26,6 @@ AUTO: dict[str, Any] = {
     "train__micro_batch_size": "auto",
     "train__rampup_batch_size": None,
 }
-CPU = Hardware(kind="cpu")
 
 
 def written(**changes: Any) -> RunConfig:
@@ -39,7 +38,7 @@ def search(world_size: int = 1, limit: float | None = None, **changes: Any) -> F
 
 def peak(size: int, **changes: Any) -> int:
     run = resolve_other(written(**changes), world_size=1, train={"micro_batch_size": size})
-    return max(memory_of(run, run.topology, at).peak for at in range(run.topology.pipeline))
+    return max(memory_of(run, at).peak for at in range(run.topology.pipeline))
 
 
 @pytest.fixture
@@ -47,8 +46,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give this machine so many bytes beyond the reserve."""
 
     def give(bytes_for_runs: float) -> None:
-        there = int(bytes_for_runs / (1 - fitting.RESERVED)) + 1
-        monkeypatch.setattr(fitting, "machine_memory", lambda: there)
+        there = int(bytes_for_runs / (1 - room.RESERVED)) + 1
+        monkeypatch.setattr(room, "machine_memory", lambda: there)
 
     return give
 
@@ -67,10 +66,12 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_the_choices_divide_every_batch_and_keep_a_pipeline_busy(
-    world_size: int, changes: dict[str, Any], wanted: list[int]
+    monkeypatch: pytest.MonkeyPatch, world_size: int, changes: dict[str, Any], wanted: list[int]
 ) -> None:
-    runs = reversed([*search(world_size, **changes).choices()])
-    assert [run.train.micro_batch_size for run in runs] == wanted
+    tried: list[Run] = []
+    monkeypatch.setattr(Fitting, "fits", lambda self, run: tried.append(run))
+    search(world_size, **changes).largest()
+    assert [run.train.micro_batch_size for run in reversed(tried)] == wanted
 
 
 @pytest.mark.parametrize("backend", ["torch", "mindspore"])
@@ -81,16 +82,6 @@ def test_the_plan_takes_the_largest_one_within_the_limit(backend: str) -> None:
     for limit, size in limits.items():
         found = search(limit=limit, backend=backend).fastest()
         assert found.train.micro_batch_size == found.validation.micro_batch_size == size
-
-
-def test_ranks_share_the_memory_of_a_cpu(memory: Any) -> None:
-    memory(1000)
-    one, four = (fitting.rank_memory(written(), CPU, ranks=ranks) for ranks in (1, 4))
-    assert one is not None and one == pytest.approx(1000, abs=2) and four == one / 4
-    for size, reserve in ((80, 4.8), (16, 2.4)):
-        device = Hardware(kind="cuda", memory=size * 2**30)
-        found = fitting.rank_memory(written(), device, ranks=4)
-        assert found == pytest.approx((size - reserve) * 2**30)
 
 
 def train(folder: Path, corpus: Path, **changes: Any) -> Any:
@@ -155,12 +146,13 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> No
 @pytest.mark.long
 def test_two_ranks_take_the_same_one(corpus_prefix: Path, tmp_path: Path) -> None:
     """Six samples a rank at once: losses of one process with micro batches of two within 1e-6."""
-
-    def job(name: str, **changes: Any) -> dict[str, Any]:
-        return make_tree(tmp_path / name, corpus_prefix, **{**AUTO, **changes})
-
-    one = job("one", train__micro_batch_size=2, ranks=1)
-    run_ranks(2, [one, job("auto"), job("pipeline", parallel__pipeline_stage=2)])
-    for name, size in (("auto", 6), ("pipeline", 6)):
-        assert load_config(tmp_path / name / "config.yaml").train.micro_batch_size == size
+    runs = {
+        "one": {"train__micro_batch_size": 2, "ranks": 1},
+        "auto": {},
+        "pipeline": {"parallel__pipeline_stage": 2},
+    }
+    jobs = [make_tree(tmp_path / name, corpus_prefix, **AUTO | each) for name, each in runs.items()]
+    run_ranks(2, jobs)
+    for name in ("auto", "pipeline"):
+        assert load_config(tmp_path / name / "config.yaml").train.micro_batch_size == 6
         require_equal(tmp_path / name, tmp_path / "one", 1e-6)

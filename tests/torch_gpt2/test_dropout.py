@@ -92,22 +92,23 @@ def assert_independent(one: Tensor, other: Tensor) -> None:
     """Five standard deviations of what independent masks would show."""
     if one.dtype == torch.bool:
         expected = RATE**2 + (1 - RATE) ** 2
-        agreement = (one == other).double().mean().item()
-        assert abs(agreement - expected) < 5 * math.sqrt(expected * (1 - expected) / one.numel())
+        assert_share(one == other, expected)
     else:
         assert abs((one * other).mean().item()) < 5 / math.sqrt(one.numel())
 
 
 def assert_rate(mask: Tensor) -> None:
     if mask.dtype == torch.bool:
-        assert abs(mask.double().mean().item() - (1 - RATE)) < 5 * math.sqrt(
-            RATE * (1 - RATE) / mask.numel()
-        )
+        assert_share(mask, 1 - RATE)
     else:
         assert abs(mask.mean().item()) < 5 / math.sqrt(mask.numel())
-        assert mask.square().mean().item() == pytest.approx(1.0, rel=0.5), (
-            "each key is dropped on its own"
-        )
+        # each key is dropped on its own
+        assert mask.square().mean().item() == pytest.approx(1.0, rel=0.5)
+
+
+def assert_share(found: Tensor, share: float) -> None:
+    deviation = math.sqrt(share * (1 - share) / found.numel())
+    assert abs(found.double().mean().item() - share) < 5 * deviation
 
 
 @pytest.fixture(autouse=True)
@@ -121,41 +122,32 @@ def no_group_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"model_parallel": 2},
-        {"model_parallel": 2, "sequence_parallel": True},
-        {"zero_stage": 1},
-        {"pipeline_stage": 2},
-    ],
-    ids=["tensor", "sequence", "data", "pipeline"],
-)
-def test_masks(parallel: dict[str, Any]) -> None:
-    config = make_config(parallel)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"model_parallel": 2},
+    "sequence": {"model_parallel": 2, "sequence_parallel": True},
+    "data": {"zero_stage": 1},
+    "pipeline": {"pipeline_stage": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masks(layout: str) -> None:
+    config = make_config(LAYOUTS[layout])
     masks = [masks_of(config, rank) for rank in range(RANKS)]
-    topology = config.topology
     for of_rank in masks:
         for mask in of_rank.values():
             assert_rate(mask)
-        for one, other in itertools.combinations(of_rank, 2):  # layers, branches and micro batches
-            if (
-                of_rank[one].shape == of_rank[other].shape
-                and of_rank[one].dtype == of_rank[other].dtype
-            ):
-                assert_independent(of_rank[one], of_rank[other])
+        # layers, branches and micro batches
+        for one, other in itertools.combinations(of_rank.values(), 2):
+            if (one.shape, one.dtype) == (other.shape, other.dtype):
+                assert_independent(one, other)
+    at = [config.topology.coordinates(rank) for rank in range(RANKS)]
     for one, other in itertools.combinations(range(RANKS), 2):
-        here, there = topology.coordinates(one), topology.coordinates(other)
-        same_activations = (here.data, here.pipeline) == (
-            there.data,
-            there.pipeline,
-        ) and not config.parallel.sequence_parallel
+        same_stage = (at[one].data, at[one].pipeline) == (at[other].data, at[other].pipeline)
         for name in masks[one].keys() & masks[other].keys():
-            if same_activations and "heads" not in name:
+            if same_stage and layout != "sequence" and "heads" not in name:
                 assert torch.equal(masks[one][name], masks[other][name]), (name, one, other)
             else:
                 assert_independent(masks[one][name], masks[other][name])
-    again = masks_of(config, 3)
-    assert all(torch.equal(again[name], mask) for name, mask in masks[3].items()), (
-        "a second run draws the same"
-    )
+    again = masks_of(config, 3)  # a second run draws the same
+    assert all(torch.equal(again[name], mask) for name, mask in masks[3].items())

@@ -45,14 +45,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model in float32 and in 8 bits."""
     root = tmp_path_factory.mktemp("int8")
     rng, model = np.random.default_rng(0), config_at(root).model
-    values = {
-        name: rng.normal(0, 0.3, shape).astype(np.float32)
-        for name, shape in parameter_shapes(model).items()
-    }
-    tensors = {
-        name: Weight(dtype="float32", shape=array.shape, load=partial(np.asarray, array))
-        for name, array in values.items()
-    }
+    tensors = {}
+    for name, shape in parameter_shapes(model).items():
+        values = rng.normal(0, 0.3, shape).astype(np.float32)
+        tensors[name] = Weight(dtype="float32", shape=shape, load=partial(np.asarray, values))
     weights = Weights(path=root, format="torch_gpt2", model=model, tensors=tensors)
     (root / "float32").mkdir()
     write_project(root / "float32", weights, None)
@@ -157,54 +153,36 @@ def test_generation_takes_the_tokens_of_whole_passes(folders: dict[str, Path], r
     model = integer_model(folders["int8"])
     prompts = [[5, 17, 50], [9], [1, 2, 3, 4, 5, 6]][:rows]
     given = [Prompt(text="", ids=ids, new_tokens=8) for ids in prompts]
-    decoder = Decoder(model, select_device("cpu"), rows)
-    settings = PredictConfig.model_validate({"strategy": "greedy"})
-    found = [each.tokens for each in generate(decoder, given, settings, seed=0, ends=())]
-    again = Decoder(model, select_device("cpu"), rows)  # the integers are held once, packed
-    assert found == [each.tokens for each in generate(again, given, settings, seed=0, ends=())]
-    block = model.h[0]
-    held = (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj, model.head)
+    for _ in range(2):  # the integers are held once, packed
+        decoder = Decoder(model, select_device("cpu"), rows)
+        found = list(generate(decoder, given, PredictConfig(), seed=0, ends=()))
+        for prompt, each in zip(prompts, found, strict=True):
+            ids = list(prompt)
+            for _ in range(8):
+                ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
+            assert each.tokens == ids[len(prompt) :]
+    held = (model.h[0].attn.c_proj, model.h[0].mlp.c_fc, model.h[0].mlp.c_proj, model.head)
     assert torch_gpt2.int8.multiplies_integers() is not any(each.weight.numel() for each in held)
-    for prompt, tokens in zip(prompts, found, strict=True):
-        ids = list(prompt)
-        for _ in range(8):
-            ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
-        assert tokens == ids[len(prompt) :]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"c_fc.bias": np.ones(128, np.int8)}, r"c_fc.bias \[128\] has 8 bits; expected"),
-        (
-            {"c_fc.weight": np.ones((128, 31), np.int8)},
-            r"c_fc.weight is \[128, 31\], the model's is \[128, 32\]",
-        ),
-        ({"c_fc.weight_scale": None}, "lacks h.0.mlp.c_fc.weight_scale"),
-        (
-            {"c_fc.weight_scale": np.ones(3, np.float32)},
-            r"c_fc.weight_scale is float32 \[3\]; expected float32 \[128\]",
-        ),
-        (
-            {"c_fc.weight_scale": np.full(128, np.inf, np.float32)},
-            "c_fc.weight_scale holds inf; expected finite numbers above 0",
-        ),
-        (
-            {"c_fc.input_scale": np.array([-1.0], np.float32)},
-            "input_scale holds -1.0; expected finite",
-        ),
-    ],
-)
+SCALES = "c_fc.weight_scale"
+BROKEN: list[tuple[str, np.ndarray | None, str]] = [
+    ("c_fc.bias", np.ones(128, np.int8), r"c_fc.bias \[128\] has 8 bits; expected"),
+    ("c_fc.weight", np.ones((128, 31), np.int8), r"is \[128, 31\], the model's is \[128, 32\]"),
+    (SCALES, None, "lacks h.0.mlp.c_fc.weight_scale"),
+    (SCALES, np.ones(3, np.float32), r"is float32 \[3\]; expected float32 \[128\]"),
+    (SCALES, np.full(128, np.inf, np.float32), "holds inf; expected finite numbers above 0"),
+    ("c_fc.input_scale", np.array([-1.0], np.float32), "input_scale holds -1.0; expected finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "message"), BROKEN)
 def test_broken_scales_are_refused(
-    folders: dict[str, Path], tmp_path: Path, change: dict[str, np.ndarray | None], message: str
+    folders: dict[str, Path], tmp_path: Path, name: str, values: np.ndarray | None, message: str
 ) -> None:
-    tensors = load_file(folders["int8"] / "model.safetensors")
-    tensors |= {f"h.0.mlp.{name}": each for name, each in change.items() if each is not None}
-    tensors = {
-        name: each for name, each in tensors.items() if change.get(name[8:], each) is not None
-    }
+    tensors = load_file(folders["int8"] / "model.safetensors") | {f"h.0.mlp.{name}": values}
     file = tmp_path / "model.safetensors"
-    save_file(tensors, file)
+    save_file({key: each for key, each in tensors.items() if each is not None}, file)
     record = read_manifest(folders["int8"])
     record["files"][file.name]["bytes"] = file.stat().st_size
     write_manifest(tmp_path, record)

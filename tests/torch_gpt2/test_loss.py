@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch_gpt2.loss as module
 from torch_gpt2.loss import cross_entropy_sum
 
 
@@ -31,25 +30,25 @@ def make(
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(hidden.float() @ weight[:101].t(), targets, reduction="sum")
-
-
-@pytest.mark.parametrize("rows_at_once", [1, 10, 37, 1000])
-def test_loss_and_gradients_equal_plain_cross_entropy(
-    monkeypatch: pytest.MonkeyPatch, rows_at_once: int
-) -> None:
-    monkeypatch.setattr(module, "ROWS_AT_ONCE", rows_at_once)
-    hidden, weight, targets = make()
-    (cross_entropy_sum(hidden, weight, targets, 101) * 3.0).backward()
-    found = hidden.grad, weight.grad
-    hidden, weight, targets = make()
-    expected = plain(hidden, weight, targets)
-    (expected * 3.0).backward()
-    torch.testing.assert_close(
-        cross_entropy_sum(hidden, weight, targets, 101), expected, rtol=1e-6, atol=1e-5
+    return F.cross_entropy(
+        hidden.float() @ weight[:101].t(), targets, ignore_index=-1, reduction="sum"
     )
-    torch.testing.assert_close(found[0], hidden.grad, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[1], weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows_at_once", [1, 10, 37, 1000])
+def test_loss_and_gradients_equal_plain_cross_entropy(rows_at_once: int, masked: bool) -> None:
+    """masked: targets of -1 add nothing."""
+    hidden, weight, targets = make()
+    if masked:
+        targets[::3] = -1
+    loss = cross_entropy_sum(hidden, weight, targets, 101, rows=rows_at_once, masked=masked)
+    expected = plain(hidden, weight, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
+    found, wanted = (
+        torch.autograd.grad(value * 3.0, (hidden, weight)) for value in (loss, expected)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_extreme_logits_stay_finite() -> None:

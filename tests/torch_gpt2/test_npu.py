@@ -1,5 +1,6 @@
-"""device=npu on a simulated NPU (tests/simulated_npu), and torch_npu where it cannot be loaded. No
-figure here speaks of Ascend's own.
+"""device=npu on a simulated NPU (tests/simulated_npu), device=cuda in eager mode on an H100 that
+computes nothing (tests/fake_cuda), and torch_npu where it cannot be loaded. No figure here speaks
+of Ascend's own.
 """
 
 import json
@@ -17,16 +18,20 @@ from tests.ranks import ROOT, run_ranks
 from tests.tiny import rows_of, some_but_not_all, tiny_run, train_here
 
 
-def test_everything_on_one_npu(npu_variables: dict[str, str], tmp_path: Path) -> None:
-    """npu_checks.py in a process of its own: a device once registered stays, and would be there for
-    other tests.
+@pytest.mark.parametrize("device", ["npu", "cuda"])
+def test_everything_on_one_device(
+    device: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """npu_checks.py and cuda_checks.py in processes of their own: a device once registered stays,
+    and would be there for other tests.
     """
-    checks = str(Path(__file__).with_name("npu_checks.py"))
-    words = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'npu'}", checks]
+    variables = request.getfixturevalue(f"{device}_variables")
+    checks = str(Path(__file__).with_name(f"{device}_checks.py"))
+    words = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path / device}", checks]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=ROOT,
-        env=os.environ | npu_variables,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=300,
@@ -107,27 +112,18 @@ def without_cann(tmp_path: Path) -> dict[str, str]:
     record.mkdir()
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
     (record / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ASCEND_", "TORCH_DEVICE_BACKEND"))
-    }
+    of_npus = ("ASCEND_", "TORCH_DEVICE_BACKEND")
+    kept = {name: each for name, each in os.environ.items() if not name.startswith(of_npus)}
     return kept | {"PYTHONPATH": str(tmp_path / "site")}
 
 
 def test_torch_npu_without_cann_is_left_alone(
     without_cann: dict[str, str], tmp_path: Path, corpus_prefix: Path
 ) -> None:
-    alone = subprocess.run(
-        [sys.executable, "-c", "import torch"],
-        env=without_cann,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (
-        alone.returncode == 1 and "Failed to load the backend extension: torch_npu" in alone.stderr
-    ), "there is a trap"
+    options = {"env": without_cann, "capture_output": True, "text": True, "timeout": 120}
+    alone = subprocess.run([sys.executable, "-c", "import torch"], **options)
+    assert alone.returncode == 1, "there is a trap"
+    assert "Failed to load the backend extension: torch_npu" in alone.stderr
     tree = tiny_run(tmp_path / "out", corpus_prefix, train__max_steps=2)
     (tmp_path / "run.yaml").write_text(str(tree))
     program = f"""
@@ -147,14 +143,10 @@ for number, words in enumerate(sys.argv[1:]):
     print("code", main(words), "attempted" if attempted else "untouched", flush=True)
 """
     words = [sys.executable, "-c", program, "cpu", "auto", "npu", "auto /usr/local/Ascend/latest"]
-    done = subprocess.run(words, env=without_cann, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, **options)
     codes = [line for line in done.stdout.splitlines() if line.startswith("code")]
-    assert codes == [
-        "code 0 untouched",
-        "code 0 untouched",
-        "code 2 attempted",
-        "code 0 attempted",
-    ], done.stdout + done.stderr
+    ends = ["code 0 untouched", "code 0 untouched", "code 2 attempted", "code 0 attempted"]
+    assert codes == ends, done.stdout + done.stderr
     reason = (
         "device=npu: torch_npu cannot be loaded (libhccl.so: cannot open shared object file:"
         " No such file or directory)"

@@ -61,24 +61,19 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("precision", ["float32", "bf16", {"parameters": "bfloat16"}])
 def test_the_host_takes_the_plan_s_bytes_and_no_bit_changes(precision: Any, recompute: str) -> None:
-    """To the byte without dropout, whose masks have other sizes on a CPU."""
-    for dropout in (0.0, 0.1):
+    """To the byte without dropout, whose masks have other sizes on a CPU; with bf16 also where
+    weights are rounded once for two micro batches.
+    """
+    for dropout, micro_batches in ((0.0, 1), (0.1, 1), (0.0, 2)):
         train = {"recompute": recompute, "offload_activations": True}
+        train |= {"accumulation_steps": micro_batches}
         config = make(precision=precision, model={"dropout": dropout}, train=train)
         memory = HostMemory(pinned=False)
         assert same(step(build(config, None)), step(build(config, memory)))
         if not dropout:
             (stage,) = make_plan(config).stages
             assert memory.moved == stage.memory.on_host > 0
-
-
-def test_the_bytes_are_those_of_a_run_that_rounds_weights_once() -> None:
-    train = {"offload_activations": True, "accumulation_steps": 2}
-    config = make(precision="bf16", model={"dropout": 0.0}, train=train)
-    assert config.rounds_weights_once
-    memory = HostMemory(pinned=False)
-    assert same(step(build(config, None)), step(build(config, memory)))
-    assert memory.moved == make_plan(config).stages[0].memory.on_host
+    assert config.rounds_weights_once == (precision == "bf16")
 
 
 def test_the_mask_that_all_blocks_share_stays() -> None:
@@ -109,16 +104,6 @@ def test_a_storage_is_copied_once_and_not_taken_for_one_that_is_gone() -> None:
     assert x.grad is not None and torch.equal(
         x.grad, torch.full((64,), 2 * 3.0 + 3.0 + 8 * 3.0 + 50 * 3.0)
     )
-
-
-def test_a_tensor_may_be_needed_more_often_than_it_was_kept() -> None:
-    memory = HostMemory(pinned=False)
-    x = torch.full((4,), 2.0, requires_grad=True)
-    with memory.of_block(torch.nn.Identity()):
-        loss = (x * 1.0).exp().sum()
-    for _ in range(3):
-        (found,) = torch.autograd.grad(loss, x, retain_graph=True)
-        assert torch.equal(found, torch.full((4,), 2.0).exp())
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -183,13 +168,11 @@ def test_the_device_s_peak_falls_as_the_plan_says(recompute: str) -> None:
 
 def test_the_plan_names_both_memories_and_the_time() -> None:
     config, moved = (make(train={"offload_activations": each}) for each in (False, True))
-    text = describe_plan(make_plan(moved), moved)
-    assert "On the host a rank keeps 0.00 GiB of activations at most" in text
+    plan, device = make_plan(moved), require_accelerator("H100")
+    assert "On the host a rank keeps 0.00 GiB" in describe_plan(plan, moved)
     assert "On the host" not in describe_plan(make_plan(config), config)
-    device = require_accelerator("H100")
-    time, plan = time_of(make_plan(moved), moved, device), make_plan(moved)
     # there and back over 25 GB/s
-    assert time.host == 2 * plan.stages[0].memory.on_host / 25e9
+    assert time_of(plan, moved, device).host == 2 * plan.stages[0].memory.on_host / 25e9
     assert time_of(make_plan(config), config, device).host == 0
 
 
@@ -203,10 +186,8 @@ def test_a_pipeline_keeps_each_waiting_micro_batch_on_the_host() -> None:
     )
     residual = 3 * 40 * 48 * 4
     assert [stage.memory.on_host for stage in moved.stages] == [4 * 2 * residual] * 2
-    falls = [
-        one.memory.activations - other.memory.activations
-        for one, other in zip(kept.stages, moved.stages, strict=True)
-    ]
+    pairs = zip(kept.stages, moved.stages, strict=True)
+    falls = [one.memory.activations - other.memory.activations for one, other in pairs]
     # the last stage keeps what it received on the device, where its first block has it
     assert falls == [4 * 2 * residual, 4 * residual]
 
@@ -214,13 +195,12 @@ def test_a_pipeline_keeps_each_waiting_micro_batch_on_the_host() -> None:
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="on a CPU they are there already; leave it out"):
         check_support(make(train={"offload_activations": True}), select_device("cpu"))
-    for sections, message in (
-        ({"backend": "mindspore"}, "is for backend torch; leave it out on mindspore"),
-        ({"train": {"compile_mode": "reduce-overhead"}}, "leave one of them out"),
+    for sections, train, message in (
+        ({"backend": "mindspore"}, {}, "is for backend torch; leave it out on mindspore"),
+        ({}, {"compile_mode": "reduce-overhead"}, "leave one of them out"),
     ):
-        train = {"offload_activations": True, **sections.pop("train", {})}
         with pytest.raises(ConfigError, match=message):
-            make(train=train, **sections)
+            make(train=train | {"offload_activations": True}, **sections)
 
 
 def test_a_run_folder_is_evaluated_on_a_cpu() -> None:

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint.folders import find_checkpoint
-from common.checkpoint.manifest import read_manifest
 from common.config.load import build_config
-from common.dataset import ShardedSampler, open_samples
+from common.dataset import open_samples
 from common.errors import ConfigError
-from common.parallel.ramp import batch_sizes
 from common.resolve.derive import resolve_config
 from common.training.start import Start
 from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here
-from tests.torch_gpt2.test_rewind import write_corpus
+from tests.torch_gpt2.test_rewind import REWINDS, state, write_corpus
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import GPT2
@@ -100,28 +97,6 @@ def test_a_run_equals_a_plain_loop(
         first += size
 
 
-def test_the_order_of_samples_is_that_of_a_constant_batch(corpus_prefix: Path) -> None:
-    samples = open_samples(
-        [str(corpus_prefix)], split="train", split_weights=(90.0, 10.0, 0.0), seq_length=16, seed=1
-    )
-    constant = ShardedSampler(samples, global_batch_size=4).batches()
-    wanted = np.concatenate([next(constant).tokens for _ in range(sum(SIZES) // 4)])
-    sizes = batch_sizes(12, RAMP)
-    ranks = [
-        ShardedSampler(
-            samples,
-            global_batch_size=12,
-            data_parallel_size=2,
-            data_parallel_rank=rank,
-            batch_size_at=sizes.at,
-        ).batches()
-        for rank in range(2)
-    ]
-    found = [next(each) for _ in SIZES for each in ranks]
-    assert [batch.samples for batch in found[::2]] == SIZES
-    np.testing.assert_array_equal(np.concatenate([batch.tokens for batch in found]), wanted)
-
-
 @pytest.mark.parametrize(("stop", "unit"), [(1, "steps"), (4, "samples")])
 def test_a_resume_within_the_ramp_equals_no_interruption(start: Any, stop: int, unit: str) -> None:
     """Bit for bit, with dropout and Adam."""
@@ -149,70 +124,41 @@ def test_lengths_count_the_growing_batches(start: Any, tmp_path: Path, corpus_pr
 def test_a_rewind_leaves_out_the_batch_of_its_own_size(tmp_path: Path) -> None:
     """Batches of 4 samples up to the outlier, step 17, while the full one has 8."""
     corpus = write_corpus(tmp_path / "corpus", 17)
-    train_here(
-        make_tree(
-            tmp_path / "run",
-            corpus,
-            train={
-                "max_steps": 24,
-                "micro_batch_size": 2,
-                "global_batch_size": 8,
-                "rampup_batch_size": [4, 4, 72],
-                "on_outlier": "rewind",
-            },
-            model__num_layers=2,
-            model__initializer_range=0.02,
-            optimizer={"learning_rate": 0.01, "schedule": "constant"},
-            data={"train": str(corpus), "split": "100,0,0", "shuffle": False},
-            checkpoint__interval=5,
-            logging__outlier_deviations=6.0,
-            logging__outlier_window=16,
-        )
+    batches: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8}
+    length: dict[str, Any] = {"max_steps": 24, "rampup_batch_size": [4, 4, 72]}
+    train = batches | length | {"on_outlier": "rewind"}
+    run = train_here(
+        tiny_run(tmp_path / "run", **REWINDS | {"data__train": str(corpus), "train": train})
     )
-    checkpoint = find_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
-    state = read_manifest(checkpoint)["state"]
-    assert state["left_out"] == [[64, 68]] and state["rewinds"] == 1
-    rows = rows_of(tmp_path / "run")
+    found = state(run)
+    assert found["left_out"] == [[64, 68]] and found["rewinds"] == 1
     # 16 batches to sample 64, then from 68 on: 68, 72 and, beyond sample 72, the full ones
-    assert [row["global_batch_size"] for row in rows] == [4] * 16 + [4, 8, *[8] * 6]
-    assert state["consumed_samples"] == 64 + 4 + 4 + 7 * 8
+    sizes = [row["global_batch_size"] for row in rows_of(run)]
+    assert sizes == [4] * 16 + [4, 8, *[8] * 6]
+    assert found["consumed_samples"] == 64 + 4 + 4 + 7 * 8
+
+
+INTERLEAVED: dict[str, Any] = {
+    "parallel__pipeline_stage": 2,
+    "parallel__pipeline_schedule": "interleaved_1f1b",
+    "train__rampup_batch_size": [10, 2, 24],
+}
+SEMI_AUTO = {"backend": "mindspore", "device": "npu", "parallel__parallel_mode": 1}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("ranks", "changes", "message"),
     [
-        ({"engine": "deepspeed"}, r"DeepSpeed ends a step by a count .* set engine=native"),
-        (
-            {
-                "parallel__pipeline_stage": 2,
-                "parallel__pipeline_schedule": "interleaved_1f1b",
-                "train__rampup_batch_size": [10, 2, 24],
-                "ranks": 2,
-            },
-            r"interleaved_1f1b needs micro batches in 2 equal rounds, not 5",
-        ),
-        (
-            {
-                "backend": "mindspore",
-                "device": "npu",
-                "parallel__parallel_mode": "semi_auto_parallel",
-                "ranks": 2,
-            },
-            r"the graph of a step holds a fixed number .*parallel_mode=3",
-        ),
-        (
-            {"train__micro_batch_size": 3},
-            r"a batch of 4 samples is not a multiple of micro batch 3",
-        ),
-        ({"train__rampup_batch_size": [4, 4]}, r"rampup_batch_size"),
+        (1, {"engine": "deepspeed"}, r"DeepSpeed ends a step by a count .* set engine=native"),
+        (2, INTERLEAVED, r"interleaved_1f1b needs micro batches in 2 equal rounds, not 5"),
+        (2, SEMI_AUTO, r"the graph of a step holds a fixed number .*parallel_mode=3"),
+        (1, {"train__micro_batch_size": 3}, r"batch of 4 samples is not a multiple of micro bat"),
+        (1, {"train__rampup_batch_size": [4, 4]}, r"rampup_batch_size"),
     ],
 )
 def test_runs_that_cannot_change_their_batch_are_refused(
-    changes: dict[str, Any], message: str
+    ranks: int, changes: dict[str, Any], message: str
 ) -> None:
-    ranks = changes.pop("ranks", 1)
+    tree = make_tree(Path("run"), Path("data"), **changes)
     with pytest.raises(ConfigError, match=message):
-        resolve_config(
-            build_config(make_tree(Path("run"), Path("data"), **changes)), world_size=ranks
-        )
+        resolve_config(build_config(tree), world_size=ranks)

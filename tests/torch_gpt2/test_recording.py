@@ -116,25 +116,25 @@ def test_equal_steps_have_no_difference(record: Any) -> None:
     assert compare_records(one, scaled, None).first is None
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_scaled_layer_is_named(record: Any, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+def test_a_fault_is_named(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose output is scaled, and a gradient that is, with which nothing else differs."""
     one = record("one")
-    alter(monkeypatch, lambda model: setattr(model.h[layer].mlp, "__class__", Scaled))
-    row = compare_records(one, record("other"), None).first
-    assert row is not None and (row.section, row.name) == ("forward", f"h.{layer}.mlp")
-    assert row.relative == pytest.approx(1e-3, rel=0.01)
-    assert row.place == (0, 0, 0) and row.sample == 0
+    for layer in range(LAYERS):
+        with monkeypatch.context() as patch:
+            alter(patch, lambda model, at=layer: setattr(model.h[at].mlp, "__class__", Scaled))
+            row = compare_records(one, record(f"layer {layer}"), None).first
+        assert row is not None and (row.section, row.name) == ("forward", f"h.{layer}.mlp")
+        assert row.relative == pytest.approx(1e-3, rel=0.01)
+        assert row.place == (0, 0, 0) and row.sample == 0
+    for name in ("h.1.mlp.c_fc.weight", "h.0.ln_2.bias", "wpe.weight"):
+        with monkeypatch.context() as patch:
+            alter(patch, lambda model, at=name: scaled_gradient(model.get_parameter(at)))
+            rows = compare_records(one, record(name), None).rows
+        assert [(row.section, row.name) for row in rows if row.differs] == [("gradients", name)]
 
 
-@pytest.mark.parametrize("name", ["h.1.mlp.c_fc.weight", "h.0.ln_2.bias", "wpe.weight"])
-def test_a_scaled_gradient_is_named(
-    record: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Nothing but this gradient differs, forward or backward."""
-    one = record("one")
-    alter(monkeypatch, lambda model: model.get_parameter(name).register_hook(lambda g: 1.001 * g))
-    found = compare_records(one, record("other"), None)
-    assert [(row.section, row.name) for row in found.rows if row.differs] == [("gradients", name)]
+def scaled_gradient(parameter: torch.Tensor) -> None:
+    parameter.register_hook(lambda gradient: 1.001 * gradient)
 
 
 def test_samples_are_spread_over_the_batch(record: Any) -> None:

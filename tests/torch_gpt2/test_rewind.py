@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint.folders import find_checkpoint
-from common.checkpoint.manifest import read_manifest
 from common.dataset import IndexedWriter
 from common.errors import DivergedError
-from tests.tiny import rows_of, tensors_of, tiny_run, train_here
+from tests.tiny import manifest_of, rows_of, tensors_of, tiny_run, train_here
 from torch_gpt2.engine import Engine
 
 BATCH, LENGTH = 4, 16
@@ -39,24 +37,27 @@ def write_corpus(prefix: Path, *bad_steps: int) -> Path:
     return prefix
 
 
+REWINDS: dict[str, Any] = {
+    "model__hidden_size": 16,
+    "model__num_heads": 2,
+    "train__max_steps": 24,
+    "train__on_outlier": "rewind",
+    "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
+    "data__split": "100,0,0",
+    "data__shuffle": False,
+    "validation": {},
+    "checkpoint": {"interval": 5},
+    "logging__outlier_deviations": 6.0,
+    "logging__outlier_window": 16,
+}
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
     def run(name: str, *bad_steps: int, **changes: Any) -> Path:
         corpus = write_corpus(tmp_path / f"corpus {name}", *bad_steps)
-        usual: dict[str, Any] = {
-            "model__hidden_size": 16,
-            "model__num_heads": 2,
-            "model__dropout": 0.1,
-            "train__max_steps": 24,
-            "train__on_outlier": "rewind",
-            "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
-            "data": {"train": str(corpus), "split": "100,0,0", "shuffle": False},
-            "validation": {},
-            "checkpoint": {"interval": 5},
-            "logging__outlier_deviations": 6.0,
-            "logging__outlier_window": 16,
-        }
-        return train_here(tiny_run(tmp_path / name, **(usual | changes)))
+        words = REWINDS | {"model__dropout": 0.1, "data__train": str(corpus)} | changes
+        return train_here(tiny_run(tmp_path / name, **words))
 
     return run
 
@@ -67,9 +68,7 @@ def rows(run: Path) -> list[tuple[Any, ...]]:
 
 
 def state(run: Path) -> dict[str, Any]:
-    checkpoint = find_checkpoint(run)
-    assert checkpoint is not None
-    return read_manifest(checkpoint)["state"]
+    return manifest_of(run)["state"]
 
 
 @pytest.mark.parametrize("kind", ["exploding loss", "NaN"])
@@ -111,17 +110,20 @@ def test_two_bad_batches_cost_two_rewinds_and_lower_the_rate(start: Any) -> None
         start("limited", 17, 18, train__max_rewinds=1)
 
 
-def test_more_batches_are_left_out_from_an_older_checkpoint(start: Any) -> None:
-    """Three batches end with that of step 17, so they begin with step 15's."""
-    run = start("run", BAD_STEP, train__rewind_batches=3)
-    assert state(run)["left_out"] == [[14 * BATCH, 17 * BATCH]]
-
-
-def test_an_outlier_before_the_first_checkpoint_is_reported(
-    start: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("bad_step", "changes", "left_out"),
+    [
+        # three batches end with that of step 17, so they begin with step 15's
+        (BAD_STEP, {"train__rewind_batches": 3}, [[14 * BATCH, 17 * BATCH]]),
+        # before the first checkpoint there is nothing to go back to
+        (12, {"checkpoint__interval": 15}, []),
+    ],
+)
+def test_batches_that_are_left_out(
+    start: Any, bad_step: int, changes: dict[str, Any], left_out: list[list[int]]
 ) -> None:
-    run = start("run", 12, checkpoint__interval=15)
-    assert state(run)["left_out"] == [] and state(run)["rewinds"] == 0
+    found = state(start("run", bad_step, **changes))
+    assert (found["left_out"], found["rewinds"]) == (left_out, len(left_out))
 
 
 def test_a_checkpoint_within_a_spike_is_marked_and_passed_over(start: Any) -> None:

@@ -173,62 +173,37 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "settings"), PARAMETERS)
-def test_each_parameter_is_generates(
-    server: Server, fields: dict[str, Any], settings: dict[str, Any]
-) -> None:
-    """Whole and as a stream."""
-    given = {"prompt": "To be, or not", "max_tokens": 20, "seed": 7, "model": "small", **fields}
-    expected = server.expected(given["prompt"], 20, fields.get("n", 1), 7, **settings)
-    answer = server.complete(**given)
-    assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == expected
-    assert [each["index"] for each in answer["choices"]] == list(range(len(expected)))
-    assert answer["usage"]["prompt_tokens"] == 5 and answer["object"] == "text_completion"
-    pieces = [event["choices"][0] for event in server.events(**given)]
-    streamed = [
-        "".join(each["text"] for each in pieces if each["index"] == index)
-        for index in range(len(expected))
-    ]
-    assert streamed == [text for text, _ in expected]
-    assert len({each["finish_reason"] for each in pieces} - {None}) >= 1
-    if "stop" in settings:
-        assert {"stop"} <= {reason for _, reason in expected}
-        assert not any("e" in text or "st" in text for text in streamed)
-
-
-def test_a_mixed_load_equals_single_requests(server: Server) -> None:
-    """Forty requests at once in four slots: lengths, seeds and settings of all kinds; half of the
-    prompts begin alike, half of the answers are streams.
-    """
-    random = np.random.default_rng(0)
-    common = "It was the best of times, it was the worst of times, it was the age of wisdom"
-    words = common.split()
+def test_each_parameter_is_generates(server: Server) -> None:
+    """Whole and as a stream, all at once in four slots, with lengths and seeds of their own."""
+    long = "It was the best of times, it was the worst of times, it was the age of wisdom"
+    prompts = ("To be, or not", long)
     calls = []
-    for number in range(40):
-        start = common if number % 2 else " ".join(random.permutation(words)[:4])
-        fields: dict[str, Any] = {"prompt": f"{start} {number}", "seed": number}
-        fields["max_tokens"] = int(random.integers(1, 30))
-        settings: dict[str, Any] = {}
-        if number % 3 == 0:
-            fields["temperature"] = 0
-        else:
-            settings = {"strategy": "sampling", "top_k": int(random.integers(0, 50))}
-            fields["top_k"] = settings["top_k"]
-        calls.append((fields, settings))
-
-    def one(number: int) -> str:
-        fields = calls[number][0]
-        if number % 4 < 2:
-            return str(server.complete(**fields)["choices"][0]["text"])
-        return "".join(each["choices"][0]["text"] for each in server.events(**fields))
-
-    with ThreadPoolExecutor(40) as pool:
-        found = list(pool.map(one, range(40)))
-    for (fields, settings), text in zip(calls, found, strict=True):
+    for number, (fields, settings) in enumerate(PARAMETERS):
+        own = {"prompt": prompts[number % 2], "max_tokens": 20 - number % 4, "seed": number}
+        calls.append((own | {"model": "small"} | fields, settings))
+    with ThreadPoolExecutor(12) as pool:
+        answers = pool.map(lambda call: server.complete(**call[0]), calls)
+        streams = pool.map(lambda call: server.events(**call[0]), calls)
+        found = list(zip(calls, answers, streams, strict=True))
+    for (given, settings), answer, events in found:
+        n = given.get("n", 1)
         expected = server.expected(
-            fields["prompt"], fields["max_tokens"], 1, fields["seed"], **settings
+            given["prompt"], given["max_tokens"], n, given["seed"], **settings
         )
-        assert text == expected[0][0]
+        choices = answer["choices"]
+        assert [(each["text"], each["finish_reason"]) for each in choices] == expected
+        assert [each["index"] for each in choices] == list(range(n))
+        tokens = len(server.tokenizer.encode(given["prompt"]))
+        assert answer["usage"]["prompt_tokens"] == tokens
+        assert answer["object"] == "text_completion"
+        texts, reasons = [""] * n, set()
+        for [piece] in (event["choices"] for event in events):
+            texts[piece["index"]] += piece["text"]
+            reasons.add(piece["finish_reason"])
+        assert texts == [text for text, _ in expected] and reasons - {None}
+        if "stop" in settings:
+            assert "stop" in reasons
+            assert not any("e" in text or "st" in text for text in texts)
     assert server.engine.counts.reused_tokens > 100
     assert server.engine.counts.rows > 1.5 * server.engine.counts.steps
 
@@ -283,18 +258,15 @@ def test_echo_scores_the_prompt_as_torch_does(server: Server, max_tokens: int) -
     assert entries["text_offset"] == sorted(entries["text_offset"])
 
 
-@pytest.mark.parametrize("echo", [True, False])
-def test_a_prompt_of_ids_may_end_within_a_character(server: Server, echo: bool) -> None:
+def test_a_prompt_of_ids_may_end_within_a_character(server: Server) -> None:
     """The first new token completes it; the place of each token is that in the text."""
     ids = server.tokenizer.encode("Hi 😀").tolist()
     assert server.tokenizer.decode(ids[:2]) == "Hi \ufffd"
-    fields = {"prompt": ids[:2], "max_tokens": 1, "echo": echo, "logprobs": 0}
-    answer = server.complete(**fields, temperature=0, logit_bias={str(ids[2]): 100})
-    choice = answer["choices"][0]
-    assert choice["text"] == ("Hi 😀" if echo else "😀")
-    assert choice["logprobs"]["text_offset"] == ([0, 2, 3] if echo else [0])
-    nothing = server.complete(prompt=ids[:2], max_tokens=0, echo=True)
-    assert nothing["choices"][0]["text"] == "Hi \ufffd"
+    for echo, text, places in ((True, "Hi 😀", [0, 2, 3]), (False, "😀", [0])):
+        fields = {"prompt": ids[:2], "max_tokens": 1, "echo": echo, "logprobs": 0}
+        answer = server.complete(**fields, temperature=0, logit_bias={str(ids[2]): 100})
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, places)
     words = server.tokenizer.encode("a 😀😀 b c").tolist()
     scored = server.complete(prompt=words, max_tokens=0, echo=True, logprobs=0)["choices"][0]
     found = zip(scored["logprobs"]["tokens"], scored["logprobs"]["text_offset"], strict=True)
@@ -478,17 +450,14 @@ def test_a_text_outgrows_the_model_where_that_is_chosen(
 
 def test_the_official_client(server: Server) -> None:
     openai = pytest.importorskip("openai", reason="openai is not installed: pip install '.[dev]'")
-    client = openai.OpenAI(
-        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0
-    )
+    url = f"http://127.0.0.1:{server.port}/v1"
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     assert [each.id for each in client.models.list().data] == ["small"]
     fields = {"model": "small", "prompt": "To be", "max_tokens": 8, "seed": 3, "n": 2}
-    whole = client.completions.create(**fields, extra_body={"top_k": 9})
-    expected = server.expected("To be", 8, 2, 3, strategy="sampling", top_k=9)
-    assert [(each.text, each.finish_reason) for each in whole.choices] == expected
     texts = ["", ""]
     for event in client.completions.create(**fields, extra_body={"top_k": 9}, stream=True):
         texts[event.choices[0].index] += event.choices[0].text
+    expected = server.expected("To be", 8, 2, 3, strategy="sampling", top_k=9)
     assert texts == [text for text, _ in expected]
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="small", prompt="a", temperature=-1)

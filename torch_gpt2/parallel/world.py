@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.cluster.environment import Process, torch_variables
-from common.cluster.pods import in_pod
+from common.cluster.environment import Process, in_pod, torch_variables
 from common.cluster.rank_environment import hccl_seconds, network_of
 from common.errors import ConfigError, RunError
 from common.parallel.arrival import Arrival

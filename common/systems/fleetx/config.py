@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import MOST
+from common.config.schema import MAX_COUNT
 from common.config.update_rules import takes_momentum
 from common.dialects.fleetx import (
     BASE,
@@ -19,10 +19,10 @@ from common.dialects.fleetx import (
     SYSTEM,
     TABLE,
 )
-from common.dialects.rules import Defaults, Without
+from common.dialects.rules import Defaults, Ignored
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
-from common.systems.dialect import Dialect, Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
 from common.systems.fleetx import quantization
 
 _CHECKOUT = "ppfleetx"
@@ -58,7 +58,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of a whole YAML of FleetX. Raises ConfigError for what cannot be
     obeyed.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources, _defaults(tree)), Translation()
+    theirs, ours = ForeignKeys(SYSTEM, tree, sources, _defaults(tree)), Translation()
     ours.set("logging.style", "fleetx")
     ours.set("data.eod_mask_loss", True)  # GPTDataset: no loss where the input is the end of text
     if theirs.peek("Optimizer.lr.name", COSINE) == COSINE:
@@ -101,7 +101,7 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
     return found
 
 
-def _layout(theirs: Theirs, ours: Translation) -> None:
+def _layout(theirs: ForeignKeys, ours: Translation) -> None:
     degree_key, stage_key, copies_key = (
         "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
         "Distributed.dp_degree"
@@ -128,7 +128,7 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         ours.put("parallel.pipeline_schedule", "interleaved_1f1b", theirs, key)
 
 
-def _batch(theirs: Theirs, ours: Translation) -> None:
+def _batch(theirs: ForeignKeys, ours: Translation) -> None:
     """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the
     accumulation.
     """
@@ -141,7 +141,7 @@ def _batch(theirs: Theirs, ours: Translation) -> None:
     _steps(theirs, ours)
 
 
-def _steps(theirs: Theirs, ours: Translation) -> None:
+def _steps(theirs: ForeignKeys, ours: Translation) -> None:
     """Each of num_train_epochs has max_steps steps, in both modes: GPTDataset makes as many
     samples. In epochs without max_steps it has those of the data.
     """
@@ -162,7 +162,7 @@ def _steps(theirs: Theirs, ours: Translation) -> None:
     ours.put("train.max_steps", steps * epochs, theirs, source)
 
 
-def _validation(theirs: Theirs, ours: Translation) -> None:
+def _validation(theirs: ForeignKeys, ours: Translation) -> None:
     """eval_iters counts global batches. Data.Eval may have other documents than Data.Train."""
     key, freq_key = "Engine.eval_iters", "Engine.eval_freq"
     batches, frequency = theirs.take(key), theirs.peek(freq_key)
@@ -179,7 +179,7 @@ def _validation(theirs: Theirs, ours: Translation) -> None:
         ours.put("validation.max_batches", batches, theirs, key)
 
 
-def _validation_data(theirs: Theirs, ours: Translation, *, trains: bool) -> None:
+def _validation_data(theirs: ForeignKeys, ours: Translation, *, trains: bool) -> None:
     """Take the documents of Data.Eval, if they are others than those of Data.Train's split."""
     names = ("input_dir", "split", "max_seq_len")
     train = [theirs.peek(f"Data.Train.dataset.{name}") for name in names]
@@ -228,7 +228,7 @@ _LISTS = {
 """Operators that FleetX's files name for float32 and for the dtype of the level."""
 
 
-def _precision(theirs: Theirs, ours: Translation) -> None:
+def _precision(theirs: ForeignKeys, ours: Translation) -> None:
     prefix = "Engine.mix_precision"
     pure = theirs.take(f"{prefix}.use_pure_fp16")
     enabled, dtype, level = (
@@ -264,7 +264,7 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
         ours.note_given(theirs, key, f"{dtype if parts else 'float32'} needs no scale")
 
 
-def _model(theirs: Theirs, ours: Translation) -> None:
+def _model(theirs: ForeignKeys, ours: Translation) -> None:
     key, grain_key = "Model.use_recompute", "Model.recompute_granularity"
     recompute, grain = theirs.take(key, False), theirs.take(grain_key)
     if grain not in ("full", "full_attn", "core_attn"):
@@ -273,7 +273,7 @@ def _model(theirs: Theirs, ours: Translation) -> None:
         ours.put("train.recompute", "full" if grain == "full" else "selective", theirs, key)
 
 
-def _checkpoint(theirs: Theirs, ours: Translation) -> None:
+def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
     """Take the kind of model first: another one has keys that are not known here."""
     module, name = theirs.take("Model.module", "GPTModule"), theirs.take("Model.name", "GPT")
     if not isinstance(module, str) or module not in _MODULES:
@@ -293,7 +293,7 @@ def _checkpoint(theirs: Theirs, ours: Translation) -> None:
     ours.put("checkpoint.interval", max(0, steps), theirs, key)
 
 
-def _evaluation(theirs: Theirs, ours: Translation) -> None:
+def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
     key = "Offline_Eval.max_seq_len"
     length, window = theirs.take(key), theirs.peek("Data.Train.dataset.max_seq_len")
     if length is not None and length != window:
@@ -302,7 +302,7 @@ def _evaluation(theirs: Theirs, ours: Translation) -> None:
         ours.set("evaluation.detokenize", "wikitext")
 
 
-def _profile(theirs: Theirs, ours: Translation) -> None:
+def _profile(theirs: ForeignKeys, ours: Translation) -> None:
     """Paddle counts steps from 0 and leaves out the end. Without a scheduler it traces all."""
     enabled, steps = theirs.take("Profiler.enable", False), theirs.take("Profiler.scheduler")
     if enabled and isinstance(steps, list) and all(type(step) is int for step in steps[:2]):
@@ -311,8 +311,8 @@ def _profile(theirs: Theirs, ours: Translation) -> None:
         ours.set("profile.stop", last, theirs.where("Profiler"), "Profiler.scheduler")
     elif enabled:
         ours.set("profile.start", 1, theirs.where("Profiler"), "Profiler.enable")
-        ours.set("profile.stop", MOST, theirs.where("Profiler"), "Profiler.enable")
-    apply({"Profiler.*": Without("profile says which steps are traced")}, theirs, ours)
+        ours.set("profile.stop", MAX_COUNT, theirs.where("Profiler"), "Profiler.enable")
+    apply({"Profiler.*": Ignored("profile says which steps are traced")}, theirs, ours)
 
 
 def settle(ours: Translation) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.dialects.rules import Without
-from common.systems.dialect import Theirs, Translation, apply
+from common.dialects.rules import Ignored
+from common.systems.dialect import ForeignKeys, Translation, apply
 
 _SECTIONS = ("Quantization", "Compress.Quantization")
 _LINEARS = {
@@ -24,7 +24,7 @@ _NONE = ("None", "null")
 _PRETRAINED = ("Quantization.pretrained", "Compress.pretrained")
 
 
-def translate(theirs: Theirs, ours: Translation) -> None:
+def translate(theirs: ForeignKeys, ours: Translation) -> None:
     """Translate the section. Raises ConfigError for an unknown kind of scale or layer."""
     for section in _SECTIONS:
         if not list(theirs.under(f"{section}.")):
@@ -34,7 +34,7 @@ def translate(theirs: Theirs, ours: Translation) -> None:
         if value not in (True, False):
             theirs.refuse(enable, value, "expected True or False")
         if not value:
-            apply({f"{section}.*": Without("it is not enabled")}, theirs, ours)
+            apply({f"{section}.*": Ignored("it is not enabled")}, theirs, ours)
             continue
         # PaddleSlim's defaults, as FleetX's docs/compression.md says too
         ours.set("quantization.weights", "channel_wise_abs_max")
@@ -49,7 +49,7 @@ def translate(theirs: Theirs, ours: Translation) -> None:
             ours.put("checkpoint.init_from", weights, theirs, key)
 
 
-def _bounds(section: str, theirs: Theirs, ours: Translation) -> None:
+def _bounds(section: str, theirs: ForeignKeys, ours: Translation) -> None:
     key = f"{section}.weight_preprocess_type"
     if (value := theirs.take(key)) is not None and value not in _NONE:
         theirs.refuse(key, value, "weights are rounded as they are; set None")
@@ -61,7 +61,7 @@ def _bounds(section: str, theirs: Theirs, ours: Translation) -> None:
         theirs.refuse(key, value, "expected None or PACT")
 
 
-def _layers(section: str, theirs: Theirs, ours: Translation) -> None:
+def _layers(section: str, theirs: ForeignKeys, ours: Translation) -> None:
     key = f"{section}.quantizable_layer_type"
     kinds = theirs.take(key)
     if kinds is not None and not (isinstance(kinds, list) and _LAYER_TYPES & set(map(str, kinds))):
@@ -76,7 +76,7 @@ def _layers(section: str, theirs: Theirs, ours: Translation) -> None:
         theirs.take(prefix)
 
 
-def _skipped(key: str, names: Any, theirs: Theirs) -> list[str]:
+def _skipped(key: str, names: Any, theirs: ForeignKeys) -> list[str]:
     block = key.rpartition(".")[2]
     number = block.removeprefix("block_")
     if block == number or not number.isdigit():

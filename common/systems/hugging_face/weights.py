@@ -84,7 +84,7 @@ def read_config(path: Path) -> ResolvedModel:
             f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json"
             " beside the weights"
         )
-    fields = read_json_mapping(path, finite=False)
+    fields = read_json_mapping(path)
     positions = fields.get("n_positions") or fields.get("n_ctx")
     missing = [name for name in _SIZES.values() if fields.get(name) is None] + (
         [] if positions else ["n_positions"]

@@ -23,16 +23,16 @@ from common.dialects.megatron import (
     SYSTEM,
     TABLE,
 )
-from common.dialects.rules import Only, Rule, To, Without, listed, number, whole
+from common.dialects.rules import Fixed, Ignored, MapTo, Rule, listed, number, whole
 from common.errors import ConfigError
 from common.parallel.batch import pad_vocabulary
 from common.structured_files import read_json_mapping
-from common.systems.dialect import Dialect, Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
 
 _OF_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
-def read_deepspeed_file(path: str, where: str, flags: Theirs, ours: Translation) -> None:
+def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Translation) -> None:
     """Set keys of ours to the values of the file. where: the flag that names it. Raises ConfigError
     for a file that cannot be read, and for a value that contradicts a flag.
 
@@ -43,14 +43,14 @@ def read_deepspeed_file(path: str, where: str, flags: Theirs, ours: Translation)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     places: dict[tuple[str | int, ...], str] = {(key,): f"{path} ({where})" for key in tree}
-    theirs = Theirs("DeepSpeed", _without_auto(tree), places, DEEPSPEED_DEFAULTS)
+    theirs = ForeignKeys("DeepSpeed", _without_auto(tree), places, DEEPSPEED_DEFAULTS)
     table = dict(DEEPSPEED)
     scale = theirs.peek("fp16.loss_scale")
     if not theirs.peek("fp16.enabled", False):
-        table |= {name: Without("fp16 is off") for name in DEEPSPEED if name.startswith("fp16.")}
+        table |= {name: Ignored("fp16 is off") for name in DEEPSPEED if name.startswith("fp16.")}
     elif scale:
-        table |= {f"fp16.{name}": Without("the scale is static") for name in _OF_DYNAMIC}
-        table["fp16.loss_scale"] = To("loss_scale.initial", number)
+        table |= {f"fp16.{name}": Ignored("the scale is static") for name in _OF_DYNAMIC}
+        table["fp16.loss_scale"] = MapTo("loss_scale.initial", number)
         ours.set("loss_scale.mode", "static", theirs.where("fp16"), "fp16.loss_scale")
     left_out = [flag for flag, key in DEEPSPEED_FLAGS.items() if theirs.is_left_out(key)]
     apply(table, theirs, ours)
@@ -77,7 +77,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of Megatron's flags, by name and value. Raises ConfigError for flags
     that this project cannot follow.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources, DEFAULTS), Translation()
+    theirs, ours = ForeignKeys(SYSTEM, tree, sources, DEFAULTS), Translation()
     ours.set("logging.style", "megatron")
     ours.set("output_dir", "output")
     ours.set("model.vocab_size", GPT2_VOCABULARY)  # Megatron counts the tokenizer's
@@ -93,7 +93,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     return ours
 
 
-def _check_sizes(theirs: Theirs) -> None:
+def _check_sizes(theirs: ForeignKeys) -> None:
     """Check sizes that follow from others here. Raises ConfigError for another value."""
     names = ("kv_channels", "hidden_size", "num_attention_heads")
     channels, width, heads = (theirs.peek_count(name) for name in names)
@@ -107,7 +107,7 @@ def _check_sizes(theirs: Theirs) -> None:
         theirs.refuse(names[0], rows, instead)
 
 
-def _precision(theirs: Theirs, ours: Translation) -> None:
+def _precision(theirs: ForeignKeys, ours: Translation) -> None:
     for flag, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         if theirs.take(flag):
             ours.put("precision.parameters", dtype, theirs, flag)
@@ -120,7 +120,7 @@ def _precision(theirs: Theirs, ours: Translation) -> None:
             ours.leave_out(theirs, "initial_loss_scale", STATIC)
 
 
-def _recompute(theirs: Theirs, ours: Translation) -> None:
+def _recompute(theirs: ForeignKeys, ours: Translation) -> None:
     is_full = theirs.peek("recompute_granularity") == "full"
     method, flag = theirs.take("recompute_method"), "recompute_num_layers"
     layers = theirs.take_count(flag)
@@ -133,7 +133,7 @@ def _recompute(theirs: Theirs, ours: Translation) -> None:
         ours.note(flag, "it acts with --recompute-granularity full --recompute-method block")
 
 
-def _lengths(theirs: Theirs, ours: Translation) -> None:
+def _lengths(theirs: ForeignKeys, ours: Translation) -> None:
     ramp, samples = _ramp(theirs), theirs.take_count("train_samples")
     if ramp is not None:
         flag = "rampup_batch_size"
@@ -154,7 +154,7 @@ def _lengths(theirs: Theirs, ours: Translation) -> None:
             ours.put("optimizer.decay_samples", samples, theirs, "train_samples")
 
 
-def _validation(theirs: Theirs, ours: Translation) -> None:
+def _validation(theirs: ForeignKeys, ours: Translation) -> None:
     """Translate the length of a validation in batches, and the steps that a profile covers."""
     flag = "eval_iters"
     passes = theirs.take_count(flag, least=0)
@@ -172,7 +172,7 @@ def _validation(theirs: Theirs, ours: Translation) -> None:
         ours.set("profile.stop", last, theirs.where("profile"), "profile_step_end")
 
 
-def _ramp(theirs: Theirs) -> list[int] | None:
+def _ramp(theirs: ForeignKeys) -> list[int] | None:
     flag = "rampup_batch_size"
     value = theirs.take(flag)
     if value is None:
@@ -186,7 +186,7 @@ def _ramp(theirs: Theirs) -> list[int] | None:
     return numbers
 
 
-def _steps(theirs: Theirs, flag: str, text: Any, length: int) -> list[list[int]]:
+def _steps(theirs: ForeignKeys, flag: str, text: Any, length: int) -> list[list[int]]:
     """Return pairs (first sample, size) of ``TOKENS:SIZE TOKENS:SIZE ...``. Megatron-LM's
     num_microbatches_calculator.py of 2026 divides the tokens by the length of a sample.
     """
@@ -204,7 +204,7 @@ def _steps(theirs: Theirs, flag: str, text: Any, length: int) -> list[list[int]]
     return sorted(pairs)
 
 
-def _data(theirs: Theirs, ours: Translation) -> None:
+def _data(theirs: ForeignKeys, ours: Translation) -> None:
     for flag in ("data_path", "train_data_path"):
         paths = theirs.take(flag)
         if paths is not None:
@@ -213,7 +213,7 @@ def _data(theirs: Theirs, ours: Translation) -> None:
                 ours.put("data.split", "1,0,0", theirs, flag)
 
 
-def _folders(theirs: Theirs, ours: Translation) -> None:
+def _folders(theirs: ForeignKeys, ours: Translation) -> None:
     """Translate where a run begins and is written. With --finetune it begins at step 0, with
     weights only.
     """
@@ -236,22 +236,22 @@ def _folders(theirs: Theirs, ours: Translation) -> None:
     table: dict[str, Rule] = {}
     for flag, instead in OF_LOADING.items():
         if load is None:
-            table[flag] = Without(_NOTHING_LOADED)
+            table[flag] = Ignored(_NOTHING_LOADED)
         elif is_finetuning and instead == HELD:
-            table[flag] = Without("--finetune loads only weights")
+            table[flag] = Ignored("--finetune loads only weights")
         else:
-            table[flag] = Only((), instead)
+            table[flag] = Fixed((), instead)
     apply(table, theirs, ours)
 
 
-def _trackers(theirs: Theirs, ours: Translation) -> None:
+def _trackers(theirs: ForeignKeys, ours: Translation) -> None:
     flag = "wandb_project"
     if (project := theirs.take(flag)) is not None:
         ours.put("logging.trackers", ["wandb"], theirs, flag)
         ours.put("logging.project", str(project), theirs, flag)
 
 
-def _layout(theirs: Theirs, ours: Translation) -> None:
+def _layout(theirs: ForeignKeys, ours: Translation) -> None:
     flag, other = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
     pieces = theirs.take_count(other)
     part = theirs.take_count(flag)
@@ -265,14 +265,14 @@ def _layout(theirs: Theirs, ours: Translation) -> None:
         ours.put("parallel.pipeline_schedule", "interleaved_1f1b", theirs, flag)
 
 
-def _zero(theirs: Theirs, ours: Translation) -> None:
+def _zero(theirs: ForeignKeys, ours: Translation) -> None:
     """Let FSDP's strategy say what the distributed optimizer splits, where both are given."""
     flag = "data_parallel_sharding_strategy"
     if theirs.peek(flag) is not None and theirs.take("use_distributed_optimizer"):
         ours.note("use_distributed_optimizer", f"--{flag.replace('_', '-')} says it")
 
 
-def _deepspeed(theirs: Theirs, ours: Translation) -> None:
+def _deepspeed(theirs: ForeignKeys, ours: Translation) -> None:
     flag = "deepspeed_config"
     path = theirs.take(flag)
     if theirs.take("deepspeed"):

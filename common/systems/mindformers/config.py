@@ -18,9 +18,9 @@ from common.dialects.mindformers import (
     TARGETS,
     WRITTEN,
 )
-from common.dialects.rules import Defaults, To, Without
+from common.dialects.rules import Defaults, Ignored, MapTo
 from common.resolve.auto_device import sees_ascend
-from common.systems.dialect import Dialect, Theirs, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
 
 _COMPILED = (
     "parallel.vocab_emb_dp", "parallel.gradient_aggregation_group", "parallel.full_batch",
@@ -54,7 +54,7 @@ _MASKS = {"attention_mask", "input_mask"}
 """Columns with a 0 for the padding of a row."""
 END_OF_TEXT = 50256
 """Id of the end of text of GPT2Config."""
-_MOST_SUNK = 100
+_MAX_SUNK = 100
 """Largest train.sink_size."""
 
 
@@ -62,7 +62,7 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     """Return our configuration of a whole YAML of MindFormers. Raises ConfigError for keys that
     this project cannot follow.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources, _defaults(tree)), Translation()
+    theirs, ours = ForeignKeys(SYSTEM, tree, sources, _defaults(tree)), Translation()
     ours.set("backend", "mindspore")
     ours.set("logging.style", "mindformers")
     ours.set("data.split", "1,0,0")  # train_dataset is for training, all of it
@@ -87,7 +87,7 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
     return found
 
 
-def _kind(theirs: Theirs, ours: Translation) -> None:
+def _kind(theirs: ForeignKeys, ours: Translation) -> None:
     """Refuse what is not a language model first, by the name that it has there."""
     key = "model.arch.type"
     arch = theirs.take(key)
@@ -104,7 +104,7 @@ def _kind(theirs: Theirs, ours: Translation) -> None:
     theirs.take(key)
 
 
-def _validation(theirs: Theirs, ours: Translation) -> None:
+def _validation(theirs: ForeignKeys, ours: Translation) -> None:
     """Source: training_process of base_trainer.py, and EvalCallBack."""
     key, step_key, epoch_key = "do_eval", "eval_step_interval", "eval_epoch_interval"
     wanted = theirs.take(key)
@@ -120,7 +120,7 @@ def _validation(theirs: Theirs, ours: Translation) -> None:
     ours.note_given(theirs, epoch_key, why)
 
 
-def _columns(theirs: Theirs, ours: Translation) -> None:
+def _columns(theirs: ForeignKeys, ours: Translation) -> None:
     """Without a column of masks, GPT2LMHeadModel gives no loss where the target is the end of
     text.
     """
@@ -139,7 +139,7 @@ def _columns(theirs: Theirs, ours: Translation) -> None:
         ours.put("data.eod_mask_loss", "targets", theirs, key)
 
 
-def _model(theirs: Theirs, ours: Translation) -> None:
+def _model(theirs: ForeignKeys, ours: Translation) -> None:
     key = "model.model_config.expand_ratio"
     ratio, size = theirs.take_number(key), theirs.peek("model.model_config.embedding_size")
     if size is None:
@@ -155,12 +155,12 @@ def _model(theirs: Theirs, ours: Translation) -> None:
         )
 
 
-def _length(theirs: Theirs, ours: Translation) -> None:
+def _length(theirs: ForeignKeys, ours: Translation) -> None:
     key = "runner_config.sink_size"
     size, mode = theirs.take(key), theirs.take("runner_config.sink_mode", True)
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         theirs.refuse(key, size, "expected a whole number above 0, or -1")
-    if size is not None and mode and 1 <= size <= _MOST_SUNK:
+    if size is not None and mode and 1 <= size <= _MAX_SUNK:
         ours.put("train.sink_size", size, theirs, key)
     elif size is not None:
         ours.note(key, "train.sink_size stays 1; losses do not depend on it")
@@ -178,7 +178,7 @@ def _length(theirs: Theirs, ours: Translation) -> None:
         ours.put("train.micro_batch_size", theirs.peek(key), theirs, key)
 
 
-def _scale(theirs: Theirs, ours: Translation) -> None:
+def _scale(theirs: ForeignKeys, ours: Translation) -> None:
     prefix = "runner_wrapper.scale_sense"
     plain = theirs.take_number(prefix)
     kind = theirs.take(f"{prefix}.type")
@@ -206,7 +206,7 @@ def _scale(theirs: Theirs, ours: Translation) -> None:
         ours.note_given(theirs, norm_key, "use_clip_grad is off")
 
 
-def _parallel(theirs: Theirs, ours: Translation) -> None:
+def _parallel(theirs: ForeignKeys, ours: Translation) -> None:
     mode = theirs.peek("parallel.parallel_mode")
     if (
         theirs.peek("parallel_config.optimizer_shard") is not None
@@ -235,7 +235,7 @@ def _parallel(theirs: Theirs, ours: Translation) -> None:
         ours.put("train.recompute", "selective", theirs, key)
 
 
-def _callbacks(theirs: Theirs, ours: Translation) -> None:
+def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
     callbacks = theirs.take("callbacks", [])
     if not isinstance(callbacks, list):
         theirs.refuse("callbacks", callbacks, "expected a list of them")
@@ -264,18 +264,18 @@ def _callbacks(theirs: Theirs, ours: Translation) -> None:
             ours.note(f"{at}.{name}", WRITTEN)
 
 
-def _checkpoint(theirs: Theirs, ours: Translation) -> None:
+def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
     resume = theirs.take("resume_training", False)
     for key in ("load_checkpoint", "resume_or_finetune_checkpoint"):
         if (path := theirs.take(key)) is not None:
             ours.put("checkpoint.resume" if resume else "checkpoint.init_from", path, theirs, key)
 
 
-def _profile(theirs: Theirs, ours: Translation) -> None:
+def _profile(theirs: ForeignKeys, ours: Translation) -> None:
     wanted = theirs.take("profile", False)
     names = ("profile_start_step", "profile_stop_step", "profile_memory")
-    off = Without("profile is off")
-    apply({name: To(TABLE[name].hint) if wanted else off for name in names}, theirs, ours)
+    off = Ignored("profile is off")
+    apply({name: MapTo(TABLE[name].hint) if wanted else off for name in names}, theirs, ours)
 
 
 def settle(ours: Translation, *, whole: bool = True) -> None:

@@ -22,19 +22,19 @@ from common.dialects.oneflow import (
 from common.errors import ConfigError
 from common.systems.dialect import (
     Dialect,
-    Theirs,
+    ForeignKeys,
     Translation,
     apply,
     require_all_taken,
 )
-from common.whole_numbers import MOST_RANKS, argument
+from common.whole_numbers import MAX_RANKS, argument
 
 
 def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
     """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for flags
     that this project cannot follow.
     """
-    theirs, ours = Theirs(SYSTEM, tree, sources, DEFAULTS), Translation()
+    theirs, ours = ForeignKeys(SYSTEM, tree, sources, DEFAULTS), Translation()
     ours.set("output_dir", "output")
     ours.set("validation.interval", "never")
     scale, flag = theirs.take("loss_scale"), "initial_loss_scale"
@@ -101,7 +101,7 @@ def _options(flags: Sequence[str], environ: Mapping[str, str]) -> list[str] | No
         prog="oneflow_gpt.training", add_help=False, allow_abbrev=False
     )
     for name in ("gpus-per-node", "nodes"):
-        parser.add_argument(f"--num-{name}", type=argument(1, MOST_RANKS), default=1)
+        parser.add_argument(f"--num-{name}", type=argument(1, MAX_RANKS), default=1)
     parser.add_argument("--node-ips", default="")
     parser.add_argument("--ctrl-port", type=argument(1, 65535))
     parser.add_argument("--use-rdma", action="store_true")

@@ -77,69 +77,42 @@ def test_a_folder_that_cannot_be_read_is_an_error(
 
 
 LOST = r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to start over"
-DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
-    (
-        "a link to itself",
-        lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder)),
-        "checkpoints: cannot be read: Too many levels of symbolic links",
-    ),
-    (
-        "a link to a disk",
-        lambda folder: (shutil.rmtree(folder), folder.symlink_to("/mnt/not mounted/here")),
-        r"is a link to /mnt/not mounted/here, which is not there; is its disk mounted\?",
-    ),
-    (
-        "no manifest",
-        lambda folder: (folder / "step_00000020" / "manifest.json").unlink(),
-        LOST,
-    ),
-    (
-        "no manifest and no latest",
-        lambda folder: (
-            (folder / "step_00000020" / "manifest.json").unlink(),
-            (folder / "latest").unlink(),
-        ),
-        LOST,
-    ),
-    (
-        "gone",
-        lambda folder: shutil.rmtree(folder / "step_00000020"),
-        "latest names 'step_00000020', which is not a whole checkpoint here; ",
-    ),
-    (
-        "latest of zeros",
-        lambda folder: (
-            shutil.rmtree(folder / "step_00000020"),
-            (folder / "latest").write_bytes(b"\0\0\0"),
-        ),
-        r"latest names '\\x00",
-    ),
-    (
-        "latest is a folder",
-        lambda folder: ((folder / "latest").unlink(), (folder / "latest").mkdir()),
-        "latest: is a folder, expected a file",
-    ),
-    (
-        "a file in its place",
-        lambda folder: (shutil.rmtree(folder), folder.touch()),
-        r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir",
-    ),
-    (
-        "a file in the place of a checkpoint",
-        lambda folder: (folder / "step_00000010").touch(),
-        "step_00000010: is not a folder, and has the name of a checkpoint",
-    ),
-]
+STEP = "step_00000020"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"), [pytest.param(*row[1:], id=row[0]) for row in DAMAGE]
-)
+def linked(folder: Path, to: Any) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(to)
+
+
+DAMAGE: list[tuple[list[Callable[[Path], Any]], str]] = [
+    ([lambda folder: linked(folder, folder)],
+     "checkpoints: cannot be read: Too many levels of symbolic links"),
+    ([lambda folder: linked(folder, "/mnt/not mounted/here")],
+     r"is a link to /mnt/not mounted/here, which is not there; is its disk mounted\?"),
+    ([lambda folder: (folder / STEP / "manifest.json").unlink()], LOST),
+    ([lambda folder: (folder / STEP / "manifest.json").unlink(),
+      lambda folder: (folder / "latest").unlink()], LOST),
+    ([lambda folder: shutil.rmtree(folder / STEP)],
+     "latest names 'step_00000020', which is not a whole checkpoint here; "),
+    ([lambda folder: shutil.rmtree(folder / STEP),
+      lambda folder: (folder / "latest").write_bytes(b"\0\0\0")], r"latest names '\\x00"),
+    ([lambda folder: (folder / "latest").unlink(), lambda folder: (folder / "latest").mkdir()],
+     "latest: is a folder, expected a file"),
+    ([shutil.rmtree, Path.touch],
+     r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir"),
+    ([lambda folder: (folder / "step_00000010").touch()],
+     "step_00000010: is not a folder, and has the name of a checkpoint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damages", "message"), DAMAGE)
 def test_a_folder_that_shows_a_run_is_never_started_over(
-    tmp_path: Path, damage: Callable[[Path], Any], message: str
+    tmp_path: Path, damages: list[Callable[[Path], Any]], message: str
 ) -> None:
     save(tmp_path / "checkpoints", 20)
-    damage(tmp_path / "checkpoints")
+    for damage in damages:
+        damage(tmp_path / "checkpoints")
     with pytest.raises(UserError, match=message):
         start(tmp_path)
 

@@ -28,9 +28,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def snapshot(step: int, size: int = 10) -> Snapshot:
     manifest = {"state": {"step": step}, "engine": {}, "config": {}}
-    return Snapshot(
-        files={"model.safetensors": {"w": np.full(size, step, np.float32)}}, manifest=manifest
-    )
+    tensors = {"w": np.full(size, step, np.float32)}
+    return Snapshot(files={"model.safetensors": tensors}, manifest=manifest)
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in whole_checkpoints(folder)]
 
 
 def assert_loads(folder: Path) -> int:
@@ -49,15 +52,16 @@ def test_save_find_and_keep(tmp_path: Path, asynchronous: bool) -> None:
     for step in (5, 10, 15):
         writer.save(snapshot(step))
     writer.wait()
-    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_00000010", "step_00000015"]
+    last = tmp_path / "step_00000015"
+    assert steps(tmp_path) == [10, 15]
     assert (tmp_path / "latest").read_text() == "step_00000015\n"
     assert len(list(tmp_path.iterdir())) == 3
-    for where in (tmp_path, tmp_path / "latest", tmp_path / "step_00000015"):
-        assert find_checkpoint(where) == tmp_path / "step_00000015"
+    for where in (tmp_path, tmp_path / "latest", last):
+        assert find_checkpoint(where) == last
     (tmp_path / "latest").write_text("step_00000099\n")
-    assert find_checkpoint(tmp_path) == tmp_path / "step_00000015"
+    assert find_checkpoint(tmp_path) == last
     (tmp_path / "latest").unlink()
-    assert find_checkpoint(tmp_path) == tmp_path / "step_00000015"
+    assert find_checkpoint(tmp_path) == last
 
 
 def test_a_step_saved_again_replaces_the_old_folder(tmp_path: Path) -> None:
@@ -111,14 +115,10 @@ while True:
 
 
 def kill_while_saving(folder: Path, kills: int) -> None:
-    moments = random.Random(0)
-    step = 0
+    moments, step = random.Random(0), 0
     for _ in range(kills):
-        with subprocess.Popen(
-            [sys.executable, "-c", _SAVE_FOREVER, str(folder), str(step)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-        ) as child:
+        words = [sys.executable, "-c", _SAVE_FOREVER, str(folder), str(step)]
+        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None
             for _ in range(3):  # two saves are surely whole when the third begins
                 child.stdout.readline()
@@ -129,13 +129,9 @@ def kill_while_saving(folder: Path, kills: int) -> None:
         step = found
 
 
-def test_kill_nine_while_saving(tmp_path: Path) -> None:
-    kill_while_saving(tmp_path, kills=12)
-
-
-@pytest.mark.campaign
-def test_kill_nine_while_saving_200_times(tmp_path: Path) -> None:
-    kill_while_saving(tmp_path, kills=200)
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.campaign)])
+def test_kill_nine_while_saving(tmp_path: Path, kills: int) -> None:
+    kill_while_saving(tmp_path, kills)
 
 
 @pytest.mark.parametrize("moment", ["before the new one is in place", "after"])
@@ -214,11 +210,8 @@ def part(step: int, rank: int) -> Snapshot:
     rows = [[0, 1], [1, 3]][rank]
     tensors = {"w": np.full((rows[1] - rows[0], 2), step, np.float32)}
     manifest = {"state": {"step": step}, "engine": {}, "config": {}}
-    return Snapshot(
-        files={"model.safetensors": tensors},
-        manifest=manifest,
-        part=Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]}),
-    )
+    own = Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]})
+    return Snapshot(files={"model.safetensors": tensors}, manifest=manifest, part=own)
 
 
 def save_parts(folder: Path, step: int) -> None:
@@ -241,8 +234,8 @@ def assert_parts_load(folder: Path, step: int) -> None:
 _DIE_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
-import numpy as np
-from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
+from common.checkpoint.writer import CheckpointWriter
+from tests.common.checkpoint.test_writer import part
 
 folder, rank, dying, moment = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
@@ -258,12 +251,7 @@ def die(of, before):
 
 if rank == dying:
     os.fsync, os.replace = die("fsync", os.fsync), die("rename", os.replace)
-rows = [[0, 1], [1, 3]][rank]
-part = Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]})
-files = {"model.safetensors": {"w": np.zeros((rows[1] - rows[0], 2), np.float32)}}
-manifest = {"state": {"step": 10}, "engine": {}, "config": {}}
-snapshot = Snapshot(files=files, manifest=manifest, part=part)
-CheckpointWriter(folder, active=False, asynchronous=False, patience=1.0).save(snapshot)
+CheckpointWriter(folder, active=False, asynchronous=False, patience=1.0).save(part(10, rank))
 """
 
 
@@ -281,27 +269,19 @@ def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(
     tmp_path: Path, dying: int, moment: str
 ) -> None:
     save_parts(tmp_path, 5)
+    words = [sys.executable, "-c", _DIE_WHILE_SAVING, str(tmp_path)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _DIE_WHILE_SAVING, str(tmp_path), str(rank), str(dying), moment],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-        )
+        subprocess.Popen([*words, str(rank), str(dying), moment], cwd=ROOT, stderr=subprocess.PIPE)
         for rank in (0, 1)
     ]
     printed = [rank.communicate(timeout=60)[1].decode() for rank in ranks]
     codes = [rank.returncode for rank in ranks]
     assert codes == ([-signal.SIGKILL, 0] if dying == 0 else [1, -signal.SIGKILL]), printed
-    assert (
-        dying == 0
-        or "step_00000010: the checkpoint could not be written: ranks [1] have not written their"
-        " parts within 1 s"
-        in printed[0]
-    )
+    said = "step_00000010: the checkpoint could not be written: ranks [1] have not written their"
+    assert dying == 0 or f"{said} parts within 1 s" in printed[0]
     assert_parts_load(tmp_path, 5)
-    assert [path.name.split(".")[1] for path in tmp_path.glob(".*")] == [
-        "latest" if "latest" in moment else "step_00000010"
-    ]
+    [left] = tmp_path.glob(".*")
+    assert left.name.split(".")[1] == ("latest" if "latest" in moment else "step_00000010")
     save_parts(tmp_path, 10)
     assert_parts_load(tmp_path, 10)
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -117,10 +117,6 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
             {**HOROVOD, **env("HOROVOD_SIZE=6 HOROVOD_LOCAL_RANK=5 HOROVOD_LOCAL_SIZE=6")},
             process(5, 6, 5, 6, "127.0.0.1", HOROVOD_PORT, "horovodrun"),
         ),
-        (
-            {**HOROVOD, "MASTER_ADDR": "a", "MASTER_PORT": "1234"},
-            process(5, 8, 1, 4, "a", 1234, "horovodrun"),
-        ),
         (BATCH_SCRIPT, ALONE),
         # the batch step's own number
         ({**BATCH_SCRIPT, **env("SLURM_STEP_ID=4294967291 SLURM_STEP_NODELIST=gnode10")}, ALONE),
@@ -137,9 +133,6 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
         ),
         # left over from something else, whatever they hold
         (env("DEVICE_ID=abc"), ALONE),
-        (env("ASCEND_DEVICE_ID=0,1"), ALONE),
-        (env("MA_NUM_HOSTS=x"), ALONE),
-        (env("SLURM_STEP_ID=batch"), ALONE),
         (env("PMI_RANK=0 PMI_SIZE=1"), ALONE),
     ],
 )
@@ -189,16 +182,17 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         (env("WORLD_SIZE=many"), "WORLD_SIZE=many: expected the number of processes"),
         (env("RANK=-1 WORLD_SIZE=2"), "RANK=-1: expected a number, 0 or more"),
         (env("RANK=2 WORLD_SIZE=2"), "RANK=2, but there are 2 processes: expected 0 to 1"),
-        (env("RANK=0 WORLD_SIZE=0"), "WORLD_SIZE=0: expected the number of processes, 1 or more"),
         (
             {**TORCHRUN, "LOCAL_RANK": "4"},
-            "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE): expected 0 to 3",
+            "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE), of 8 in total: these",
         ),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "16 processes on this host, but 8 in total"),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"},
+            "of 16 (LOCAL_WORLD_SIZE), of 8 in total: these",
+        ),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected 1 to 65535"),
         (env("RANK_ID=1"), "RANK_ID=1, but RANK_SIZE is not set; set both"),
         (env("RANK_ID=0 MA_NUM_HOSTS=2"), "RANK_ID=0, but RANK_SIZE is not set; set both"),
-        (env("RANK_SIZE=8"), "RANK_SIZE=8, but RANK_ID is not set"),
         ({**MSRUN, "MS_NODE_ID": ""}, "MS_NODE_ID is not set; give msrun --node_rank"),
         ({**MSRUN, "MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set: expected the number of"),
         ({**OPEN_MPI, **MPI_ALONE}, "mpirun -x MASTER_ADDR=HOST_OF_RANK_0"),
@@ -210,8 +204,6 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
             " start them with Open MPI's mpirun, srun or torchrun, or unset OMPI_COMM_WORLD_SIZE",
         ),
         ({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR": ""}, "set MASTER_ADDR to the address"),
-        ({**HOROVOD, "HOROVOD_SIZE": ""}, "HOROVOD_RANK=5, but HOROVOD_SIZE is not set"),
-        ({**HOROVOD, "HOROVOD_RANK": ""}, "HOROVOD_SIZE=8, but HOROVOD_RANK is not set"),
         (
             {**HOROVOD, "RANK": "0", "WORLD_SIZE": "8"},
             "RANK=0 of WORLD_SIZE=8, but HOROVOD_RANK=5 of HOROVOD_SIZE=8; unset RANK",
@@ -260,9 +252,7 @@ def test_contradictions_of_the_rank_table_are_refused(samples: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             find_process(environ)
         assert message in str(caught.value)
-    with pytest.raises(
-        ConfigError, match=r"RANK_SIZE: 8 and the ranks in RANK_TABLE_FILE=.*: 16 differ"
-    ):
+    with pytest.raises(ConfigError, match=r"the ranks in RANK_TABLE_FILE differ: 8, 16; make"):
         announced_world_size({**table, "RANK_SIZE": "8"})
     with pytest.raises(DataError, match=r"hccl\.json: no such file"):
         find_process({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster.places import Placement, RankPlacement, find_places, parse_range
+from common.cluster.places import RankPlacement, find_places, parse_range
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table
 from common.errors import ConfigError
@@ -26,17 +26,13 @@ def test_the_end_is_exclusive_however_it_is_written(text: str) -> None:
     [
         ("[a,8]", "start_device=a is not a number"),
         ("[0,b]", "end_device=b is not a number"),
-        ("[0,]", "end_device= is not a number"),
         ("[-1,8]", "start_device=-1 is not a number"),
         ("[٣,8]", "start_device=٣ is not a number"),
         ("[0,100000000000)", "end_device=100000000000 is too large"),
         ("[0.0,2)", "start_device=0.0 is not a whole number"),
         ("0", "quote it"),
-        ("8", "quote it"),
         (",", "quote it"),
-        ("", "quote it"),
         ("[8]", "expected a range such as '[0,8]'"),
-        ("0,8", "expected a range such as '[0,8]'"),
         ("(0,8)", "write '[0,8)'"),
         ("[8,0]", "is empty, because its end is exclusive; '[0,8)' is 0 to 7"),
         ("[4,4)", "is empty, because its end is exclusive; '[4,5)' is only 4"),
@@ -61,28 +57,6 @@ def test_ranks_of_a_server_of_the_table(tutorial: RankTable, start: int, end: in
     )
 
 
-def test_devices_4_to_7_in_both_forms(tmp_path: Path) -> None:
-    path = write_tutorial_table(tmp_path / "table.json", servers=1, devices=4, first_device=4)
-    table = read_table(path)
-    expected = tuple(
-        RankPlacement(rank=rank, device_id=4 + rank, local_rank=rank, host="10.155.111.140")
-        for rank in range(4)
-    )
-    whole = Placement(all=expected, own_host="10.155.111.140", master="127.0.0.1")
-    assert find_places(range(4, 8), table=table) == whole
-    assert find_places(range(4), rank_size=4, table=table) == whole
-
-
-def test_the_tables_own_order_of_ranks_wins(samples: Path) -> None:
-    """In ModelArts' table of two pods the second is listed first."""
-    table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
-    places = find_places(range(8, 16), rank_size=16, table=table)
-    assert [place.device_id for place in places.own] == [
-        device.device_id for device in table.servers[1].devices
-    ]
-    assert places.hosts == tuple(server.server_id for server in table.servers)
-
-
 def test_without_a_table() -> None:
     one = find_places(range(4, 6)).all
     assert [(place.rank, place.device_id) for place in one] == [(0, 4), (1, 5)]
@@ -103,6 +77,8 @@ def test_version_2_names_no_machines(samples: Path) -> None:
     assert [place.rank for place in places.own] == [2, 3] and places.hosts == ("10.0.0.1", "node 1")
     with pytest.raises(ConfigError, match="give --master IP:PORT"):
         find_places(range(2, 4), rank_size=4, table=table)
+    with pytest.raises(ConfigError, match="--nnodes and --node_rank are for RANK_TABLE none"):
+        find_places(range(2, 4), rank_size=4, table=table, nodes=2)
 
 
 def test_a_range_of_devices_is_that_of_the_server_with_an_address_of_this_machine(
@@ -154,9 +130,7 @@ def test_ranges_that_the_table_contradicts(
         (range(8), None, {"master": "a", "nodes": 2, "node_rank": 2}, "is not among --nnodes 2"),
         (range(8), None, {"node_rank": 0}, "--node_rank 0 needs --nnodes"),
         (range(8), None, {"nodes": 0}, "--nnodes 0: expected 1 or more"),
-        (range(8), None, {"nodes": 2, "node_rank": 1}, "give --master IP:PORT"),
         (range(10**9), None, {}, "1000000000 ranks are more than"),
-        (range(8), 8 * 10**8, {}, "800000000 ranks are more than"),
         (range(8), None, {"nodes": 10**8}, "800000000 ranks are more than"),
     ],
 )
@@ -165,8 +139,3 @@ def test_contradictions_without_a_table(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         find_places(numbers, rank_size=rank_size, **more)  # type: ignore[arg-type]
-
-
-def test_a_table_names_the_hosts_itself(tutorial: RankTable) -> None:
-    with pytest.raises(ConfigError, match="--nnodes and --node_rank are for RANK_TABLE none"):
-        find_places(range(8), rank_size=32, table=tutorial, nodes=4)

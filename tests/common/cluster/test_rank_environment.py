@@ -4,11 +4,11 @@ says.
 
 import ipaddress
 import json
-import os
 import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,10 @@ import pytest
 from common.cluster.environment import Process, find_process
 from common.cluster.places import Placement, RankPlacement, find_places
 from common.cluster.rank_environment import (
-    ROOT,
     hccl_seconds,
     make_rendezvous,
+    network_of,
     parse_master,
-    rank_command,
     rank_variables,
     scheduler_variables,
     shell_text,
@@ -110,6 +109,8 @@ def test_several_hosts_meet_over_the_interface_of_this_ones_address() -> None:
         ({"nodea": ["127.0.1.1"]}, {}),
         ({"nodea": ["127.0.1.1"], "nodeb": ["10.0.0.8"]}, {"10.0.0.8": "10.0.0.7"}),
         ({"nodea": ["127.0.1.1", "10.0.0.7"]}, {}),
+        # the way to the others is the host's own loopback address
+        ({"nodea": ["127.0.1.1"], "nodeb": ["127.0.1.2"]}, {"127.0.1.2": "127.0.0.1"}),
     ],
 )
 def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
@@ -141,21 +142,6 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
     assert found["MASTER_ADDR"] == "nodea"
 
 
-def test_only_loopback_addresses_give_no_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        own_addresses, "_addresses", lambda host: ["127.0.1.1"] if host == "nodea" else []
-    )
-    monkeypatch.setattr(
-        own_addresses, "_interfaces", lambda: [(ipaddress.ip_address("127.0.1.1"), "lo")]
-    )
-    monkeypatch.setattr(own_addresses, "_route_to", lambda address: "127.0.0.1")
-    for node_rank in (0, 1):
-        found = variables(find_places(range(1), master="nodea", nodes=2, node_rank=node_rank), 0)
-        assert network(found) == (None, None, None)
-
-
 @pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command, to compare with, is absent")
 def test_interfaces_are_those_of_the_ip_command() -> None:
     for link in json.loads(
@@ -165,7 +151,6 @@ def test_interfaces_are_those_of_the_ip_command() -> None:
             assert interface_of(address["local"]) == link["ifname"], address
     assert interface_of("192.0.2.254") is None and not is_own("192.0.2.254")
     assert is_own("localhost")
-    assert ipaddress.ip_address("127.0.0.1").is_loopback
 
 
 WORDS = ['predict.prompt=it\'s a "test"; $HOME `ls` \\n * [0,8]', "a b", "", "new\nline", "小"]
@@ -176,13 +161,6 @@ def test_the_shell_text_is_what_a_shell_reads_back() -> None:
     text = shell_text({"NAME": WORDS[0]}, [sys.executable, "-c", show, *WORDS])
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [WORDS[0], *WORDS]
-
-
-def test_the_command() -> None:
-    program = str(ROOT / "run_gpt2.py")
-    expected = (sys.executable, program, "--config", "/a/b.yaml", "--run_mode", "eval", "seed=1")
-    assert rank_command(Path("/a/b.yaml"), "eval", ["seed=1"]) == expected
-    assert os.access(program, os.R_OK)
 
 
 def test_master() -> None:
@@ -202,3 +180,18 @@ def test_master() -> None:
 def test_hccl_waits_in_multiples_of_68(limit: float, seconds: str) -> None:
     """No less than the limit, unless that is more than a first Ascend can."""
     assert hccl_seconds(limit) == seconds
+
+
+def test_gloo_takes_the_way_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert network_of(Process(rank=1, world_size=4, local_rank=1, local_world_size=4)) == alone
+    several = Process(rank=1, world_size=4, local_rank=1, local_world_size=2, master="127.0.0.2")
+    assert network_of(several) == {"GLOO_SOCKET_IFNAME": "lo"}
+    # rank 0's host, whose own name is a loopback address in its /etc/hosts
+    known = {"node0": ["127.0.1.1"], "10.0.0.7": ["10.0.0.7"]}
+    monkeypatch.setattr(own_addresses, "_addresses", lambda host: known.get(host, []))
+    monkeypatch.setattr(own_addresses, "_default_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(
+        own_addresses, "_interfaces", lambda: [(ipaddress.ip_address("10.0.0.7"), "eth3")]
+    )
+    assert network_of(replace(several, master="node0")) == {"GLOO_SOCKET_IFNAME": "eth3"}

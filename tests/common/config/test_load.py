@@ -1,10 +1,10 @@
 """Files, bases, overrides, and what is said when they are wrong."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, strategies as st
 
 from common.config.load import dump_config, flatten, parse_scalar
@@ -33,25 +33,12 @@ def error_of(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_numbers_without_a_dot_are_numbers(config_file: Path) -> None:
-    assert load_config(config_file).optimizer.learning_rate == 6e-4
+numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**12), 10**12)
 
 
-@given(
-    st.floats(allow_nan=False, allow_infinity=False)
-    | st.integers(-(10**12), 10**12)
-    | st.booleans()
-    | st.none()
-)
+@given(numbers | st.booleans() | st.none())
 def test_scalars_read_back_as_json_writes_them(value: object) -> None:
-    import json
-
     assert parse_scalar(json.dumps(value), "here") == value
-
-
-def test_yes_and_no_are_text() -> None:
-    assert parse_scalar("no", "here") == "no"
-    assert parse_scalar("on", "here") == "on"
 
 
 def test_dump_reads_back_equal(config_file: Path) -> None:
@@ -63,21 +50,23 @@ def test_dump_reads_back_equal(config_file: Path) -> None:
 
 
 def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
+    """And of two files with one base the second, with what it says and with what the base says."""
+    parts = {
+        "base": MINIMAL.replace("micro_batch_size: 2", "micro_batch_size: 2, accumulation_steps: 4")
+        + "seed: 1\n",
+        "a": "base: base.yaml\ntrain: {micro_batch_size: 5, max_steps: 7}\n",
+        "b": "base: base.yaml\nseed: 2\ntrain: {max_steps: 9}\n",
+    }
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "a.yaml").write_text(MINIMAL + "seed: 1\n")
-    (tmp_path / "parts" / "b.yaml").write_text(
-        "base: a.yaml\nseed: 2\ntrain: {micro_batch_size: 5}\n"
-    )
+    for name, text in parts.items():
+        (tmp_path / "parts" / f"{name}.yaml").write_text(text)
     main = tmp_path / "main.yaml"
     main.write_text("base: [parts/a.yaml, parts/b.yaml]\noutput_dir: mine\n")
-    config = load_config(main, ["train.max_steps=9"])
-    assert (
-        config.seed,
-        config.output_dir,
-        config.train.micro_batch_size,
-        config.train.max_steps,
-    ) == (2, "mine", 5, 9)
-    assert config.model.hidden_size == 8
+    config = load_config(main)
+    assert (config.seed, config.output_dir, config.model.hidden_size) == (2, "mine", 8)
+    train = config.train
+    assert (train.max_steps, train.micro_batch_size, train.accumulation_steps) == (9, 2, 4)
+    assert load_config(main, ["train.max_steps=8"]).train.max_steps == 8
 
 
 @pytest.mark.parametrize(
@@ -104,47 +93,35 @@ def test_an_end_of_the_schedule_is_inherited(
 
 
 def test_all_faults_are_told_at_once(config_file: Path) -> None:
-    assert (
-        len(error_of(config_file, "seed=-1", "train.max_step=2", "model.dropout=1.5").splitlines())
-        == 3
-    )
+    said = error_of(config_file, "seed=-1", "train.max_step=2", "model.dropout=1.5")
+    assert len(said.splitlines()) == 3
 
 
-def test_missing_key_file_and_broken_yaml(tmp_path: Path) -> None:
+def test_files_that_are_no_config(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("output_dir: out\n")
-    assert "model: required" in error_of(path)
-    path.write_text("a: [1,\nb: }")
-    assert f"{path}:2:" in error_of(path)
-    path.write_text("- a\n")
-    assert "expected keys and values" in error_of(path)
+    for text, said in (
+        ("output_dir: out\n", "model: required"),
+        ("a: [1,\nb: }", f"{path}:2:"),
+        ("- a\n", "expected keys and values"),
+        ("base: other.yaml\n", "include each other"),
+    ):
+        path.write_text(text)
+        (tmp_path / "other.yaml").write_text("base: run.yaml\n")
+        assert said in error_of(path)
     assert f"did you mean {path}?" in error_of(tmp_path / "ran.yaml")
-
-
-def test_bases_in_a_circle(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
-    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
-    assert "include each other" in error_of(tmp_path / "a.yaml")
-
-
-def test_python_objects_are_never_built(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "output_dir: !!python/object/apply:os.system ['touch " + str(tmp_path / "owned") + "']\n"
-    )
-    assert "not valid YAML" in error_of(path)
-    assert not (tmp_path / "owned").exists()
+    assert "cannot be read" in error_of(tmp_path)
+    (tmp_path / "link.yaml").symlink_to("link.yaml")
+    assert "Too many levels of symbolic links" in error_of(tmp_path / "link.yaml")
 
 
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        *((text, [text]) for text in ("42", "1984", "007", "1e3", "true", "yes", "null", "~", "")),
+        *((text, [text]) for text in ("1984", "007", "1e3", "true", "yes", "null", "~", "")),
         *((text, [text]) for text in ("Once: upon [a", '"quoted"', "#1", "{a: b}", "- a", "!b")),
         *((text, [text]) for text in ("[CLS][MASK]", "[MASK]", "[CLS]宝玉", "[[Paris]]", "[1] a")),
         *((text, [text]) for text in ("[Laughs, then cries]", "[12 men]", '["a", b]', "[")),
-        ("[\"a\", 'b']", ["a", "b"]),
-        ('["[CLS]", "it\'s"]', ["[CLS]", "it's"]),
+        ('["[CLS]", \'b\', "it\'s"]', ["[CLS]", "b", "it's"]),
         ("[464, 3290]", [[464, 3290]]),
         ('[[464, 3290], "a"]', [[464, 3290], "a"]),
         ("[]", []),
@@ -163,13 +140,18 @@ def test_prompts_arrive_as_typed(config_file: Path, text: str, kept: list[str]) 
         ("predict.output_file", "null", None),
         ("predict.stop", "1984", ["1984"]),
         ("predict.stop", "null", ["null"]),
-        ("predict.bad_words", "true", ["true"]),
         ("serve.name", "1.50", "1.50"),
         ("data.train", "2024", ["2024"]),
         ("data.train", "[A, B]", ["A", "B"]),
         ("data.train", "", None),
         ("data.tokenizer.folder", "2024", "2024"),
         ("predict.logprobs", "2", 2),
+        ("data.split", "[98,1,1]", "98,1,1"),
+        ("data.split", "98/1/1", "98,1,1"),
+        ("checkpoint.resume", "true", "latest"),
+        ("checkpoint.resume", "false", "never"),
+        ("parallel.strategy", "SPS", "parameter_server"),
+        ("parallel.strategy", "DPS", "ddp"),
     ],
 )
 def test_text_is_the_same_in_a_file_and_on_the_command_line(
@@ -177,76 +159,35 @@ def test_text_is_the_same_in_a_file_and_on_the_command_line(
 ) -> None:
     *sections, name = key.split(".")
     own = f"{': {'.join(sections)}: {{{name}: {text}}}" if sections else f"{name}: {text}"
-    found = [load_config(config_file, [f"{key}={text}"])]
-    (config_file.parent / "own.yaml").write_text(
-        f"base: {config_file.name}\n{own}{'}' * (len(sections) - 1)}\n"
-    )
-    found.append(load_config(config_file.parent / "own.yaml"))
-    for config in found:
+    other = config_file.parent / "own.yaml"
+    other.write_text(f"base: {config_file.name}\n{own}{'}' * (len(sections) - 1)}\n")
+    for config in (load_config(config_file, [f"{key}={text}"]), load_config(other)):
         assert dict(flatten(config.model_dump()))[key] == kept
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"),
-    [("true", "latest"), ("false", "never"), ("auto", "auto"), ("output/x", "output/x")],
-)
-def test_resume_words(config_file: Path, text: str, kept: str) -> None:
-    assert load_config(config_file, [f"checkpoint.resume={text}"]).checkpoint.resume == kept
-
-
-@pytest.mark.parametrize(
-    "text", ["08", "1e5", ".5e3", "no", "null-ish", "0x1F", "~", "true", "1_000", "a: b", "#x", "é"]
+    "text", ["08", "1e5", "no", "null-ish", "0x1F", "~", "true", "1_000", "a: b", "#x", "é"]
 )
 def test_text_survives_being_dumped(config_file: Path, text: str) -> None:
     config = load_config(config_file)
-    config = config.model_copy(
-        update={"output_dir": text, "predict": config.predict.model_copy(update={"prompt": [text]})}
-    )
+    predict = config.predict.model_copy(update={"prompt": [text]})
+    config = config.model_copy(update={"output_dir": text, "predict": predict})
     config_file.write_text(dump_config(config), encoding="utf-8")
     assert load_config(config_file) == config
 
 
 def test_one_key_of_a_shorthand_refines_it(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "precision: bf16\ndata: {tokenizer: vocab}\n")
-    config = load_config(
-        config_file, ["precision.softmax=bfloat16", "data.tokenizer.backend=tiktoken"]
-    )
-    assert (config.precision.compute, config.precision.softmax, config.precision.layer_norm) == (
-        "bfloat16",
-        "bfloat16",
-        "float32",
-    )
-    assert config.data.tokenizer is not None
-    assert (config.data.tokenizer.folder, config.data.tokenizer.backend) == ("vocab", "tiktoken")
+    words = ["precision.softmax=bfloat16", "data.tokenizer.backend=tiktoken"]
+    config = load_config(config_file, words)
+    precision, tokenizer = config.precision, config.data.tokenizer
+    found = (precision.compute, precision.softmax, precision.layer_norm)
+    assert found == ("bfloat16", "bfloat16", "float32")
+    assert tokenizer is not None
+    assert (tokenizer.folder, tokenizer.backend) == ("vocab", "tiktoken")
     main = config_file.with_name("main.yaml")
     main.write_text("base: run.yaml\nprecision: {layer_norm: bfloat16}\n")
     assert load_config(main).precision.compute == "bfloat16"
-
-
-def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
-    assert "cannot be read" in error_of(tmp_path)
-
-
-def test_split_as_list_or_text(config_file: Path) -> None:
-    assert load_config(config_file, ["data.split=[98,1,1]"]).data.split == "98,1,1"
-    assert load_config(config_file, ["data.split=98,1,1"]).data.split == "98,1,1"
-    assert load_config(config_file, ["data.split=98/1/1"]).data.split == "98,1,1"
-
-
-def test_seed_precisions_are_mappings(config_file: Path) -> None:
-    config_file.write_text(
-        MINIMAL
-        + yaml.safe_dump(
-            {"precision": {"parameters": "fp16", "compute": "fp16", "softmax": "fp16"}}
-        )
-    )
-    precision = load_config(config_file).precision
-    assert (precision.parameters, precision.compute, precision.softmax, precision.layer_norm) == (
-        "float16",
-        "float16",
-        "float16",
-        "float32",
-    )
 
 
 def test_a_length_of_the_command_line_replaces_that_of_the_file(config_file: Path) -> None:
@@ -263,23 +204,12 @@ def test_a_length_of_the_command_line_replaces_that_of_the_file(config_file: Pat
         ("O0", "float32"),
         ("O1", "fp16"),
         ("O2", "{parameters: float16, compute: float16}"),
-        (
-            "pure_fp16",
-            "{parameters: float16, compute: float16, softmax: float16, layer_norm: float16}",
-        ),
+        ("pure_fp16", "{parameters: fp16, compute: float16, softmax: fp16, layer_norm: float16}"),
     ],
 )
 def test_apexs_words_for_precision(config_file: Path, word: str, same: str) -> None:
-    found, expected = (
-        load_config(config_file, [f"precision={text}"]).precision for text in (word, same)
-    )
-    assert found == expected
-
-
-def test_the_studys_words_for_strategies(config_file: Path) -> None:
-    for word, same in (("SPS", "parameter_server"), ("DPS", "ddp")):
-        config = load_config(config_file, [f"parallel.strategy={word}"])
-        assert config.parallel.strategy == same
+    found, expected = (load_config(config_file, [f"precision={text}"]) for text in (word, same))
+    assert found.precision == expected.precision
 
 
 def test_presets_find_data_of_the_projects_folder(
@@ -306,13 +236,6 @@ def test_presets_find_data_of_the_projects_folder(
     assert load_config(config_file).data.train[1] == "data/mine_document"
 
 
-def test_a_config_that_links_to_itself(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.symlink_to("run.yaml")
-    with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
-        load_config(path)
-
-
 def test_bases_that_name_the_next_twice_are_read_once_each(tmp_path: Path) -> None:
     """With a read for each mention, the 30 files would be read 2^30 times."""
     for number in range(30):
@@ -327,19 +250,3 @@ def test_bases_in_a_long_chain(tmp_path: Path) -> None:
         (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
     with pytest.raises(ConfigError, match="more than 64 levels"):
         load_config(tmp_path / "0.yaml")
-
-
-def test_a_base_of_two_files_is_not_changed_by_the_first(tmp_path: Path) -> None:
-    """The second of two files with one base wins with what it says itself, and with what the base
-    says.
-    """
-    (tmp_path / "base.yaml").write_text(
-        MINIMAL.replace("micro_batch_size: 2", "micro_batch_size: 2, accumulation_steps: 4")
-    )
-    (tmp_path / "a.yaml").write_text(
-        "base: base.yaml\ntrain: {micro_batch_size: 5, max_steps: 7}\n"
-    )
-    (tmp_path / "b.yaml").write_text("base: base.yaml\ntrain: {max_steps: 9}\n")
-    (tmp_path / "main.yaml").write_text("base: [a.yaml, b.yaml]\n")
-    train = load_config(tmp_path / "main.yaml").train
-    assert (train.max_steps, train.micro_batch_size, train.accumulation_steps) == (9, 2, 4)

@@ -3,7 +3,6 @@ is read too.
 """
 
 import json
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,30 +31,26 @@ from tools.convert_weight import main  # noqa: E402
 
 
 def make_config(folder: Path, prefix: Path, **sections: dict[str, Any]) -> RunConfig:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "seq_length": 16}
     tree: dict[str, Any] = {
         "output_dir": str(folder),
         "device": "cpu",
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 16,
-            "num_heads": 4,
-            "seq_length": 16,
-            "vocab_size": 101,
-            "hidden_dropout": 0.1,
-        },
+        "model": sizes | {"vocab_size": 101, "hidden_dropout": 0.1},
         "train": {"max_steps": 6, "micro_batch_size": 2, "global_batch_size": 4},
         "optimizer": {
-            "learning_rate": 0.01,
-            "warmup_steps": 2,
-            "decay_steps": 6,
-            "weight_decay": 0.1,
+            "learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 6, "weight_decay": 0.1,
         },
         "data": {"train": str(prefix), "split": "100,0,0"},
         "logging": {"tensorboard": False, "plot": False},
-    }
+    }  # fmt: skip
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     return resolve_config(build_config(tree))
+
+
+def train(folder: Path, prefix: Path, **sections: dict[str, Any]) -> Path:
+    torch_gpt2.train.train(*make_run(make_config(folder, prefix, **sections)))
+    return folder
 
 
 SGD = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.1, "schedule": "constant"}
@@ -76,38 +71,22 @@ def test_a_run_resumes_bit_for_bit(
     tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]
 ) -> None:
     """Moments, step, schedule, loss scale, place in the data and dropout masks."""
-    torch_gpt2.train.train(*make_run(make_config(tmp_path / "whole", corpus_prefix, **sections)))
+    train(tmp_path / "whole", corpus_prefix, **sections)
     half = {**sections, "train": {"max_steps": 3}}
-    torch_gpt2.train.train(*make_run(make_config(tmp_path / "half", corpus_prefix, **half)))
-    before = tmp_path / "half"
+    before = train(tmp_path / "half", corpus_prefix, **half)
     for number, target in enumerate([*way, "torch_gpt2"]):
         ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
         result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
         assert result.step == 3
         before = tmp_path / str(number)
-    resumed = {**sections, "checkpoint": {"resume": str(before)}}
-    torch_gpt2.train.train(*make_run(make_config(tmp_path / "resumed", corpus_prefix, **resumed)))
-
-    def steps(folder: str) -> list[Any]:
-        kept = (
-            "step",
-            "loss",
-            "grad_norm",
-            "learning_rate",
-            "loss_scale",
-            "consumed_samples",
-            "sample_hash",
-        )
-        return [
-            [row.get(name) for name in kept]
-            for row in read_metrics(tmp_path / folder / "metrics.jsonl")
-            if row["step"] > 3
-        ]
-
-    assert steps("resumed") == steps("whole") and len(steps("whole")) == 3
-    assert read_metrics(tmp_path / "resumed" / "metrics.jsonl")[0]["step"] == 4, (
-        "it did not begin anew"
-    )
+    train(tmp_path / "resumed", corpus_prefix, **sections, checkpoint={"resume": str(before)})
+    kept = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples",
+            "sample_hash")  # fmt: skip
+    steps = [
+        [[row.get(name) for name in kept] for row in read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("whole", "resumed")
+    ]
+    assert steps[1] == steps[0][3:] and [row[0] for row in steps[1]] == [4, 5, 6]
     ends = [require_checkpoint(tmp_path / folder, "") for folder in ("whole", "resumed")]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes()
@@ -116,22 +95,13 @@ def test_a_run_resumes_bit_for_bit(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    torch_gpt2.train.train(
-        *make_run(make_config(folder / "run", corpus_prefix, train={"max_steps": 2}))
-    )
-    return folder / "run"
+    return train(folder / "run", corpus_prefix, train={"max_steps": 2})
 
 
 def test_training_says_that_it_does_not_begin_at_checkpoint_load(
     trained: Path, tmp_path: Path, corpus_prefix: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch_gpt2.train.train(
-        *make_run(
-            make_config(
-                tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)}
-            )
-        )
-    )
+    train(tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)})
     assert "not for training; set checkpoint.resume to resume from it" in caplog.text
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["step"] == 1
 
@@ -139,72 +109,56 @@ def test_training_says_that_it_does_not_begin_at_checkpoint_load(
 def test_weights_without_a_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--input", str(trained), "--verify"]
-    assert main([*words, "--to", "mindformers", "--output", str(tmp_path / "run")]) == 0
-    assert (
-        "36 parameters" in (told := capsys.readouterr().out)
-        and "and the run at step 2 with 72 tensors of the optimizer, read back and equal" in told
-    )
-    assert (
-        main([*words, "--to", "mindformers", "--output", str(tmp_path / "alone"), "--weights_only"])
-        == 0
-    )
-    assert "not written: 72 x state of the optimizer" in capsys.readouterr().out
-    assert main([*words, "--to", "hf", "--output", str(tmp_path / "hf")]) == 0
-    assert "not written: run (where training stood)" in capsys.readouterr().out
+    def told(to: str, name: str, *more: str) -> str:
+        words = ["--input", str(trained), "--output", str(tmp_path / name), "--verify", *more]
+        assert main([*words, "--to", to]) == 0
+        return capsys.readouterr().out
+
+    whole = told("mindformers", "run")
+    assert "36 parameters" in whole
+    assert "and the run at step 2 with 72 tensors of the optimizer, read back and equal" in whole
+    alone = told("mindformers", "alone", "--weights_only")
+    assert "not written: 72 x state of the optimizer" in alone
+    assert "not written: run (where training stood)" in told("hf", "hf")
     with (
         open_tensors(tmp_path / "run" / "gpt2.ckpt") as run,
-        open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone,
+        open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone_file,
     ):
-        assert len(alone) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
+        assert len(alone_file) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
 
 
 def test_a_checkpoint_of_mindspore_itself(
     tmp_path: Path, mindspore: ModuleType, trained: Path
 ) -> None:
     """Its optimizers name their state, and save_checkpoint its counters."""
-    ms = mindspore
+    ms, random = mindspore, np.random.default_rng(0)
     ours = convert(trained, tmp_path / "ours", target_format="mindformers", weights_only=True)
     assert ours.step is None
     loaded = ms.load_checkpoint(str(tmp_path / "ours" / "gpt2.ckpt"))
     optimizer = ms.nn.AdamWeightDecay(list(loaded.values()), learning_rate=0.1)
-    gradients = tuple(
-        ms.Tensor(np.random.default_rng(0).standard_normal(value.shape).astype(np.float32))
-        for value in loaded.values()
-    )
-    optimizer(gradients)
+    gradients = {
+        parameter.name: random.standard_normal(parameter.shape).astype(np.float32)
+        for parameter in loaded.values()
+    }
+    optimizer(tuple(map(ms.Tensor, gradients.values())))
     folder = tmp_path / "theirs"
     folder.mkdir()
-    ms.save_checkpoint(
-        optimizer,
-        str(folder / "x.ckpt"),
-        append_dict={"step_num": 7, "epoch_num": 1, "loss_scale": 512.0},
-    )
+    counters = {"step_num": 7, "epoch_num": 1, "loss_scale": 512.0}
+    ms.save_checkpoint(optimizer, str(folder / "x.ckpt"), append_dict=counters)
     (folder / "model.yaml").write_bytes((tmp_path / "ours" / "model.yaml").read_bytes())
     result = convert(folder, tmp_path / "back", target_format="mindspore", verify=True)
-    assert (
-        result.step == 7 and "reads from the first sample" in result.ignored["position in the data"]
-    )
-    manifest = json.loads((tmp_path / "back" / "manifest.json").read_text())
-    assert (
-        manifest["engine"]["optimizer_steps"] == 1
-        and manifest["engine"]["loss_scale"]["value"] == 512
-    )
+    assert result.step == 7
+    assert "reads from the first sample" in result.ignored["position in the data"]
+    engine = json.loads((tmp_path / "back" / "manifest.json").read_text())["engine"]
+    assert (engine["optimizer_steps"], engine["loss_scale"]["value"]) == (1, 512)
     with open_tensors(tmp_path / "back" / "optimizer.safetensors") as found:
-        names = {
-            parameter.name: gradient.asnumpy()
-            for parameter, gradient in zip(loaded.values(), gradients, strict=True)
-        }
-        np.testing.assert_allclose(
-            found["h.1.mlp.c_fc.weight.exp_avg"].read(),
-            0.1 * names["backbone.blocks.1.output.mapping.weight"].T,
-            rtol=1e-5,
-        )
-        np.testing.assert_allclose(
-            found["h.0.attn.k_proj.bias.exp_avg_sq"].read(),
-            0.001 * names["backbone.blocks.0.attention.dense2.bias"] ** 2,
-            rtol=1e-4,
-        )
+        for name, value, tolerance in (
+            ("h.1.mlp.c_fc.weight.exp_avg",
+             0.1 * gradients["backbone.blocks.1.output.mapping.weight"].T, 1e-5),
+            ("h.0.attn.k_proj.bias.exp_avg_sq",
+             0.001 * gradients["backbone.blocks.0.attention.dense2.bias"] ** 2, 1e-4),
+        ):  # fmt: skip
+            np.testing.assert_allclose(found[name].read(), value, rtol=tolerance)
 
 
 def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: Path) -> None:
@@ -212,64 +166,32 @@ def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: 
     convert(trained, folder, target_format="mindformers")
     config = yaml.safe_load((folder / "model.yaml").read_text())
 
-    def fails(match: str) -> None:
+    def fails(match: str, source: Path = folder) -> None:
         with pytest.raises(CheckpointError, match=match):
-            convert(folder, tmp_path / "out", target_format="torch_gpt2")
+            convert(source, tmp_path / "out", target_format="torch_gpt2")
         assert not (tmp_path / "out").exists()
 
     (tmp_path / "ours").mkdir()
     manifest = json.loads((require_checkpoint(trained, "") / "manifest.json").read_text())
     write_manifest(tmp_path / "ours", manifest | {"files": {}, "config": {"model": [1]}})
-    with pytest.raises(
-        CheckpointError,
-        match=r"manifest.json: broken manifest: config.model: Input should be a valid dictionary,"
-        r" found \[1\]",
-    ):
-        convert(tmp_path / "ours", tmp_path / "out", target_format="hf")
-    engine = config["run"]["engine"] | {"optimizer_steps": 5}
-    (folder / "model.yaml").write_text(
-        yaml.safe_dump(config | {"run": config["run"] | {"engine": engine}})
-    )
+    fails(r"broken manifest: config.model: .* valid dictionary, found \[1\]", tmp_path / "ours")
+    config["run"]["engine"]["optimizer_steps"] = 5
+    (folder / "model.yaml").write_text(yaml.safe_dump(config))
     fails("global_step is 2.0, and model.yaml says 5: they are of two runs")
+    config["run"]["engine"]["optimizer_steps"] = 2
     (folder / "model.yaml").write_text(yaml.safe_dump(config))
     with open_tensors(folder / "gpt2.ckpt") as found:
-        kept = {
-            name: tensor
-            for name, tensor in found.items()
-            if name != "adam_v.backbone.layernorm.beta"
-        }
-        kinds = {
-            name: TensorKind(dtype=tensor.dtype, shape=tensor.shape)
-            for name, tensor in kept.items()
-        }
-        stream_mindspore(
-            tmp_path / "cut.ckpt", kinds, (np.array(tensor.read()) for tensor in kept.values())
-        )
+        lost = "adam_v.backbone.layernorm.beta"
+        kept = {name: tensor for name, tensor in found.items() if name != lost}
+        kinds = {name: TensorKind(dtype=x.dtype, shape=x.shape) for name, x in kept.items()}
+        arrays = (np.array(tensor.read()) for tensor in kept.values())
+        stream_mindspore(tmp_path / "cut.ckpt", kinds, arrays)
     (tmp_path / "cut.ckpt").replace(folder / "gpt2.ckpt")
     fails(r"missing adam_v.backbone.layernorm.beta \[16\]")
 
 
-def test_every_format_that_holds_a_run_is_tested_here() -> None:
-    assert {name for name, format in FORMATS.items() if format.holds_run} == {
-        *(
-            "torch_gpt2",
-            "mindspore",
-            "mindformers",
-            "mindformers_r0.3",
-            "megatron",
-            "megatron_core",
-        ),
-        *("deepspeed", "oneflow"),  # read only: tests/common/systems has their own files
-    }
-
-
-@pytest.mark.parametrize(
-    ("system", "counters"),
-    [("mindformers", {"global_step": 2.5}), ("oneflow", {}), ("mindformers", {"step_num": -1.0})],
-)
-def test_half_a_step_is_not_cut_to_a_whole_one(system: str, counters: dict[str, float]) -> None:
-    """Files may hold counts as floats."""
-    run_of = import_module(f"common.systems.{system}.read")._run_of
-    arguments = (counters, "adamw") if system == "mindformers" else (counters, 2.5, "adamw")
-    with pytest.raises(CheckpointError, match="copy it again"):
-        run_of(Path("file"), *arguments)
+def test_every_format_that_holds_a_run_is_tested() -> None:
+    here = {"torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3", "megatron"}
+    read_only = {"deepspeed", "oneflow"}  # tests/common/systems has their own files
+    holding = {name for name, format in FORMATS.items() if format.holds_run}
+    assert holding == here | {"megatron_core"} | read_only

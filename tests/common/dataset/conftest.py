@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,21 +68,28 @@ def byte_tokenizer(monkeypatch: pytest.MonkeyPatch) -> TokenizerChoice:
     return TokenizerChoice(kind="Byte", vocab_file=Path(__file__), merge_file=None, backend="auto")
 
 
-Preprocess = Callable[..., list[str]]
+@pytest.fixture
+def options_for(
+    tmp_path: Path, byte_tokenizer: TokenizerChoice
+) -> Callable[..., PreprocessOptions]:
+    """options_for(file, file, ..., **options): of bytes, to the prefix ``out``."""
+
+    def make(*inputs: Path, **options: Any) -> PreprocessOptions:
+        given = {"output_prefix": tmp_path / "out", "tokenizer": byte_tokenizer, **options}
+        return PreprocessOptions(inputs=inputs, **given)
+
+    return make
 
 
 @pytest.fixture
-def read_back(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> Preprocess:
+def read_back(options_for: Callable[..., PreprocessOptions]) -> Callable[..., list[str]]:
     """read_back(file or files, **options) -> the documents of the one pair that preprocessing
     writes, as text.
     """
 
-    def run(inputs: Path | Sequence[Path], **options: object) -> list[str]:
-        files = (inputs,) if isinstance(inputs, Path) else tuple(inputs)
-        settings = PreprocessOptions(
-            inputs=files, output_prefix=tmp_path / "out", tokenizer=byte_tokenizer, **options
-        )
-        (prefix,) = preprocess(settings).prefixes
+    def run(inputs: Path | Sequence[Path], **options: Any) -> list[str]:
+        files = (inputs,) if isinstance(inputs, Path) else inputs
+        (prefix,) = preprocess(options_for(*files, **options)).prefixes
         data = IndexedDataset(prefix)
         texts = [data[n].astype(np.int32) for n in range(len(data))]
         return [

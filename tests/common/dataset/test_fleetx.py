@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from common.dataset import GPTDataset, IndexedDataset, open_samples, require_data
 from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
-from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.preprocess import preprocess
 from common.errors import DataError
 
 TOKENS = (np.arange(13) * 7 % 50).astype(np.uint16)
@@ -225,15 +225,12 @@ def test_broken_files_are_refused_with_their_name(tmp_path, fault) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_preprocessing_writes_the_tokens_of_a_pair(tmp_path, byte_tokenizer, offsets_of) -> None:
+def test_preprocessing_writes_the_tokens_of_a_pair(tmp_path, options_for, offsets_of) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("one two\n\nthree\n\nfour five six\n")
 
     def run(name: str, **options: Any) -> Path:
-        settings = PreprocessOptions(
-            inputs=(corpus,), output_prefix=tmp_path / name, tokenizer=byte_tokenizer, **options
-        )
-        return preprocess(settings).prefixes[0]
+        return preprocess(options_for(corpus, output_prefix=tmp_path / name, **options)).prefixes[0]
 
     pair, ours = IndexedDataset(run("pair")), FleetXDataset(run("ours", format="fleetx"))
     assert ours.prefix.name == "ours_text_document"

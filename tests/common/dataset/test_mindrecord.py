@@ -211,24 +211,13 @@ def test_epochs_are_different_permutations_and_resume_anywhere(tmp_path: Path) -
         [0, n // 300 * 300 + orders[n // 300][n % 300]] for n in ids
     ]
     assert samples.fingerprint == again.fingerprint
+    # a change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say so
+    assert orders[0][:8] == [153, 59, 203, 207, 246, 217, 3, 144]
     other = MindRecordSamples(path, seq_length=4, split="train", split_weights=(1, 0, 0), seed=8)
     assert (
         other.read(np.arange(300))[:, 0].tolist() != orders[0]
         and other.fingerprint != samples.fingerprint
     )
-
-
-def test_the_order_is_frozen(tmp_path: Path) -> None:
-    """A change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say
-    so.
-    """
-    path = write(tmp_path / "data.mindrecord", np.arange(8)[:, None] + np.zeros(3, int))
-    assert (
-        MindRecordSamples(path, seq_length=2, **WHOLE).read(np.arange(16))[:, 0].tolist() == FROZEN
-    )
-
-
-FROZEN = [2, 6, 5, 3, 4, 7, 0, 1, 2, 0, 5, 1, 6, 7, 4, 3]
 
 
 def test_splits_are_disjoint_and_cover_all_rows(tmp_path: Path) -> None:
@@ -431,11 +420,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: os.truncate(path, path.stat().st_size - 300),
         r"cut short: \d+ bytes found, its pages end at \d+",
     ),
-    "cut in the header": (
-        lambda path: os.truncate(path, 100),
-        "a header that is not a MindRecord's",
-    ),
-    "empty": (lambda path: os.truncate(path, 0), "is not a MindRecord file"),
     "text": (
         lambda path: path.write_text("Once upon a time there was a file"),
         "is not a MindRecord file",
@@ -456,35 +440,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         _other_rows,
         "data.mindrecord.db: does not name the 20 rows of data.mindrecord; .*copy both",
     ),
-    "index of fewer rows": (
-        lambda path: _change_index(path, "DELETE FROM INDEXES WHERE ROW_ID = 7"),
-        "does not name the 20 rows",
-    ),
     "index is a view without end": (
         lambda path: _view(path, "INDEXES", ENDLESS),
         "is not the index of a MindRecord",
-    ),
-    "virtual table": (
-        lambda path: _view(path, "INDEXES", "CREATE VIRTUAL TABLE INDEXES USING fts5(ROW_ID)"),
-        "is not the index of a MindRecord",
-    ),
-    "text in the index": (
-        lambda path: _change_index(
-            path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = 'x' WHERE ROW_ID = 3"
-        ),
-        "is not the index of",
     ),
     "a half in the index": (
         lambda path: _change_index(
             path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = PAGE_OFFSET_BLOB + 0.5 WHERE ROW_ID = 3"
         ),
         "INDEXES holds places that are not whole numbers",
-    ),
-    "numbers of 64 bits": (
-        lambda path: _change_index(
-            path, f"UPDATE INDEXES SET PAGE_ID_BLOB = {2**62} WHERE ROW_ID = 3"
-        ),
-        "does not name the 20 rows",
     ),
     "rows beyond the memory": (
         lambda path: _edit_pages(path, end_row_id=10**15),
@@ -494,21 +458,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: _edit_pages(path, end_row_id=-1),
         "'-1' where a size is expected",
     ),
-    "page of 30 digits": (
-        lambda path: _edit_header(path, lambda header: header.update(page_size=10**29)),
-        "where a size is expected",
-    ),
-    "infinite page": (
-        lambda path: _edit_header(path, lambda header: header.update(page_size=float("inf"))),
-        "is not a MindRecord's",
-    ),
     "width beyond the memory": (
         lambda path: _overwrite(path, 8, b"\xff\xff\xff\xff"),
         "row 0 is damaged",
     ),
     "index of another file": (_renamed, "is the index of other.mindrecord, not of data.mindrecord"),
     "index out of bounds": (_moved_rows, "does not name the 20 rows of"),
-    "length of a row": (lambda path: _overwrite(path, 0, b"\x07"), "row 0 is damaged"),
     "bytes of a row": (
         lambda path: _overwrite(path, 12, b"\x55"),
         "row 0 is damaged",

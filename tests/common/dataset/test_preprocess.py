@@ -44,18 +44,11 @@ def test_inputs_are_read_in_their_order(tmp_path, read_back) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 20, 1 << 20])
-def test_several_keys_give_several_outputs(tmp_path, byte_tokenizer, block_bytes) -> None:
+def test_several_keys_give_several_outputs(tmp_path, options_for, block_bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "A", "body": "aa", "n": 1}\n{"title": "B", "body": ""}\n')
-    result = preprocess(
-        PreprocessOptions(
-            inputs=(path,),
-            output_prefix=tmp_path / "new" / "x",
-            tokenizer=byte_tokenizer,
-            json_keys=("title", "body"),
-            block_bytes=block_bytes,
-        )
-    )
+    options = {"json_keys": ("title", "body"), "block_bytes": block_bytes}
+    result = preprocess(options_for(path, output_prefix=tmp_path / "new" / "x", **options))
     assert [prefix.name for prefix in result.prefixes] == ["x_title_document", "x_body_document"]
     title, body = (IndexedDataset(prefix) for prefix in result.prefixes)
     assert title.tokens.tolist() == [65, 256, 66, 256]
@@ -64,13 +57,11 @@ def test_several_keys_give_several_outputs(tmp_path, byte_tokenizer, block_bytes
     assert body.metadata().empty_documents == 1
 
 
-def test_text_left_out_for_its_length_is_told(tmp_path, byte_tokenizer, caplog) -> None:
+def test_text_left_out_for_its_length_is_told(tmp_path, options_for, caplog) -> None:
     """Two of three paragraphs are short: 80 of 180 bytes."""
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(["a" * 40, "b" * 96, "c" * 40]))
-    options = PreprocessOptions(
-        inputs=(path,), output_prefix=tmp_path / "x", tokenizer=byte_tokenizer, min_length=64
-    )
+    options = options_for(path, min_length=64)
     said = {}
     for rule in (DocumentRule.BLANK_LINE, DocumentRule.FILE):
         caplog.clear()
@@ -88,7 +79,7 @@ def test_text_left_out_for_its_length_is_told(tmp_path, byte_tokenizer, caplog) 
     assert "left out" not in caplog.text
 
 
-def test_sentences_belong_to_documents(tmp_path, byte_tokenizer, read_back) -> None:
+def test_sentences_belong_to_documents(tmp_path, read_back) -> None:
     path = tmp_path / "a.txt"
     path.write_text("One. Two!\n\nThree?")
     assert read_back(path, split_sentences=True) == ["One.", "Two!¶", "Three?¶"]
@@ -159,8 +150,6 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
         ),
         ("a.jsonl", "[" * 200_000, ("text",), "item 1 is nested too deeply"),
         ("a.json", '["a", "b", ' + "9" * 5000 + "]", ("text",), "item 3: the item is a number"),
-        ("a.jsonl", '{"text": "a"}\n[1]\n', ("text",), "line 2, column 1: the item is an array"),
-        ("a.json", '["a",\n null]', ("text",), "item 2: the item is null"),
         ("a.json", '["a"]', ("body",), "is a string and has no keys"),
         (
             "a.json",
@@ -176,8 +165,6 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
             ("text",),
             r"line 2, column 1: a byte order mark \(U\+FEFF\) begins this line",
         ),
-        ("a.jsonl", '"a"\n"b" "c"\n', ("text",), "line 2, column 5: Extra data"),
-        ("a.json", "[]", ("text",), "all 0 documents"),
         ("a.txt", b"ab\n\nc\xe4d", ("text",), "line 3, column 2: byte 5 is not UTF-8"),
         (
             "a.jsonl",
@@ -188,19 +175,13 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
     ],
 )
 def test_errors_name_the_place_and_leave_nothing(
-    tmp_path, byte_tokenizer, name, content, keys, message, block_bytes
+    tmp_path, options_for, name, content, keys, message, block_bytes
 ) -> None:
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    options = PreprocessOptions(
-        inputs=(path,),
-        output_prefix=tmp_path / "out" / "x",
-        tokenizer=byte_tokenizer,
-        json_keys=keys,
-        block_bytes=block_bytes,
-    )
+    options = {"json_keys": keys, "block_bytes": block_bytes}
     with pytest.raises(DataError, match=message):
-        preprocess(options)
+        preprocess(options_for(path, output_prefix=tmp_path / "out" / "x", **options))
     assert list((tmp_path / "out").glob("*")) == []
 
 
@@ -300,33 +281,23 @@ def test_a_corpus_is_never_replaced_by_its_own_output(tmp_path, read_back, outpu
 
 
 @pytest.mark.parametrize("key", ["a/b", "/a", "..", "../a", "a\0b"])
-def test_a_key_that_no_file_name_can_hold(tmp_path, byte_tokenizer, key) -> None:
+def test_a_key_that_no_file_name_can_hold(tmp_path, options_for, key) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({key: "one"}))
-
-    def run() -> None:
-        preprocess(
-            PreprocessOptions(
-                inputs=(path,),
-                output_prefix=tmp_path / "o" / "x",
-                tokenizer=byte_tokenizer,
-                json_keys=(key,),
-            )
-        )
-
+    options = {"output_prefix": tmp_path / "o" / "x", "json_keys": (key,)}
     if key == "..":  # no separator, no other folder
-        run()
+        preprocess(options_for(path, **options))
         assert (tmp_path / "o" / "x_.._document.bin").is_file()
         return
     with pytest.raises(DataError, match=r"--json-keys .*rename the key"):
-        run()
+        preprocess(options_for(path, **options))
     assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("prefix", ["", ".", "..", "/", "a/.."])
-def test_a_prefix_that_is_a_folder_is_refused(byte_tokenizer, prefix) -> None:
+def test_a_prefix_that_is_a_folder_is_refused(options_for, prefix) -> None:
     with pytest.raises(ConfigError, match="expected how the files begin"):
-        PreprocessOptions(inputs=(), output_prefix=Path(prefix), tokenizer=byte_tokenizer)
+        options_for(output_prefix=Path(prefix))
 
 
 @pytest.mark.parametrize(

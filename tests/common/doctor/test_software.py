@@ -4,13 +4,13 @@ hang.
 
 import sys
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
+from common.cluster import hccn
 from common.doctor import software
+from common.doctor.examine import DoctorRequest, Facts
 from common.doctor.report import State
 from common.doctor.software import (
     check_cann,
@@ -18,32 +18,10 @@ from common.doctor.software import (
     check_imports,
     check_pairs,
     check_versions,
-    satisfies,
     wanted_ranges,
 )
 
 NONE = dict.fromkeys(("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers"))
-
-
-SPECIFIERS = [">=1.26,<3", "==1.26.4", ">=2.11,<2.14", ">=0.19.8,<0.20", "!=2.0,>1", "<=2.13"]
-VERSIONS = [
-    "1.26.4",
-    "1.26",
-    "2.0.0",
-    "2.11.0",
-    "2.13.1",
-    "2.14",
-    "3.0",
-    "0.19.7",
-    "0.19.10",
-    "2.13",
-]
-
-
-def test_ranges_as_packaging_understands_them() -> None:
-    for version, specifier in product(VERSIONS, SPECIFIERS):
-        assert satisfies(version, specifier) == SpecifierSet(specifier).contains(version)
-        assert satisfies(version + "+cpu", specifier) == satisfies(version, specifier)
 
 
 def test_the_ranges_of_this_project_and_of_its_wheel(
@@ -213,3 +191,15 @@ def test_a_device_that_was_asked_for_needs_its_package() -> None:
     assert (
         check_device_package({"mindspore": "2.10.0"}, "mindspore", "cuda")[0].state is State.ERROR
     )
+
+
+@pytest.mark.parametrize(("npus", "imported"), [([0], ["mindspore", "hccl"]), ([], ["mindspore"])])
+def test_mindspore_on_an_ascend_needs_the_package_hccl(
+    npus: list[int], imported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = dict.fromkeys(software.PACKAGES) | {"mindspore": "2.10.0"}
+    monkeypatch.setattr(software, "installed_versions", lambda: versions)
+    monkeypatch.setattr(software, "check_imports", lambda names, limit: (names, {}))
+    monkeypatch.setattr(hccn, "npu_numbers", lambda: npus)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert Facts(DoctorRequest(device="cpu")).imports[0] == imported

@@ -156,6 +156,9 @@ MISSING = "the key 'text' is missing, the keys present are 'body'; evaluation re
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (Path("/dev/null"), "is not a file; check the path"),
+        (Path(__file__).parent, "is not a file; check the path"),
+        (Path("/absent"), "not found; check the path"),
         ('{"body": "a"}', f"line 1, column 1: {MISSING} the field text"),
         ('{"text": 1}', "line 1, column 1: the value of 'text' is a number, expected a string"),
         ('[{"text": "a"}, {"body": "b"}]', f"item 2: {MISSING}"),
@@ -163,24 +166,15 @@ MISSING = "the key 'text' is missing, the keys present are 'body'; evaluation re
     ],
 )
 def test_errors_speak_of_the_evaluations_own_settings(
-    tmp_path: Path, content: str, message: str
+    tmp_path: Path, content: str | Path, message: str
 ) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
+    path = tmp_path / "a.jsonl" if isinstance(content, str) else content
+    if isinstance(content, str):
+        path.write_text(content)
     with pytest.raises(DataError) as caught:
         read_evaluation_file(make_config(tmp_path, task="text", file=str(path)).evaluation)
     assert str(caught.value).startswith(f"evaluation.file={path}: {message}")
     assert "--" not in str(caught.value)
-
-
-def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
-    for path, problem in (
-        ("/dev/null", "is not a file"),
-        (tmp_path, "is not a file"),
-        (tmp_path / "absent", "not found"),
-    ):
-        with pytest.raises(DataError, match=f"^evaluation.file={path}: {problem}; check the path$"):
-            read_evaluation_file(make_config(tmp_path, task="text", file=str(path)).evaluation)
 
 
 @pytest.mark.parametrize(

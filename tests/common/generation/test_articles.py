@@ -84,9 +84,7 @@ def test_a_stopped_run_resumes_with_the_same_texts() -> None:
 
     with pytest.raises(Stopped):
         write(decoder=Stops())
-    assert texts() == {
-        name: expected[name] for name in ("0-0.txt", "0-1.txt", "0-2.txt", "1-0.txt")
-    }
+    assert texts() == dict(sorted(expected.items())[:4])
     Path("made/0-1.txt").write_text("kept")
     write()
     assert texts() == expected | {"0-1.txt": "kept"}

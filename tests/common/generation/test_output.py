@@ -109,13 +109,13 @@ def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
     [
         ({"temperature": 0.8}, None),
         ({"temperature": 0, "top_k": 40}, None),
-        ({"temperature": 0.8, "strategy": "greedy"}, "predict.temperature=0.8 without effect"),
-        (
-            {"strategy": "greedy", "top_k": 40, "top_p": 0.9},
-            "predict.top_k=40 and predict.top_p=0.9 without effect",
-        ),
         ({"temperature": 0.8, "strategy": "sampling"}, None),
         ({"strategy": "greedy", "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
+        ({"temperature": 0.8, "strategy": "greedy"}, "predict.temperature=0.8"),
+        (
+            {"strategy": "greedy", "top_k": 40, "top_p": 0.9},
+            "predict.top_k=40 and predict.top_p=0.9",
+        ),
     ],
 )
 def test_settings_that_greedy_does_not_look_at_are_said(
@@ -125,17 +125,27 @@ def test_settings_that_greedy_does_not_look_at_are_said(
     say("text", **settings)
     LOG.handlers.clear()
     out = capsys.readouterr().out
-    assert ("without effect" in out) == (named is not None) and (named or "") in out
-    assert named is None or "set predict.strategy=sampling" in out
+    assert ("without effect" in out) == (named is not None)
+    if named:
+        assert f"{named} without effect" in out and "set predict.strategy=sampling" in out
 
 
-def test_lines_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_on_standard_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of a batch is streamed; and a broken generation leaves the old file."""
+    monkeypatch.setattr(sys, "stdout", Terminal())
     say(" is it", count=2, rows=2)
-    one = "Prompt: p{0}\nGeneration: p{0} is it\n\n"
-    assert capsys.readouterr().out == one.format(0) + one.format(1)
+    shown = [f"Prompt: p{n}\nGeneration: p{n} is it" for n in (0, 1)]
+    assert sys.stdout.writes == [shown[0], "\n\n", shown[1], "\n\n"]  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     say("!", count=2, rows=3, strategy="sampling", num_sequences=2, temperature=0.1)
     two = "Prompt: p{0}\nGeneration 1: p{0}!\nGeneration 2: p{0}!\n\n"
-    assert capsys.readouterr().out == two.format(0) + two.format(1)
+    assert out.getvalue() == two.format(0) + two.format(1)
+    path = tmp_path / "out.jsonl"
+    path.write_text("old")
+    monkeypatch.setattr(Script, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        say("abc", output_file=str(path))
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,15 +159,13 @@ def test_lines_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_character_is_printed_when_it_is_whole(
     monkeypatch: pytest.MonkeyPatch, text: str | bytes, pieces: list[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stdout", streamed := Terminal())
     say(text)
-    streamed, writes = sys.stdout.getvalue(), sys.stdout.writes  # type: ignore[attr-defined]
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stdout", at_once := Terminal())
     say(text, stream=False)
-    assert streamed == sys.stdout.getvalue()  # type: ignore[attr-defined]
-    head = "Prompt: p0\nGeneration: p0"
-    assert [each for each in "".join(writes[:-1]).removeprefix(head)] == list("".join(pieces))
-    assert [each.removeprefix(head) for each in writes[:-1] if each.removeprefix(head)] == pieces
+    assert streamed.getvalue() == at_once.getvalue()
+    shown = [each.removeprefix("Prompt: p0\nGeneration: p0") for each in streamed.writes[:-1]]
+    assert [each for each in shown if each] == pieces
 
 
 @pytest.mark.parametrize(
@@ -184,14 +192,6 @@ def test_no_part_of_a_stop_string_is_shown(
     assert (record["continuation"], record["text"]) == (kept, f"p0{kept}")
     stops = [stop] if isinstance(stop, str) else stop
     assert bytes(record["tokens"]).decode() == kept + stops[0]
-
-
-def test_nothing_is_streamed_from_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    say("abc", count=2, rows=2)
-    shown = [f"Prompt: p{n}\nGeneration: p{n}abc" for n in (0, 1)]
-    writes = sys.stdout.writes  # type: ignore[attr-defined]
-    assert writes == [shown[0], "\n\n", shown[1], "\n\n"]
 
 
 def test_a_terminal_without_the_character_gets_a_question_mark(
@@ -273,14 +273,3 @@ def test_a_reader_that_goes_away_is_one_message(
     with pytest.raises(RunError, match="standard output: Broken pipe"):
         say("abc", output_file=str(tmp_path / "out.jsonl"))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_broken_generation_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_text("old")
-    monkeypatch.setattr(Script, "step", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        say("abc", output_file=str(path))
-    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -1,15 +1,18 @@
 """Launchers in processes of their own, and programs for their ranks."""
 
-import json
+import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from common.launcher.rank_process import ProcessSpec
+from common.launcher.supervisor import Job
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER = 1e6
@@ -24,23 +27,14 @@ SAVE_AND_LEAVE = (
 )
 IGNORE = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
 SUPERVISOR = """
-import json, sys
-from pathlib import Path
+import pickle, sys
 from common.errors import ConfigError
-from common.launcher import host_channel
-from common.launcher.host_channel import Host, Hosts
-from common.launcher.supervisor import Job, run_attempt
-from common.launcher.rank_process import ProcessSpec
-job = json.loads(sys.argv[1])
-vars(host_channel).update(job.pop("times"))
-if hosts := job.pop("hosts"):
-    all_hosts = tuple(Host(address=a, ranks=tuple(r)) for a, r in hosts.pop("all"))
-    hosts = Hosts(all=all_hosts, **hosts)
-children = tuple(ProcessSpec(**{**c, "command": tuple(c["command"])}) for c in job.pop("children"))
-folder = Path(job.pop("log_folder"))
+from common.launcher import host_channel, supervisor
+job, times, most, seconds = pickle.loads(bytes.fromhex(sys.argv[1]))
+vars(host_channel).update(times)
+supervisor.pause = lambda failures: seconds * bool(failures)
 try:
-    job = Job(children=children, log_folder=folder, hosts=hosts or None, **job)
-    sys.exit(run_attempt(job).code)
+    sys.exit(supervisor.run_attempts(lambda number: job, most=most, folder=job.log_folder).code)
 except ConfigError as error:
     print("error:", error)
     sys.exit(2)
@@ -78,32 +72,27 @@ def until_ready(folder: Path, ranks: Sequence[int]) -> None:
 
 
 class Started:
-    """``run_attempt`` in a process of its own. times: constants of the channel between hosts."""
+    """``run_attempts`` in a process of its own. times: constants of the channel between hosts.
+
+    options: of the job, or of Popen.
+    """
 
     def __init__(
         self,
         folder: Path,
         ranks: tuple[ProcessSpec, ...],
         *,
-        hosts: dict[str, Any] | None = None,
-        times: dict[str, float] | None = None,
-        job: dict[str, Any] | None = None,
+        times: Mapping[str, float] = MappingProxyType({}),
+        most: int = 0,
+        pause: float = 0.0,
         **options: Any,
     ) -> None:
-        words = {"log_folder": str(folder), "stall_limit": NEVER, **(job or {})}
-        words["children"] = [
-            {
-                "rank": rank.rank,
-                "command": rank.command,
-                "environment": dict(rank.environment),
-                "name": rank.name,
-            }
-            for rank in ranks
-        ]
-        words |= {"hosts": hosts, "times": times or {}}
+        names = {field.name for field in fields(Job)} & options.keys()
+        words = {"stall_limit": NEVER} | {name: options.pop(name) for name in names}
+        job = Job(children=ranks, log_folder=folder, **words)
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, json.dumps(words)],
+            [sys.executable, "-c", SUPERVISOR, pickle.dumps((job, dict(times), most, pause)).hex()],
             cwd=ROOT,
             text=True,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},

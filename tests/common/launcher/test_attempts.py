@@ -1,20 +1,16 @@
 """Attempts of a run: which failures are followed by another, with which pause and which line."""
 
 import json
-import os
-import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.launcher.attempts import pause, run_attempts, why_not
-from common.launcher.host_channel import Host, Hosts
+from common.launcher import supervisor
+from common.launcher.attempts import Outcome, pause, why_not
 from common.launcher.rank_process import ProcessSpec
-from common.launcher.supervisor import Job, Outcome, run_attempt
-from tests.common.launcher.test_host_channel import free_port
+from common.launcher.supervisor import Job, run_attempts
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = f"""
@@ -41,16 +37,14 @@ def run(folder: Path, attempts: list[tuple[int, int, int]], most: int) -> int:
         rank=0, command=(sys.executable, "-c", PROGRAM, json.dumps(attempts)), environment={}
     )
     job = Job(children=(child,), log_folder=folder, stall_limit=100.0)
-    return run_attempts(lambda number: job, most=most, folder=folder)
+    return run_attempts(lambda number: job, most=most, folder=folder).code
 
 
 def test_attempts_until_one_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("common.launcher.attempts.time.sleep", slept.append)
+    monkeypatch.setattr(supervisor, "pause", lambda failures: failures / 10)
     assert run(tmp_path, [(1, 9, 1), (6, 12, 3), (11, 20, 0)], most=2) == 0
-    assert slept == [1.0, 2.0]
     found = lines(tmp_path)
     assert [(line["attempt"], line["exit_code"], line["then"]) for line in found] == [
         (1, 1, "restarted"),
@@ -67,7 +61,7 @@ def test_attempts_until_one_ends_well(
     for name, number in (("mindformer.log.1", 0), ("mindformer.log.2", 1), ("mindformer.log", 2)):
         text = (logs / name).read_text()
         assert f"attempt {number}\n" in text and text.count("attempt") == 1
-    assert "restart 2 of 2 in 2 s" in capfd.readouterr().err
+    assert "restart 2 of 2 in 0.2 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -78,6 +72,9 @@ def test_attempts_until_one_ends_well(
         ([(1, 9, 1), (6, 9, 1)], 5, 2, "step 9 failed twice"),
         ([(1, 9, 1), (6, 10, 1), (6, 11, 1)], 2, 3, "max_restarts=2 restarts are used up"),
         ([(1, 9, 143)], 5, 1, "ended"),
+        # a start that fails after steps is tried again once
+        ([(1, 9, 1), (6, 6, 1), (6, 20, 0)], 5, 3, "ended"),
+        ([(1, 9, 1), (6, 6, 1), (6, 6, 1)], 5, 3, "step 6 failed twice"),
     ],
 )
 def test_failures_that_end_the_run(
@@ -88,19 +85,10 @@ def test_failures_that_end_the_run(
     count: int,
     told: str,
 ) -> None:
-    monkeypatch.setattr("common.launcher.attempts.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
     assert run(tmp_path, attempts, most) == attempts[-1][2]
     found = lines(tmp_path)
     assert len(found) == count and told in found[-1]["then"]
-
-
-def test_a_start_that_fails_after_steps_is_tried_again_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("common.launcher.attempts.time.sleep", lambda seconds: None)
-    assert run(tmp_path, [(1, 9, 1), (6, 6, 1), (6, 20, 0)], most=5) == 0
-    assert run(tmp_path, [(1, 9, 1), (6, 6, 1), (6, 6, 1)], most=5) == 1
-    assert lines(tmp_path)[-1]["then"].startswith("step 6 failed twice")
 
 
 def test_a_run_without_restarts_writes_nothing_of_its_own(
@@ -116,44 +104,4 @@ def test_a_lost_host_is_waited_for_even_before_the_first_step_and_at_the_same_st
     assert why_not(lost, [], 1) == ""
     assert why_not(lost, [lost], 2) == ""
     assert "used up" in why_not(lost, [lost], 1)
-    assert [pause(number) for number in (*range(8), 10**6)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-
-
-def test_hosts_meet_before_a_rank_starts_and_count_as_host_0_does(tmp_path: Path) -> None:
-    """Each has a count of its own; where that is larger, host 0 has begun anew, and it has not."""
-    port = free_port()
-    hosts = tuple(Host(address=f"127.0.0.{1 + n}", ranks=(n,)) for n in range(3))
-    command = (sys.executable, "-c", "import os; print(os.environ['TORCHELASTIC_RESTART_COUNT'])")
-
-    def attempt_of(own: int) -> Outcome:
-        job = Job(
-            children=(ProcessSpec(rank=own, command=command, environment={}),),
-            log_folder=tmp_path,
-            stall_limit=100.0,
-            hosts=Hosts(all=hosts, own=own, port=port),
-            return_limit=30.0,
-            when_met=lambda number: (tmp_path / f"met {own}").write_text(str(number)) and None,
-        )
-        return run_attempt(job, number=own + 4, may_restart=lambda outcome: False)
-
-    with ThreadPoolExecutor() as pool:
-        found = [pool.submit(attempt_of, own) for own in (2, 0, 1)]
-        assert {(one.result(60).code, one.result().number) for one in found} == {(0, 4)}
-    for own in range(3):
-        log = (tmp_path / f"mf_parallel{own}" / "mindformer.log").read_text()
-        assert log.splitlines()[1:] == ["4"]
-        assert (tmp_path / f"met {own}").read_text() == str(own + 4)
-
-
-def test_a_signal_after_the_failure_ends_the_run(tmp_path: Path) -> None:
-    """It comes while the launcher decides whether to start again."""
-
-    def decide(outcome: Outcome) -> bool:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return True
-
-    command = (sys.executable, "-c", "raise SystemExit(7)")
-    child = ProcessSpec(rank=0, command=command, environment={})
-    job = Job(children=(child,), log_folder=tmp_path, stall_limit=100.0)
-    outcome = run_attempt(job, may_restart=decide)
-    assert (outcome.code, outcome.again) == (143, False)
+    assert [pause(number) for number in (*range(9), 10**6)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]

@@ -2,23 +2,31 @@
 goes.
 """
 
+import os
 import queue
 import re
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
-from common.launcher import host_channel
+from common.launcher import host_channel, supervisor
 from common.launcher.host_channel import Host, HostChannel, Hosts, Message
+from common.launcher.nodes import find_node
+from common.launcher.rank_process import ProcessSpec
+from common.launcher.supervisor import Job, run_attempts
+from common.processes.channel import connect
 from tests.common.launcher.started import (
     BEAT,
     IGNORE,
@@ -28,6 +36,7 @@ from tests.common.launcher.started import (
     Started,
     children,
     ended_after,
+    log,
     until,
     until_ready,
 )
@@ -46,6 +55,10 @@ def port() -> int:
     return free_port()
 
 
+def gather(channel: HostChannel, attempt: int, limit: float) -> int | None:
+    return channel.gather(attempt, limit, lambda: not threading.Event().wait(0.2))
+
+
 @pytest.fixture
 def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
     """Start a host of a list. connect: seconds that it waits for the others."""
@@ -54,25 +67,19 @@ def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
         def begin(
             own: int,
             *programs: str,
-            hosts: Any = TWO,
+            among: Any = TWO,
             connect: int = 30,
-            stall_limit: float = NEVER,
-            **times: float,
+            times: Mapping[str, float] = MappingProxyType({}),
+            **options: Any,
         ) -> Started:
-            ranks = children(*programs, ranks=hosts[own][1], HCCL_CONNECT_TIMEOUT=str(connect))
             ranks = tuple(
-                replace(rank, environment={**rank.environment, "DEVICE_ID": ""}) for rank in ranks
+                replace(rank, environment={"HCCL_CONNECT_TIMEOUT": str(connect)})
+                for rank in children(*programs, ranks=among[own][1])
             )
-            times = {f"{name.upper()}_SECONDS": seconds for name, seconds in times.items()}
-            started.append(
-                Started(
-                    tmp_path,
-                    ranks,
-                    hosts={"all": hosts, "own": own, "port": port},
-                    times={"LIFE_SECONDS": 0.5, **times},
-                    job={"stall_limit": stall_limit},
-                )
-            )
+            all_hosts = tuple(Host(address=address, ranks=held) for address, held in among)
+            hosts = Hosts(all=all_hosts, own=own, port=port)
+            times = {"LIFE_SECONDS": 0.5, **times}
+            started.append(Started(tmp_path, ranks, hosts=hosts, times=times, **options))
             return started[-1]
 
         yield begin
@@ -88,7 +95,7 @@ def ranks_left(folder: Path) -> list[str]:
 
 def test_hosts_end_well_together(launch: Launch, tmp_path: Path) -> None:
     """The second comes late, and no rank of the first starts before."""
-    first = launch(0, "pass", "pass", remind=0.2)
+    first = launch(0, "pass", "pass", times={"REMIND_SECONDS": 0.2})
     first.until_said("waiting for host 127.0.0.2 (ranks 2-3): its launcher has not come")
     assert not (tmp_path / "mf_parallel0" / "mindformer.log").read_text()
     second = launch(1, "pass", "pass")
@@ -122,7 +129,7 @@ def test_of_two_failures_at_once_host_0_says_which_counts(
     events: queue.SimpleQueue[Message] = queue.SimpleQueue()
     control = HostChannel(hosts(0, port), events, restarts=False)
     second = launch(1, "raise SystemExit(9)", SLEEP)
-    control.gather(0, 30.0)
+    gather(control, 0, 30.0)
     while (told := events.get(timeout=30)).kind != "failed":
         pass
     assert told.values["code"] == 9
@@ -173,7 +180,7 @@ def test_a_launcher_that_is_killed_is_a_lost_host(
 
 
 def test_a_silent_host_is_a_lost_host(launch: Launch, tmp_path: Path) -> None:
-    first, second = launch(0, SLEEP, SLEEP, lost=2.0), launch(1, SLEEP, SLEEP)
+    first, second = launch(0, SLEEP, SLEEP, times={"LOST_SECONDS": 2.0}), launch(1, SLEEP, SLEEP)
     until_ready(tmp_path, range(4))
     second.process.send_signal(signal.SIGSTOP)
     code, output = first.end()
@@ -194,18 +201,6 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
         assert not re.search(r"rank [013] .*no progress", output)
 
 
-def test_another_list_of_hosts_is_refused(launch: Launch) -> None:
-    first = launch(0, "pass", "pass")
-    fewer, more = (TWO[0], ("127.0.0.2", (2,))), (*TWO, ("127.0.0.3", (4, 5)))
-    for number, hosts in ((2, fewer), (3, more)):
-        code, output = launch(number - 1, SLEEP, hosts=hosts).end()
-        assert code == 2
-        assert re.search(r"host 127.0.0.1 .*runs with another list of hosts", output)
-        first.until_said(f"host 127.0.0.{number} was refused: this one runs with another list")
-    right = launch(1, "pass", "pass")
-    assert [one.end()[0] for one in (first, right)] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("own", "reminder", "reason"),
     [
@@ -213,21 +208,23 @@ def test_another_list_of_hosts_is_refused(launch: Launch) -> None:
             0,
             r"waiting for host 127.0.0.2 \(ranks 2-3\): its launcher has not come to port \d+; this"
             r" port must be open too",
-            r"host 127.0.0.2 \(ranks 2-3\) has not come within 1 s",
+            r"host 127.0.0.2 \(ranks 2-3\) has not come within 1 s: its launcher has",
         ),
         (
             1,
             r"waiting for host 127.0.0.1 \(ranks 0-1\): its port \d+ cannot be reached \(Connection"
             r" refused\); this port must be open too",
-            r"host 127.0.0.1 \(ranks 0-1\) could not be reached at port \d+ within 1 s \(Connection"
-            r" refused\)",
+            r"host 127.0.0.1 \(ranks 0-1\) has not come within 1 s: its port \d+ cannot be reached"
+            r" \(Connection refused\); look",
         ),
     ],
 )
 def test_a_host_that_does_not_come_is_spoken_of_early(
     launch: Launch, own: int, reminder: str, reason: str
 ) -> None:
-    code, output = launch(own, "pass", "pass", connect=1, remind=0.2, patience=0.0).end()
+    code, output = launch(
+        own, "pass", "pass", connect=1, times={"REMIND_SECONDS": 0.2, "PATIENCE_SECONDS": 0.0}
+    ).end()
     assert code == 1
     assert re.search(reminder, output) and re.search(reason, output)
 
@@ -280,20 +277,20 @@ def test_two_hosts_with_one_number_are_named_and_one_that_comes_back_is_not(
     control, first = call(0), call(1)
     pool = ThreadPoolExecutor()
     try:
-        waiting = pool.submit(first.gather, 0, 5.0)
+        waiting = pool.submit(gather, first, 0, 5.0)
         until(lambda: "this host has come; waiting for the others" in capfd.readouterr().err)
         same = r"127\.0\.0\.1 and 127\.0\.0\.1 have come with the same number; give each host"
         with pytest.raises(ConfigError, match=same):
-            pool.submit(call(1).gather, 0, 5.0).result(10.0)
+            pool.submit(gather, call(1), 0, 5.0).result(10.0)
         assert len(re.findall(same, capfd.readouterr().err)) == 1
         monkeypatch.setattr(first, "tell", lambda *_: None)  # it has crashed
-        again = pool.submit(call(1).gather, 0, 5.0)
+        again = pool.submit(gather, call(1), 0, 5.0)
         until(lambda: "(rank 0): it is not ready for this host yet\n" in capfd.readouterr().err)
         first._attempt = 0
         assert waiting.result(20.0) == 0
         first.close()  # its machine has come up again
-        third = pool.submit(call(2).gather, 0, 5.0)
-        assert [control.gather(7, 20.0), again.result(20.0), third.result(20.0)] == [7, 7, 7]
+        third = pool.submit(gather, call(2), 0, 5.0)
+        assert [gather(control, 7, 20.0), again.result(20.0), third.result(20.0)] == [7, 7, 7]
     finally:
         for channel in opened:
             channel._attempt = channel._attempt or 0  # ends what waits
@@ -318,17 +315,168 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     second = HostChannel(hosts(1, port, "localhost"), events[1], restarts=False)
     with ThreadPoolExecutor() as pool:  # host 0 counts the attempts
         numbers = [
-            pool.submit(channel.gather, 4 + n, 30.0) for n, channel in enumerate((first, second))
+            pool.submit(gather, channel, 4 + n, 30.0) for n, channel in enumerate((first, second))
         ]
         assert [number.result() for number in numbers] == [4, 4]
     second.tell("stop", signal=15)
-    assert events[0].get(timeout=30) == Message(host=1, kind="stop", values={"signal": 15})
+    assert events[0].get(timeout=30) == Message(
+        host=1, kind="stop", values={"signal": 15}, attempt=4
+    )
     again = HostChannel(hosts(1, port, "localhost"), queue.SimpleQueue(), restarts=False)
     with pytest.raises(ConfigError, match="the run was started twice there"):
-        again.gather(0, 30.0)
-    assert events[0].get(timeout=30).kind == "note"
+        gather(again, 0, 30.0)
     second.set_life(done=True, stopped=False)
     assert events[0].get(timeout=30).values["done"] is True
     for channel in (again, second, first):
         channel.close()
     assert events[0].empty()
+
+
+FAILS = BEAT + "[beat(step, 'computing') for step in (1, 2)]; raise SystemExit(7)"
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_before_a_restart_ends_all_hosts(launch: Launch, signalled: int) -> None:
+    """Host 0 is in its pause, and host 1 waits for it to begin."""
+    both = [launch(own, [FAILS, SLEEP][own], most=5, pause=60.0) for own in (0, 1)]
+    for one in both:
+        one.until_said("restart 1 of 5 in 60 s")
+    both[signalled].process.send_signal(signal.SIGTERM)
+    for own, (code, output) in enumerate(one.end() for one in both):
+        where = "" if own == signalled else rf" at host 127.0.0.{signalled + 1} \(ranks .*\)"
+        assert code == 143
+        assert re.search(rf"stopped by SIGTERM{where}, before the ranks were started", output)
+
+
+def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path) -> None:
+    """Its launcher dies and is started again. The channel of the other one stays."""
+    say = BEAT + "print('ready', os.environ['TORCHELASTIC_RESTART_COUNT']);"
+    first = launch(0, say + "time.sleep(600)", most=5)
+    program = say + f"\nwhile not os.path.exists({str(tmp_path / 'now')!r}): time.sleep(.01)"
+    second = launch(1, program, most=5)
+    until_ready(tmp_path, [0, 2])
+    first.process.kill()
+    second.until_said("restart 1 of 5")
+    first = launch(0, say, most=5)
+    (tmp_path / "now").touch()
+    assert [one.end()[0] for one in (first, second)] == [0, 0]
+    for rank in (0, 2):
+        assert "ready 0\n" in log(tmp_path, rank)
+
+
+def test_a_failure_that_comes_with_the_begin_is_heard(launch: Launch, port: int) -> None:
+    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
+    second = launch(1, SLEEP)
+    gather(control, 0, 30.0)
+    failure = {"text": "rank 0 has failed", "code": 7, "ranks": [0]}
+    control.tell("failed", **failure)
+    control.tell("end", code=7, again=False, failure=failure)
+    assert second.end()[0] == 7
+    control.close()
+
+
+@pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
+def test_a_signal_after_host_0_has_decided(
+    launch: Launch, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, code: int
+) -> None:
+    """It ends what would follow, on all hosts, and changes nothing that has been decided."""
+
+    def decide(*_: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return why
+
+    monkeypatch.setattr(supervisor, "why_not", decide)
+    second = launch(1, SLEEP, most=5)
+    child = ProcessSpec(rank=0, command=(sys.executable, "-c", FAILS), environment={})
+    job = Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER, hosts=hosts(0, port))
+    outcome = run_attempts(lambda number: job, most=5, folder=tmp_path)
+    assert (outcome.code, second.end()[0]) == (code, code)
+
+
+# ---- hosts that nobody has numbered: threads of this process, nodes of one machine ----
+
+LIMIT = 20.0
+
+
+def call(port: int, *devices: int, nodes: int = 3, limit: float = LIMIT) -> int:
+    return find_node("127.0.0.1", port, nodes, devices, limit)
+
+
+def start_master(pool: ThreadPoolExecutor, port: int, *devices: int) -> Future[int]:
+    """Start the master and wait until it listens."""
+    master = pool.submit(call, port, *devices)
+
+    def listens() -> bool:
+        try:
+            connect("127.0.0.1", port, 1.0).close()
+        except OSError:
+            return False
+        return True
+
+    until(listens)
+    return master
+
+
+def test_hosts_are_numbered_as_they_come_and_one_may_come_again(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for order in ((2, 4), (4, 2)):
+        with ThreadPoolExecutor() as pool:
+            master = start_master(pool, port, 0, 1)
+            if order == (4, 2):
+                left = HostChannel(unnumbered(port, 6, 7), queue.SimpleQueue(), restarts=True)
+                assert left._join()[2] and left.own == 1
+                left.close()
+                until(lambda: "has left again" in capsys.readouterr().err)
+            others = {}
+            for first in order:
+                others[first] = pool.submit(call, port, first, first + 1)
+                time.sleep(0.5)
+            assert master.result(LIMIT) == 0
+            assert [others[first].result(LIMIT) for first in order] == [1, 2]
+
+
+def unnumbered(port: int, *devices: int, own: int = -1) -> Hosts:
+    """Return the list of three nodes as ``find_node`` makes it."""
+    names, size = ("127.0.0.1", "node 1", "node 2"), len(devices)
+    ranks = [tuple(range(node * size, (node + 1) * size)) for node in range(3)]
+    return Hosts(
+        all=tuple(Host(address=name, ranks=held) for name, held in zip(names, ranks, strict=True)),
+        own=own,
+        port=port,
+        devices=devices,
+    )
+
+
+def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
+    """One started twice, or with another number of hosts or devices, or with a number."""
+    with ThreadPoolExecutor() as pool:
+        master = start_master(pool, port, 0, 1)
+        wrong: list[tuple[Callable[[], object], str]] = [
+            (lambda: call(port, 1, 2), "the run was started twice there"),
+            (lambda: call(port, 2, 3, nodes=2), "the same --nnodes"),
+            (lambda: call(port, 7), "as many devices"),
+            (
+                lambda: HostChannel(
+                    unnumbered(port, 2, 3, own=1), queue.SimpleQueue(), restarts=False
+                ).gather(0, 9.0, lambda: True),
+                "give --node_rank on all hosts or on none",
+            ),
+        ]
+        for start_it, why in wrong:
+            with pytest.raises(ConfigError, match=why):
+                start_it()
+        connect("127.0.0.1", port, 1.0).close()
+        others = [pool.submit(call, port, *devices) for devices in ((2, 3), (4, 5))]
+        assert master.result(LIMIT) == 0
+        assert sorted(other.result(LIMIT) for other in others) == [1, 2]
+
+
+def test_a_host_that_comes_when_the_run_has_begun_is_told_so(port: int) -> None:
+    """It asks for a number, and is refused by the channel of the numbered hosts."""
+    numbered = Hosts(all=unnumbered(port, 0).all, own=0, port=port)
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    channel = HostChannel(numbered, events, restarts=True)
+    with pytest.raises(ConfigError, match="has all its 3 hosts already"):
+        call(port, 5)
+    channel.close()

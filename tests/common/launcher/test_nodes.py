@@ -36,12 +36,11 @@ def step(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_step_with_one_task_a_node_tells_its_hosts() -> None:
+def test_a_step_with_one_task_a_node_tells_its_hosts_unless_the_command_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = settle_nodes(REQUEST, meet=True)
     assert (found.nnodes, found.node_rank, found.master) == (2, 1, "gpu03:29512")
-
-
-def test_words_of_the_command_win(monkeypatch: pytest.MonkeyPatch) -> None:
     given = replace(REQUEST, master="10.0.0.1:29500", nnodes=4, node_rank=3)
     assert settle_nodes(given, meet=True) == given
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")

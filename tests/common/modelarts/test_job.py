@@ -13,25 +13,37 @@ TWO_HOSTS = {**INSIDE, "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.
 TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
 
 
+EIGHT = {**INSIDE, "MA_NUM_GPUS": "8"}
+FOUR = {**INSIDE, "MA_NUM_GPUS": "4"}
+TWO_EACH = {**TWO_HOSTS, "MA_NUM_GPUS": "2"}
+
+
 @pytest.mark.parametrize(
-    ("environ", "one_process", "expected"),
+    ("environ", "starts", "one_process", "copied"),
     [
-        ({}, False, (0,)),
-        ({**INSIDE, "MA_NUM_GPUS": "4"}, False, (0, 1, 2, 3)),
-        ({**INSIDE, "MA_NUM_GPUS": "4"}, True, (0,)),
-        ({**TWO_HOSTS, "MA_NUM_GPUS": "2", "VC_TASK_INDEX": "0"}, False, (0, 1)),
-        ({**TWO_HOSTS, "MA_NUM_GPUS": "2", "VC_TASK_INDEX": "1"}, False, (2, 3)),
-        ({**TWO_HOSTS, "MA_NUM_GPUS": "2", "VC_TASK_INDEX": "1"}, True, ()),
-        ({**TWO_HOSTS, "RANK_ID": "0", "RANK_SIZE": "4"}, False, (0, 1)),
-        ({**TWO_HOSTS, "RANK_ID": "1", "RANK_SIZE": "4"}, False, ()),
-        ({**TWO_HOSTS, "RANK_ID": "2", "RANK_SIZE": "4"}, False, (2, 3)),
+        ({}, False, False, (0,)),
+        ({"MA_NUM_GPUS": "8"}, False, False, (0,)),  # not inside ModelArts
+        ({**INSIDE, "MA_NUM_GPUS": "1"}, False, False, (0,)),
+        (FOUR, True, False, (0, 1, 2, 3)),
+        (FOUR, True, True, (0,)),
+        ({**TWO_EACH, "VC_TASK_INDEX": "0"}, True, False, (0, 1)),
+        ({**TWO_EACH, "VC_TASK_INDEX": "1"}, True, False, (2, 3)),
+        ({**TWO_EACH, "VC_TASK_INDEX": "1"}, True, True, ()),
+        ({**TWO_HOSTS, "MA_NUM_GPUS": "1"}, True, False, (0,)),
+        # one process per card
+        ({**TWO_HOSTS, "RANK_ID": "0", "RANK_SIZE": "4"}, False, False, (0, 1)),
+        ({**TWO_HOSTS, "RANK_ID": "1", "RANK_SIZE": "4"}, False, False, ()),
+        ({**TWO_HOSTS, "RANK_ID": "2", "RANK_SIZE": "4"}, False, False, (2, 3)),
+        ({**EIGHT, "RANK_ID": "0", "RANK_SIZE": "8"}, False, False, tuple(range(8))),
+        ({**EIGHT, "RANK": "0", "WORLD_SIZE": "8"}, False, False, (0,)),
     ],
 )
-def test_files_that_a_process_copies(
-    environ: dict[str, str], one_process: bool, expected: tuple[int, ...]
+def test_who_starts_the_ranks_and_whose_files_a_process_copies(
+    environ: dict[str, str], starts: bool, one_process: bool, copied: tuple[int, ...]
 ) -> None:
-    process = ALONE if modelarts_job.must_start_ranks(environ) else find_process(environ)
-    assert modelarts_job.ranks_to_copy(process, environ, one_process=one_process) == expected
+    assert modelarts_job.must_start_ranks(environ) is starts
+    process = ALONE if starts else find_process(environ)
+    assert modelarts_job.ranks_to_copy(process, environ, one_process=one_process) == copied
 
 
 def test_files_that_a_process_copies_by_the_platforms_table(samples: Path) -> None:
@@ -39,28 +51,6 @@ def test_files_that_a_process_copies_by_the_platforms_table(samples: Path) -> No
     for rank, expected in ((0, tuple(range(8))), (7, ()), (8, tuple(range(8, 16)))):
         own = {**environ, "RANK_ID": str(rank)}
         assert modelarts_job.ranks_to_copy(find_process(own), own, one_process=False) == expected
-
-
-# ---- who starts the ranks ----
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, False),
-        ({"MA_NUM_GPUS": "8"}, False),  # not inside ModelArts
-        ({**INSIDE, "MA_NUM_GPUS": "8"}, True),
-        ({**INSIDE, "MA_NUM_GPUS": "1"}, False),
-        # one process per card
-        ({**INSIDE, "MA_NUM_GPUS": "8", "RANK_ID": "0", "RANK_SIZE": "8"}, False),
-        ({**INSIDE, "MA_NUM_GPUS": "8", "RANK": "0", "WORLD_SIZE": "8"}, False),
-        ({**INSIDE, "MA_NUM_GPUS": "1", "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "a,b"}, True),
-    ],
-)
-def test_ranks_are_started_where_the_platform_started_none(
-    environ: dict[str, str], expected: bool
-) -> None:
-    assert modelarts_job.must_start_ranks(environ) is expected
 
 
 def test_places_by_the_names_of_the_hosts() -> None:

@@ -31,7 +31,6 @@ def bucket(tmp_path: Path) -> Path:
     (folder / "data" / "inner").mkdir(parents=True)
     (folder / "data" / "a.bin").write_bytes(b"abc")
     (folder / "data" / "inner" / "b.txt").write_text("inner")
-    (folder / "prompts.txt").write_text("Hello\n")
     return folder
 
 
@@ -41,20 +40,6 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-def test_a_folder_and_a_file_are_pulled(bucket: Path, tmp_path: Path) -> None:
-    here = stores.pull_once(f"file://{bucket}/data", tmp_path / "cache" / "data")
-    assert here == tmp_path / "cache" / "data" and files(here) == {
-        "a.bin": b"abc",
-        "inner/b.txt": b"inner",
-    }
-    assert (
-        stores.pull_once(
-            f"file://{bucket}/prompts.txt", tmp_path / "cache" / "prompts.txt"
-        ).read_text()
-        == "Hello\n"
-    )
 
 
 @pytest.mark.parametrize("change", ["size", "time", "another file", "one less"])

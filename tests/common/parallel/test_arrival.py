@@ -49,10 +49,8 @@ def test_it_says_where_it_waits_and_for_whom(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_it_gives_up_after_the_limit() -> None:
     port = free_port()
-    with pytest.raises(
-        RunError,
-        match=rf"rank 1 of 2 has waited 0.2 s \(runtime.stall_limit\) at 127.0.0.1:{port} for rank",
-    ):
+    said = rf"rank 1 of 2 has waited 0.2 s \(runtime.stall_limit\) at 127.0.0.1:{port} for rank"
+    with pytest.raises(RunError, match=said):
         arrival(1, "127.0.0.1", port, limit=0.2).reach("rank 0")
 
 

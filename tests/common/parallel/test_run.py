@@ -35,11 +35,7 @@ def test_the_length_follows_from_the_data() -> None:
 
 def test_it_is_written_and_read_as_a_config() -> None:
     run = resolve_config(written(), world_size=4)
-    keys = list(written().model_dump())
-    assert (
-        run.sizes
-        and list(run.model_dump()) == keys
-        and list(run.model_dump()["model"]) == list(written().model_dump()["model"])
-    )
+    found, given = run.model_dump(), written().model_dump()
+    assert run.sizes and list(found) == list(given) and list(found["model"]) == list(given["model"])
     assert resolve_config(build_config(parse_yaml(dump_config(run))), world_size=4) == run
     assert as_run(RunConfig, run) == build_config(run.model_dump())

@@ -23,27 +23,22 @@ MEGATRON = {
 }
 
 
-def parallel_state() -> Any:
-    pytest.importorskip("torch", reason="megatron-core needs torch, which is not installed")
+def topology_and_megatrons(layout: tuple[int, int, int]) -> tuple[Topology, Any]:
+    """Also its module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(
-            "megatron.core.parallel_state", reason="megatron-core is not installed"
-        )
-
-
-def megatron(data: int, tensor: int, pipeline: int) -> Any:
-    return parallel_state().RankGenerator(
-        tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp"
-    )
+        state = pytest.importorskip("megatron.core.parallel_state")
+    data, tensor, pipeline = layout
+    sizes = {"tp": tensor, "ep": 1, "dp": data, "pp": pipeline, "cp": 1}
+    theirs = state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp")
+    return Topology(data=data, tensor=tensor, pipeline=pipeline), theirs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MEGATRON)
 def test_groups_are_megatrons(layout: tuple[int, int, int], kind: GroupKind) -> None:
-    data, tensor, pipeline = layout
-    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
-    wanted = megatron(*layout).get_ranks(MEGATRON[kind])
+    topology, theirs = topology_and_megatrons(layout)
+    wanted = theirs.get_ranks(MEGATRON[kind])
     assert topology.groups(kind) == wanted
     for group in wanted:
         for rank in group:
@@ -52,54 +47,30 @@ def test_groups_are_megatrons(layout: tuple[int, int, int], kind: GroupKind) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_coordinates_are_places_in_megatrons_groups(layout: tuple[int, int, int]) -> None:
-    data, tensor, pipeline = layout
-    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
+    topology, theirs = topology_and_megatrons(layout)
     places = {
-        axis: {
-            rank: place
-            for group in megatron(*layout).get_ranks(axis)
-            for place, rank in enumerate(group)
-        }
-        for axis in ("tp", "dp", "pp")
+        axis: {rank: place for group in theirs.get_ranks(name) for place, rank in enumerate(group)}
+        for axis, name in (("tensor", "tp"), ("data", "dp"), ("pipeline", "pp"))
     }
     for rank in range(topology.world_size):
-        at = Coordinates(
-            data=places["dp"][rank], tensor=places["tp"][rank], pipeline=places["pp"][rank]
-        )
+        at = Coordinates(**{axis: place[rank] for axis, place in places.items()})
         assert topology.coordinates(rank) == at and topology.rank(at) == rank
-        assert topology.holds_embedding(rank) == (places["pp"][rank] == 0)
-        assert topology.holds_head(rank) == (places["pp"][rank] == pipeline - 1)
+        assert topology.holds_embedding(rank) == (at.pipeline == 0)
+        assert topology.holds_head(rank) == (at.pipeline == layout[2] - 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_tied_embedding_is_shared_by_megatrons_embedding_groups(
     layout: tuple[int, int, int],
 ) -> None:
-    data, tensor, pipeline = layout
-    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
-    wanted = [
-        parallel_state().default_embedding_ranks(ranks)
-        for ranks in megatron(*layout).get_ranks("pp")
-    ]
+    topology, theirs = topology_and_megatrons(layout)
+    from megatron.core.parallel_state import default_embedding_ranks
+
+    wanted = [default_embedding_ranks(ranks) for ranks in theirs.get_ranks("pp")]
     assert topology.groups(GroupKind.EMBEDDING) == wanted
     holders = {rank for group in wanted for rank in group}
     for rank in range(topology.world_size):
         assert (rank in topology.group(GroupKind.EMBEDDING, rank)) == (rank in holders)
-
-
-def test_a_stage_is_a_contiguous_range_of_ranks() -> None:
-    """Groups of ranks as MindSpore cuts them."""
-    topology = Topology(data=4, tensor=2, pipeline=4)
-    assert [topology.coordinates(rank).pipeline for rank in range(32)] == sorted([0, 1, 2, 3] * 8)
-
-
-def test_layers_are_spread_evenly_in_order() -> None:
-    topology = Topology(pipeline=4)
-    layers = [list(topology.layers_of_stage(stage, 8)) for stage in range(4)]
-    assert layers == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    stages = [topology.stage_of_layer(layer, 40) for layer in (0, 9, 10, 29, 30, 39)]
-    assert stages == [0, 0, 1, 2, 3, 3]
-    assert Topology().layers_of_stage(0, 3) == range(3)
 
 
 @pytest.mark.parametrize("rank", [-1, 32, 1000])
@@ -116,35 +87,30 @@ def test_a_rank_outside_the_world(rank: int) -> None:
 def test_stages_lie_where_torchs_pipelines_look_for_them(
     ranks: int, virtual: int, v_shape: bool
 ) -> None:
-    utils = pytest.importorskip(
-        "torch.distributed.pipelining._utils", reason="torch is not installed"
-    )
-    topology = Topology(pipeline=ranks, virtual=virtual, v_shape=v_shape)
-    theirs = utils.generate_stage_to_rank_mapping(
-        ranks, ranks * virtual, style="v" if v_shape else "loop"
-    )
+    utils = pytest.importorskip("torch.distributed.pipelining._utils")
+    topology, last = Topology(pipeline=ranks, virtual=virtual, v_shape=v_shape), ranks * virtual - 1
+    style = "v" if v_shape else "loop"
+    theirs = utils.generate_stage_to_rank_mapping(ranks, ranks * virtual, style=style)
     assert {stage: topology.place_of_stage(stage) for stage in range(topology.stages)} == theirs
     for place in range(ranks):
-        assert topology.stages_of(place) == tuple(
-            stage for stage, rank in theirs.items() if rank == place
-        )
-    holders = sorted({theirs[0], theirs[ranks * virtual - 1]})
-    assert topology.groups(GroupKind.EMBEDDING) == [holders]
-    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [
-        theirs[ranks * virtual - 1]
-    ]
+        stages = [stage for stage, rank in theirs.items() if rank == place]
+        assert [*topology.stages_of(place)] == stages
+    assert topology.groups(GroupKind.EMBEDDING) == [sorted({theirs[0], theirs[last]})]
+    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [theirs[last]]
 
 
 def test_layers_of_virtual_and_uneven_stages() -> None:
     for topology, expected in (
+        (Topology(pipeline=4), [[0, 1], [2, 3], [4, 5], [6, 7]]),
         (Topology(pipeline=2, virtual=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
         (Topology(pipeline=2, virtual=2, v_shape=True), [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        (Topology(pipeline=3, stage_layers=(1, 4, 3)), [[0], [1, 2, 3, 4], [5, 6, 7]]),
     ):
-        assert [topology.layers_of(place, 8) for place in range(2)] == expected
-    uneven = Topology(pipeline=3, stage_layers=(1, 3, 2))
-    layers = [list(uneven.layers_of_stage(stage, 6)) for stage in range(3)]
-    assert layers == [[0], [1, 2, 3], [4, 5]]
-    assert [uneven.stage_of_layer(layer, 6) for layer in range(6)] == [0, 1, 1, 1, 2, 2]
+        places = range(topology.pipeline)
+        assert [topology.layers_of(place, 8) for place in places] == expected
+        for place in places:
+            for layer in expected[place]:
+                assert topology.place_of_stage(topology.stage_of_layer(layer, 8)) == place
 
 
 FOUR = {"pipeline_stage": 4}

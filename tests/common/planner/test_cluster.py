@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster.places import find_places
+from common.cluster.places import find_places, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous
 from common.cluster.rank_table_files import read_table
 from common.launcher.jobs import make_children, make_hosts
 from common.parallel.topology import Topology
-from common.planner.cluster import describe_cluster, layout_warnings, places_of_plan
-from common.resolve.derive import resolve_config
-from common.run_config import load_config
+from common.planner.cluster import layout_warnings
+from common.planner.show import plan_text
 from tests.cluster_tables import write_tutorial_table
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.common.planner.runs import FOLDER, ROOT, written
 
 
 @pytest.mark.parametrize(
@@ -44,9 +42,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_layouts_on_servers_of_8(
     tmp_path: Path, servers: int, topology: Topology, remark: str | None
 ) -> None:
-    places = places_of_plan(
-        read_table(write_tutorial_table(tmp_path / "table.json", servers=servers))
-    )
+    table = read_table(write_tutorial_table(tmp_path / "table.json", servers=servers))
+    places = place_hosts(places_of_table(table), "10.155.111.140")
     found = layout_warnings(places, topology)
     assert found == [] if remark is None else len(found) == 1 and found[0].startswith(remark)
 
@@ -54,17 +51,12 @@ def test_layouts_on_servers_of_8(
 def test_the_table_is_told_by_its_sum_and_faults_are_warnings(tmp_path: Path) -> None:
     path = write_tutorial_table(tmp_path / "table.json", servers=1)
     path.write_text(path.read_text().replace("10.155.111.140", "127.0.0.1"))
-    table, file = read_table(path), ROOT / "configs/gpt2/run_gpt2_124m.yaml"
-    config = resolve_config(
-        load_config(file, ["parallel.pipeline_stage=2", "train.micro_batch_size=1"]), world_size=8
-    )
-    text = describe_cluster(
-        config,
-        places_of_plan(table),
-        config_path=file,
-        overrides=["seed=7"],
-        table=(path, table),
-        environ={},
+    file = FOLDER / "run_gpt2_124m.yaml"
+    text = plan_text(
+        written("run_gpt2_124m", "parallel.pipeline_stage=2", "train.micro_batch_size=1"),
+        file,
+        ["seed=7"],
+        {"RANK_TABLE_FILE": str(path), "RANK_SIZE": "8"},
     )
     assert hashlib.sha256(path.read_bytes()).hexdigest() in text
     assert (

@@ -5,42 +5,18 @@ from typing import Any
 import pytest
 
 from common.accelerators import require_accelerator
-from common.config.load import build_config
 from common.errors import ConfigError
 from common.planner.plan import make_plan, time_of
 from common.planner.timing import ELEMENTS, PRODUCTS, StepTime
-from common.resolve.derive import resolve_config
+from tests.common.planner.runs import small
 
-LAYERS, WIDTH, WINDOW, MICRO = 4, 64, 32, 2
-TOKENS = WINDOW * MICRO
+LAYERS, WIDTH, TOKENS = 4, 64, 32 * 2
 
 
 def time(accelerator: str, micro_batches: int = 1, stages: int = 1, **precision: Any) -> StepTime:
-    config = resolve_config(
-        build_config(
-            {
-                "output_dir": "out",
-                "parallel": {"pipeline_stage": stages},
-                "precision": precision,
-                "model": {
-                    "num_layers": LAYERS,
-                    "hidden_size": WIDTH,
-                    "num_heads": 4,
-                    "seq_length": WINDOW,
-                    "vocab_size": 100,
-                },
-                "train": {
-                    "max_steps": 1,
-                    "micro_batch_size": MICRO,
-                    "accumulation_steps": micro_batches,
-                    "recompute": "full",
-                    "recompute_layers": 1,
-                },
-                "optimizer": {"learning_rate": 1e-3},
-            }
-        ),
-        world_size=stages,
-    )
+    train = {"accumulation_steps": micro_batches, "recompute": "full", "recompute_layers": 1}
+    model = {"hidden_size": WIDTH, "vocab_size": 100}
+    config = small(pipeline=stages, model=model, train=train, precision=precision)
     return time_of(make_plan(config), config, require_accelerator(accelerator))
 
 
@@ -79,23 +55,17 @@ def test_a_device_without_float8_is_refused() -> None:
         time("A100", compute="bfloat16", float8="tensorwise")
 
 
-def layout(name: str, devices: int, zero: int, pipeline: int = 1, **train: int) -> StepTime:
+def layout(name: str, devices: int, zero: int, pipeline: int = 1, **train: Any) -> StepTime:
     """A step of 13 billion parameters."""
-    tree = {
-        "output_dir": "out",
-        "precision": "fp16",
-        "model": {
-            "num_layers": 40,
-            "hidden_size": 5120,
-            "num_heads": 40,
-            "seq_length": 2048,
-            "vocab_size": 50368,
-        },
-        "train": {"micro_batch_size": 2, "recompute": "full", **train},
-        "optimizer": {"learning_rate": 1e-4},
-        "parallel": {"zero_stage": zero, "pipeline_stage": pipeline},
-    }
-    config = resolve_config(build_config(tree), world_size=devices)
+    model = {"num_layers": 40, "hidden_size": 5120, "num_heads": 40, "seq_length": 2048}
+    config = small(
+        data=devices // pipeline,
+        pipeline=pipeline,
+        precision="fp16",
+        model={**model, "vocab_size": 50368},
+        train={"accumulation_steps": None, "recompute": "full", **train},
+        parallel={"zero_stage": zero},
+    )
     return time_of(make_plan(config), config, require_accelerator(name))
 
 

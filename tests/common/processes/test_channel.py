@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from common.processes.channel import Channel, ChannelEndedError, connect
+from common.processes.channel import Channel, ChannelEndedError
 
 Ends = tuple[Channel, socket.socket]
 
@@ -32,12 +32,9 @@ def test_objects_arrive_whole_and_in_order(ends: Ends) -> None:
     assert other.recv(100) == b'{"c": "\\u00e9\\n"}\n'
 
 
-@pytest.mark.parametrize(
-    "line", [b"GET / HTTP/1.1\r\n", b"[1, 2]\n", b"\xff\n", b"[" * 5000 + b"\n"]
-)
-def test_a_line_that_is_not_an_object_ends_the_channel(ends: Ends, line: bytes) -> None:
+def test_a_line_that_is_not_an_object_ends_the_channel(ends: Ends) -> None:
     channel, other = ends
-    other.sendall(line)
+    other.sendall(b"[1, 2]\n")
     with pytest.raises(ChannelEndedError, match="is not an object"):
         channel.receive(5.0)
     assert channel.ended.is_set()
@@ -98,11 +95,3 @@ def test_threads_that_send_at_once_do_not_mix_their_lines(ends: Ends) -> None:
     assert sorted(numbers[0] for numbers in received) == sorted([0, 1, 2, 3] * 20)
     assert all(len(set(numbers)) == 1 for numbers in received)
     peer.close()
-
-
-def test_nobody_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        connect("127.0.0.1", port, 5.0).close()
-    with pytest.raises(ConnectionRefusedError):
-        connect("127.0.0.1", port, 5.0)

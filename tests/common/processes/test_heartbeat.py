@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 from common.cluster.rank_environment import SCHEDULER
 from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
-from common.processes.heartbeat import beat
 from common.processes.process_tree import Descendants
 from tests.run_scripts import pids_with, wait_until
 
@@ -169,11 +167,6 @@ def test_a_full_pipe_does_not_hold_the_rank_up() -> None:
     os.close(writing)
 
 
-def test_beat_in_this_process_is_a_no_op() -> None:
-    beat(1, "computing")
-    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
-
-
 def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:
     """The rank sends what is written into a named pipe."""
     os.mkfifo(tmp_path / "pipe")
@@ -222,10 +215,8 @@ STOPPED = {"process_state": psutil.STATUS_STOPPED}
         ([rank(0, 5), rank(1, 4, "saving"), rank(2, 5)], [1]),
         ([rank(0, 5), rank(1, 5, "reading data"), rank(2, 5, "reading data")], [1, 2]),
         ([rank(0, 5), rank(1, -1, "starting")], [1]),
-        ([rank(0, 5, "saving"), rank(1, 5, "computing")], [1]),
         ([rank(0, 5, "saving"), rank(1, 5, "validating")], [0, 1]),
         ([rank(0, 5), rank(1, 5)], [0, 1]),
-        ([rank(0, 5, silent=None), rank(1, 6)], [0]),
     ],
 )
 def test_the_stalled_ranks_are_blamed(states: list[RankState], expected: list[int]) -> None:

@@ -25,9 +25,8 @@ from common.quantization.scheme import (
 )
 from common.systems.onnx.folder import logits
 from common.systems.own_folder import write_project
-from common.systems.weights import Weight, Weights
 from common.training.opened_checkpoint import Checkpoint
-from common.weights.names import parameter_shapes
+from tests.common.systems.tiny_weights import as_weights, random_arrays
 from tests.reference import hugging_face_model
 from tests.tiny import tiny_config
 from torch_gpt2.device import select_device
@@ -42,23 +41,14 @@ MAXIMUM = 3.0
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return {
-        name: rng.normal(0, 0.3, shape).astype(np.float32)
-        for name, shape in parameter_shapes(MODEL).items()
-    }
+    return {name: array * np.float32(0.3) for name, array in random_arrays(MODEL).items()}
 
 
 def checkpoint(
     folder: Path, values: dict[str, np.ndarray], settings: dict[str, Any], **state: Any
 ) -> Path:
-    tensors = {
-        name: Weight(dtype="float32", shape=array.shape, load=lambda array=array: array)
-        for name, array in values.items()
-    }
     folder.mkdir()
-    weights = Weights(path=folder, format="torch_gpt2", model=MODEL, tensors=tensors)
-    write_project(folder, weights, None)
+    write_project(folder, as_weights(MODEL, values), None)
     record = read_manifest(folder)
     record["config"]["quantization"] = settings
     record["engine"]["quantization"] = state

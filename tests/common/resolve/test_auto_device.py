@@ -6,24 +6,11 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DeviceError
 from common.resolve.auto_device import check_device_id, naming_auto
+from tests.tiny import tiny_run
 
 
 def config(device: str, device_id: int = 0) -> RunConfig:
-    return build_config(
-        {
-            "output_dir": "out",
-            "device": device,
-            "context": {"device_id": device_id},
-            "model": {
-                "num_layers": 1,
-                "hidden_size": 8,
-                "num_heads": 1,
-                "seq_length": 8,
-                "vocab_size": 100,
-            },
-            "optimizer": {"learning_rate": 0.1},
-        }
-    )
+    return build_config(tiny_run(device=device, context={"device_id": device_id}))
 
 
 def test_the_cause_comes_first() -> None:

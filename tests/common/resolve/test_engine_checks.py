@@ -18,37 +18,28 @@ from common.resolve.vendor_settings import deepspeed_settings
 from tests.config_overrides import changed
 
 GOLDEN = Path(__file__).parent / "golden" / "deepspeed"
+ORIGINALS = Path(__file__).parents[1] / "systems" / "originals"
 
+FLOATS = {"bf16": {"parameters": "bfloat16", "compute": "bfloat16"}}
+FLOATS["fp16"] = {"parameters": "float16", "compute": "float16"}
 CASES: dict[str, dict[str, Any]] = {
     "zero_0": {},
     "zero_1_pipeline_bf16": {
-        "parallel__zero_stage": 1,
-        "parallel__pipeline_stage": 2,
-        "precision": {"parameters": "bfloat16", "compute": "bfloat16"},
-    },
+        "parallel": {"zero_stage": 1, "pipeline_stage": 2}, "precision": FLOATS["bf16"]},
     "zero_2_fp16_offload": {
-        "parallel__zero_stage": 2,
-        "precision": {"parameters": "float16", "compute": "float16"},
-        "deepspeed__offload_optimizer": True,
-    },
-    "zero_3_kernels": {
-        "parallel__zero_stage": 3,
-        "deepspeed": {"offload_optimizer": True, "offload_parameters": True, "build_kernels": True},
-    },
-}
+        "parallel__zero_stage": 2, "precision": FLOATS["fp16"],
+        "deepspeed__offload_optimizer": True},
+    "zero_3_kernels": {"parallel__zero_stage": 3, "deepspeed": dict.fromkeys(
+        ("offload_optimizer", "offload_parameters", "build_kernels"), True)},
+}  # fmt: skip
 
 
 def resolved(world_size: int = 4, **changes: Any) -> RunConfig:
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8}
     tree: dict[str, Any] = {
         "output_dir": "out",
         "engine": "deepspeed",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": 8,
-            "vocab_size": 100,
-        },
+        "model": sizes | {"vocab_size": 100},
         "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 3},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -60,36 +51,20 @@ def test_golden(name: str) -> None:
     text = json.dumps(deepspeed_settings(resolved(**CASES[name])), indent=1) + "\n"
     golden = GOLDEN / f"{name}.json"
     if os.environ.get("UPDATE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
-    assert text == golden.read_text(), (
-        "DeepSpeed's settings changed; if that is wanted: make golden"
-    )
+    assert text == golden.read_text(), "if that change is wanted: make golden"
 
 
 FLOAT16: dict[str, Any] = {
-    "precision": {"parameters": "float16", "compute": "float16"},
+    "precision": FLOATS["fp16"],
     "optimizer__clip_grad": 1.0,
     "loss_scale": {"initial": 4096, "window": 500, "hysteresis": 2},
 }
-MODELZOO: dict[str, Any] = {
+MODELZOO = json.loads((ORIGINALS / "modelzoo" / "ds_config.json").read_text()) | {
     "train_batch_size": 24,
     "train_micro_batch_size_per_gpu": 2,
-    "steps_per_print": 1,
-    "zero_optimization": {"stage": 0},
-    "gradient_clipping": 1.0,
-    "prescale_gradients": True,
-    "fp16": {
-        "enabled": True,
-        "loss_scale": 0,
-        "loss_scale_window": 500,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-        "initial_scale_power": 12,
-    },
-    "wall_clock_breakdown": False,
 }
-"""The ds_config.json that the Ascend ModelZoo's script writes."""
+"""The ds_config.json that the Ascend ModelZoo's script writes, of this batch."""
 
 
 def own_file(folder: Path, tree: Any) -> str:
@@ -113,40 +88,44 @@ def test_a_file_of_ones_own_is_merged(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        (
-            {"train_batch_size": 64},
-            "train_batch_size=64, but the run's config has 24; set train.global_batch_size",
-        ),
-        (
-            {"zero_optimization": {"stage": 2}},
-            "zero_optimization.stage=2, but the run's config has 1; set parallel.zero_stage",
-        ),
-        (
-            {"bf16": {"enabled": True}},
-            "bf16.enabled=True, but the run's config has False; set precision.parameters",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "but the run's config has no setting of that name; set deepspeed.offload_optimizer",
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR"}},
-            "scheduler is set in this run's config (optimizer.schedule",
-        ),
-        ({"optimizer": {"type": "Adam"}}, "optimizer is set in this run's config"),
-        ({"curriculum_learning": {}}, "curriculum_learning is not supported by this version"),
-        ("[]", "expected keys and values, found a list"),
-        ("{", "not valid JSON"),
-    ],
-)
-def test_a_file_that_contradicts_is_refused(tmp_path: Path, own: Any, message: str) -> None:
+CONTRADICTING: list[tuple[Any, str]] = [
+    ({"train_batch_size": 64},
+     "train_batch_size=64, but the run's config has 24; set train.global_batch_size"),
+    ({"zero_optimization": {"stage": 2}},
+     "zero_optimization.stage=2, but the run's config has {stage}; set parallel.zero_stage"),
+    ({"bf16": {"enabled": True}},
+     "bf16.enabled=True, but the run's config has False; set precision.parameters"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+     "but the run's config has no setting of that name; set deepspeed.offload_optimizer"),
+    ({"scheduler": {"type": "WarmupLR"}},
+     "scheduler is set in this run's config (optimizer.schedule"),
+    ({"optimizer": {"type": "Adam"}}, "optimizer is set in this run's config"),
+    ({"curriculum_learning": {}}, "curriculum_learning is not supported by this version"),
+    ({"gradient_clipping": 0.5}, "the run's config has 1.0; set optimizer.clip_grad"),
+    ("[]", "expected keys and values, found a list"),
+    ("{", "not valid JSON"),
+    *(({"fp16": {key: value}}, f"fp16.{key}={value}, but the run's config has {remedy}")
+      for key, value, remedy in (
+        ("loss_scale", 65536, "0; set loss_scale.mode and loss_scale.initial"),
+        ("initial_scale_power", 16, "12; set loss_scale.initial (2 to this power)"),
+        ("loss_scale_window", 1000, "500; set loss_scale.window"),
+        ("hysteresis", 1, "2; set loss_scale.hysteresis"),
+        ("min_loss_scale", 2, "1.0; set loss_scale.minimum"),
+        ("consecutive_hysteresis", True, "False; remove it from the file"),
+        ("enabled", False, "True; set precision.parameters"),
+        ("of_tomorrow", 1, "no setting of that name; remove it from the file"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("own", "message"), CONTRADICTING)
+def test_a_file_that_contradicts_is_refused(
+    tmp_path: Path, stage: int, own: Any, message: str
+) -> None:
+    file = own_file(tmp_path, own)
     with pytest.raises(ConfigError) as caught:
-        resolved(parallel__zero_stage=1, deepspeed__config_file=own_file(tmp_path, own))
-    assert "ds_config.json" in str(caught.value)
-    assert message in str(caught.value)
+        resolved(**FLOAT16, parallel__zero_stage=stage, deepspeed__config_file=file)
+    assert file in str(caught.value) and message.format(stage=stage) in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -157,51 +136,13 @@ def test_the_modelzoos_file_is_taken(tmp_path: Path, stage: int) -> None:
     assert deepspeed_settings(config, own) == deepspeed_settings(resolved(**changes)) | {
         key: own[key] for key in ("steps_per_print", "prescale_gradients", "wall_clock_breakdown")
     }
-
-
-def test_the_modelzoos_file_with_a_static_scale(tmp_path: Path) -> None:
-    """It also holds the keys of a dynamic one."""
-    changes = FLOAT16 | {"loss_scale": {"mode": "static", "initial": 65536}}
-    own = MODELZOO | {"fp16": MODELZOO["fp16"] | {"loss_scale": 65536}}
-    config = resolved(**changes, deepspeed__config_file=own_file(tmp_path, own))
+    if stage:
+        return
+    # one of a static scale also holds the keys of a dynamic one
+    static = changes | {"loss_scale": {"mode": "static", "initial": 65536}}
+    own["fp16"] = own["fp16"] | {"loss_scale": 65536}
+    config = resolved(**static, deepspeed__config_file=own_file(tmp_path, own))
     assert deepspeed_settings(config, own)["fp16"] == {"enabled": False}  # the engine does it
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({"loss_scale": 65536}, "loss_scale=65536, but the run's config has 0; set"
-         " loss_scale.mode and loss_scale.initial"),
-        ({"initial_scale_power": 16}, "initial_scale_power=16, but the run's config has"
-         " 12; set loss_scale.initial (2 to this power)"),
-        ({"loss_scale_window": 1000}, "loss_scale_window=1000, but the run's config has"
-         " 500; set loss_scale.window"),
-        ({"hysteresis": 1}, "hysteresis=1, but the run's config has 2; set"
-         " loss_scale.hysteresis"),
-        ({"min_loss_scale": 2}, "min_loss_scale=2, but the run's config has 1.0; set"
-         " loss_scale.minimum"),
-        ({"consecutive_hysteresis": True}, "consecutive_hysteresis=True, but the run's config"
-         " has False; remove it from the file"),
-        ({"enabled": False}, "enabled=False, but the run's config has True; set"
-         " precision.parameters"),
-        ({"of_tomorrow": 1}, "of_tomorrow=1, but the run's config has no setting of that name;"
-            " remove it from the file"),
-    ],
-)  # fmt: skip
-def test_a_loss_scale_that_contradicts_is_refused(
-    tmp_path: Path, stage: int, own: dict[str, Any], message: str
-) -> None:
-    file = own_file(tmp_path, {"fp16": own})
-    with pytest.raises(ConfigError) as caught:
-        resolved(**FLOAT16, parallel__zero_stage=stage, deepspeed__config_file=file)
-    assert f"deepspeed.config_file={file}: fp16.{message}" in str(caught.value)
-
-
-def test_a_clip_that_contradicts_is_refused(tmp_path: Path) -> None:
-    file = own_file(tmp_path, {"gradient_clipping": 0.5})
-    with pytest.raises(ConfigError, match=r"the run's config has 1.0; set optimizer.clip_grad"):
-        resolved(deepspeed__config_file=file)
 
 
 @pytest.mark.parametrize(

@@ -59,17 +59,12 @@ bases.
 
 
 def resolved(*, world_size: int = 4, **changes: Any) -> RunConfig:
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8}
     tree: dict[str, Any] = {
         "output_dir": "out",
         "backend": "mindspore",
         "device": "npu",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "seq_length": 8,
-            "vocab_size": 100,
-        },
+        "model": sizes | {"vocab_size": 100},
         "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 4},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -77,25 +72,16 @@ def resolved(*, world_size: int = 4, **changes: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"), [("run_gpt2_13b", 9), ("run_gpt2_13b_dp4_mp8", 31), ("run_gpt2_52b", 127)]
+    ("name", "ranks", "rank"),
+    [("run_gpt2_13b", 32, 9), ("run_gpt2_13b_dp4_mp8", 32, 31), ("run_gpt2_52b", 128, 127)],
 )
-def test_golden(name: str, rank: int) -> None:
+def test_golden(name: str, ranks: int, rank: int) -> None:
     config = load_config(FOLDER / f"{name}.yaml", ["device=npu"])
-    parallel = config.parallel
-    world_size = (parallel.data_parallel or 1) * parallel.model_parallel * parallel.pipeline_stage
-    text = (
-        json.dumps(
-            semi_auto_settings(resolve_config(config, world_size=world_size), rank), indent=1
-        )
-        + "\n"
-    )
-    golden = GOLDEN / f"{name}.json"
+    settings = semi_auto_settings(resolve_config(config, world_size=ranks), rank)
+    text, golden = json.dumps(settings, indent=1) + "\n", GOLDEN / f"{name}.json"
     if os.environ.get("UPDATE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
-    assert text == golden.read_text(), (
-        "the settings of semi-automatic parallel changed; if that is wanted: make golden"
-    )
+    assert text == golden.read_text(), "if that change is wanted: make golden"
 
 
 def test_mindformers_own_file(tmp_path: Path) -> None:
@@ -114,63 +100,47 @@ def test_mindformers_own_file(tmp_path: Path) -> None:
 
 
 def test_names_of_mindformers(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    text = TUTORIAL.format(folder=FOLDER)
-    path.write_text(
-        text.replace("enable_parallel_optimizer: True", "enable_parallel_optimizer: False")
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"own.yaml:\d+: parallel_config.optimizer_shard=True .*"
-        r" parallel.enable_parallel_optimizer=False",
-    ):
-        load_config(path)
-    path.write_text(text.replace("vocab_emb_dp: True", "expert_parallel: 2"))
-    with pytest.raises(
-        ConfigError,
-        match=r"parallel_config.expert_parallel=2: mixture of experts is not",
-    ):
-        load_config(path)
-    path.write_text(text.replace("vocab_emb_dp", "vocab_emb_pd"))
-    with pytest.raises(
-        ConfigError,
-        match=r"own.yaml:\d+: parallel_config.vocab_emb_pd: unknown key; did you mean"
-        r" parallel_config.vocab_emb_dp",
-    ):
-        load_config(path)
+    path, text = tmp_path / "own.yaml", TUTORIAL.format(folder=FOLDER)
+    for old, new, message in (
+        ("enable_parallel_optimizer: True", "enable_parallel_optimizer: False",
+         r"own.yaml:\d+: parallel_config.optimizer_shard=True .*"
+         " parallel.enable_parallel_optimizer=False"),
+        ("vocab_emb_dp: True", "expert_parallel: 2",
+         "parallel_config.expert_parallel=2: mixture of experts is not"),
+        ("vocab_emb_dp", "vocab_emb_pd", r"own.yaml:\d+: parallel_config.vocab_emb_pd: unknown key;"
+         " did you mean parallel_config.vocab_emb_dp"),
+    ):  # fmt: skip
+        path.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
     path.write_text(text.replace("vocab_emb_dp: True", "expert_parallel: 1"))
-    words = ["parallel_config.model_parallel=4", "parallel_config.use_seq_parallel=true",
-    "parallel.strategy_ckpt_save_file=s_{rank}.ckpt",
-             "recompute_config.recompute=false", "micro_batch_interleave_num=2", 
-             "parallel.parallel_mode=2", "parallel.loss_repeated_mean=true"]  # fmt: skip
+    named = ["parallel.strategy_ckpt_save_file=s_{rank}.ckpt", "recompute_config.recompute=false"]
+    words = [
+        "parallel_config.model_parallel=4", "parallel_config.use_seq_parallel=true", *named,
+        "micro_batch_interleave_num=2", "parallel.parallel_mode=2",
+    ]  # fmt: skip
     found = load_config(path, words)
-    assert (
-        found.parallel.model_parallel == 4
-        and found.parallel.sequence_parallel
-        and found.parallel.micro_batch_interleave_num == 2
-    )
-    assert found.train.recompute == "none" and found.parallel.parallel_mode == "auto_parallel"
-    config = resolve_config(
-        load_config(path, [*words[2:4], *words[5:], "train.recompute_slice_activation=false"]),
-        world_size=32,
-    )
-    assert semi_auto_settings(config, 5)["strategy_ckpt_config"]["save_file"] == "s_5.ckpt"
+    parallel = found.parallel
+    assert (parallel.model_parallel, parallel.micro_batch_interleave_num) == (4, 2)
+    assert parallel.sequence_parallel and parallel.parallel_mode == "auto_parallel"
+    assert found.train.recompute == "none"
+    named += ["parallel.parallel_mode=2", "parallel.loss_repeated_mean=true"]
+    config = load_config(path, [*named, "train.recompute_slice_activation=false"])
+    settings = semi_auto_settings(resolve_config(config, world_size=32), 5)
+    assert settings["strategy_ckpt_config"]["save_file"] == "s_5.ckpt"
 
 
 def test_the_mode_decides_the_splitter() -> None:
     several = resolved(parallel__model_parallel=2, device="auto")
     assert compiled_mode(several, "npu") and not compiled_mode(several, "cpu")
     assert not compiled_mode(resolved(world_size=1), "npu")
-    for number, mode in enumerate(
-        ["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"]
-    ):
+    modes = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
+    for number, mode in enumerate(modes):
         config = resolved(parallel__parallel_mode=number)
-        assert config.parallel.parallel_mode == mode and compiled_mode(config, "npu") == (
-            number in (1, 2)
-        )
-    assert not compiled_mode(
-        resolve_mode(resolved(parallel__parallel_mode=1), "eval", world_size=1), "npu"
-    )
+        assert config.parallel.parallel_mode == mode
+        assert compiled_mode(config, "npu") == (number in (1, 2))
+    evaluated = resolve_mode(resolved(parallel__parallel_mode=1), "eval", world_size=1)
+    assert not compiled_mode(evaluated, "npu")
 
 
 def test_an_unknown_device_is_asked_again() -> None:
@@ -181,39 +151,31 @@ def test_an_unknown_device_is_asked_again() -> None:
 
 
 def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path) -> None:
-    config = resolved(device="auto", parallel__parallel_mode=1)
-    with pytest.raises(ConfigError, match=r"device=cpu; set parallel.parallel_mode=3"):
-        check_here(config, tmp_path)
-    with pytest.raises(ConfigError, match=r"parallel.zero_stage=2 is for backend torch"):
-        check_here(resolved(device="auto", parallel__zero_stage=2), tmp_path)
-    assert check_here(resolved(device="auto"), tmp_path) == "cpu"
-    for refused in (
-        {"train__recompute_slice_activation": True, "train__recompute": "full"},
-        {"context__device_id": 3},
+    sliced = {"train__recompute_slice_activation": True, "train__recompute": "full"}
+    chose = "^device=auto chose cpu because no Ascend was found .*leave it out"
+    for changes, message in (
+        ({"parallel__parallel_mode": 1}, "device=cpu; set parallel.parallel_mode=3"),
+        ({"parallel__zero_stage": 2}, "parallel.zero_stage=2 is for backend torch"),
+        ({"parallel__model_parallel": 2, **sliced}, chose),
+        ({"parallel__model_parallel": 2, "context__device_id": 3}, chose),
     ):
-        with pytest.raises(
-            ConfigError,
-            match=r"^device=auto chose cpu because no Ascend was found .*leave it out",
-        ):
-            check_here(resolved(device="auto", parallel__model_parallel=2, **refused), tmp_path)
+        with pytest.raises(ConfigError, match=message):
+            check_here(resolved(device="auto", **changes), tmp_path)
+    assert check_here(resolved(device="auto"), tmp_path) == "cpu"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "davinci0").touch()
-    assert check_here(config, tmp_path) == "auto"
+    assert check_here(resolved(device="auto", parallel__parallel_mode=1), tmp_path) == "auto"
 
 
 def test_other_names_of_zero() -> None:
-    assert resolved(parallel__enable_parallel_optimizer=True).parallel.zero_stage == 1
-    sharded = resolved(
-        parallel__enable_parallel_optimizer=True,
-        parallel__parallel_optimizer_config={"gradient_accumulation_shard": True},
-    )
-    assert (
-        semi_auto_settings(sharded, 0)["parallel_optimizer_config"]["optimizer_level"] == "level2"
-    )
-    assert semi_auto_settings(resolved(parallel__full_batch=False), 0)["dataset_strategy"] == (
-        (4, 1),
-        (4, 1),
-    )
+    named = {"parallel__enable_parallel_optimizer": True}
+    assert resolved(**named).parallel.zero_stage == 1
+    shard = {"gradient_accumulation_shard": True}
+    sharded = resolved(**named, parallel__parallel_optimizer_config=shard)
+    level = semi_auto_settings(sharded, 0)["parallel_optimizer_config"]["optimizer_level"]
+    assert level == "level2"
+    strategy = semi_auto_settings(resolved(parallel__full_batch=False), 0)["dataset_strategy"]
+    assert strategy == ((4, 1), (4, 1))
 
 
 def test_documents_are_kept_apart_where_ranks_split_the_work() -> None:

@@ -3,75 +3,41 @@
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from common.serving import protocol
+from tests.html_page import Page
 
 TEXT = Path(protocol.__file__).with_name("page.html").read_text(encoding="utf-8")
 SCRIPT = TEXT.split("<script>")[1].split("</script>")[0]
 
 
-class Elements(HTMLParser):
-    """``open``: what is not closed yet; ``attributes``: of all elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "input"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+PAGE = Page(TEXT)
 
 
-@pytest.fixture(scope="module")
-def elements() -> Elements:
-    parser = Elements()
-    parser.feed(TEXT)
-    parser.close()
-    assert parser.open == []
-    return parser
-
-
-def test_nothing_comes_from_elsewhere(elements: Elements) -> None:
+def test_nothing_comes_from_elsewhere() -> None:
     assert not re.search(r"https?:|//[a-z]|@import|url\(|\bimport\b|innerHTML|eval\(", TEXT)
-    places = [
-        value
-        for _, attributes in elements.attributes
-        for name, value in attributes.items()
-        if name in ("src", "href", "action", "srcset")
-    ]
-    assert places == ["data:,"]
+    assert PAGE.values("src", "href", "action", "srcset") == ["data:,"]
     assert re.findall(r'fetch\("([^"]+)"', SCRIPT) == ["v1/completions", "v1/models"]
 
 
-def test_every_word_is_there_in_both_languages(elements: Elements) -> None:
+def test_every_word_is_there_in_both_languages() -> None:
     languages = re.findall(r"^  (en|zh): \{\n(.*?)^  \},", SCRIPT, flags=re.S | re.M)
     words = {
         name: set(re.findall(r'(\w+): "', re.sub(r'(?<=: )"[^"]*"', '"', body)))
         for name, body in languages
     }
     assert words["en"] == words["zh"] and len(words["en"]) > 25
-    used = {
-        str(value)
-        for _, attributes in elements.attributes
-        for name, value in attributes.items()
-        if name in ("data-text", "data-label")
-    }
+    used = set(PAGE.values("data-text", "data-label"))
     used |= set(re.findall(r'word\("(\w+)"\)', SCRIPT))
     used |= set(re.findall(r'kind(?::| =) "(\w+)"', SCRIPT)) - {"wrong"}
     assert len(used) > 20 and used <= words["en"], used - words["en"]
 
 
-def test_elements_that_the_script_names_exist(elements: Elements) -> None:
-    ids = [attributes["id"] for _, attributes in elements.attributes if "id" in attributes]
+def test_elements_that_the_script_names_exist() -> None:
+    ids = PAGE.values("id")
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'\$\("(\w+)"\)', SCRIPT)) <= set(ids)
     numbers = re.findall(r'"(\w+)"', SCRIPT.split("const NUMBERS = [")[1].split("]")[0])

@@ -68,7 +68,9 @@ def test_settings_of_a_cell() -> None:
     cell, config = found.cell, found.config
     assert (cell.ranks, cell.hosts, cell.base) == (2, 2, "configs/gpt2/run_gpt2_tiny.yaml")
     assert cell.settings["precision"] == "bf16"  # the axis wins over the settings
-    assert cell.settings["train.max_steps"] == 15  # 3 of warm-up, 10, and 2 that are traced
+    # 3 of warm-up, 10, and 2 that are traced
+    traced = ("train.max_steps", "profile.start", "profile.stop", "profile.memory")
+    assert [cell.settings[key] for key in traced] == [15, 14, 15, True]
     assert config is not None and config.parallel.zero_stage == 1
     assert (config.checkpoint.resume, config.logging.plot) == ("never", False)
     assert "output_dir" not in cell.settings

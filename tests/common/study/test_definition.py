@@ -83,18 +83,6 @@ def test_small_replaces_whole_sections(tmp_path: Path) -> None:
     assert (list(full.axes), full.repeats) == (["train.micro_batch_size", "layout"], 3)
 
 
-def test_the_shipped_studies() -> None:
-    assert [path.stem for path in STUDIES] == [
-        "frameworks",
-        "gpt2_chinese_ablation",
-        "modelzoo_8p",
-        "oneflow_layouts",
-        "pipeline_schedules",
-        "precision",
-        "scaling",
-    ]
-
-
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_a_shipped_study_has_cells_for_32_cards_and_for_two_cores(path: Path) -> None:
     full = expand(load_definition(path), path)

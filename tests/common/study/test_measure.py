@@ -10,7 +10,7 @@ import pytest
 
 from common.config.load import build_config, save_config
 from common.errors import DataError
-from common.study.measure import TRACED_STEPS, measure, trace_settings
+from common.study.measure import measure
 from common.study.results import Cell
 
 GLOBAL_BATCH, LENGTH = 8, 16
@@ -137,12 +137,3 @@ def test_a_run_that_ended_too_early(tmp_path: Path) -> None:
         measure(cell(1), tmp_path, warmup_steps=2)
     with pytest.raises(DataError, match=r"7 steps, expected more than the 5 of warm-up"):
         measure(cell(1), make_run(tmp_path / "run"), warmup_steps=5)
-
-
-def test_settings_of_the_traced_steps() -> None:
-    assert trace_settings("torch", 13) == {
-        "profile.start": 13,
-        "profile.stop": 12 + TRACED_STEPS,
-        "profile.memory": True,
-    }
-    assert trace_settings("mindspore", 13)["profile.memory"] is False

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import struct
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from common.study.command import StudyRequest, run_study
 from common.study.report import MAX_EXAMPLE_BYTES, copy_example, write_outcome
 from common.study.results import State, Study, read_study, write_study
 from tests.common.study.synthetic import cell, losses, measured, prediction, speeds, study
+from tests.html_page import Page
 
-VOID = {"meta", "link", "input", "img", "br"}
 WRITTEN = {"table.md", "table.csv", "report.md", "report_zh.md", "report.html"}
 CELLS = 24
 
@@ -61,33 +60,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-class Page(HTMLParser):
-    """A parser that refuses tags that are not closed in order, and gathers what a page loads."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.tags: set[str] = set()
-        self.ids: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        given = dict(attrs)
-        self.loads += [given[name] or "" for name in ("src", "href", "data") if name in given]
-        assert not any(name.startswith("on") for name in given)
-        if "id" in given:
-            self.ids.append(str(given["id"]))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("name", ["report.md", "report_zh.md"])
 def test_the_report_is_that_which_was_read(folder: Path, name: str) -> None:
     """Every kind of remark, table and failure in both languages; figures and names are equal."""
@@ -102,10 +74,12 @@ def test_the_report_is_that_which_was_read(folder: Path, name: str) -> None:
 def test_the_page_is_well_formed_and_loads_nothing(folder: Path) -> None:
     text = (folder / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert page.loads and all(each.startswith("data:") for each in page.loads)
-    assert not page.tags & {"script", "iframe", "object", "embed", "form"}
+    loads, ids = page.values("src", "href", "data"), page.values("id")
+    assert loads and all(each.startswith("data:") for each in loads)
+    assert not {tag for tag, _ in page.elements} & {"script", "iframe", "object", "embed", "form"}
+    assert not any(name.startswith("on") for _, given in page.elements for name in given)
     assert "url(" not in text and "@import" not in text and "http" not in text
-    assert len(page.ids) == len(set(page.ids))
+    assert len(ids) == len(set(ids))
     assert "<layouts>" not in text and "&lt;layouts&gt; &amp; more" in text
     assert "<here>" not in text and "&lt;here&gt;" in text
 
@@ -170,7 +144,12 @@ def test_a_calculated_study_is_marked_everywhere(tmp_path: Path) -> None:
         cell(name, [], baseline="dp2", prediction=prediction(step_seconds=seconds))
         for name, seconds in (("dp2", 0.5), ("tp2", 0.4))
     ]
-    write_outcome(study(cells, calculated=True, accelerator="Ascend 910A"), tmp_path)
+    found = study(cells, calculated=True, accelerator="Ascend 910A")
+    (ranking,) = write_outcome(found, tmp_path).rankings
+    assert ranking.calculated and ranking.cells == ("tp2", "dp2")
+    said = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "Calculated for Ascend 910A: nothing ran." in said
+    assert "by calculation: `tp2`" in said and "25 % faster" in said
     for name in WRITTEN - {"table.csv"}:
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert "calculated" in text or "计算值" in text, name

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import DataError
-from common.study.traces import Trace, find_traces, read_trace
+from common.study.traces import Trace, read_trace
 
 
 def write(path: Path, events: list[dict[str, Any]], *, as_list: bool = False) -> Path:
@@ -111,17 +111,6 @@ def test_unions_of_spans_are_those_of_a_grid(tmp_path: Path) -> None:
         expected = len(pieces["gloo:send"] - pieces["aten::add"]) / 1e6
         found = read_trace(write(tmp_path / "t.json.gz", events))
         assert found.messages == pytest.approx(expected, abs=1e-12)
-
-
-def test_traces_of_a_run_are_found_by_rank(tmp_path: Path) -> None:
-    names = ("steps_5_6_rank_10", "steps_5_6_rank_2", "other", "steps_5_6_rank_x")
-    for name in names:
-        write(tmp_path / "profile" / f"{name}.json.gz", [])
-    assert [(file.rank, list(file.steps)) for file in find_traces(tmp_path)] == [
-        (2, [5, 6]),
-        (10, [5, 6]),
-    ]
-    assert find_traces(tmp_path / "nothing") == []
 
 
 def test_a_trace_that_was_cut_off(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from common.config.load import apply_overrides, build_config, flatten
 from common.config.schema import RunConfig
-from common.dialects.rules import To
+from common.dialects.rules import MapTo
 from common.systems.dialect import Dialect
 
 ROWS = Path(__file__).parent / "rows"
 """One file a system. DIALECT is the translation, and MINIMAL has the keys of its
 smallest run. BESIDE has the keys with which a key acts. WITHOUT_DEFAULT has a reason for each key
-without a default in DIALECT.defaults. SENTINELS are checked by test_sentinels.py.
+without a default in DIALECT.defaults. SENTINELS are values that are no plain quantities.
 """
 
 
@@ -69,5 +69,5 @@ def mapped_keys(dialect: Dialect) -> dict[str, str]:
     return {
         key: rule.key
         for key, rule in dialect.table.items()
-        if isinstance(rule, To) and not key.endswith("*")
+        if isinstance(rule, MapTo) and not key.endswith("*")
     }

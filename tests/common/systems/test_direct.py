@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +31,6 @@ from run_gpt2 import main
 from tests.common.systems.fleetx.test_weights import copy as fleetx_folder
 from tests.common.systems.mindformers.test_rank_files import MODEL, config_of, write_run
 from tests.config_overrides import changed
-from tests.ranks import run_ranks
 
 
 def converted_to(format: str, **ranks: int) -> Callable[[Path, Path], Path]:
@@ -76,34 +75,29 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
 @pytest.mark.parametrize("source", list(SOURCES))
 def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Path) -> None:
     path = SOURCES[source](write_run(tmp_path / "run"), tmp_path)
-    ours = tmp_path / "ours"
+    ours, whole = tmp_path / "ours", path.parent if path.is_file() else path
     if source == "a .ckpt alone":
-        shutil.copytree(path.parent, tmp_path / "with_model")
-        shutil.copy(tmp_path / "run" / "config.yaml", tmp_path / "with_model")
-        convert(tmp_path / "with_model", ours, target_format="torch_gpt2")
-    else:
-        convert(path.parent if path.is_file() else path, ours, target_format="torch_gpt2")
+        whole = Path(shutil.copytree(whole, tmp_path / "with_model"))
+        shutil.copy(tmp_path / "run" / "config.yaml", whole)
+    convert(whole, ours, target_format="torch_gpt2")
     with open_project(ours) as weights:
         model, run = weights.model, weights.run
     config = config_of().model_copy(update={"model": model})
-    shapes = parameter_shapes(model)
     there, here = open_checkpoint(path, "x"), Checkpoint(ours)
-    cuts = ({"tensor": 2, "tensor_rank": 1}, {"shards": 3, "shard_rank": 2})
-    for cut in ({}, *cuts):
+    for cut in ({}, {"tensor": 2, "tensor_rank": 1}, {"shards": 3, "shard_rank": 2}):
         pieces = {
             name: slice_of(name, (shape[0] + shape[0] % 2, *shape[1:]), **cut)
-            for name, shape in shapes.items()
+            for name, shape in parameter_shapes(model).items()
         }
-        found = list(there.weights(model, pieces))
-        for (name, values), (_, expected) in zip(found, here.weights(model, pieces), strict=True):
+        found, expected = (list(each.weights(model, pieces)) for each in (there, here))
+        for (name, values), (_, other) in zip(found, expected, strict=True):
             assert values.dtype == np.float32 and values.flags.writeable
-            assert np.array_equal(values, expected), name
-        if run is None:
-            continue
-        moments = list(there.moments(config, 3, pieces))
-        assert len(moments) == 2 * len(shapes)
-        for theirs, expected in zip(moments, here.moments(config, 3, pieces), strict=True):
-            assert theirs[:2] == expected[:2] and np.array_equal(theirs[2], expected[2])
+            assert np.array_equal(values, other), name
+        if run is not None:
+            moments, others = (list(each.moments(config, 3, pieces)) for each in (there, here))
+            assert len(moments) == 2 * len(pieces)
+            for theirs, other in zip(moments, others, strict=True):
+                assert theirs[:2] == other[:2] and np.array_equal(theirs[2], other[2])
     if run is not None:
         states = [reader.states(config, LossScale(config.loss_scale)) for reader in (there, here)]
         assert states[0] == states[1] and states[0][1].optimizer_steps == 3
@@ -114,29 +108,26 @@ def test_rows_beyond_the_tokenizer_are_padding_where_no_file_names_a_token_there
     named: str | None, tmp_path: Path
 ) -> None:
     path = converted_to("hf")(write_run(tmp_path / "run"), tmp_path)
-    rows = config_of().model.vocab_size
-    cut = config_of().model.model_copy(update={"vocab_size": rows - 2, "vocab_multiple": rows})
-    entries = {str(rows - 1): {"content": "<|user|>", "special": True}}
-    contents = {"added_tokens.json": {"<|user|>": rows - 1}}
+    run, whole = config_of(), dict(open_checkpoint(path, "x").weights(config_of().model))
+    rows = run.model.vocab_size
+    cut = run.model.model_copy(update={"vocab_size": rows - 2, "vocab_multiple": rows})
     if named is not None:
-        content = contents.get(named, {"added_tokens_decoder": entries})
+        entry = {str(rows - 1): {"content": "<|user|>", "special": True}}
+        is_list = named == "added_tokens.json"
+        content = {"<|user|>": rows - 1} if is_list else {"added_tokens_decoder": entry}
         (path / named).write_text(json.dumps(content))
         with pytest.raises(CheckpointError, match=r"name '<\|user\|>' beyond these; preprocess"):
             open_checkpoint(path, "x").manifest(cut)
         return
-    there, run = open_checkpoint(path, "x"), config_of().model_copy(update={"model": cut})
-    require_same_model(there.manifest(cut), run, path)
+    there = open_checkpoint(path, "x")
+    require_same_model(there.manifest(cut), run.model_copy(update={"model": cut}), path)
     found = dict(there.weights(cut))
-    whole = dict(there.weights(config_of().model))
     assert found["wte.weight"].shape[0] == rows - 2
     for name, values in found.items():
         assert np.array_equal(values, whole[name][: len(values)]), name
 
 
 # ---- whole runs ----
-
-TP2: dict[str, Any] = {"parallel__model_parallel": 2}
-ZERO3: dict[str, Any] = {"parallel__zero_stage": 3}
 
 
 def job(folder: Path, corpus: Path, weights: Path, **changes: Any) -> dict[str, Any]:
@@ -154,7 +145,7 @@ def job(folder: Path, corpus: Path, weights: Path, **changes: Any) -> dict[str, 
 
 
 @pytest.fixture
-def starts(tmp_path: Path) -> Iterator[dict[str, Path]]:
+def starts(tmp_path: Path) -> dict[str, Path]:
     """One model's weights as several systems have them, and as ours."""
     checkpoint = write_run(tmp_path / "run")
     found = {
@@ -163,46 +154,7 @@ def starts(tmp_path: Path) -> Iterator[dict[str, Path]]:
         "ours": tmp_path / "ours",
     }
     convert(found["hf"], found["ours"], target_format="torch_gpt2")
-    yield found
-
-
-def losses(folder: Path) -> list[tuple[float, float]]:
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
-    assert len(rows) == 3
-    return [(row["loss"], row["grad_norm"]) for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("backend", "layouts"),
-    [
-        ("torch", {"tp2": TP2, "zero3": ZERO3}),
-        pytest.param("mindspore", {"tp2": TP2}, marks=pytest.mark.campaign),
-    ],
-)
-def test_ranks_train_as_from_the_converted(
-    backend: str,
-    layouts: dict[str, dict[str, Any]],
-    starts: dict[str, Path],
-    corpus_prefix: Path,
-    tmp_path: Path,
-) -> None:
-    """Equal numbers are read, so the losses are equal to the last bit."""
-    if backend == "mindspore":
-        pytest.importorskip("mindspore", reason="pip install '.[mindspore]'")
-    names = ("ours", "slices") if backend == "mindspore" else tuple(starts)
-    run_ranks(
-        2,
-        [
-            job(tmp_path / layout / name, corpus_prefix, starts[name], backend=backend, **settings)
-            for layout, settings in layouts.items()
-            for name in names
-        ],
-    )
-    for layout in layouts:
-        expected = losses(tmp_path / layout / "ours")
-        assert len(set(expected)) == 3
-        for name in names:
-            assert losses(tmp_path / layout / name) == expected, (layout, name)
+    return found
 
 
 def test_mindspores_parameters_are_those_of_the_converted(
@@ -223,11 +175,7 @@ def test_mindspores_parameters_are_those_of_the_converted(
 
 
 def test_one_flag_of_mindformers_takes_weights_and_runs(
-    starts: dict[str, Path],
-    corpus_prefix: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    starts: dict[str, Path], corpus_prefix: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     """--load_checkpoint in train: a run resumes at its step, weights begin at the first. The
     second start of the same command resumes from its own checkpoint.
@@ -236,22 +184,21 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     tree = job(tmp_path / "x", corpus_prefix, Path("none"), device="cpu")
     del tree["checkpoint"], tree["output_dir"]
     Path("run.yaml").write_text(dump_yaml(tree))
-
     asked: list[Path] = []
     monkeypatch.setattr(
         "common.systems.direct.detect", lambda path: asked.append(path) or detect(path)
     )
 
-    def steps(source: Path, *words: str) -> list[int]:
+    def steps(source: Path, folder: str, most: int) -> list[int]:
         command = ["--config", "run.yaml", "--run_mode", "train", f"--load_checkpoint={source}"]
-        assert main([*command, "train.max_steps=5", *words]) == 0
-        rows = read_metrics(Path(words[0].partition("=")[2]) / "metrics.jsonl")
+        assert main([*command, f"output_dir={folder}", f"train.max_steps={most}"]) == 0
+        rows = read_metrics(Path(folder) / "metrics.jsonl")
         return [row["step"] for row in rows if "loss" in row]
 
-    assert steps(starts["slices"], "output_dir=a") == [5]
-    assert steps(starts["hf"], "output_dir=b", "train.max_steps=2") == [1, 2]
+    assert steps(starts["slices"], "a", 5) == [5]
+    assert steps(starts["hf"], "b", 2) == [1, 2]
     assert "theirs: holds only weights" in capfd.readouterr().out
-    assert steps(starts["hf"], "output_dir=b", "train.max_steps=3") == [1, 2, 3]
+    assert steps(starts["hf"], "b", 3) == [1, 2, 3]
     assert asked == [starts["slices"], starts["hf"], starts["hf"]], "once a run"
 
 
@@ -275,12 +222,12 @@ def cut_a_file(path: Path) -> None:
 )
 def test_bad_weights_are_one_message(
     source: str,
-    spoil: Callable[[Path], object],
+    spoil: Any,
     match: str,
-    starts: dict[str, Path],
+    starts: Any,
     corpus_prefix: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Any,
 ) -> None:
     tree = job(tmp_path / "out", corpus_prefix, starts[source], model__num_heads=4)
     (tmp_path / "run.yaml").write_text(dump_yaml(tree))

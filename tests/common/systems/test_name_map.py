@@ -12,37 +12,14 @@ from common.systems.megatron import shards as megatron
 from common.systems.mindformers import read as mindformers
 from common.systems.name_map import Fusion, NameMap, NameRow
 from common.weights.names import parameter_shapes
+from tests.common.systems.tiny_weights import random_arrays
 
 NAME_MAPS = {
     "hf": hugging_face.NAME_MAPS, "fleetx": fleetx.NAME_MAPS,
     **mindformers.NAME_MAPS, **megatron.NAME_MAPS,
 }  # fmt: skip
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=12,
-    num_heads=3,
-    seq_length=7,
-    vocab_size=11,
-    ffn_hidden_size=20,
-    max_positions=9,
-)
-
-
-def random_parameters(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    generator = np.random.default_rng(seed)
-    return {
-        name: generator.standard_normal(shape, np.float32)
-        for name, shape in parameter_shapes(model).items()
-    }
-
-
-def packed(
-    name_map: NameMap, parameters: dict[str, np.ndarray], model: ModelConfig = MODEL
-) -> dict[str, np.ndarray]:
-    return {
-        row.theirs: row.pack([parameters[name] for name in row.ours], model.num_heads)
-        for row in name_map.rows(model.num_layers)
-    }
+SIZES = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "seq_length": 7, "vocab_size": 11}
+MODEL = ModelConfig(**SIZES, ffn_hidden_size=20, max_positions=9)
 
 
 EVERY_MAP = [
@@ -97,8 +74,11 @@ def test_mindformers_has_these_names(release: str) -> None:
     """From its sources r0.6 to r1.5; r0.3 put two names under another prefix, and not the
     embeddings.
     """
-    parameters, (name_map,) = random_parameters(MODEL), NAME_MAPS[release]
-    found = packed(name_map, parameters)
+    parameters, (name_map,) = random_arrays(MODEL), NAME_MAPS[release]
+    found = {
+        row.theirs: row.pack([parameters[name] for name in row.ours], MODEL.num_heads)
+        for row in name_map.rows(MODEL.num_layers)
+    }
     assert len(found) == 16 * 2 + 4
     for line in MINDFORMERS.strip().splitlines():
         (name, shape, *transposed), (ours,) = (part.split() for part in line.split(" | "))
@@ -106,9 +86,8 @@ def test_mindformers_has_these_names(release: str) -> None:
             name = name.replace("backbone.blocks", "gpt2.backbone.transformer.encoder.blocks")
             name = name.replace("backbone.layernorm.", "gpt2.backbone.layernorm.")
         assert found[name].shape == tuple(map(int, shape.split("x")))
-        np.testing.assert_array_equal(
-            found[name], parameters[ours].T if transposed else parameters[ours]
-        )
+        expected = parameters[ours].T if transposed else parameters[ours]
+        np.testing.assert_array_equal(found[name], expected)
 
 
 # where row r of output d of head h lies, with 4 outputs a head and 3 heads: Megatron-LM's
@@ -125,14 +104,10 @@ def test_rows_of_query_key_and_value_lie_where_the_formula_says(fusion: Fusion) 
     parts = [np.random.default_rng(part).standard_normal((12, 5), np.float32) for part in range(3)]
     row = NameRow(ours=("q", "k", "v"), theirs="qkv", fusion=fusion)
     found = row.pack(parts, 3)
-    for part, values in enumerate(parts):
-        for head in range(3):
-            for output in range(4):
-                np.testing.assert_array_equal(
-                    found[PLACES[fusion](part, head, output)], values[head * 4 + output]
-                )
+    for part, head, output in np.ndindex(3, 3, 4):
+        place = PLACES[fusion](part, head, output)
+        np.testing.assert_array_equal(found[place], parts[part][head * 4 + output])
     pieces = row.pieces(parts, 3)
     assert b"".join(piece.tobytes() for piece in pieces) == found.tobytes()
-    assert fusion is Fusion.OUTPUTS or all(
-        any(np.shares_memory(piece, values) for values in parts) for piece in pieces
-    )
+    for piece in pieces if fusion is not Fusion.OUTPUTS else ():
+        assert any(np.shares_memory(piece, values) for values in parts)

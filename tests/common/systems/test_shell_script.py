@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.systems.config import open_config
 from common.systems.flags import read_command, read_flag_file
 
 SCRIPT = """#!/bin/bash
@@ -58,33 +57,6 @@ def test_scripts_are_followed(command: str, tmp_path: Path) -> None:
     assert read_command(file) == (str(file), "pretrain_gpt.py", EXPECTED)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "--lr $(cat rate)",
-            r"run.sh:23: \$\(cat rate\): nothing is run; write the value. Or put echo",
-        ),
-        ("--lr `cat rate`", r"`cat rate`: nothing is run"),
-        ("--num-layers $SIZE", r"\$SIZE: SIZE is assigned inside a condition, loop or .* line 21"),
-        ("--num-layers $1", r"\$1: 1 is not assigned before it"),
-        ("--num-layers ${MODEL[1]}", r"only a shell expands it"),
-        ("--num-layers $((2 ** 9))", r"only integers are calculated"),
-        ("--num-layers $((GPUS / 0))", r"only integers are calculated"),
-        (
-            "--save <your folder> --lr 1",
-            r"<your folder>: <your folder> stands for a value of yours",
-        ),
-    ],
-)
-def test_values_that_only_a_shell_knows_are_refused_with_their_line(
-    line, message, tmp_path
-) -> None:
-    (tmp_path / "run.sh").write_text(f"{SCRIPT}\npython pretrain_gpt.py {line}\n")
-    with pytest.raises(ConfigError, match=message):
-        open_config(tmp_path / "run.sh")
-
-
 def test_a_script_that_doubles_a_variable_ends(tmp_path) -> None:
     (tmp_path / "run.sh").write_text("A=ab\n" + "A=$A$A\n" * 60 + "python a.py --x $A")
     with pytest.raises(ConfigError, match=r"run.sh:2\d: the values of variables are longer"):
@@ -100,20 +72,3 @@ def test_a_condition_that_chooses_the_command_is_refused(branch, tmp_path) -> No
         return
     with pytest.raises(ConfigError, match="a condition says which of several commands starts"):
         read_command(tmp_path / "run.sh")
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("pretrain_bert.py", "pretrain_bert.py is another program: it trains BERT, and the models"),
-        ("./tasks/main.py --task MNLI", "tasks/main.py is another program: .* classes is not in"),
-        ("tools/generate_samples_gpt.py", "another program: --run_mode predict generates"),
-        ("pretrain_gpt.py --task MNLI --lr 1", r"run.sh:1: --task: task='MNLI': .* classes is not"),
-    ],
-)
-def test_other_programs_of_megatron_are_refused_by_name(program, message, tmp_path) -> None:
-    (tmp_path / "run.sh").write_text(f"python {program} --num-layers 2 --vocab-file $VOCAB\n")
-    if "lr" in program:
-        (tmp_path / "run.sh").write_text(f"python {program}")
-    with pytest.raises(ConfigError, match=message):
-        open_config(tmp_path / "run.sh")

@@ -35,25 +35,16 @@ def test_float32_is_rounded_as_torch_does() -> None:
     rng = np.random.default_rng(0)
     # halves, and beyond the largest
     ties = (np.arange(0x7F60, 0x7F90, dtype=np.uint32) << 16) | 0x8000
-    bits = np.concatenate(
-        [
-            rng.integers(0, 2**32, 100_000, dtype=np.uint32),
-            ties,
-            ties + 1,
-            ties - 1,
-            ties | 0x80000000,
-        ]
-    )
+    any_bits = rng.integers(0, 2**32, 100_000, dtype=np.uint32)
     only_low_payload = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
-    values = np.concatenate([bits, only_low_payload]).view(np.float32)
+    bits = [any_bits, ties, ties + 1, ties - 1, ties | 0x80000000, only_low_payload]
+    values = np.concatenate(bits).view(np.float32)
     expected = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
     found, nan = round_to_bfloat16(values), np.isnan(values)
     np.testing.assert_array_equal(found[~nan], expected[~nan])
     assert np.isnan(widen_bfloat16(found[nan])).all()
     assert ((found[nan] >> 15) == (values[nan].view(np.uint32) >> 31)).all()
-    assert round_to_bfloat16(np.float32(1.5)).shape == () and round_to_bfloat16(
-        values[:6].reshape(2, 3).T
-    ).shape == (3, 2)
+    assert round_to_bfloat16(values[:6].reshape(2, 3).T).shape == (3, 2)
 
 
 @pytest.mark.parametrize("cuts", [(), (7,), (8, 40), (5, 6, 95)])

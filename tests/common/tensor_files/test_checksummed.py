@@ -17,23 +17,14 @@ BUFFER = 2**21
 SOURCE = np.random.default_rng(0).integers(0, 256, 6 * BUFFER + 5, np.uint8)
 
 
-def test_sums_are_zlibs(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    parts = [b"", b"a", bytes(range(256)) * 5000, b"\xff" * 3]
-    with ChecksummedFile(path) as file:
-        for part in parts:
-            file.write(memoryview(part))
-    assert path.read_bytes() == b"".join(parts)
-    assert file.checksum == file_checksum(path) == zlib.crc32(b"".join(parts))
-
-
 @pytest.mark.parametrize("size", [0, 1, BUFFER - 1, BUFFER, BUFFER + 1, SOURCE.size])
 def test_files_about_as_large_as_the_buffers(tmp_path: Path, size: int) -> None:
     with ChecksummedFile(tmp_path / "file") as file:
         file.write_array(SOURCE[:size])
     content = SOURCE[:size].tobytes()
     assert (tmp_path / "file").read_bytes() == content
-    assert (file.position, file.checksum) == (size, zlib.crc32(content))
+    assert file.position == size
+    assert file.checksum == file_checksum(tmp_path / "file") == zlib.crc32(content)
 
 
 @pytest.mark.parametrize("before", [0, 1, 4, BUFFER - 6])
@@ -136,16 +127,8 @@ def test_a_full_disk_is_an_error_and_ends_the_threads(
 
 
 def test_an_error_of_the_caller_ends_the_threads_and_closes_the_file(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(SystemExit), ChecksummedFile(tmp_path / "file") as file:
         file.write_array(SOURCE)
         raise SystemExit(143)  # as after SIGTERM
-    assert threading.active_count() == before
-    assert not [link for link in Path("/proc/self/fd").iterdir() if _leads_to(link, tmp_path)]
-
-
-def _leads_to(link: Path, folder: Path) -> bool:
-    try:
-        return link.readlink().is_relative_to(folder)
-    except FileNotFoundError:
-        return False
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (before, files)

@@ -40,20 +40,13 @@ def test_written_files_are_read(
     tmp_path_factory: pytest.TempPathFactory, written: dict[str, tuple[str, np.ndarray]]
 ) -> None:
     folder = tmp_path_factory.mktemp("formats")
-    kinds = {
-        name: TensorKind(dtype=word, shape=array.shape) for name, (word, array) in written.items()
-    }
+    fields = {name: {"dtype": word, "shape": x.shape} for name, (word, x) in written.items()}
+    kinds = {name: TensorKind(**each) for name, each in fields.items()}
     arrays = [array for _, array in written.values()]
     stream_safetensors(folder / "a.safetensors", kinds, arrays)
     stream_mindspore(folder / "a.ckpt", kinds, arrays)
-    write_torch(
-        folder / "a.pt",
-        {
-            name: TensorLeaf(name=name, dtype=kind.dtype, shape=kind.shape)
-            for name, kind in kinds.items()
-        },
-        arrays,
-    )
+    leaves = {name: TensorLeaf(name=name, **each) for name, each in fields.items()}
+    write_torch(folder / "a.pt", leaves, arrays)
     for file in ("a.safetensors", "a.ckpt", "a.pt"):
         with open_tensors(folder / file) as stored:
             assert list(stored) == list(written)
@@ -63,85 +56,64 @@ def test_written_files_are_read(
 
 
 def shards_of(folder: Path, limit: int) -> dict[str, int]:
+    folder.mkdir(exist_ok=True)
     kinds = {name: TensorKind(dtype="bfloat16", shape=(2, 3)) for name in "abcd"}
-    return stream_shards(
-        folder, kinds, (np.full((2, 3), number, np.uint16) for number in range(4)), limit=limit
-    )
+    arrays = (np.full((2, 3), number, np.uint16) for number in range(4))
+    return stream_shards(folder, kinds, arrays, limit=limit)
 
 
 def test_shards_are_those_of_the_library_and_read_as_one(tmp_path: Path) -> None:
+    assert list(shards_of(tmp_path / "small", 48)) == ["model.safetensors"]
+    assert not (tmp_path / "small" / INDEX).exists()
+    names = [f"model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    assert list(shards_of(tmp_path / "large", 5)) == names, "a large tensor is alone"
     assert len(shards_of(tmp_path, 30)) == 2  # 12 bytes a tensor
     files = sorted(path.name for path in tmp_path.glob("model-*"))
     index = json.loads((tmp_path / INDEX).read_text())
-    assert (
-        index["metadata"] == {"total_size": 48}
-        and sorted(set(index["weight_map"].values())) == files
-    )
-    theirs = {
-        name: (file, tensor)
-        for file in files
-        for name, tensor in load_file(tmp_path / file).items()
-    }
-    assert {name: file for name, (file, _) in theirs.items()} == index["weight_map"]
-    assert all(
-        tensor.dtype == torch.bfloat16 and tensor.shape == (2, 3) for _, tensor in theirs.values()
-    )
+    assert index["metadata"] == {"total_size": 48}
+    places = {}
+    for file in files:
+        for name, tensor in load_file(tmp_path / file).items():
+            places[name] = file
+            assert tensor.dtype == torch.bfloat16 and tensor.shape == (2, 3)
+    assert places == index["weight_map"] and sorted(set(places.values())) == files
     with open_tensors(tmp_path / INDEX) as stored:
         assert [int(stored[name].read()[0, 0]) for name in stored] == [0, 1, 2, 3]
-
-
-def test_a_small_model_has_no_index_and_a_large_tensor_a_shard_to_itself(tmp_path: Path) -> None:
-    assert (
-        list(shards_of(tmp_path, 48)) == ["model.safetensors"] and not (tmp_path / INDEX).exists()
-    )
-    assert list(shards_of(tmp_path, 5)) == [
-        f"model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)
-    ]
 
 
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     shards_of(tmp_path, 24)
     index = json.loads((tmp_path / INDEX).read_text())
-
-    def refused(content: object) -> str:
-        (tmp_path / INDEX).write_text(json.dumps(content))
-        with pytest.raises(CheckpointError) as caught, open_tensors(tmp_path / INDEX):
-            pass
-        return str(caught.value)
-
     places = index["weight_map"]
-    assert "do not hold the same tensors: e" in refused(
-        {"weight_map": {**places, "e": places["a"]}}
-    )
-    assert "do not hold the same tensors: a" in refused(
-        {"weight_map": {name: file for name, file in places.items() if name != "a"}}
-    )
-    assert "another folder" in refused({"weight_map": {"a": "../model.safetensors"}})
-    assert all(
-        "or not a file" in refused({"weight_map": {"a": name}})
-        for name in ("", "a\0b", INDEX, "other.index.json")
-    )
-    assert "not an index of shards" in refused({"weights": {}}) and "found a list" in refused([1])
+    others = {name: file for name, file in places.items() if name != "a"}
+
+    def refused(content: object, message: str) -> None:
+        (tmp_path / INDEX).write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / INDEX):
+            pass
+
+    refused({"weight_map": places | {"e": places["a"]}}, "do not hold the same tensors: e")
+    refused({"weight_map": others}, "do not hold the same tensors: a")
+    refused({"weight_map": {"a": "../model.safetensors"}}, "another folder")
+    refused({"weight_map": {"a": ""}}, "or not a file")
+    refused({"weight_map": {"a": INDEX}}, "or not a file")
+    refused({"weights": {}}, "not an index of shards")
+    refused([1], "found a list")
     (tmp_path / places["d"]).unlink()
-    assert "no such file" in refused(index)
+    refused(index, "no such file")
 
 
 def test_a_file_is_known_by_what_it_begins_with(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "lightning.ckpt")
-    stream_safetensors(
-        tmp_path / "weights",
-        {"a": TensorKind(dtype="float32", shape=(2,))},
-        [np.ones(2, np.float32)],
-    )
+    kinds = {"a": TensorKind(dtype="float32", shape=(2,))}
+    stream_safetensors(tmp_path / "weights", kinds, [np.ones(2, np.float32)])
     for name in ("lightning.ckpt", "weights"):
         with open_tensors(tmp_path / name) as stored:
             assert stored["a"].read().tolist() == [1, 1]
-    (tmp_path / "notes.txt").write_text("no weights, only words")
-    with (
-        pytest.raises(CheckpointError, match="not a known weight file"),
-        open_tensors(tmp_path / "notes.txt"),
+    for name, words, message in (
+        ("notes.txt", "only words", "not a known weight file"),
+        ("empty.ckpt", "", "is empty"),
     ):
-        pass
-    (tmp_path / "empty.ckpt").touch()
-    with pytest.raises(CheckpointError, match="is empty"), open_tensors(tmp_path / "empty.ckpt"):
-        pass
+        (tmp_path / name).write_text(words)
+        with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / name):
+            pass

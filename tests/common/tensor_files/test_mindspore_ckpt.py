@@ -31,20 +31,13 @@ def write(path: Path, seal: bool) -> Path:
     return path
 
 
-def require_arrays(path: Path) -> None:
-    with open_tensors(path) as stored:
-        for name, (word, array) in ARRAYS.items():
-            assert stored[name].dtype == word and stored[name].shape == array.shape
-            assert stored[name].read().tobytes() == array.tobytes()
-
-
 @pytest.mark.parametrize("seal", [True, False])
 def test_mindspore_reads_and_writes_the_same(
     tmp_path: Path, seal: bool, mindspore: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ms = mindspore
     from mindspore.train import serialization
 
+    ms, theirs = mindspore, tmp_path / "theirs.ckpt"
     monkeypatch.setattr(mindspore_ckpt, "_SLICE", 20)  # the first tensor in three parts
     loaded = ms.load_checkpoint(str(write(tmp_path / "ours.ckpt", seal)), crc_check=seal)
     assert list(loaded) == list(ARRAYS)
@@ -53,42 +46,34 @@ def test_mindspore_reads_and_writes_the_same(
         assert bytes(loaded[name].get_bytes()) == array.tobytes()
     monkeypatch.setattr(serialization, "SLICE_SIZE", 1)  # KiB
     large = np.arange(600, dtype=np.float32).reshape(200, 3)
-    records = [
-        *({"name": name, "data": loaded[name]} for name in ARRAYS),
-        {"name": "large", "data": ms.Tensor(large)},
-    ]
-    ms.save_checkpoint(
-        records,
-        str(tmp_path / "theirs.ckpt"),
-        crc_check=seal,
-        append_dict={"note": "abcé", "loss_scale": 1024.0},
-    )
-    require_arrays(tmp_path / "theirs.ckpt")
-    with open_tensors(tmp_path / "theirs.ckpt") as stored:
+    tensors = {name: loaded[name] for name in ARRAYS} | {"large": ms.Tensor(large)}
+    records = [{"name": name, "data": tensor} for name, tensor in tensors.items()]
+    more = {"note": "abcé", "loss_scale": 1024.0}
+    ms.save_checkpoint(records, str(theirs), crc_check=seal, append_dict=more)
+    with open_tensors(theirs) as stored:
+        for name, (word, array) in ARRAYS.items():
+            assert stored[name].dtype == word and stored[name].shape == array.shape
+            assert stored[name].read().tobytes() == array.tobytes()
         assert len(stored["large"].segments) == 3
         np.testing.assert_array_equal(stored["large"].read(), large)
         assert stored.plain == {"note": "abcé"} and stored["loss_scale"].read() == 1024
 
 
 def test_every_cut_is_refused_or_loses_whole_tensors(tmp_path: Path) -> None:
-    content = write(tmp_path / "x.ckpt", seal=False).read_bytes()
-    short, whole = tmp_path / "short.ckpt", []
+    path, whole = write(tmp_path / "x.ckpt", seal=False), []
+    content = path.read_bytes()
     for cut in range(1, len(content)):
-        short.write_bytes(content[:cut])
+        path.write_bytes(content[:cut])
         try:
-            with open_tensors(short) as stored:
+            with open_tensors(path) as stored:
                 # the format has no length: a cut between two values shows only in what is missing
                 whole.append(len(stored))
         except CheckpointError as error:
             assert "not a whole MindSpore checkpoint" in str(error)
     assert whole == [1, 2, 3, 4, 5]
-
-
-def test_a_changed_byte_under_a_seal_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.ckpt", seal=True)
-    content = bytearray(path.read_bytes())
-    content[content.index(np.float32(5).tobytes()) + 1] ^= 1
-    path.write_bytes(content)
+    changed = bytearray(write(path, seal=True).read_bytes())
+    changed[changed.index(np.float32(5).tobytes()) + 1] ^= 1
+    path.write_bytes(changed)
     with pytest.raises(CheckpointError, match="its checksum is"), open_tensors(path):
         pass
 
@@ -134,13 +119,9 @@ def test_a_message_that_does_not_fit_is_refused(
 
 
 def test_older_scalars_and_packed_shapes_are_read(tmp_path: Path) -> None:
-    content = value(b"step_num", tensor(b"\x08\x00", b"Int32", b"\7\0\0\0")) + value(
-        b"a", tensor(b"\x0a\x02\x02\x01", b"UInt8", b"\1\2")
-    )
+    content = value(b"step_num", tensor(b"\x08\x00", b"Int32", b"\7\0\0\0"))
+    content += value(b"a", tensor(b"\x0a\x02\x02\x01", b"UInt8", b"\1\2"))
     (tmp_path / "x.ckpt").write_bytes(content)
     with open_tensors(tmp_path / "x.ckpt") as stored:
-        assert (
-            stored["step_num"].read() == 7
-            and stored["step_num"].shape == ()
-            and stored["a"].read().tolist() == [[1], [2]]
-        )
+        assert stored["step_num"].read() == 7 and stored["step_num"].shape == ()
+        assert stored["a"].read().tolist() == [[1], [2]]

@@ -58,12 +58,9 @@ def byte_characters() -> list[str]:
     """The 256 characters of GPT-2's byte alphabet, in byte order (openai/gpt-2 src/encoder.py,
     bytes_to_unicode).
     """
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    table = {byte: chr(byte) for byte in shown} | {
-        byte: chr(256 + n) for n, byte in enumerate(hidden)
-    }
-    return [table[byte] for byte in range(256)]
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
 
 
 class SmallVocabulary:
@@ -72,23 +69,21 @@ class SmallVocabulary:
     def __init__(self, folder: Path, byte_characters: list[str]) -> None:
         self.folder = folder
         self.merges = ["h e", "l l", "he ll", "hell o", "Ġ t"]
-        tokens = [
-            *byte_characters,
-            *(merge.replace(" ", "") for merge in self.merges),
-            "<|endoftext|>",
-        ]
+        made = [merge.replace(" ", "") for merge in self.merges]
+        tokens = [*byte_characters, *made, "<|endoftext|>"]
         self.ids: dict[str, object] = {token: number for number, token in enumerate(tokens)}
 
     def write(
         self, vocab_text: str | None = None, merge_text: str | None = None
     ) -> tuple[Path, Path]:
-        vocab_file, merge_file = self.folder / "vocab.json", self.folder / "merges.txt"
-        vocab_file.write_text(
-            json.dumps(self.ids) if vocab_text is None else vocab_text, encoding="utf-8"
+        files = self.folder / "vocab.json", self.folder / "merges.txt"
+        texts = (
+            json.dumps(self.ids) if vocab_text is None else vocab_text,
+            "\n".join(["#version: 0.2", *self.merges, ""]) if merge_text is None else merge_text,
         )
-        merges = "#version: 0.2\n" + "\n".join(self.merges) + "\n"
-        merge_file.write_text(merges if merge_text is None else merge_text, encoding="utf-8")
-        return vocab_file, merge_file
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text, encoding="utf-8")
+        return files
 
     def build(self, backend: str = "tokenizers") -> GPT2BPETokenizer:
         return GPT2BPETokenizer.from_files(*self.write(), backend=backend)

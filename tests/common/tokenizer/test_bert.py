@@ -49,10 +49,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pieces = ["##" + letter for letter in letters] + ["##ing", "##un", "the", "world", "ab"]
     ideographs = [chr(point) for point in range(0x4E00, 0x9FA6, 3)]
     path = tmp_path_factory.mktemp("large") / "vocab.txt"
-    path.write_text(
-        "\n".join([*SPECIAL, *letters, *pieces, *ideographs, *"，。！？“”：；、《》"]),
-        encoding="utf-8",
-    )
+    tokens = [*SPECIAL, *letters, *pieces, *ideographs, *"，。！？“”：；、《》"]
+    path.write_text("\n".join(tokens), encoding="utf-8")
     return path
 
 
@@ -60,12 +58,9 @@ def slow(file: Path, lower_case: bool) -> Callable[[str], list[int]]:
     from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
     tokenizer = BertTokenizerLegacy(str(file), do_lower_case=lower_case)
+    words, pieces = tokenizer.basic_tokenizer.tokenize, tokenizer.wordpiece_tokenizer.tokenize
     return lambda text: tokenizer.convert_tokens_to_ids(
-        [
-            piece
-            for word in tokenizer.basic_tokenizer.tokenize(text)
-            for piece in tokenizer.wordpiece_tokenizer.tokenize(word)
-        ]
+        [piece for word in words(text) for piece in pieces(word)]
     )
 
 
@@ -100,60 +95,53 @@ def test_ids_of_odd_texts(vocabulary: Path, lower_case: bool) -> None:
     ("lower_case", "forms", "step"),
     [
         (True, ["a{}中b{}d"], 50),
-        pytest.param(True, [" {} ", "a{}中b{}d"], 11, marks=pytest.mark.long),
-        pytest.param(False, [" {} ", "a{}中b{}d"], 11, marks=pytest.mark.long),
-        pytest.param(True, [" {} ", "a{}中b{}d"], 1, marks=pytest.mark.campaign),
-        pytest.param(False, [" {} ", "a{}中b{}d"], 1, marks=pytest.mark.campaign),
+        *(
+            pytest.param(lower, [" {} ", "a{}中b{}d"], step, marks=mark)
+            for lower in (True, False)
+            for step, mark in ((11, pytest.mark.long), (1, pytest.mark.campaign))
+        ),
     ],
 )
 def test_ids_of_every_code_point(
     large: Path, lower_case: bool, forms: list[str], step: int
 ) -> None:
-    """Alone, and between a letter, a Chinese character and a space. step: among
-    those that are not a
-    character, or one of the two large blocks whose characters are alike.
+    """Alone, and between a letter, a Chinese character and a space. step: among those that are not
+    a character, or one of the two large blocks whose characters are alike.
     """
-    tokenizer = load_tokenizer(_kind(lower_case), large)
-    theirs = fast(large, lower_case)
+    tokenizer, theirs = load_tokenizer(_kind(lower_case), large), fast(large, lower_case)
     points = [
         chr(point)
         for point in range(0x110000)
         if not 0xD800 <= point < 0xE000 and (point % step == 0 or not _is_alike(point))
     ]
-    step = 64
     for form in forms:
         texts = [
-            " ".join(form.replace("{}", each) for each in points[first : first + step])
-            for first in range(0, len(points), step)
+            " ".join(form.replace("{}", each) for each in points[first : first + 64])
+            for first in range(0, len(points), 64)
         ]
-        wrong = [
-            text
-            for text, ours, expected in zip(
-                texts, tokenizer.encode_packed(texts).rows(), ids_of(theirs, texts), strict=True
-            )
-            if ours.tolist() != expected
-        ]
+        rows = zip(texts, tokenizer.encode_packed(texts).rows(), ids_of(theirs, texts), strict=True)
+        wrong = [text for text, ours, expected in rows if ours.tolist() != expected]
         assert not wrong, [hex(ord(char)) for char in wrong[0]][:80]
 
 
-def check_novel(file: Path, chapters: list[str]) -> None:
+OF_GPT2_CHINESE = ("vocab", "vocab_all", "vocab_guwen", "vocab_small")
+
+
+@pytest.mark.parametrize(
+    "name", [None, *(pytest.param(name, marks=pytest.mark.campaign) for name in OF_GPT2_CHINESE)]
+)
+def test_ids_of_a_novel(
+    large: Path, chinese: list[str], name: str | None, request: pytest.FixtureRequest
+) -> None:
+    file, chapters = large, chinese
+    if name is not None:
+        data = request.getfixturevalue("real_data")
+        chapters = json.loads((data / "corpora/zh/train.json").read_text("utf-8"))[::12]
+        file = data / "vocab" / "gpt2-chinese" / f"{name}.txt"
     tokenizer = load_tokenizer("BertTokenizer", file)
     rows = [row.tolist() for row in tokenizer.encode_packed(chapters).rows()]
     assert rows == ids_of(fast(file, True), chapters)
     assert rows[0] == slow(file, True)(chapters[0])
-
-
-def test_ids_of_a_novel(large: Path, chinese: list[str]) -> None:
-    check_novel(large, chinese)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    "name", ["vocab.txt", "vocab_all.txt", "vocab_guwen.txt", "vocab_small.txt"]
-)
-def test_ids_of_a_novel_by_gpt2_chineses_vocabularies(real_data: Path, name: str) -> None:
-    chapters = json.loads((real_data / "corpora/zh/train.json").read_text("utf-8"))[::12]
-    check_novel(real_data / "vocab" / "gpt2-chinese" / name, chapters)
 
 
 def _is_alike(point: int) -> bool:

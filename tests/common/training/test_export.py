@@ -34,13 +34,8 @@ from common.weights.names import parameter_shapes
 from tests.tiny import tiny_config, tiny_run
 
 ROOT = Path(__file__).resolve().parents[3]
-MODEL: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "seq_length": 16,
-    "vocab_size": 101,
-}
+SIZES = ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size")
+MODEL: dict[str, Any] = dict(zip(SIZES, (2, 32, 2, 16, 101), strict=True))
 
 
 def tree(folder: Path, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
@@ -82,12 +77,8 @@ def write_parts(
     """A checkpoint of two ranks in the run ``folder``."""
     config = config_of(folder, model=model)
     shapes = parameter_shapes(config.model)
-    manifest = {
-        "state": {"step": 7},
-        "engine": {"optimizer_steps": 7, "loss_scale": {}, "rng": {}},
-        "config": config.model_dump(),
-        "tokenizer": None,
-    }
+    engine = {"optimizer_steps": 7, "loss_scale": {}, "rng": {}}
+    manifest = {"state": {"step": 7}, "engine": engine, "config": config.model_dump()}
     for rank in (1, 0):  # rank 0 waits for the others
         rectangles = {name: cut(shape, rank) for name, shape in shapes.items()}
         tensors = {
@@ -96,10 +87,9 @@ def write_parts(
         }
         part = Part(rank=rank, ranks=2, rectangles=rectangles)
         files = {"model.safetensors": tensors, "optimizer.safetensors": {}}
-        writer = CheckpointWriter(
-            folder / "checkpoints", asynchronous=False, active=False, patience=5
-        )
-        writer.save(Snapshot(files=files, manifest=manifest, part=part))
+        place = folder / "checkpoints"
+        writer = CheckpointWriter(place, asynchronous=False, active=False, patience=5)
+        writer.save(Snapshot(files=files, manifest=manifest | {"tokenizer": None}, part=part))
     found = find_checkpoint(folder)
     assert found is not None
     return found
@@ -164,28 +154,18 @@ sys.exit(code)
 
 
 def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Path) -> None:
-    """Weights of 101 MB. Only anonymous memory counts: pages of mapped files are the kernel's to
-    give
-    away.
-    """
+    """Weights of 101 MB. Only anonymous memory counts: pages of mapped files are the kernel's."""
     model = MODEL | {"num_layers": 8, "hidden_size": 512}
-    write_parts(
-        tmp_path,
-        model,
-        make=lambda name, shape: np.broadcast_to(
-            value_of(name, (shape[0],)).reshape(-1, *[1] * (len(shape) - 1)), shape
-        ),
-    )
+
+    def make(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        column = value_of(name, (shape[0],)).reshape(-1, *[1] * (len(shape) - 1))
+        return np.broadcast_to(column, shape)
+
+    write_parts(tmp_path, model, make)
     config = tmp_path / "run.json"  # JSON is YAML
     config.write_text(json.dumps(tree(tmp_path, model)))
-    words = ["--config", str(config), "--run_mode", "export"]
-    done = subprocess.run(
-        [sys.executable, "-c", _COMMAND, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-c", _COMMAND, "--config", str(config), "--run_mode", "export"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     exported = tmp_path / "weights" / "model.safetensors"
     largest = 4 * 4 * 512 * 512
@@ -194,48 +174,39 @@ def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Pa
     with safe_open(exported, "numpy") as reader:
         for name, shape in parameter_shapes(config_of(tmp_path, model=model).model).items():
             np.testing.assert_array_equal(reader.get_tensor(name)[:, ...], value_of(name, shape))
-    assert re.search(
-        r"weights/model\.safetensors: 132 tensors, 10\d\.\d MB, of .*step_00000007, step 7",
-        done.stderr + done.stdout,
-    )
+    said = r"weights/model\.safetensors: 132 tensors, 10\d\.\d MB, of .*step_00000007, step 7"
+    assert re.search(said, done.stderr + done.stdout)
 
 
 def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     checkpoint = write_parts(tmp_path)
-    path = checkpoint / MANIFEST
-    manifest = json.loads(path.read_text())
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+
+    def require(message: str, layers: int = 2) -> None:
+        write_manifest(checkpoint, manifest)
+        with pytest.raises(CheckpointError, match=message):
+            export(*to_export(config_of(tmp_path, model=MODEL | {"num_layers": layers})))
+
     lost = manifest["files"].pop("model.rank_00001.safetensors")
-    write_manifest(path.parent, manifest)
-    with pytest.raises(CheckpointError) as caught:
-        export(*to_export(config_of(tmp_path)))
-    message = str(caught.value)
-    assert "does not fit the model: of wte.weight [101, 32] only 1056 elements are there" in message
-    assert "and 30 more. Use another checkpoint: a rank's part is lost" in message
+    require(
+        r"does not fit the model: of wte\.weight \[101, 32\] only 1056 elements are there.*"
+        r"and 30 more\. Use another checkpoint: a rank's part is lost"
+    )
     manifest["files"]["model.rank_00001.safetensors"] = lost
-    write_manifest(path.parent, manifest)
     # another size than the manifest's, and a manifest that says another size than its tensors have
     for layers, fault in (
         (3, r"missing h\.2\.ln_1\.weight \[32\]; missing h\.2\.ln_1\.bias"),
         (1, r"unexpected h\.1\.attn\.c_proj\.bias \[32\]; "),
     ):
-        with pytest.raises(
-            CheckpointError,
-            match=rf"num_layers is 2 there and {layers} in the config\. To use it, add:"
-            r" model=from_checkpoint, or model\.num_layers=2$",
-        ):
-            export(*to_export(config_of(tmp_path, model=MODEL | {"num_layers": layers})))
+        there = rf"num_layers is 2 there and {layers} in the config\."
+        require(rf"{there} To use it, add: model=from_checkpoint, or model\.num_layers=2$", layers)
         manifest["config"]["model"]["num_layers"] = layers
-        write_manifest(path.parent, manifest)
-        with pytest.raises(CheckpointError, match=f"{fault}.* Give the model section"):
-            export(*to_export(config_of(tmp_path, model=MODEL | {"num_layers": layers})))
+        require(f"{fault}.* Give the model section", layers)
         manifest["config"]["model"]["num_layers"] = 2
-        write_manifest(path.parent, manifest)
     # a tensor in a rank's file that the manifest does not know
     for file in manifest["files"].values():
         file.get("pieces", {}).pop("ln_f.bias", None)
-    write_manifest(path.parent, manifest)
-    with pytest.raises(CheckpointError, match=r"ln_f\.bias is \[22\], the model's is \[32\]"):
-        export(*to_export(config_of(tmp_path)))
+    require(r"ln_f\.bias is \[22\], the model's is \[32\]")
     assert not (tmp_path / "weights").exists()
 
 

@@ -31,13 +31,8 @@ def run_loop(folder: Path, steps_per_run: int, late: bool = False, **changes: An
         "checkpoint": {"interval": 3, "keep": 0},
     }
     feed, seconds = changes.pop("feed", batches), changes.pop("seconds", None)
-    engine = Scripted(
-        loss=lambda step: 1 / step,
-        skips=[3],
-        steps_per_run=steps_per_run,
-        late=late,
-        seconds=seconds,
-    )
+    own = {"steps_per_run": steps_per_run, "late": late, "seconds": seconds}
+    engine = Scripted(loss=lambda step: 1 / step, skips=[3], **own)
     start(folder, engine, feed, **(usual | changes))
     last = engine.step
     newest = find_checkpoint(folder)
@@ -53,6 +48,10 @@ def run_loop(folder: Path, steps_per_run: int, late: bool = False, **changes: An
     return engine
 
 
+def saved(folder: Path) -> list[int]:
+    return [int(path.name[-2:]) for path in whole_checkpoints(folder / "checkpoints")]
+
+
 @pytest.mark.parametrize(
     ("steps_per_run", "asked"),
     [(1, [1] * 10), (2, [2, 1, 1, 2, 2, 1, 1]), (100, [3, 1, 2, 2, 1, 1])],
@@ -62,11 +61,10 @@ def test_several_steps_at_once_never_cross_a_boundary(
 ) -> None:
     assert run_loop(tmp_path, steps_per_run).asked == asked
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert list(losses.items()) == [(step, 1.0 / step) for step in range(1, 11)]
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 10]
-    saved = [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")]
-    assert saved == ["03", "06", "09", "10"]
-    assert [row["loss"] for row in rows if "loss" in row] == [1.0 / step for step in range(1, 11)]
+    assert saved(tmp_path) == [3, 6, 9, 10]
     assert rows[0]["grad_norm"] == 0.1 + 0.2, "floats read back exactly"
 
 
@@ -76,15 +74,11 @@ def test_a_run_ends_at_a_step_with_a_checkpoint(
     tmp_path: Path, late: bool, steps_per_run: int
 ) -> None:
     """Results that come late end it no later."""
-    engine = run_loop(tmp_path, steps_per_run, late, train__exit_interval=5)
-    assert engine.step == 5
-    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == ["03", "05"]
-
-
-def test_a_run_ends_after_minutes(tmp_path: Path) -> None:
-    """The first step takes longer than this."""
-    assert run_loop(tmp_path, 1, train__exit_minutes=1e-9).step == 1
-    assert [path.name[-2:] for path in whole_checkpoints(tmp_path / "checkpoints")] == ["01"]
+    assert run_loop(tmp_path, steps_per_run, late, train__exit_interval=5).step == 5
+    assert saved(tmp_path) == [3, 5]
+    # the first step takes longer than this
+    assert run_loop(tmp_path / "minutes", 1, train__exit_minutes=1e-9).step == 1
+    assert saved(tmp_path / "minutes") == [1]
 
 
 def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
@@ -122,20 +116,16 @@ def test_rows_hold_the_wait_for_data_and_the_memory(
 def test_results_that_come_late_make_the_same_run(tmp_path: Path, steps_per_run: int) -> None:
     """Rows, validations and checkpoints; nothing is under way when the loop looks at the model."""
     settings = {
-        "profile": {"start": 5, "stop": 6},
-        "logging__outlier_deviations": 2.0,
-        "logging__outlier_window": 8,
-        "train__on_outlier": "skip",
-    }
-    names = ("now", "late")
-    runs = [run_loop(tmp_path / name, steps_per_run, name == "late", **settings) for name in names]
+        "profile": {"start": 5, "stop": 6}, "logging__outlier_deviations": 2.0,
+        "logging__outlier_window": 8, "train__on_outlier": "skip",
+    }  # fmt: skip
+    now = run_loop(tmp_path / "now", steps_per_run, **settings)
+    late = run_loop(tmp_path / "late", steps_per_run, late=True, **settings)
     require_equal(tmp_path / "late", tmp_path / "now", 0.0)
-    assert runs[0].asked == runs[1].asked
+    assert now.asked == late.asked
     if steps_per_run == 1:
-        assert runs[0].limits == runs[1].limits and runs[0].limits[-1] != NO_LIMITS
-    saved = [whole_checkpoints(tmp_path / name / "checkpoints") for name in names]
-    assert [path.name for path in saved[0]] == [path.name for path in saved[1]]
-    assert len(saved[0]) == 4
+        assert now.limits == late.limits and now.limits[-1] != NO_LIMITS
+    assert saved(tmp_path / "now") == saved(tmp_path / "late") and len(saved(tmp_path / "now")) == 4
 
 
 def test_ranks_agree_as_late_as_results_come() -> None:

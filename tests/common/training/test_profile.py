@@ -1,6 +1,5 @@
 """Steps that a trace covers, with a trace that only takes notes."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +23,20 @@ def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10) -> list
         yield
         events.append("written")
 
-    with ProfileWindow(
-        tiny_config(train__max_steps=10, profile=profile), TrainState(step=done), trace
-    ) as window:
+    config = tiny_config(train__max_steps=10, profile=profile)
+    with ProfileWindow(config, TrainState(step=done), trace) as window:
         for step in range(done + 1, stop_after + 1):
             window.begin(step)
             events.append(str(step))
             window.end(step)
     return events
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    LOG.addHandler(caplog.handler)
+    yield caplog
+    LOG.removeHandler(caplog.handler)
 
 
 TRACES: list[tuple[dict[str, int], int, int, str]] = [
@@ -54,31 +59,21 @@ def test_a_window_of_steps(profile: dict[str, int], done: int, stop: int, events
     assert traced(profile, done, stop) == expected
 
 
-def test_a_window_that_is_done_or_never_comes(caplog: pytest.LogCaptureFixture) -> None:
-    LOG.addHandler(caplog.handler)
-    try:
-        assert traced({"start": 2, "stop": 4}, done=4, stop_after=5) == ["5"]
-    finally:
-        LOG.removeHandler(caplog.handler)
-    assert "steps 2 to 4 are done already" in caplog.text
+def test_a_window_that_is_done_or_never_comes(said: pytest.LogCaptureFixture) -> None:
+    assert traced({"start": 2, "stop": 4}, done=4, stop_after=5) == ["5"]
+    assert "steps 2 to 4 are done already" in said.text
     with pytest.raises(ConfigError, match=r"profile\.start=11 is beyond the last step, 10"):
         traced({"start": 11})
 
 
-def test_a_trace_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_fails_does_not_end_the_run(said: pytest.LogCaptureFixture) -> None:
     @contextmanager
     def no_disk(path: Path) -> Iterator[None]:
         yield
         raise OSError(28, "No space left on device")
 
-    LOG.addHandler(caplog.handler)
-    try:
-        with (
-            ProfileWindow(tiny_config(profile={"start": 1}), TrainState(), no_disk) as window,
-            caplog.at_level(logging.WARNING),
-        ):
-            window.begin(1)
-            window.end(1)
-    finally:
-        LOG.removeHandler(caplog.handler)
-    assert "profile: no trace: [Errno 28] No space left on device" in caplog.text
+    config = tiny_config(profile={"start": 1})
+    with ProfileWindow(config, TrainState(), no_disk) as window:
+        window.begin(1)
+        window.end(1)
+    assert "profile: no trace: [Errno 28] No space left on device" in said.text

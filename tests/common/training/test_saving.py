@@ -49,6 +49,14 @@ def start(folder: Path, **words: Any) -> dict[str, Any]:
     return scripted.start(folder, Scripted(**of_engine), **words).summary
 
 
+def at(number: int, act: Callable[[], Any]) -> Callable[[int], Any]:
+    return lambda step: act() if step == number else None
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def saved(folder: Path) -> list[int]:
     return [int(path.name[5:]) for path in whole_checkpoints(folder / "checkpoints")]
 
@@ -89,11 +97,11 @@ def test_a_save_is_postponed_to_the_next_finite_loss(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr("common.training.saving.LOG", SimpleNamespace(warning=told.append))
-    start(
-        tmp_path,
-        loss=lambda step: NAN if step in (9, 10, 11) else falling(step),
-        checkpoint__keep=0,
-    )
+
+    def loss(step: int) -> float:
+        return NAN if step in (9, 10, 11) else falling(step)
+
+    start(tmp_path, loss=loss, checkpoint__keep=0)
     assert saved(tmp_path) == [5, 12, 15, 20]
     assert told == [
         "step 10: no checkpoint is written: the loss is nan; those that are there stay as they are"
@@ -109,15 +117,9 @@ def test_steps_that_were_all_skipped_are_not_saved_but_at_the_end(tmp_path: Path
 
 
 def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
-    def stop(step: int) -> None:
-        if step == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(
-        StopRequested,
-        match="by SIGTERM after step 8; not saved: the loss is nan; the same command resumes",
-    ) as stopped:
-        start(tmp_path, loss=broken_at(7), act=stop)
+    said = "by SIGTERM after step 8; not saved: the loss is nan; the same command resumes"
+    with pytest.raises(StopRequested, match=said) as stopped:
+        start(tmp_path, loss=broken_at(7), act=at(8, stop))
     assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]
 
 
@@ -161,9 +163,7 @@ def test_a_stop_in_a_validation_is_made_up_for(tmp_path: Path, step: int, interv
 
 def test_a_stop_in_the_last_step_is_not_a_finished_run(tmp_path: Path) -> None:
     with pytest.raises(StopRequested, match="after step 20; saved in"):
-        start(
-            tmp_path, act=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 20 else None
-        )
+        start(tmp_path, act=at(20, stop))
     assert saved(tmp_path) == [15, 20] and rows_of(tmp_path)[-1] == (20, falling(20), None)
     start(tmp_path)
     assert rows_of(tmp_path)[-1] == (20, None, falling(20))
@@ -173,38 +173,26 @@ def test_a_stop_in_the_last_step_is_not_a_finished_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_run_notices_that_its_folder_is_gone(tmp_path: Path, replaced: bool) -> None:
+@pytest.mark.parametrize("interval", [5, 0])
+def test_a_run_notices_that_its_folder_is_gone(
+    tmp_path: Path, replaced: bool, interval: int
+) -> None:
+    """Before it saves, or at its end."""
     folder = tmp_path / "run"
 
-    def remove(step: int) -> None:
-        if step == 7:
-            shutil.rmtree(folder)
-            if replaced:
-                with run_folder.owned_folder(folder):
-                    (folder / "checkpoints").mkdir()
+    def remove() -> None:
+        shutil.rmtree(folder)
+        if replaced:
+            with run_folder.owned_folder(folder):
+                (folder / "checkpoints").mkdir()
 
-    with pytest.raises(
-        StorageError,
-        match=r"output_dir=.*run: the folder was removed, or replaced by another run's",
-    ):
-        start(folder, act=remove, checkpoint__asynchronous=False)
-    left = (
-        [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-        if folder.exists()
-        else []
-    )
-    assert sorted(left) == ([".lock", "checkpoints"] if replaced else [])
-
-
-def test_a_run_without_saves_notices_at_its_end(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with pytest.raises(StorageError, match="the folder was removed"):
-        start(
-            folder,
-            checkpoint__interval=0,
-            act=lambda step: shutil.rmtree(folder) if step == 7 else None,
-        )
-    assert not folder.exists()
+    keys = {"checkpoint__interval": interval, "checkpoint__asynchronous": False}
+    said = r"output_dir=.*run: the folder was removed, or replaced by another run's"
+    with pytest.raises(StorageError, match=said):
+        start(folder, act=at(7, remove), **keys)
+    left = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    assert left == ([".lock", "checkpoints"] if replaced else [])
+    assert folder.exists() == replaced
 
 
 def test_a_disk_that_does_not_answer_is_not_another_folder(
@@ -265,14 +253,8 @@ def test_a_snapshot_waits_for_the_save_before_it() -> None:
     """Taken earlier, it would copy the arrays that the writer still reads."""
     said: list[str] = []
     writer: Any = SimpleNamespace(
-        wait=lambda: said.append("wait"),
-        save=said.append,
-        confirm=lambda step: None,
+        wait=lambda: said.append("wait"), save=said.append, confirm=lambda step: None
     )
-
-    def take(state: TrainState) -> Any:
-        said.append("take")
-        return "save"
-
+    take: Any = lambda state: said.append("take") or "save"  # noqa: E731
     Saver(writer, take, vocabulary=101, saved_step=None).save_last(TrainState(step=3))
     assert said == ["wait", "take", "save"]

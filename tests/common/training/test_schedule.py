@@ -94,26 +94,21 @@ def test_rates_are_megatrons(
 
 @pytest.mark.parametrize("style", ["cosine", "linear", "polynomial", "constant"])
 def test_rates_are_transformers(style: str) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    scheduler = {
-        "cosine": lambda: transformers.get_cosine_schedule_with_warmup(optimizer, 4, UPDATES),
-        "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, 4, UPDATES),
-        "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(
-            optimizer, 4, UPDATES, lr_end=0.05, power=2.0
-        ),
-        "constant": lambda: transformers.get_constant_schedule_with_warmup(optimizer, 4),
-    }[style]()
+    own = {"lr_end": 0.05, "power": 2.0} if style == "polynomial" else {}
+    lengths = () if style == "constant" else (UPDATES,)
+    kind = f"{style}_decay" if own else style
+    scheduler = getattr(transformers, f"get_{kind}_schedule_with_warmup")(
+        optimizer, 4, *lengths, **own
+    )
     expected = []
     for _ in range(UPDATES):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    lowest = {"min_learning_rate": 0.05, "power": 2.0} if style == "polynomial" else {}
-    run = make_run(
-        schedule=style, warmup_steps=4, **({"min_learning_rate": 0.0} | lowest)
-    )  # to the last step
+    lowest = {"min_learning_rate": own.get("lr_end", 0.0), "power": own.get("power", 1.0)}
+    run = make_run(schedule=style, warmup_steps=4, **lowest)  # to the last step
     assert ours(run) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
@@ -143,19 +138,14 @@ def test_ends_and_another_start() -> None:
         run = make_run(min_learning_rate=0.02, **optimizer)
         return [learning_rate(run.optimizer, position) for position in positions]
 
-    assert rates(0, 5, 10, 20, 30, 999, warmup_steps=10) == [
-        0.0, 0.05, 0.1, pytest.approx(0.06), 0.02, 0.02,
-    ]  # fmt: skip
+    found = rates(0, 5, 10, 20, 30, 999, warmup_steps=10)
+    assert found == pytest.approx([0, 0.05, 0.1, 0.06, 0.02, 0.02])
     assert rates(0, 99, schedule="constant") == [0.1, 0.1]
-    assert rates(0, 9, 10, 11, warmup_steps=10, decay_steps=10) == [
-        0,
-        pytest.approx(0.09),
-        0.1,
-        0.02,
-    ]
-    first = make_run(warmup_steps=10)
+    found = rates(0, 9, 10, 11, warmup_steps=10, decay_steps=10)
+    assert found == pytest.approx([0, 0.09, 0.1, 0.02])
     # FleetX's LRScheduler is stepped once when it is made: the n-th update takes f(n)
-    assert ours(make_run(warmup_steps=10, schedule_start=1))[:-1] == ours(first)[1:]
+    later = ours(make_run(warmup_steps=10, schedule_start=1))
+    assert later[:-1] == ours(make_run(warmup_steps=10))[1:]
 
 
 def test_a_resumed_run_continues() -> None:
@@ -180,38 +170,23 @@ def test_text() -> None:
     assert text(schedule="constant") == "constant, warm-up 0 steps, learning rate 0.1"
 
 
+BEFORE = "is before the end of the run (3,000 steps): the last 2,700 steps train at 1% of the peak"
+BEYOND = "is far beyond the run (60 steps): its last update has 96% of the peak rate; set optimizer"
+
+
 @pytest.mark.parametrize(
     ("steps", "optimizer", "place", "expected"),
     [
-        (
-            40,
-            {"warmup_steps": 2000},
-            None,
-            "the warm-up (2,000 steps) is not shorter than the run (40): the rate reaches 2% of its"
-            " peak; set optimizer.warmup_steps",
-        ),
-        (
-            3000,
-            {"decay_steps": 300},
-            "tiny.yaml:29",
-            "optimizer.decay_steps=300 (tiny.yaml:29) is before the end of the run (3,000 steps):"
-            " the last 2,700 steps train at 1% of the peak rate; set optimizer.decay_steps=3000, or"
-            " null for the end of the run",
-        ),
-        (
-            60,
-            {"decay_steps": 480},
-            "tiny.yaml:29",
-            "optimizer.decay_steps=480 (tiny.yaml:29) is far beyond the run (60 steps): its last"
-            " update has 96% of the peak rate; set optimizer.decay_steps=60, or null for the end of"
-            " the run",
-        ),
-        (
-            30,
-            {"decay_samples": 300},
-            "own.yaml:1",
-            "the last 180 samples train at 1% of",
-        ),
+        (40, {"warmup_steps": 2000}, None,
+         "the warm-up (2,000 steps) is not shorter than the run (40): the rate reaches 2% of its"
+         " peak; set optimizer.warmup_steps"),
+        (3000, {"decay_steps": 300}, "tiny.yaml:29",
+         f"optimizer.decay_steps=300 (tiny.yaml:29) {BEFORE} rate; set optimizer.decay_steps=3000,"
+         " or null for the end of the run"),
+        (60, {"decay_steps": 480}, "tiny.yaml:29",
+         f"optimizer.decay_steps=480 (tiny.yaml:29) {BEYOND}.decay_steps=60, or null for the end"
+         " of the run"),
+        (30, {"decay_samples": 300}, "own.yaml:1", "the last 180 samples train at 1% of"),
         (30, {"warmup_samples": 480}, None, "the rate reaches 97% of its peak"),
         (300, {"decay_steps": 300, "warmup_steps": 299}, "tiny.yaml:29", None),
         (330, {"decay_steps": 300}, "tiny.yaml:29", None),
@@ -219,13 +194,11 @@ def test_text() -> None:
         (3000, {"decay_steps": 300}, None, None),
         (3000, {"decay_steps": 300, "schedule": "constant"}, "tiny.yaml:29", None),
     ],
-)
+)  # fmt: skip
 def test_warnings(
     steps: int, optimizer: dict[str, Any], place: str | None, expected: str | None
 ) -> None:
     run = make_run({"max_steps": steps}, **optimizer)
     run.optimizer.note_inherited_end(place)
-    assert [expected in found for found in schedule_warnings(run) if expected] == [True] * bool(
-        expected
-    )
-    assert bool(schedule_warnings(run)) == bool(expected)
+    found = [*schedule_warnings(run)]
+    assert len(found) == (expected is not None) and (expected or "") in "".join(found)

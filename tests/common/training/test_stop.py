@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from common import interrupts
 from common.training.stop import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,33 +85,10 @@ end_process(3)
 def test_a_rank_leaves_without_exit_handlers(
     target: str, variables: dict[str, str], handlers: bool
 ) -> None:
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("MS_ROLE", "GPT2_LAUNCHER_PID")
-    }
+    clean = {k: v for k, v in os.environ.items() if k not in ("MS_ROLE", "GPT2_LAUNCHER_PID")}
     done = subprocess.run(
-        [sys.executable, "-c", LEAVING, target],
-        env=clean | variables | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout.split()) == (
-        3,
-        ["said", "handlers"] if handlers else ["said"],
-    ), done.stderr
-
-
-def test_an_interrupt_that_a_library_dropped_stops_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """C++ code may clear KeyboardInterrupt as any other error."""
-    monkeypatch.setattr(interrupts, "_raised", [])
-    with StopSignal() as stop:
-        assert stop.number is None
-    handle = interrupts.outside_imports(interrupts._raise)
-    with pytest.raises(KeyboardInterrupt):
-        handle(signal.SIGINT, None)
-    with StopSignal() as stop:
-        assert stop.number == signal.SIGINT
+        [sys.executable, "-c", LEAVING, target], env=clean | variables | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    said = ["said", "handlers"] if handlers else ["said"]
+    assert (done.returncode, done.stdout.split()) == (3, said), done.stderr

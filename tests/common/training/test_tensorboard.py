@@ -35,10 +35,8 @@ def test_scalars_by_step(tmp_path: Path) -> None:
 def test_a_resumed_run_replaces_later_events(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, step=7):
         pass
-    assert (
-        events(tmp_path / "tensorboard")[1].step,
-        events(tmp_path / "tensorboard")[1].session_log.status,
-    ) == (8, 1)
+    begin = events(tmp_path / "tensorboard")[1]
+    assert (begin.step, begin.session_log.status) == (8, 1)
 
 
 def test_a_full_disk_ends_the_events_and_not_the_run(

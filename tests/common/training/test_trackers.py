@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from common.config.schema import LoggingConfig
 from common.training import trackers
 from common.training.metrics import MetricsWriter
 from common.training.trackers import Trackers, figures_of
@@ -152,8 +151,3 @@ def test_other_ranks_start_none(tmp_path: Path) -> None:
 def test_figures_of_a_row() -> None:
     row = {"step": 3, "loss": 0.5, "skipped": True, "mfu": None, "hash": "ab", "norm": float("nan")}
     assert figures_of(row) == (3, {"loss": 0.5, "skipped": 1.0})
-
-
-def test_a_contradiction_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensorboard=false contradicts tensorboard in trackers"):
-        LoggingConfig(tensorboard=False, trackers=["tensorboard"])

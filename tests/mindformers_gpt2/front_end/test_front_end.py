@@ -25,10 +25,11 @@ import pytest
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
-from common.parallel.topology import GroupKind, Topology
+from common.parallel.topology import GroupKind
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import load_config
 from common.weights.names import EMBEDDING, decays
+from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORTED = "2.10.0"
@@ -47,30 +48,24 @@ THRESHOLD = 4
 """KB from which the optimizer is split: matrices of the toy are, vectors are not."""
 
 
-def toy(**parallel: Any) -> dict[str, Any]:
+def toy(layers: int = 4, precision: str = "float32", **parallel: Any) -> dict[str, Any]:
     """4 x 2 x 4 unless said otherwise."""
-    return {
-        "output_dir": "unused",
-        "backend": "mindspore",
-        "device": "npu",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "seq_length": 32,
-            "vocab_size": 250,
-            "vocab_multiple": 16,
-        },
-        "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 4},
-        "optimizer": {"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.1},
-        "parallel": {
-            "parallel_mode": 1,
-            "data_parallel": 4,
-            "model_parallel": 2,
-            "pipeline_stage": 4,
-            **parallel,
-        },
-    }
+    layout = {"data_parallel": 4, "model_parallel": 2, "pipeline_stage": 4, "parallel_mode": 1}
+    return tiny_run(
+        backend="mindspore",
+        device="npu",
+        model__num_layers=layers,
+        model__hidden_size=64,
+        model__seq_length=32,
+        model__vocab_size=250,
+        model__vocab_multiple=16,
+        precision={"compute": precision},
+        train={"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 4},
+        optimizer={"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.1},
+        data={},
+        validation={},
+        parallel=layout | parallel,
+    )
 
 
 SPLIT = {"zero_stage": 1, "parallel_optimizer_config": {"parallel_optimizer_threshold": THRESHOLD}}
@@ -79,40 +74,29 @@ CASES = {
     "second stage, whole optimizer": (toy(), 9),
     "last stage": (toy(**SPLIT), 31),
     "one stage, sequence parallel": (
-        toy(**SPLIT, sequence_parallel=True, data_parallel=2, pipeline_stage=1),
+        toy(1, "bfloat16", **SPLIT, sequence_parallel=True, data_parallel=2, pipeline_stage=1),
         0,
     ),
 }
-CASES["one stage, sequence parallel"][0]["model"]["num_layers"] = 1
-CASES["one stage, sequence parallel"][0]["precision"] = {"compute": "bfloat16"}
 
 
 def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tree))
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("compile_rank.py")),
-        str(folder / "config.json"),
-        str(rank),
-        str(folder),
-    ]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = str(Path(__file__).with_name("compile_rank.py"))
     done = subprocess.run(
-        command,
+        [sys.executable, program, str(folder / "config.json"), str(rank), str(folder)],
         cwd=folder,
-        env=environ,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         timeout=seconds,
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     assert not found["failure"], found["failure"][:3000]
-    return found | {
-        "strategy": folder / tree["output_dir"] / "strategy" / f"ckpt_strategy_rank_{rank}.ckpt"
-    }
+    strategy = folder / tree["output_dir"] / "strategy" / f"ckpt_strategy_rank_{rank}.ckpt"
+    return found | {"strategy": strategy}
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +138,8 @@ def test_mindspores_own_transform_gives_each_rank_its_part(
     """By the strategy file that the compiler wrote: whole tensors to the ranks' files, and back."""
     import mindspore as ms
 
-    strategy, config = (
-        str(compiled["one stage, sequence parallel"]["strategy"]),
-        resolved(CASES["one stage, sequence parallel"][0]),
-    )
+    case = "one stage, sequence parallel"
+    strategy, config = str(compiled[case]["strategy"]), resolved(CASES[case][0])
     shapes = padded_shapes(config)
     whole = {
         name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -166,32 +148,19 @@ def test_mindspores_own_transform_gives_each_rank_its_part(
     (tmp_path / "whole" / "rank_0").mkdir(parents=True)
     tensors = [{"name": name, "data": ms.Tensor(values)} for name, values in whole.items()]
     ms.save_checkpoint(tensors, str(tmp_path / "whole" / "rank_0" / "net.ckpt"))
-    ms.transform_checkpoints(
-        str(tmp_path / "whole"), str(tmp_path / "parts"), "net", None, strategy
-    )
-    topology = config.topology
+    folders = [str(tmp_path / name) for name in ("whole", "parts", "again")]
+    ms.transform_checkpoints(*folders[:2], "net", None, strategy)
     for rank in range(4):
-        at = topology.coordinates(rank)
+        at = config.topology.coordinates(rank)
         found = ms.load_checkpoint(str(tmp_path / "parts" / f"rank_{rank}" / f"net{rank}.ckpt"))
         for name, shape in shapes.items():
             shards = 2 if is_split(config, name, THRESHOLD) else 1
-            piece = slice_of(
-                name,
-                shape,
-                tensor=2,
-                tensor_rank=at.tensor,
-                shards=shards,
-                shard_rank=at.data % shards,
-            )
+            places = {"tensor_rank": at.tensor, "shard_rank": at.data % shards}
+            piece = slice_of(name, shape, tensor=2, shards=shards, **places)
             part = whole[name][slice(*piece.rows)]
-            np.testing.assert_array_equal(
-                found[name].asnumpy(),
-                part[:, slice(*piece.columns)] if piece.columns else part,
-                err_msg=name,
-            )
-    ms.transform_checkpoints(
-        str(tmp_path / "parts"), str(tmp_path / "again"), "net", strategy, None
-    )
+            part = part[:, slice(*piece.columns)] if piece.columns else part
+            np.testing.assert_array_equal(found[name].asnumpy(), part, err_msg=name)
+    ms.transform_checkpoints(*folders[1:], "net", strategy, None)
     again = ms.load_checkpoint(str(tmp_path / "again" / "rank_0" / "net0.ckpt"))
     for name, values in whole.items():
         np.testing.assert_array_equal(again[name].asnumpy(), values, err_msg=name)
@@ -222,22 +191,15 @@ def check(found: dict[str, Any], config: RunConfig, rank: int, *, threshold: int
     shapes = {name: tuple(shape) for name, shape in found["parameters"].items()}
     held = held_shapes(config, rank, threshold)
     assert {name: shapes.get(name) for name in held} == held
-    copies = [f"{name}.{part}" for name in held for part in ("exp_avg", "exp_avg_sq")]
-    assert {name: shapes.get(name) for name in copies} == {
-        name: held[name.rpartition(".")[0]] for name in copies
-    }
-    model = {name for name in shapes if name in padded_shapes(config)}
-    assert model - set(held) <= ({EMBEDDING} if is_last(config, rank) else set()), (
-        "parameters of another stage"
-    )
+    for name, shape in held.items():
+        assert shapes.get(f"{name}.exp_avg") == shapes.get(f"{name}.exp_avg_sq") == shape, name
+    others = shapes.keys() & padded_shapes(config).keys() - held.keys()
+    shared = {EMBEDDING} if config.topology.holds_head(rank) else set()
+    assert others <= shared, "parameters of another stage"
     counted = Counter(key(item) for item in found["collectives"])
-    expected = expected_collectives(
-        config, rank, {name for name in held if is_split(config, name, threshold)}
-    )
-    assert dict(counted - expected) == {} and dict(expected - counted) == {}, (
-        dict(counted),
-        dict(expected),
-    )
+    split = {name for name in held if is_split(config, name, threshold)}
+    expected = expected_collectives(config, rank, split)
+    assert counted == expected, (dict(counted - expected), dict(expected - counted))
 
 
 def key(item: dict[str, Any]) -> Collective:
@@ -247,10 +209,6 @@ def key(item: dict[str, Any]) -> Collective:
 
 
 # ---- what the layout says ----
-
-
-def is_last(config: RunConfig, rank: int) -> bool:
-    return config.topology.holds_head(rank)
 
 
 def own_names(config: RunConfig, rank: int) -> list[str]:
@@ -270,18 +228,12 @@ def is_split(config: RunConfig, name: str, threshold: int) -> bool:
     """By ZeRO: not what is whole on every tensor-parallel rank, nor what is small, nor an embedding
     on two stages.
     """
-    if role_of(name) is Role.REPLICATED or (
-        name == EMBEDDING and config.parallel.pipeline_stage > 1
-    ):
+    on_two_stages = name == EMBEDDING and config.parallel.pipeline_stage > 1
+    if config.parallel.zero_stage == 0 or role_of(name) is Role.REPLICATED or on_two_stages:
         return False
-    rows, *columns = slice_of(
-        name, padded_shapes(config)[name], tensor=config.parallel.model_parallel
-    ).shape
-    return (
-        config.parallel.zero_stage > 0
-        and role_of(name) is not Role.REPLICATED
-        and 4 * rows * (columns[0] if columns else 1) >= 1024 * threshold
-    )
+    shape = padded_shapes(config)[name]
+    own = slice_of(name, shape, tensor=config.parallel.model_parallel).shape
+    return 4 * int(np.prod(own)) >= 1024 * threshold
 
 
 def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple[int, ...]]:
@@ -303,14 +255,10 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
     """
     topology, micro = config.topology, config.train.accumulation_steps
     stage = topology.data * topology.tensor
-    tensor, data = (
-        tuple(topology.group(GroupKind.TENSOR, rank)),
-        tuple(topology.group(GroupKind.DATA, rank)),
-    )
-    everyone, stage_ranks = (
-        tuple(range(topology.world_size)),
-        tuple(range(rank // stage * stage, (rank // stage + 1) * stage)),
-    )
+    tensor = tuple(topology.group(GroupKind.TENSOR, rank))
+    data = tuple(topology.group(GroupKind.DATA, rank))
+    everyone = tuple(range(topology.world_size))
+    stage_ranks = tuple(range(rank // stage * stage, (rank // stage + 1) * stage))
     layers = len(topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers))
     counts: Counter[Collective] = Counter()
     counts["AllReduce", everyone, "sum"] += 1  # the loss and the norm
@@ -338,20 +286,11 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
             counts[
                 "AllReduce", stage_ranks if role_of(name) is Role.REPLICATED else data, "sum"
             ] += 1
-    for peer, times in (
-        (rank - stage, micro),
-        (rank + stage, micro),
-        *embedding_peers(topology, rank),
-    ):
+    peers = [(rank - stage, micro), (rank + stage, micro)]
+    # the tied embedding goes from the first stage to the last once a step, and its gradient back
+    peers += [(other, 1) for other in topology.group(GroupKind.EMBEDDING, rank) if other != rank]
+    for peer, times in peers:
         if 0 <= peer < topology.world_size:
             counts["Send", peer, None] += times
             counts["Receive", peer, None] += times
     return counts
-
-
-def embedding_peers(topology: Topology, rank: int) -> list[tuple[int, int]]:
-    """The tied embedding goes from the first stage to the last once a step, and its gradient comes
-    back.
-    """
-    group = topology.group(GroupKind.EMBEDDING, rank)
-    return [(other, 1) for other in group if other != rank]

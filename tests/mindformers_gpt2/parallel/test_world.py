@@ -1,10 +1,11 @@
 """A rank looks for the scheduler before MindSpore waits itself, which nothing can interrupt."""
 
+import tests.needs_mindspore  # noqa: F401
+
+# isort: split
 import os
 
 import pytest
-
-pytest.importorskip("mindspore", reason="mindspore is not installed")
 
 from common.cluster.environment import Process
 from common.errors import ConfigError, RunError

@@ -2,34 +2,31 @@
 the model, its loss and its plan.
 """
 
-import os
+import tests.needs_mindspore  # noqa: F401
+
+# isort: split
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import ops
 
-os.environ.setdefault("GLOG_v", "3")
-ms = pytest.importorskip(
-    "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-)
-
-from mindspore import ops  # noqa: E402
-
-from common.dataset import Batch  # noqa: E402
-from common.parallel.learning_rate import learning_rate  # noqa: E402
-from common.parallel.operator_plan import operator_strategies, splits_vocabulary  # noqa: E402
-from common.parallel.run import Run  # noqa: E402
-from common.training.start import Start  # noqa: E402
-from mindformers_gpt2.data import inputs_and_targets  # noqa: E402
-from mindformers_gpt2.device import MindSporeDevice, open_device  # noqa: E402
-from mindformers_gpt2.engine import Engine  # noqa: E402
-from mindformers_gpt2.model import GPT2, initialise  # noqa: E402
-from mindformers_gpt2.semi_auto.network import (  # noqa: E402
+from common.dataset import Batch
+from common.parallel.learning_rate import learning_rate
+from common.parallel.operator_plan import operator_strategies, splits_vocabulary
+from common.parallel.run import Run
+from common.training.start import Start
+from mindformers_gpt2.data import inputs_and_targets
+from mindformers_gpt2.device import MindSporeDevice, open_device
+from mindformers_gpt2.engine import Engine
+from mindformers_gpt2.model import GPT2, initialise
+from mindformers_gpt2.semi_auto.network import (
     TrainingGraph,
     build_network,
     build_step,
 )
-from tests.tiny import tiny_config  # noqa: E402
+from tests.tiny import tiny_config
 
 CPU = MindSporeDevice(kind="cpu", index=0, name="")
 
@@ -61,15 +58,7 @@ def test_the_first_blocks_of_each_stage_recompute(
 ) -> None:
     open_cpu()
     recomputed: list[int] = []
-    recompute = ms.nn.Cell.recompute
-    monkeypatch.setattr(
-        ms.nn.Cell,
-        "recompute",
-        lambda cell, *words, **switches: (
-            recomputed.append(id(cell)),
-            recompute(cell, *words, **switches),
-        ),
-    )
+    monkeypatch.setattr(ms.nn.Cell, "recompute", lambda cell, *_, **__: recomputed.append(id(cell)))
     train = {"train__recompute": "full", "train__recompute_layers": first}
     network = build_network(make_config(model__num_layers=4, **train), CPU)
     assert [number for number, block in enumerate(network.h) if id(block) in recomputed] == chosen
@@ -86,15 +75,15 @@ def test_loss_and_gradients_are_those_of_the_model() -> None:
     assert list(same) == list(weights)
     initialise(same, config)
     tokens = np.random.default_rng(0).integers(0, 101, (4, 17)).astype(np.int32)
-    ids, targets = ms.Tensor(tokens[:, :-1].copy()), ms.Tensor(tokens[:, 1:].copy())
-    assert config.train.global_batch_size is not None
-    predicted = config.train.global_batch_size * 16
-    loss, gradients = ms.jit(
-        ms.value_and_grad(network, None, ms.ParameterTuple(tuple(weights.values())))
-    )(ids, targets)
-    expected, slopes = ms.jit(
-        ms.value_and_grad(model.loss_sum, None, ms.ParameterTuple(tuple(same.values())))
-    )(ids, targets)
+    batch = ms.Tensor(tokens[:, :-1].copy()), ms.Tensor(tokens[:, 1:].copy())
+    predicted = (config.train.global_batch_size or 0) * 16
+
+    def gradients_of(loss: Any, parameters: dict[str, Any]) -> Any:
+        group = ms.ParameterTuple(tuple(parameters.values()))
+        return ms.jit(ms.value_and_grad(loss, None, group))(*batch)
+
+    loss, gradients = gradients_of(network, weights)
+    expected, slopes = gradients_of(model.loss_sum, same)
     np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy() / predicted, rtol=1e-6)
     largest = max(float(np.abs(slope.asnumpy()).max()) for slope in slopes) / predicted
     # float32, another order and another kernel of gelu
@@ -180,16 +169,10 @@ def test_every_operator_has_a_strategy(sequence_parallel: bool) -> None:
     ]
     assert not without, "add these to common/parallel/operator_plan.py"
     block = network.h[1]
-    assert block.attn.q_proj.matmul.in_strategy == (
-        (2, 1),
-        (2, 1),
-    ) and block.attn.c_proj.matmul.in_strategy == ((2, 2), (1, 2))
+    assert block.attn.q_proj.matmul.in_strategy == ((2, 1), (2, 1))
+    assert block.attn.c_proj.matmul.in_strategy == ((2, 2), (1, 2))
     assert block.add.in_strategy == (((4, 1), (4, 1)) if sequence_parallel else ((2, 1), (2, 1)))
-    assert (
-        block.pipeline_stage == 1
-        and network.h[0].pipeline_stage == 0
-        and network.head.pipeline_stage == 1
-    )
+    assert [part.pipeline_stage for part in (network.h[0], block, network.head)] == [0, 1, 1]
 
 
 def test_strategies_divide_what_they_split() -> None:

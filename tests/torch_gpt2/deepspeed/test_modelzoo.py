@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint.folders import find_checkpoint
 from common.run_config import load_config
 from tests.layouts import TOLERANCE
 from tests.ranks import run_ranks
-from tests.tiny import params_of, require_equal, require_same_bits, rows_of, some_but_not_all
+from tests.tiny import params_of, require_equal, rows_of, some_but_not_all
 
 pytestmark = pytest.mark.long
 
@@ -121,17 +120,13 @@ SUITE = [
 ]  # fmt: skip
 IN_CAMPAIGN = {("3.7B", "float32")}
 """Size whose layout and precision the suite has in another pair."""
-HALF = {"train": {"max_steps": STEPS // 2}}
-TENSOR = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 1}
 
 
 @pytest.fixture(scope="module")
 def four(
     tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
 ) -> Path:
-    """Run native/SIZE PRECISION and deepspeed/SIZE PRECISION on four ranks, and runs that resume:
-    ENGINE/halves of SIZE PRECISION, moved/ENGINE and moved/tensor.
-    """
+    """Run native/SIZE PRECISION and deepspeed/SIZE PRECISION on four ranks."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     folder = tmp_path_factory.mktemp("modelzoo")
@@ -145,23 +140,6 @@ def four(
             tree(folder / "native" / name, corpus_prefix, size, 4, **changes),
             with_deepspeed(tree(folder / "deepspeed" / name, corpus_prefix, size, 4, **changes)),
         ]
-
-    def job(place: str, size: str, **changes: Any) -> dict[str, Any]:
-        return tree(folder / place, corpus_prefix, size, 4, **changes)
-
-    for size, precision in (("1.3B", "O2"), ("2.7B", "float32")):
-        place, changes = f"deepspeed/halves of {size} {precision}", PRECISIONS[precision]
-        # by its folder, so that the second half cannot begin anew
-        rest = {"checkpoint": {"resume": str(folder / place)}}
-        jobs += [with_deepspeed(job(place, size, **changes, **part)) for part in (HALF, rest)]
-        if precision == "float32":
-            # others resume the same first half
-            begun = {"checkpoint": {"resume": str(folder / place)}, **changes}
-            tensor = job("moved/tensor", size, **begun, parallel=TENSOR)
-            jobs[-1:-1] = [job("moved/native", size, **begun), with_deepspeed(tensor, zero_stage=1)]
-    half = job("native/half of 2.7B", "2.7B", precision="float32", **HALF)
-    begun = {"checkpoint": {"resume": half["output_dir"]}, "precision": "float32"}
-    jobs += [half, with_deepspeed(job("moved/deepspeed", "2.7B", **begun))]
     run_ranks(4, jobs)
     return folder
 
@@ -176,22 +154,6 @@ def four(
 def test_a_size_equals_the_native_engine(four: Path, size: str, precision: str) -> None:
     name = f"{size} {precision}"
     require_equal_sizes(four / "deepspeed" / name, four / "native" / name, precision)
-
-
-@pytest.mark.parametrize("name", ["1.3B O2", "2.7B float32"])
-def test_a_resumed_run_ends_with_the_same_bits(four: Path, name: str) -> None:
-    """Tensor parallel and a pipeline, each rank with its own part of the checkpoint."""
-    whole, halves = four / "deepspeed" / name, four / "deepspeed" / f"halves of {name}"
-    require_same_bits(halves, whole)
-    checkpoint = find_checkpoint(halves)
-    assert checkpoint is not None and len(list(checkpoint.glob("model*.safetensors"))) == 4
-
-
-@pytest.mark.parametrize("name", ["native", "tensor", "deepspeed"])
-def test_a_run_changes_engine_and_layout(four: Path, name: str) -> None:
-    whole = four / "deepspeed" / "2.7B float32"
-    # half of the steps, and a validation
-    require_equal(four / "moved" / name, whole, TOLERANCE, last=STEPS // 2 + 1)
 
 
 @pytest.mark.campaign

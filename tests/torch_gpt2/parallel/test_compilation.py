@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from common.training.metrics import read_metrics
-from tests.graph_counters import watch
 from tests.layouts import TOLERANCE, TORCH
 from tests.ranks import run_ranks
 from tests.tiny import params_of
-from tests.torch_gpt2.test_engine import make_config, make_engine, run, token_batches
 
 pytestmark = pytest.mark.long
 
@@ -66,32 +64,12 @@ def runs(
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_no_graph_breaks_and_none_is_made_again(runs: Path, layout: str) -> None:
+def test_graphs_without_a_break_compute_the_losses_of_one_process(runs: Path, layout: str) -> None:
     """One set of graphs for training and one for validation, whose last batch is a shorter one."""
     for rank, graphs in enumerate(LAYOUTS[layout][1]):
         counts = json.loads((runs / layout / f"watched_{rank}.json").read_text())
         assert counts == {"forward": 2 * graphs, "backward": graphs, "breaks": 0}
-
-
-@pytest.mark.parametrize("layout", CASES)
-def test_graphs_compute_the_losses_of_one_process_without(runs: Path, layout: str) -> None:
     expected, found = (read_metrics(runs / name / "metrics.jsonl") for name in ("eager", layout))
     for key in ("loss", "grad_norm", "validation_loss"):
-        values = [row[key] for row in expected if key in row]
-        assert values
-        mine = [row[key] for row in found if key in row]
-        assert mine[: len(values)] == pytest.approx(values, rel=TOLERANCE), key
-
-
-def test_deep_models_are_compiled_by_regions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("common.resolve.compilation.MAX_LAYERS_IN_ONE_GRAPH", 1)
-    config = make_config(train__compile=True)
-    assert config.model.num_layers == 2
-    with watch(tmp_path / "counts"):
-        found = run(make_engine(config), token_batches(config)[:2])
-    counts = json.loads((tmp_path / "counts").read_text())
-    assert counts == {"forward": REGIONS, "backward": REGIONS, "breaks": 0}
-    expected = run(make_engine(make_config()), token_batches(config)[:2])
-    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
+        values, mine = ([row[key] for row in rows if key in row] for rows in (expected, found))
+        assert values and mine[: len(values)] == pytest.approx(values, rel=TOLERANCE), key

@@ -7,21 +7,19 @@ from dataclasses import replace
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-import torch.distributed as dist  # noqa: E402
-
-from common.cluster.environment import Process, torch_variables  # noqa: E402
-from common.errors import ConfigError, RunError  # noqa: E402
-from common.processes.addresses import free_port  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
-from common.run_config import load_config  # noqa: E402
-from tests.common.config.test_presets import ROOT  # noqa: E402
-from torch_gpt2.device import select_device  # noqa: E402
-from torch_gpt2.parallel import world  # noqa: E402
-from torch_gpt2.parallel.world import _open_store  # noqa: E402
-from torch_gpt2.private_api import limit_new_groups  # noqa: E402
+from common.cluster.environment import Process, torch_variables
+from common.errors import ConfigError, RunError
+from common.processes.addresses import free_port
+from common.resolve.derive import resolve_config
+from common.run_config import load_config
+from tests.common.config.test_presets import ROOT
+from torch_gpt2.device import select_device
+from torch_gpt2.parallel import world
+from torch_gpt2.parallel.world import _open_store
+from torch_gpt2.private_api import limit_new_groups
 
 
 @pytest.fixture

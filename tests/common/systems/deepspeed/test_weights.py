@@ -20,7 +20,6 @@ pytest.importorskip("deepspeed")
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
-from common.systems.weights import Weights  # noqa: E402
 from tests.common.systems.tiny_weights import refused  # noqa: E402
 from tests.ranks import ROOT  # noqa: E402
 
@@ -69,11 +68,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     jobs = [",".join((str(ranks), *cases)) for ranks, cases in ((2, two), (4, FOUR))]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("train_tiny.py")), str(folder), *jobs],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -121,37 +117,6 @@ def expected(folder: Path, case: str, part: str) -> dict[str, np.ndarray]:
     return ours
 
 
-def assert_equals_processes(folder: Path, case: str) -> Weights:
-    assert detect(folder / case) == "deepspeed"
-    with FORMATS["deepspeed"].open(folder / case) as found:
-        tensors = {name: np.array(tensor.load()) for name, tensor in found.tensors.items()}
-        moments = {name: np.array(tensor.load()) for name, tensor in found.moments.items()}
-    weights = expected(folder, case, "")
-    assert tensors.keys() == weights.keys()
-    for name, array in weights.items():
-        assert tensors[name].dtype == np.float32
-        np.testing.assert_array_equal(tensors[name], array, err_msg=name)
-    for part in (".exp_avg", ".exp_avg_sq"):
-        for name, array in expected(folder, case, part).items():
-            np.testing.assert_array_equal(moments.pop(name + part), array, err_msg=name + part)
-            assert array.any()
-    assert not moments
-    run = found.run
-    assert run is not None
-    assert (run["state"]["step"], run["state"]["consumed_samples"]) == (STEPS, 6)
-    # without ZeRO, DeepSpeed lets a float16 optimizer make a step of zeros before the first one
-    before = case.startswith("float16") and "zero0" in case
-    assert run["engine"]["optimizer_steps"] == STEPS + before
-    # 2^4, and twice as much after two finite steps
-    scale = {key: run["engine"]["loss_scale"][key] for key in ("mode", "value")}
-    assert scale == (
-        {"mode": "dynamic", "value": 32.0}
-        if case.startswith("float16")
-        else {"mode": "none", "value": 1.0}
-    )
-    return found
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -161,48 +126,59 @@ def assert_equals_processes(folder: Path, case: str) -> Weights:
 )
 def test_a_checkpoint_is_what_its_processes_had(saved: Path, case: str) -> None:
     """Bit for bit: weights in float32, both moments, step, samples and loss scale."""
-    assert_equals_processes(saved, case)
-
-
-def test_float32_weights_are_those_of_deepspeeds_own_tool(saved: Path) -> None:
-    for case in ("float16_zero1_pp1_tp1", "float16_zero2_pp1_tp1"):
-        theirs = torch.load(saved / f"{case}.zero_to_fp32.pt")
-        with FORMATS["deepspeed"].open(saved / case) as found:
-            for name, ours in (
-                ("embedding.position_embeddings.weight", "wpe.weight"),
-                ("encoder.layers.2.mlp.dense_4h_to_h.weight", "h.2.mlp.c_proj.weight"),
-                ("encoder.final_layernorm.bias", "ln_f.bias"),
-            ):
-                array = theirs[f"language_model.{name}"].detach().numpy()
-                np.testing.assert_array_equal(found.tensors[ours].load(), array)
-
-
-def test_there_and_back_through_other_formats(saved: Path, tmp_path: Path) -> None:
-    """The whole run goes to our folder and to Megatron's; both hold the same bits."""
-    case = saved / "float16_zero1_pp2_tp1"
-    for target in ("torch_gpt2", "megatron"):
-        convert(
-            case,
-            tmp_path / target,
-            source_format=None,
-            target_format=target,
-            dtype=None,
-            verify=True,
+    assert detect(saved / case) == "deepspeed"
+    with FORMATS["deepspeed"].open(saved / case) as found:
+        tensors, moments = (
+            {name: np.array(tensor.load()) for name, tensor in each.items()}
+            for each in (found.tensors, found.moments)
         )
-        with (
-            FORMATS["deepspeed"].open(case) as source,
-            FORMATS[target].open(tmp_path / target) as found,
+    for part in ("", ".exp_avg", ".exp_avg_sq"):
+        stored = moments if part else tensors
+        for name, array in expected(saved, case, part).items():
+            value = stored.pop(name + part)
+            np.testing.assert_array_equal(value, array, err_msg=name + part)
+            assert value.dtype == np.float32 and (array.any() or not part)
+    assert not tensors and not moments
+    run = found.run
+    assert run is not None
+    assert (run["state"]["step"], run["state"]["consumed_samples"]) == (STEPS, 6)
+    # without ZeRO, DeepSpeed lets a float16 optimizer make a step of zeros before the first one
+    before = case.startswith("float16") and "zero0" in case
+    assert run["engine"]["optimizer_steps"] == STEPS + before
+    # 2^4, and twice as much after two finite steps
+    scale = ("dynamic", 32.0) if case.startswith("float16") else ("none", 1.0)
+    assert (run["engine"]["loss_scale"]["mode"], run["engine"]["loss_scale"]["value"]) == scale
+
+
+@pytest.mark.parametrize("case", ["float16_zero1_pp1_tp1", "float16_zero2_pp1_tp1"])
+def test_float32_weights_are_those_of_deepspeeds_own_tool(saved: Path, case: str) -> None:
+    theirs = torch.load(saved / f"{case}.zero_to_fp32.pt")
+    with FORMATS["deepspeed"].open(saved / case) as found:
+        for name, ours in (
+            ("embedding.position_embeddings.weight", "wpe.weight"),
+            ("encoder.layers.2.mlp.dense_4h_to_h.weight", "h.2.mlp.c_proj.weight"),
+            ("encoder.final_layernorm.bias", "ln_f.bias"),
         ):
-            for one, other in (
-                (source.tensors, found.tensors),
-                (source.moments, found.moments),
-            ):
-                assert one.keys() == other.keys()
-                for name in one:
-                    np.testing.assert_array_equal(one[name].load(), other[name].load())
-            assert source.run is not None and found.run is not None
-            assert found.run["state"]["step"] == source.run["state"]["step"]
-            assert found.run["engine"] == source.run["engine"]
+            array = theirs[f"language_model.{name}"].detach().numpy()
+            np.testing.assert_array_equal(found.tensors[ours].load(), array)
+
+
+@pytest.mark.parametrize("target", ["torch_gpt2", "megatron"])
+def test_a_run_goes_to_other_formats(saved: Path, tmp_path: Path, target: str) -> None:
+    """The whole run, and both hold the same bits."""
+    case = saved / "float16_zero1_pp2_tp1"
+    convert(case, tmp_path / target, target_format=target, verify=True)
+    with (
+        FORMATS["deepspeed"].open(case) as source,
+        FORMATS[target].open(tmp_path / target) as found,
+    ):
+        one, other = ({**weights.tensors, **weights.moments} for weights in (source, found))
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name].load(), other[name].load())
+        assert source.run is not None and found.run is not None
+        assert found.run["state"]["step"] == source.run["state"]["step"]
+        assert found.run["engine"] == source.run["engine"]
 
 
 def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
@@ -217,22 +193,13 @@ def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
         assert found.ignored["global_steps"] == "where training stood, without moments"
 
 
-def change(file: Path, edit: Callable[[Any], None]) -> None:
-    tree = torch.load(file, weights_only=False)
-    edit(tree)
-    torch.save(tree, file)
+def changed(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def spoil(file: Path) -> None:
+        tree = torch.load(file, weights_only=False)
+        edit(tree)
+        torch.save(tree, file)
 
-
-def set_step(tree: Any) -> None:
-    tree["global_steps"] = 4
-
-
-def set_width(tree: Any) -> None:
-    tree["args"].hidden_size = 16
-
-
-def add_tensor(tree: Any) -> None:
-    tree["rotary.inv_freq"] = torch.zeros(2)
+    return spoil
 
 
 def shorten(tree: Any) -> None:
@@ -245,51 +212,40 @@ def add_update(tree: Any) -> None:
         state["step"] += 1
 
 
-def set_stage_3(tree: Any) -> None:
-    tree["optimizer_state_dict"]["zero_stage"] = 3
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-200])
-
-
 WHOLE, PIPELINE = "float16_zero1_pp1_tp1", "float16fused_zero0_pp2_tp1"
-BAD = {
-    "a rank": (PIPELINE, "mp_rank_01_model_states.pt", Path.unlink,
-        "missing mp_rank_01_model_states.pt; copy the whole folder again"),
-    "the first rank": (WHOLE, "mp_rank_00_model_states.pt", Path.unlink,
-        "no mp_rank_00_model_states.pt here"),
-    "a layer": (PIPELINE, "layer_04-model_00-model_states.pt", Path.unlink,
-        r"missing layers\.2\.input_layernorm\.weight"),
-    "a partition": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", Path.unlink,
-        "missing zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-    "bytes": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", cut,
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt: not a whole file of torch.save"),
-    "a step": (PIPELINE, "mp_rank_01_model_states.pt", set_step,
-        r"mp_rank_01_model_states.pt: global_steps is 4, and mp_rank_00_model_states.pt says 3"),
-    "a tensor": ("float16_zero1_pp2_tp1", "layer_05-model_00-model_states.pt", add_tensor,
-        r"unexpected layers\.2\.rotary\.inv_freq"),
-    "elements": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", shorten,
-        "its optimizer is not of these weights.*bytes are there"),
-    "an update of a partition": (WHOLE, "zero_pp_rank_1_mp_rank_00_optim_states.pt", add_update,
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt has made 4 updates, zero_pp_rank_0_mp_rank_00"),
-    "an update of a stage": ("float16_zero1_pp2_tp1", "zero_pp_rank_0_mp_rank_01_optim_states.pt",
-        add_update, "mp_rank_01_optim_states.pt: its optimizer has made 4 updates, and that of"),
-    "ZeRO-3": (WHOLE, "zero_pp_rank_0_mp_rank_00_optim_states.pt", set_stage_3,
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt: ZeRO-3, whose weights lie in pieces"),
-    "the width": (WHOLE, "mp_rank_00_model_states.pt", set_width,
-        r"word_embeddings.weight is \[29, 8\], the model's is \[29, 16\]"),
+STAGES = "float16_zero1_pp2_tp1"
+FIRST, SECOND = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+BAD: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "missing mp_rank_01_model_states.pt; copy the whole folder again":
+        (PIPELINE, "mp_rank_01_model_states.pt", Path.unlink),
+    "no mp_rank_00_model_states.pt here": (WHOLE, "mp_rank_00_model_states.pt", Path.unlink),
+    r"missing layers\.2\.input_layernorm\.weight":
+        (PIPELINE, "layer_04-model_00-model_states.pt", Path.unlink),
+    f"missing {SECOND}": (WHOLE, SECOND, Path.unlink),
+    f"{SECOND}: not a whole file of torch.save":
+        (WHOLE, SECOND, lambda file: os.truncate(file, file.stat().st_size - 200)),
+    r"mp_rank_01_model_states.pt: global_steps is 4, and mp_rank_00_model_states.pt says 3":
+        (PIPELINE, "mp_rank_01_model_states.pt", changed(lambda tree: tree.update(global_steps=4))),
+    r"unexpected layers\.2\.rotary\.inv_freq": (
+        STAGES, "layer_05-model_00-model_states.pt",
+        changed(lambda tree: tree.update({"rotary.inv_freq": torch.zeros(2)}))),
+    "its optimizer is not of these weights.*bytes are there": (WHOLE, SECOND, changed(shorten)),
+    f"{SECOND} has made 4 updates, zero_pp_rank_0_mp_rank_00": (WHOLE, SECOND, changed(add_update)),
+    "mp_rank_01_optim_states.pt: its optimizer has made 4 updates, and that of":
+        (STAGES, "zero_pp_rank_0_mp_rank_01_optim_states.pt", changed(add_update)),
+    f"{FIRST}: ZeRO-3, whose weights lie in pieces": (
+        WHOLE, FIRST, changed(lambda tree: tree["optimizer_state_dict"].update(zero_stage=3))),
+    r"word_embeddings.weight is \[29, 8\], the model's is \[29, 16\]": (
+        WHOLE, "mp_rank_00_model_states.pt",
+        changed(lambda tree: setattr(tree["args"], "hidden_size", 16))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_one_error(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
-    case, file, spoil, message = BAD[what]
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_one_error(saved: Path, tmp_path: Path, capsys: Any, message: str) -> None:
+    case, file, spoil = BAD[message]
     shutil.copytree(saved / case, tmp_path / case)
-    path = tmp_path / case / "global_step3" / file
-    spoil(path) if spoil in (Path.unlink, cut) else change(path, spoil)
+    spoil(tmp_path / case / "global_step3" / file)
     refused(capsys, tmp_path / case, message)
 
 

@@ -34,10 +34,7 @@ STEPS = 3
 PRECISIONS: dict[str, Any] = {
     "float32": {},
     "float16": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}},
-    "bfloat16": {
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
+    "bfloat16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 SPLIT = {
     "word_embeddings.weight": 0, "query_key_value.weight": 0, "query_key_value.bias": 0,
@@ -45,6 +42,24 @@ SPLIT = {
     "dense_4h_to_h.weight": 1,
 }  # fmt: skip
 """Parameters that Megatron splits, and the dim."""
+Shapes = dict[str, tuple[int, ...]]
+EMBEDDING: Shapes = {
+    "word_embeddings.weight": (ROWS, WIDTH),
+    "position_embeddings.weight": (POSITIONS, WIDTH),
+}
+FINAL: Shapes = {"weight": (WIDTH,), "bias": (WIDTH,)}
+BLOCK: Shapes = {
+    f"{name}.{kind}": shape if kind == "weight" else shape[:1]
+    for name, shape in {
+        "input_layernorm": (WIDTH,),
+        "self_attention.query_key_value": (3 * WIDTH, WIDTH),
+        "self_attention.dense": (WIDTH, WIDTH),
+        "post_attention_layernorm": (WIDTH,),
+        "mlp.dense_h_to_4h": (4 * WIDTH, WIDTH),
+        "mlp.dense_4h_to_h": (WIDTH, 4 * WIDTH),
+    }.items()
+    for kind in ("weight", "bias")
+}
 
 
 class Holder(nn.Module):
@@ -76,27 +91,6 @@ class Holder(nn.Module):
         for number, parameter in enumerate(self.parameters()):
             total = total + (parameter * parameter).mean() * (0.25 + number / 64)
         return total
-
-
-EMBEDDING: dict[str, tuple[int, ...]] = {
-    "word_embeddings.weight": (ROWS, WIDTH),
-    "position_embeddings.weight": (POSITIONS, WIDTH),
-}
-BLOCK: dict[str, tuple[int, ...]] = {
-    "input_layernorm.weight": (WIDTH,),
-    "input_layernorm.bias": (WIDTH,),
-    "self_attention.query_key_value.weight": (3 * WIDTH, WIDTH),
-    "self_attention.query_key_value.bias": (3 * WIDTH,),
-    "self_attention.dense.weight": (WIDTH, WIDTH),
-    "self_attention.dense.bias": (WIDTH,),
-    "post_attention_layernorm.weight": (WIDTH,),
-    "post_attention_layernorm.bias": (WIDTH,),
-    "mlp.dense_h_to_4h.weight": (4 * WIDTH, WIDTH),
-    "mlp.dense_h_to_4h.bias": (4 * WIDTH,),
-    "mlp.dense_4h_to_h.weight": (WIDTH, 4 * WIDTH),
-    "mlp.dense_4h_to_h.bias": (WIDTH,),
-}
-FINAL: dict[str, tuple[int, ...]] = {"weight": (WIDTH,), "bias": (WIDTH,)}
 
 
 def whole_model(tensor: tuple[int, int]) -> nn.Module:
@@ -196,13 +190,13 @@ def train(folder: Path, case: str) -> None:
 
 def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
     """Return float32 weights and moments of each parameter, without the file that is tested."""
-    outer = engine.optimizer
+    outer, parts = engine.optimizer, ("exp_avg", "exp_avg_sq")
     inner = getattr(outer, "optimizer", outer)
-    copies = {}
+    copies: dict[Any, Any] = {}
+    flat: dict[Any, tuple[Any, int]] = {}
     if hasattr(outer, "fp32_groups"):
         for low, high in zip(outer.fp16_groups, outer.fp32_groups, strict=True):
             copies |= dict(zip(low, high, strict=True))
-    flat: dict[Any, tuple[Any, int]] = {}
     if hasattr(outer, "fp32_groups_flat") and not engine.zero_optimization():
         for low, high in zip(outer.fp16_groups, outer.fp32_groups_flat, strict=True):
             first = 0
@@ -217,20 +211,15 @@ def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
     for name, parameter in engine.module.named_parameters():
         if engine.zero_optimization() or engine.bfloat16_enabled():
             values = [safe_get_full_fp32_param(parameter)]
-            values += [
-                safe_get_full_optimizer_state(parameter, part) for part in ("exp_avg", "exp_avg_sq")
-            ]
+            values += [safe_get_full_optimizer_state(parameter, part) for part in parts]
         elif parameter in flat:
             vector, first = flat[parameter]
-            state = inner.state[vector]
-            values = [
-                value[first : first + parameter.numel()].view(parameter.shape)
-                for value in (vector, state["exp_avg"], state["exp_avg_sq"])
-            ]
+            whole = (vector, *(inner.state[vector][part] for part in parts))
+            end = first + parameter.numel()
+            values = [value[first:end].view(parameter.shape) for value in whole]
         else:
             master = copies.get(parameter, parameter)
-            state = inner.state.get(master, {})
-            values = [master, state.get("exp_avg"), state.get("exp_avg_sq")]
+            values = [master, *(inner.state.get(master, {}).get(part) for part in parts)]
         found[name] = {
             part: value.detach().float().clone()
             for part, value in zip(("", ".exp_avg", ".exp_avg_sq"), values, strict=True)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -77,33 +78,32 @@ def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dty
     assert len(stored) == 2 + 2 * 12 + 2
 
 
-def test_each_row_of_the_embedding_has_a_token(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_row_of_the_embedding_has_a_token(source: Path, tmp_path: Path, capsys: Any) -> None:
     """The tokens lack that of a row, are too many, or are not byte-level BPE."""
-    words = ["--to", "gguf", "--input", str(source), "--output"]
-    kept = {token: number for number, token in enumerate([*TOKENS[:256], "<|endoftext|>"])}
-    (source / "vocab.json").write_text(json.dumps(kept))
+
+    def fields(name: str, vocabulary: list[str]) -> dict[str, Any]:
+        ids = {token: number for number, token in enumerate(vocabulary)}
+        (source / "vocab.json").write_text(json.dumps(ids))
+        words = ["--to", "gguf", "--input", str(source), "--output", str(tmp_path / name)]
+        if main(words):
+            return {"error": capsys.readouterr().err}
+        reader = gguf.GGUFReader(tmp_path / name / "model.gguf")
+        return {name: field.contents() for name, field in reader.fields.items()}
+
+    kept = [*TOKENS[:256], "<|endoftext|>"]
     (source / "merges.txt").write_text("#version: 0.2\n")
-    assert main([*words, str(tmp_path / "fewer")]) == 0
-    fields = gguf.GGUFReader(tmp_path / "fewer" / "model.gguf").fields
-    assert fields["tokenizer.ggml.tokens"].contents() == [*kept, "[PAD257]"]
-    types = fields["tokenizer.ggml.token_type"].contents()
-    assert types[256:] == [gguf.TokenType.CONTROL, gguf.TokenType.UNUSED]
-    many = {token: number for number, token in enumerate([*kept, "<a>", "<b>"])}
-    (source / "vocab.json").write_text(json.dumps(many))
-    assert main([*words, str(tmp_path / "more")]) == 2
-    assert "259 tokens, and the model has 258" in capsys.readouterr().err
-    (source / "vocab.json").rename(source / "vocab.txt")
-    assert main([*words, str(tmp_path / "none")]) == 0
-    fields = gguf.GGUFReader(tmp_path / "none" / "model.gguf").fields
-    assert fields["tokenizer.ggml.model"].contents() == "none"
-    assert fields["gpt2.vocab_size"].contents() == len(TOKENS)
+    found = fields("fewer", kept)
+    assert found["tokenizer.ggml.tokens"] == [*kept, "[PAD257]"]
+    types = [gguf.TokenType.CONTROL, gguf.TokenType.UNUSED]
+    assert found["tokenizer.ggml.token_type"][256:] == types
+    error = fields("more", [*kept, "<a>", "<b>"])["error"]
+    assert "259 tokens, and the model has 258" in error
+    (source / "merges.txt").rename(source / "vocab.txt")
+    found = fields("none", kept)
+    assert found["tokenizer.ggml.model"] == "none" and found["gpt2.vocab_size"] == len(TOKENS)
 
 
-def test_it_is_written_only(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_written_only(source: Path, tmp_path: Path, capsys: Any) -> None:
     """llama.cpp runs the file; what made it can be read."""
     folder = tmp_path / "out"
     assert main(["--to", "gguf", "--input", str(source), "--output", str(folder)]) == 0

@@ -5,7 +5,6 @@ against its preset, and what each flag becomes.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from common.config.load import flatten
-from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.systems.config import COMMAND_LINES, find_command_line, open_config, open_flags
@@ -156,31 +154,6 @@ def test_model_config_json_is_a_configuration() -> None:
     assert (test.model.seq_length, test.data.stride) == (64, 64)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n_ctx": 8, "n_embd": 4}, "vocab_size missing"),
-        ({"n_layers": 1}, "n_layers: unknown key; did you mean n_layer?"),
-        ({"activation_function": "relu"}, "model is GPT-2 with activation_function='gelu_new'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "it would compute otherwise"),
-        ({"scale_attn_weights": False}, "it would compute otherwise"),
-        ({"tie_word_embeddings": False}, "it would compute otherwise"),
-        ({"add_cross_attention": True}, "it would compute otherwise"),
-        ({"pruned_heads": {"0": [1]}}, r"pruned_heads.0=\[1\]: every block has all its heads"),
-        ({"model_type": "gptj"}, "model_type='gptj': the models here are GPT-2"),
-    ],
-)
-def test_a_model_config_that_cannot_be_obeyed(
-    fields: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    sizes = {"n_ctx": 8, "n_head": 1, "vocab_size": 5} if "n_embd" not in fields else {}
-    (tmp_path / "model.json").write_text(json.dumps(sizes | fields))
-    with pytest.raises(ConfigError, match=message):
-        open_flags("gpt2_chinese", ["--model_config", str(tmp_path / "model.json")])
-    with pytest.raises(ConfigError, match=message):
-        open_config(tmp_path / "model.json", ["data.train=x"])
-
-
 def test_fields_that_change_no_function(tmp_path: Path) -> None:
     """Sizes that are left out are those of GPT2Config of transformers 2.1.1."""
     fields = {"vocab_size": 5, "n_positions": 64, "reorder_and_upcast_attn": True}
@@ -224,33 +197,6 @@ def test_the_later_generate_py() -> None:
     words = ["--model_path", "model/a.ckpt", "--prefix", "她", *own]
     found = keys_of("gpt2_chinese_generate", *words)
     assert (found["predict.window"], found["predict.prompt"]) == (64, "[CLS]她")
-
-
-def test_bad_flags_are_named() -> None:
-    for system, words, message in (
-        ("gpt2_chinese", ["--epoch", "5"], "epoch: unknown key; did you mean epochs?"),
-        (
-            "gpt2_chinese",
-            ["--model_config", "nowhere.json"],
-            "--model_config: nowhere.json: no suc",
-        ),
-        (
-            "gpt2_chinese",
-            ["--data_path", "train.json", "--t_total", "9"],
-            "command line: --data_path: a flag of GPT2-Chinese's train.py since April 2021"
-            " (PyTorch Lightning), and the flags before that are taken here; write"
-            " --raw --raw_data_path for --data_path, optimizer.decay_steps=N for --t_total;",
-        ),
-        (
-            "gpt2_chinese_eval",
-            ["--num-layers", "2"],
-            "--num-layers is Megatron's, and the flags here are GPT2-Chinese's",
-        ),
-        ("gpt2_chinese_eval", [], "--pretrained_model is not given; name the trained model"),
-        ("gpt2_chinese_generate", ["--topp", "x"], "topp='x': expected a number"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            open_flags(system, words)
 
 
 def test_the_system_of_flags() -> None:

@@ -19,6 +19,15 @@ from common.systems.hugging_face.weights import open_hugging_face, read_config  
 from common.systems.table import detect  # noqa: E402
 
 SIZES = {"n_layer": 2, "n_embd": 12, "n_head": 3, "n_positions": 16, "vocab_size": 13317}
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
 CONFIG: dict[str, Any] = SIZES | {
     "attn_pdrop": 0.1, "embd_pdrop": 0.1, "finetuning_task": None, "initializer_range": 0.02,
     "layer_norm_epsilon": 1e-05, "n_ctx": 16,
@@ -32,37 +41,26 @@ CONFIG: dict[str, Any] = SIZES | {
 
 
 @pytest.mark.parametrize(("as_zip", "mask"), [(False, torch.float32), (True, torch.uint8)])
-def test_a_folder_of_gpt2_chinese_is_read(tmp_path: Path, as_zip: bool, mask: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None)
-    ).eval()
+def test_a_folder_of_gpt2_chinese_is_read(
+    tmp_path: Path, model: Any, as_zip: bool, mask: torch.dtype
+) -> None:
     state = model.state_dict()
+    causal = torch.tril(torch.ones(16, 16, dtype=mask)).view(1, 1, 16, 16)
     for layer in range(2):
-        state[f"transformer.h.{layer}.attn.bias"] = torch.tril(torch.ones(16, 16, dtype=mask)).view(
-            1, 1, 16, 16
-        )
+        state[f"transformer.h.{layer}.attn.bias"] = causal
         state[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr(), (
-        "one storage, under two names"
-    )
+    head, table = state["lm_head.weight"], state["transformer.wte.weight"]
+    assert head.data_ptr() == table.data_ptr(), "one storage, under two names"
     source = tmp_path / "final_model"
     source.mkdir()
     torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=as_zip)
-    config = (
-        CONFIG
-        if as_zip
-        else {name: value for name, value in CONFIG.items() if name != "n_positions"}
-    )
-    (source / "config.json").write_text(json.dumps(config))
+    fields = {name: value for name, value in CONFIG.items() if as_zip or name != "n_positions"}
+    (source / "config.json").write_text(json.dumps(fields))
     (source / "vocab.txt").write_text("[SEP]\n[CLS]\n[MASK]\n[PAD]\n[UNK]\n她\n", encoding="utf-8")
     assert detect(source) == "hf"
-    result = convert(
-        source, tmp_path / "hf", source_format=None, target_format="hf", dtype=None, verify=True
-    )
-    assert sorted(result.ignored.values()) == ["causal mask of an old file"] * 4 + [
-        "tied to transformer.wte.weight"
-    ]
+    result = convert(source, tmp_path / "hf", target_format="hf", verify=True)
+    masks = ["causal mask of an old file"] * 4
+    assert sorted(result.ignored.values()) == [*masks, "tied to transformer.wte.weight"]
     assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (source / "vocab.txt").read_bytes()
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     ids = torch.arange(32).reshape(2, 16) * 401
@@ -70,33 +68,28 @@ def test_a_folder_of_gpt2_chinese_is_read(tmp_path: Path, as_zip: bool, mask: to
         assert torch.equal(found(ids).logits, model(ids).logits)
 
 
-def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_lightning_is_read(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The later train.py leaves it. The callbacks' classes are keys, and nothing of them runs.
     config.json may stand beside it, or the model is given.
     """
     module = ModuleType("pytorch_lightning")
-    module.ModelCheckpoint = type(  # type: ignore[attr-defined]
-        "ModelCheckpoint", (), {"__module__": module.__name__}
-    )
+    callback = type("ModelCheckpoint", (), {"__module__": module.__name__})
+    module.ModelCheckpoint = callback  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None)
-    ).eval()
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
     optimizer.step()
     file = tmp_path / "epoch=0-step=99.ckpt"
-    torch.save(
-        {
-            "epoch": 0, "global_step": 99, "pytorch-lightning_version": "1.2.6",
-            "state_dict": {f"model.{name}": value for name, value in model.state_dict().items()},
-            "callbacks": {module.ModelCheckpoint: {"best_model_score": torch.tensor(1.0)}},
-            "optimizer_states": [optimizer.state_dict()],
-            "lr_schedulers": [{"lr_lambdas": [None]}],
-        },
-        file,
-    )  # fmt: skip
+    saved = {
+        "epoch": 0, "global_step": 99, "pytorch-lightning_version": "1.2.6",
+        "state_dict": {f"model.{name}": value for name, value in model.state_dict().items()},
+        "callbacks": {callback: {"best_model_score": torch.tensor(1.0)}},
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [{"lr_lambdas": [None]}],
+    }  # fmt: skip
+    torch.save(saved, file)
     assert detect(file) == "hf"
     with pytest.raises(ConfigError, match=r"put config\.json beside the weights"):
         convert(file, tmp_path / "none", target_format="hf")

@@ -25,27 +25,31 @@ from common.conversion.convert import convert  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from common.systems.megatron import read as megatron_optimizer  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
+from common.systems.run_state import (  # noqa: E402
+    MODEL_YAML,
+    moment_shapes,
+    read_model_yaml,
+    write_model_yaml,
+)
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
-from common.tensor_files.arrays import FileTensor, TensorFile  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
+from tests.common.systems.test_refusals import MODEL as SMALL, RUN  # noqa: E402
 from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
+SIZES = {"num_layers": 4, "hidden_size": 24, "ffn_hidden_size": 96, "seq_length": 9}
 MODEL = ModelConfig(
-    num_layers=4, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96,
-    max_positions=9, vocab_multiple=8,
+    **SIZES, num_heads=4, vocab_size=101, max_positions=9, vocab_multiple=8,
     embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
 )  # fmt: skip
-ARGS = {
-    "num_layers": 4, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 96,
-    "max_position_embeddings": 9, "seq_length": 9,
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 8,
-    "layernorm_epsilon": 1e-5,
+ARGS = SIZES | {
+    "num_attention_heads": 4, "max_position_embeddings": 9, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "make_vocab_size_divisible_by": 8, "layernorm_epsilon": 1e-5,
 }  # fmt: skip
 HEAD = 6
-"""Outputs of one."""
+FILE = "model_optim_rng.pt"
 
 
 def load(file: Path) -> Any:
@@ -75,31 +79,26 @@ def fused_by_hand(parts: list[Any], heads: range, version: int) -> Any:
 
 def rank_by_hand(arrays: dict[str, Any], rank: int, version: int) -> dict[str, Any]:
     """The layers of one of two tensor ranks as Megatron-LM had them at first."""
-    heads, half, inner = (
-        range(rank * 2, rank * 2 + 2),
-        slice(rank * 12, rank * 12 + 12),
-        slice(rank * 48, rank * 48 + 48),
-    )
-    layers = {}
-    for layer in range(4):
-        ours, theirs = f"h.{layer}.", f"layers.{layer}."
-        for kind in ("weight", "bias"):
-            parts = [arrays[f"{ours}attn.{part}_proj.{kind}"] for part in "qkv"]
-            layers |= {
-                f"{theirs}input_layernorm.{kind}": arrays[f"{ours}ln_1.{kind}"],
-                f"{theirs}attention.query_key_value.{kind}": fused_by_hand(parts, heads, version),
-                f"{theirs}post_attention_layernorm.{kind}": arrays[f"{ours}ln_2.{kind}"],
-                f"{theirs}mlp.dense_h_to_4h.{kind}": arrays[f"{ours}mlp.c_fc.{kind}"][inner],
-            }
-        layers |= {
-            f"{theirs}attention.dense.weight": arrays[f"{ours}attn.c_proj.weight"][:, half],
-            f"{theirs}attention.dense.bias": arrays[f"{ours}attn.c_proj.bias"],
-            f"{theirs}mlp.dense_4h_to_h.weight": arrays[f"{ours}mlp.c_proj.weight"][:, inner],
-            f"{theirs}mlp.dense_4h_to_h.bias": arrays[f"{ours}mlp.c_proj.bias"],
-        }
-    return layers | {
-        f"final_layernorm.{kind}": arrays[f"ln_f.{kind}"] for kind in ("weight", "bias")
+    heads = range(rank * 2, rank * 2 + 2)
+    half, inner = slice(rank * 12, rank * 12 + 12), slice(rank * 48, rank * 48 + 48)
+    whole = slice(None)
+    parts = {
+        "input_layernorm": ("ln_1", whole, whole),
+        "attention.dense": ("attn.c_proj", (whole, half), whole),
+        "post_attention_layernorm": ("ln_2", whole, whole),
+        "mlp.dense_h_to_4h": ("mlp.c_fc", inner, inner),
+        "mlp.dense_4h_to_h": ("mlp.c_proj", (whole, inner), whole),
     }
+    found = {f"final_layernorm.{kind}": arrays[f"ln_f.{kind}"] for kind in ("weight", "bias")}
+    for layer in range(4):
+        for number, kind in enumerate(("weight", "bias")):
+            fused = [arrays[f"h.{layer}.attn.{part}_proj.{kind}"] for part in "qkv"]
+            name = f"layers.{layer}.attention.query_key_value.{kind}"
+            found[name] = fused_by_hand(fused, heads, version)
+            for theirs, (ours, *places) in parts.items():
+                array = arrays[f"h.{layer}.{ours}.{kind}"]
+                found[f"layers.{layer}.{theirs}.{kind}"] = array[places[number]]
+    return found
 
 
 def tensors(tree: dict[str, Any]) -> dict[str, Any]:
@@ -110,76 +109,53 @@ def tensors(tree: dict[str, Any]) -> dict[str, Any]:
 def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, version: int) -> None:
     arrays, table = random_arrays(MODEL), np.zeros((112, 24), np.float32)
     table[:101] = arrays["wte.weight"]
+    args = argparse.Namespace(**ARGS, model_parallel_size=2, padded_vocab_size=112)
     for rank in range(2):
         embedding = {
             "word_embeddings": tensors({"weight": table[rank * 56 : rank * 56 + 56]}),
             "position_embeddings": tensors({"weight": arrays["wpe.weight"]}),
         }
-        model = {
-            "language_model": {
-                "embedding": embedding,
-                "transformer": tensors(rank_by_hand(arrays, rank, version)),
-            }
-        }
-        args = argparse.Namespace(**ARGS, model_parallel_size=2, padded_vocab_size=112)
-        head = {} if version == 0 else {"checkpoint_version": float(version)}  # the first had none
+        layers = tensors(rank_by_hand(arrays, rank, version))
+        model = {"language_model": {"embedding": embedding, "transformer": layers}}
+        saved = {"args": args, "iteration": 7, "model": model}
+        if version:  # the first had none
+            saved["checkpoint_version"] = float(version)
         folder = tmp_path / "iter_0000007" / f"mp_rank_{rank:02d}"
         folder.mkdir(parents=True)
-        torch.save(
-            {"args": args, "iteration": 7, "model": model, **head}, folder / "model_optim_rng.pt"
-        )
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    tracker.write_text("7")
+        torch.save(saved, folder / FILE)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert detect(tmp_path) == detect(tmp_path / "iter_0000007") == "megatron"
     found = equal(tmp_path, "megatron", {**arrays, "wte.weight": table})
-    assert (
-        found.model.vocab_size == 112
-        and "all 112 rows are kept" in found.ignored["padded_vocab_size"]
-    )
+    assert found.model.vocab_size == 112
+    assert "all 112 rows are kept" in found.ignored["padded_vocab_size"]
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": MODEL.model_dump()}))
-    assert (
-        "rows that pad the vocabulary"
-        in equal(tmp_path / "iter_0000007", "megatron", arrays).ignored.values()
-    )
+    found = equal(tmp_path / "iter_0000007", "megatron", arrays)
+    assert "rows that pad the vocabulary" in found.ignored.values()
 
 
-def test_each_rank_has_its_own_heads_layers_and_tokens(tmp_path: Path) -> None:
+def test_each_rank_has_its_own_heads_layers_and_tokens(good: Path) -> None:
     """Written tensors as torch sees them, by the same formulas."""
     arrays = random_arrays(MODEL)
-    write_megatron(tmp_path, as_weights(MODEL, arrays), None, 2, 2)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
-    for rank in range(2):
+    assert (good / "latest_checkpointed_iteration.txt").read_text() == "release"
+    for rank, stage in np.ndindex(2, 2):
+        saved = load(good / "release" / f"mp_rank_{rank:02d}_{stage:03d}" / FILE)
+        args, model = saved["args"], saved["model"]
+        assert (saved["checkpoint_version"], args.padded_vocab_size, args.vocab_size) == (
+            3, 112, 101,
+        )  # fmt: skip
+        encoder = dict(model["language_model"]["encoder"])
+        first = model if stage else model["language_model"]["embedding"]
+        table = first["word_embeddings_for_head" if stage else "word_embeddings"]["weight"]
+        rows = arrays["wte.weight"][rank * 56 : rank * 56 + 56]
+        np.testing.assert_array_equal(table, np.pad(rows, ((0, 56 - len(rows)), (0, 0))))
+        assert len(encoder) == 2 * 12 + 2 * stage
         expected = rank_by_hand(arrays, rank, 2)
-        for stage in range(2):
-            saved = load(
-                tmp_path / "release" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
-            )
-            assert (
-                saved["checkpoint_version"] == 3
-                and saved["args"].padded_vocab_size == 112
-                and saved["args"].vocab_size == 101
-            )
-            encoder = dict(saved["model"]["language_model"]["encoder"])
-            table = (
-                saved["model"]["word_embeddings_for_head"]["weight"]
-                if stage
-                else saved["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
-            )
-            rows = arrays["wte.weight"][rank * 56 : rank * 56 + 56]
-            np.testing.assert_array_equal(table[: len(rows)], rows)
-            assert table.shape == (56, 24) and not table[len(rows) :].any()
-            if stage:
-                for kind in ("weight", "bias"):
-                    np.testing.assert_array_equal(
-                        encoder.pop(f"final_layernorm.{kind}"), arrays[f"ln_f.{kind}"]
-                    )
-            assert len(encoder) == 2 * 12
-            for name, tensor in encoder.items():
+        for name, tensor in encoder.items():
+            name = name.replace("self_attention", "attention")
+            if name.startswith("layers."):
                 _, layer, part = name.split(".", 2)
-                there = expected[
-                    f"layers.{int(layer) + 2 * stage}.{part.replace('self_attention', 'attention')}"
-                ]
-                np.testing.assert_array_equal(tensor, there, err_msg=name)
+                name = f"layers.{int(layer) + 2 * stage}.{part}"
+            np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -224,29 +200,22 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def test_megatron_core_loads_it_and_computes_the_same(tmp_path: Path, core: Any) -> None:
     arrays = {name: array * np.float32(0.3) for name, array in random_arrays(MODEL).items()}
-    (tmp_path / "one").mkdir()
-    write_megatron(tmp_path / "one", as_weights(MODEL, arrays), None, format="megatron_core")
-    model = core().eval()
-    model.load_state_dict(
-        load(tmp_path / "one" / "release" / "mp_rank_00" / "model_optim_rng.pt")["model"],
-        strict=True,
-    )
-    ids = torch.arange(18).reshape(2, 9) * 5
-    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
-    with torch.no_grad():
-        found = model(ids, torch.arange(9).expand(2, 9), mask)[..., :101]
-        expected = hugging_face_model(MODEL, tensors(arrays))(ids).logits
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    (tmp_path / "two").mkdir()
-    write_megatron(tmp_path / "two", as_weights(MODEL, arrays), None, 1, 2, format="megatron_core")
-    for stage in range(2):
-        part = core(2, pre_process=stage == 0, post_process=stage == 1)
-        part.load_state_dict(
-            load(tmp_path / "two" / "release" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt")[
-                "model"
-            ],
-            strict=True,
-        )
+    for stages in (1, 2):
+        (folder := tmp_path / str(stages)).mkdir()
+        weights = as_weights(MODEL, arrays)
+        write_megatron(folder, weights, None, 1, stages, format="megatron_core")
+        for stage, file in enumerate(sorted(folder.glob(f"release/*/{FILE}"))):
+            ends = {"pre_process": stage == 0, "post_process": stage == stages - 1}
+            model = core(4 // stages, **ends).eval()
+            model.load_state_dict(load(file)["model"], strict=True)
+        if stages == 1:
+            ids = torch.arange(18).reshape(2, 9) * 5
+            mask = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
+            with torch.no_grad():
+                found = model(ids, torch.arange(9).expand(2, 9), mask)[..., :101]
+                expected = hugging_face_model(MODEL, tensors(arrays))(ids).logits
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert stage == 1
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
@@ -256,29 +225,20 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
 
 
 def half_run(form: str) -> dict[str, Any]:
-    scale = (
-        {"mode": "none"}
-        if form == "float32"
-        else {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
-    )
+    scale = {"mode": "none"}
+    if form == "float16":
+        scale = {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
     config = {
         "optimizer": {"name": "adamw"},
         "precision": {"compute": form},
         "loss_scale": {"hysteresis": 4},
     }
     state = {
-        "step": 5,
-        "consumed_samples": 20,
-        "sample_hash": "ab",
-        "skipped_steps": 1,
-        "skipped_in_a_row": 0,
-        "updated_samples": 24,
-    }
-    return {
-        "state": state,
-        "engine": {"optimizer_steps": 4, "loss_scale": scale, "rng": {}},
-        "config": config,
-    }
+        "step": 5, "consumed_samples": 20, "sample_hash": "ab", "skipped_steps": 1,
+        "skipped_in_a_row": 0, "updated_samples": 24,
+    }  # fmt: skip
+    engine = {"optimizer_steps": 4, "loss_scale": scale, "rng": {}}
+    return {"state": state, "engine": engine, "config": config}
 
 
 @pytest.mark.parametrize("form", ["float32", "float16"])
@@ -289,24 +249,17 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
     arrays = random_arrays(MODEL)
-    moments = {
-        f"{name}.{part}": array * times
-        for name, array in arrays.items()
-        for part, times in (("exp_avg", 2), ("exp_avg_sq", 3))
-    }
+    moments = {f"{name}.exp_avg": array * 2 for name, array in arrays.items()}
+    moments |= {f"{name}.exp_avg_sq": array * 3 for name, array in arrays.items()}
     weights = as_weights(MODEL, arrays, moments=moments, run=half_run(form))
     write_megatron(tmp_path, weights, None if form == "float32" else form, format="megatron_core")
-    saved = load(tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt")
+    saved = load(tmp_path / "iter_0000005" / "mp_rank_00" / FILE)
     assert saved["iteration"] == 5 and saved["args"].consumed_train_samples == 20
     assert saved["args"].params_dtype == getattr(torch, form)
     model, inner = core(), saved["optimizer"]
     if form == "float16":
-        scaler = inner["grad_scaler"]
-        assert (
-            scaler["scale"].tolist(),
-            scaler["growth_tracker"],
-            scaler["hysteresis_tracker"],
-        ) == ([512.0], 3, 3)
+        scale, *counts = inner["grad_scaler"].values()
+        assert (scale.tolist(), *counts) == ([512.0], 3, 3)
         for group, copies in zip(groups_of(model), inner["fp32_from_fp16_params"], strict=True):
             for parameter, copy in zip(group["params"], copies, strict=True):
                 parameter.data.copy_(copy)  # as its Float16OptimizerWithFloat16Params does
@@ -321,90 +274,61 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     optimizer.load_state_dict(inner)
     assert len(optimizer.optimizer.state) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
-        state = optimizer.optimizer.state[parameter]
+        state, near = optimizer.optimizer.state[parameter], torch.testing.assert_close
         assert state["step"] == 4
-        torch.testing.assert_close(state["exp_avg"], 2 * parameter.data, rtol=0, atol=0, msg=name)
-        torch.testing.assert_close(
-            state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name
-        )
+        near(state["exp_avg"], 2 * parameter.data, rtol=0, atol=0, msg=name)
+        near(state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name)
     found = equal(tmp_path, "megatron_core", arrays)
-    assert found.run == {**half_run(form)} and found.tensors["ln_f.bias"].dtype == "float32"
+    assert found.run == half_run(form) and found.tensors["ln_f.bias"].dtype == "float32"
 
 
 def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
     """Trained and saved by its model and torch's AdamW in half precision; no model.yaml."""
-    model = core()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-            )
-    copies = [
-        [parameter.detach().clone() for parameter in group["params"]] for group in groups_of(model)
-    ]
+    model, random = core(), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=random)
     groups = [
-        group | {"params": copy} for group, copy in zip(groups_of(model), copies, strict=True)
+        group | {"params": [parameter.detach().clone() for parameter in group["params"]]}
+        for group in groups_of(model)
     ]
+    copies = [group["params"] for group in groups]
     optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
     for _ in range(2):
-        for group in copies:
-            for copy in group:
-                copy.grad = 3 * copy
+        for copy in (copy for group in copies for copy in group):
+            copy.grad = 3 * copy
         optimizer.step()
-    state = {"optimizer": optimizer.state_dict(), "fp32_from_fp16_params": copies}
-    state["grad_scaler"] = {
-        "scale": torch.tensor([64.0]),
-        "growth_tracker": 7,
-        "hysteresis_tracker": 1,
-    }
+    scaler = {"scale": torch.tensor([64.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
+    args = argparse.Namespace(
+        **ARGS, vocab_size=None, padded_vocab_size=104, consumed_train_samples=16,
+        params_dtype=torch.float16, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+    )  # fmt: skip
+    saved = {
+        "args": args, "checkpoint_version": 3.0, "iteration": 2,
+        "optimizer": {
+            "optimizer": optimizer.state_dict(), "fp32_from_fp16_params": copies,
+            "grad_scaler": scaler,
+        },
+        "opt_param_scheduler": {"num_steps": 12},  # a step of 4 was skipped
+        "model": model.half().state_dict(),
+    }  # fmt: skip
     folder = tmp_path / "in" / "iter_0000002" / "mp_rank_00"
     folder.mkdir(parents=True)
-    args = argparse.Namespace(
-        **ARGS,
-        vocab_size=None,
-        padded_vocab_size=104,
-        consumed_train_samples=16,
-        params_dtype=torch.float16,
-    )
-    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = 1
-    saved = {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": 2,
-        "optimizer": state,
-        "opt_param_scheduler": {"num_steps": 12},  # a step of 4 was skipped
-    }
-    torch.save({**saved, "model": model.half().state_dict()}, folder / "model_optim_rng.pt")
+    torch.save(saved, folder / FILE)
     (tmp_path / "in" / "latest_checkpointed_iteration.txt").write_text("2\n")
     result = convert(tmp_path / "in", tmp_path / "out", target_format="torch_gpt2", verify=True)
     assert (result.source_format, result.step) == ("megatron_core", 2)
     with FORMATS["torch_gpt2"].open(tmp_path / "out") as found:
-        assert (
-            found.run is not None
-            and found.run["state"]["consumed_samples"] == 16
-            and found.run["state"]["updated_samples"] == 12
-            and found.run["engine"]["optimizer_steps"] == 2
-        )
-        assert found.run["engine"]["loss_scale"] == {
-            "mode": "dynamic",
-            "value": 64.0,
-            "finite_steps": 7,
-            "overflows": 1,
-        }
+        assert found.run is not None
+        state, engine = found.run["state"], found.run["engine"]
+        assert (state["consumed_samples"], state["updated_samples"]) == (16, 12)
+        scale = {"mode": "dynamic", "value": 64.0, "finite_steps": 7, "overflows": 1}
+        assert (engine["optimizer_steps"], engine["loss_scale"]) == (2, scale)
         np.testing.assert_array_equal(found.tensors["wte.weight"].load(), copies[0][0])
         for name, weight in found.tensors.items():
-            values = weight.load().astype(np.float64)
-            np.testing.assert_allclose(
-                found.moments[f"{name}.exp_avg"].load(),
-                3 * (1 - 0.9**2) * values,
-                rtol=1e-5,
-                err_msg=name,
-            )
-            np.testing.assert_allclose(
-                found.moments[f"{name}.exp_avg_sq"].load(),
-                9 * (1 - 0.999**2) * values**2,
-                rtol=1e-4,
-            )
+            values, near = weight.load().astype(np.float64), np.testing.assert_allclose
+            averages, squares = 3 * (1 - 0.9**2) * values, 9 * (1 - 0.999**2) * values**2
+            near(found.moments[f"{name}.exp_avg"].load(), averages, rtol=1e-5, err_msg=name)
+            near(found.moments[f"{name}.exp_avg_sq"].load(), squares, rtol=1e-4, err_msg=name)
 
 
 def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> None:
@@ -413,90 +337,50 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
     """
     arrays = random_arrays(MODEL)
     write_megatron(tmp_path, as_weights(MODEL, arrays), None, 1, 4, format="megatron_core")
-    files = [
-        tmp_path / "release" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
-        for stage in range(4)
-    ]
-    saved = [load(file) for file in files]
-    for stage in (1, 2, 3):  # all but the first layer on the second stage
-        layer = {
-            name.replace("layers.0.", f"layers.{stage - 1}."): tensor
-            for name, tensor in saved[stage]["model"].items()
+    first, second, *others = sorted(tmp_path.glob(f"release/*/{FILE}"))
+    saved = {first: load(first), second: load(second)}
+    for number, file in enumerate(others, 1):  # all but the first layer on the second stage
+        saved[second]["model"] |= {
+            name.replace("layers.0.", f"layers.{number}."): tensor
+            for name, tensor in load(file)["model"].items()
         }
-        saved[1]["model"] |= layer
-        shutil.rmtree(files[stage].parent)
-    for stage in range(2):
-        norms = {
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        shutil.rmtree(file.parent)
+    for file, content in saved.items():
+        model = {
+            name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
+                "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+            ): tensor
+            for name, tensor in content["model"].items()
         }
-        for theirs, inside in norms.items():
-            saved[stage]["model"] = {
-                name.replace(theirs, inside): tensor
-                for name, tensor in saved[stage]["model"].items()
-            }
-        saved[stage]["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = (
-            io.BytesIO(b"") if stage else torch.zeros(3)
-        )
-        saved[stage]["args"].pipeline_model_parallel_size = 2
-        files[stage].parent.mkdir(exist_ok=True)
-        torch.save(saved[stage], files[stage])
+        state = torch.zeros(3) if file == first else io.BytesIO(b"")
+        content["model"] = model | {"decoder.layers.0.mlp.linear_fc1._extra_state": state}
+        content["args"].pipeline_model_parallel_size = 2
+        torch.save(content, file)
     assert detect(tmp_path) == "megatron_core"
     equal(tmp_path, "megatron_core", arrays)
 
 
 def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -> None:
     write_megatron(tmp_path, as_weights(MODEL, random_arrays(MODEL)), None)
-    file = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    saved = load(file) | {
-        "optimizer": {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}},
-        "iteration": 9,
-    }
-    torch.save(saved, file)
-    assert (
-        "by the distributed optimizer"
-        in equal(tmp_path, "megatron", random_arrays(MODEL)).ignored["optimizer"]
-    )
+    file = tmp_path / "release" / "mp_rank_00" / FILE
+    optimizer = {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}}
+    torch.save(load(file) | {"optimizer": optimizer, "iteration": 9}, file)
+    found = equal(tmp_path, "megatron", random_arrays(MODEL))
+    assert "by the distributed optimizer" in found.ignored["optimizer"]
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_count_of_steps_that_is_not_a_number_is_named(value: float) -> None:
-    data = np.array([value], np.float32).view(np.uint8)
-    steps = FileTensor(name="step", dtype="float32", shape=(1,), segments=(data,))
-    optimizer = {"param_groups": [{"params": [0], "step": steps}], "state": {0: {}}}
-    found = megatron_optimizer.read_optimizer(
-        TensorFile(path=Path("x"), tensors={}, plain={}, tree={"optimizer": optimizer})
-    )
-    assert "of no form that is known" in found.why_not
-
-
-@pytest.mark.parametrize(
-    "scaler",
-    [
-        [1],
-        {"scale": FileTensor(name="s", dtype="float32", shape=(0,), segments=())},
-        {"growth_tracker": "x"},
-        {"growth_tracker": 2.5},
-        {"hysteresis_tracker": True},
-    ],
-)
+@pytest.mark.parametrize("scaler", [[1], {"growth_tracker": 2.5}, {"hysteresis_tracker": True}])
 def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
-    shards = types.SimpleNamespace(
-        first=types.SimpleNamespace(path=Path("x")), args=types.SimpleNamespace()
-    )
+    first = types.SimpleNamespace(path=Path("x"))
+    shards = types.SimpleNamespace(first=first, args=types.SimpleNamespace())
+    state = megatron_optimizer.SavedState(moments={}, scaler=scaler)
     with pytest.raises(ConfigError, match="x: its counters or its loss scale are not numbers"):
-        megatron_optimizer.run_of(
-            shards, megatron_optimizer.SavedState(moments={}, scaler=scaler), 3
-        )
+        megatron_optimizer.run_of(shards, state, 3)
 
 
-CONVERTERS = {
-    "orig_vocab_size": 50257,
-    "vocab_size": None,
-    "layernorm_epsilon": None,
-    "hidden_dropout": None,
-    "seq_length": None,
-}
+CONVERTERS = {"orig_vocab_size": 50257} | dict.fromkeys(
+    ("vocab_size", "layernorm_epsilon", "hidden_dropout", "seq_length")
+)
 
 
 @pytest.mark.parametrize(
@@ -506,26 +390,17 @@ CONVERTERS = {
 )
 def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, Any]) -> None:
     """From args: said outright, or GPT-2's 50257 by the tokenizer where the padding fits."""
-    model = MODEL.model_copy(
-        update={
-            "vocab_size": 50257,
-            "vocab_multiple": 128,
-            "hidden_size": 4,
-            "num_layers": 1,
-            "ffn_hidden_size": 4,
-        }
-    )
+    sizes = {"hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 4}
+    model = MODEL.model_copy(update=sizes | {"vocab_size": 50257, "vocab_multiple": 128})
     write_megatron(tmp_path, random_weights(model, "float16", 0), None, 2)
     (tmp_path / "model.yaml").unlink()
-    for rank in range(2):
-        file = tmp_path / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    for file in tmp_path.glob(f"release/*/{FILE}"):
         saved = load(file)
         vars(saved["args"]).update(changes)
         if changes is CONVERTERS:
             saved["args"] = types.SimpleNamespace(**vars(saved["args"]))
-            saved["model"]["word_embeddings_for_head"] = saved["model"]["language_model"][
-                "embedding"
-            ]["word_embeddings"]
+            embedding = saved["model"]["language_model"]["embedding"]
+            saved["model"]["word_embeddings_for_head"] = embedding["word_embeddings"]
             saved["optimizer"] = {"step": 0, "param_groups": [{"lr": 0.0, "params": []}]}
             saved["rng_state"] = [{"extra": io.BytesIO(b"as Transformer Engine's scales")}]
         torch.save(saved, file)
@@ -534,7 +409,7 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, 
         assert found.run is None and "optimizer" not in found.ignored
 
 
-RANKS = "mp_rank_*/model_optim_rng.pt"
+RANKS = f"mp_rank_*/{FILE}"
 
 
 def changed(edit: Callable[[Any], Any], files: str = RANKS) -> Callable[[Path], None]:
@@ -628,9 +503,7 @@ def test_bad_input_is_one_error(
     assert not (tmp_path / "executed").exists()
 
 
-def test_ranks_of_the_target(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_the_target(good: Path, tmp_path: Path, capsys: Any) -> None:
     shutil.copytree(good, source := tmp_path / "source")
     for rank, message in (
         ("--model_parallel=3", "--model_parallel=3 does not divide model.num_heads=4; choose 1, 2"),
@@ -642,11 +515,23 @@ def test_ranks_of_the_target(
     refused(capsys, source, message, "--model_parallel=2")
     words = ["--input", str(source), "--output", str(tmp_path / "out"), "--model_parallel", "2"]
     assert main([*words, "--to", "megatron_core", "--verify"]) == 0
-    assert sorted(path.name for path in (tmp_path / "out" / "release").iterdir()) == [
-        "mp_rank_00",
-        "mp_rank_01",
-    ]
+    ranks = sorted((tmp_path / "out" / "release").iterdir())
+    assert [path.name for path in ranks] == ["mp_rank_00", "mp_rank_01"]
     equal(tmp_path / "out", "megatron_core", random_arrays(MODEL))
-    assert detect(tmp_path / "out" / "release" / "mp_rank_01") == "megatron_core", (
-        "a rank's folder stands for all"
-    )
+    assert detect(ranks[1]) == "megatron_core", "a rank's folder stands for all"
+
+
+def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / MODEL_YAML).write_text(yaml.safe_dump({"model": SMALL, "run": RUN}))
+    model, run = read_model_yaml(tmp_path / MODEL_YAML)
+    moments = {name: np.zeros(shape, "f4") for name, shape in moment_shapes(model, "adamw").items()}
+    weights = as_weights(model, random_arrays(model), moments=moments, run=run)
+    write_megatron(tmp_path / "out", weights, None)
+    file = tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)
+    assert "opt_param_scheduler" not in saved
+    assert saved["optimizer"]["param_groups"][0]["step"] == 3
+    write_model_yaml(tmp_path, Weights(path=tmp_path, format="x", model=model, tensors={}, run=run))
+    assert read_model_yaml(tmp_path / MODEL_YAML) == (model, run) == (model, RUN)

@@ -2,10 +2,11 @@
 stand for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,7 +23,7 @@ from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
 from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, write_onnx
 from common.systems.onnx.model import BLOCK, quantize_blocks
-from common.systems.weights import Weights
+from common.systems.weights import Weight, Weights
 from tools.convert_weight import main
 
 VOCABULARY, POSITIONS, HEADS = 131, 40, 4
@@ -30,14 +31,16 @@ TOLERANCE = 2e-5
 """Two programs add float32 in other orders: 4e-6 was seen, of logits up to 6."""
 
 
+Oracle = tuple[GPT2LMHeadModel, Path]
+
+
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2LMHeadModel, Path]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """transformers' model with weights that differ from their initial ones, and its folder."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=2, n_head=HEADS, n_embd=64, n_inner=96, vocab_size=VOCABULARY,
-        n_positions=POSITIONS, bos_token_id=0,
-        eos_token_id=0,
+        n_positions=POSITIONS, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     net = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
@@ -48,13 +51,16 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2LMHeadModel, P
     return net, folder
 
 
-def write(folder: Path, source: Path | Weights, dtype: str = "float32", **options: bool) -> Path:
+def write(
+    folder: Path,
+    source: Path,
+    dtype: str = "float32",
+    change: Callable[[Weights], Weights] = lambda weights: weights,
+    **options: bool,
+) -> Path:
     folder.mkdir()
-    if isinstance(source, Weights):
-        write_onnx(folder, source, dtype, **options)
-        return folder
     with open_hugging_face(source) as weights:
-        write_onnx(folder, weights, dtype, **options)
+        write_onnx(folder, change(weights), dtype, **options)
     return folder
 
 
@@ -73,8 +79,8 @@ def random_ids(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_logits_equal_those_of_transformers(
-    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path, cache: bool
+def test_logits_and_greedy_tokens_equal_those_of_transformers(
+    oracle: Oracle, tmp_path: Path, cache: bool
 ) -> None:
     net, source = oracle
     folder = write(tmp_path / "onnx", source, cache=cache)
@@ -82,32 +88,6 @@ def test_logits_equal_those_of_transformers(
     for shape in ((1, 1), (3, 9), (2, POSITIONS)):
         ids = random_ids(*shape)
         assert np.abs(whole(folder, ids) - logits_of(net, ids)).max() < TOLERANCE
-
-
-def test_a_past_and_padding_change_nothing(
-    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path
-) -> None:
-    net, source = oracle
-    model = OnnxModel(write(tmp_path / "onnx", source) / GRAPH_FILE)
-    decoder = ExportedDecoder(model, POSITIONS, rows=3)
-    rows = [list(random_ids(20)[start:]) for start in (0, 7, 12)]
-    ends = [len(row) - 6 for row in rows]
-    found = [decoder.start([row[:end] for row, end in zip(rows, ends, strict=True)], 6)]
-    for place in range(6):
-        found.append(
-            decoder.step([int(row[end + place]) for row, end in zip(rows, ends, strict=True)])
-        )
-    for row, end, logits in zip(rows, ends, np.stack(found, 1), strict=True):
-        expected = logits_of(net, np.array([row]))[0, end - 1 :]
-        assert np.abs(logits - expected).max() < TOLERANCE
-
-
-@pytest.mark.parametrize("cache", [True, False])
-def test_greedy_tokens_equal_those_of_transformers(
-    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path, cache: bool
-) -> None:
-    net, source = oracle
-    folder = write(tmp_path / "onnx", source, cache=cache)
     decoder = ExportedDecoder(OnnxModel(folder / GRAPH_FILE), POSITIONS, rows=2)
     prompts = [Prompt(text="", ids=list(map(int, random_ids(n))), new_tokens=12) for n in (5, 11)]
     settings = PredictConfig(stop_at_end_of_text=False)
@@ -118,6 +98,18 @@ def test_greedy_tokens_equal_those_of_transformers(
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         assert each.tokens == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_past_and_padding_change_nothing(oracle: Oracle, tmp_path: Path) -> None:
+    net, source = oracle
+    model = OnnxModel(write(tmp_path / "onnx", source) / GRAPH_FILE)
+    decoder = ExportedDecoder(model, POSITIONS, rows=3)
+    rows = [list(random_ids(20)[start:]) for start in (0, 7, 12)]
+    found = [decoder.start([row[:-6] for row in rows], 6)]
+    found += [decoder.step([int(row[place]) for row in rows]) for place in range(-6, 0)]
+    for row, logits in zip(rows, np.stack(found, 1), strict=True):
+        expected = logits_of(net, np.array([row]))[0, -7:]
+        assert np.abs(logits - expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -150,48 +142,44 @@ def dequantized(weight: np.ndarray, bits: int) -> np.ndarray:
     return meant
 
 
-def with_values(weights: Weights, change: Mapping[str, np.ndarray]) -> Weights:
-    tensors = {
-        name: replace(weight, load=partial(change.__getitem__, name)) if name in change else weight
-        for name, weight in weights.tensors.items()
-    }
-    return replace(weights, tensors=tensors)
-
-
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
 def test_smaller_weights_compute_what_they_stand_for(
-    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path, dtype: str
+    oracle: Oracle, tmp_path: Path, dtype: str
 ) -> None:
     """The graph of small weights equals the float32 graph of the values that these have. Rounding
-    of activations is switched off for it.
+    of activations is switched off for it. The same weights are the same bytes.
     """
-    _, source = oracle
-    small = write(tmp_path / "small", source, dtype)
+    small = write(tmp_path / "small", oracle[1], dtype)
+    again = write(tmp_path / "again", oracle[1], dtype)
+    for name in (GRAPH_FILE, DATA_FILE):
+        assert (small / name).read_bytes() == (again / name).read_bytes()
     graph = onnx.load(small / GRAPH_FILE, load_external_data=False)
     for node in graph.graph.node:
         for attribute in node.attribute:
             if attribute.name == "accuracy_level":
                 assert attribute.i == 4
                 attribute.i = 0
-    with open_hugging_face(source) as weights:
-        matrices = {
-            name: weight.load()
-            for name, weight in weights.tensors.items()
+
+    def meant_by(weight: Weight) -> np.ndarray:
+        matrix = weight.load()
+        if dtype == "float16":
+            return matrix.astype(np.float16).astype(np.float32)
+        return dequantized(np.ascontiguousarray(matrix), int(dtype[3:]))
+
+    def rough(weights: Weights) -> Weights:
+        tensors = {
+            name: replace(weight, load=partial(meant_by, weight))
             if len(weight.shape) == 2 and (dtype == "float16" or name != "wpe.weight")
+            else weight
+            for name, weight in weights.tensors.items()
         }
-        values = {
-            name: matrix.astype(np.float16).astype(np.float32)
-            if dtype == "float16"
-            else dequantized(np.ascontiguousarray(matrix), int(dtype[3:]))
-            for name, matrix in matrices.items()
-        }
-        meant = write(tmp_path / "meant", with_values(weights, values))
+        return replace(weights, tensors=tensors)
+
+    meant = write(tmp_path / "meant", oracle[1], change=rough)
     ids = random_ids(2, 11)
-    expected = whole(meant, ids)
-    rounded = whole(small, ids)
+    expected, rounded = whole(meant, ids), whole(small, ids)
     (small / GRAPH_FILE).write_bytes(graph.SerializeToString())
-    exact = whole(small, ids)
-    assert np.abs(exact - expected).max() < TOLERANCE
+    assert np.abs(whole(small, ids) - expected).max() < TOLERANCE
     assert np.abs(rounded - expected).max() < 0.05 * np.abs(expected).max()
     sizes = [(folder / DATA_FILE).stat().st_size for folder in (small, meant)]
     assert sizes[0] < {"float16": 0.6, "int8": 0.4, "int4": 0.3}[dtype] * sizes[1]
@@ -222,17 +210,7 @@ def test_every_level_of_optimization_computes_the_same(
         assert np.abs(found - expected).max() < limit, level
 
 
-def test_the_same_weights_are_the_same_bytes(
-    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path
-) -> None:
-    first, second = (write(tmp_path / name, oracle[1], "int4") for name in "ab")
-    for name in (GRAPH_FILE, DATA_FILE):
-        assert (first / name).read_bytes() == (second / name).read_bytes()
-
-
-def test_the_converter_compares_logits(
-    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_converter_compares_logits(oracle: Oracle, tmp_path: Path, capsys: Any) -> None:
     words = ["--to", "onnx", "--input", str(oracle[1]), "--output", str(tmp_path / "out")]
     assert main([*words, "--verify"]) == 0
     said = capsys.readouterr().out
@@ -241,19 +219,21 @@ def test_the_converter_compares_logits(
     assert (config.n_head, config.n_inner, config.eos_token_id) == (HEADS, 96, 0)
 
 
-def test_bad_input(
-    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input(oracle: Oracle, tmp_path: Path, capsys: Any) -> None:
     folder = write(tmp_path / "onnx", oracle[1])
-    words = ["--to", "hf", "--input", str(folder), "--output", str(tmp_path / "hf")]
-    assert main(words) == 2
-    assert "--from onnx: this format is written only" in capsys.readouterr().err
-    words = ["--to", "onnx", "--input", str(oracle[1]), "--output", str(tmp_path / "x")]
-    assert main([*words, "--dtype", "bfloat16"]) == 2
-    assert "onnx holds float32, float16, int8, int4" in capsys.readouterr().err
-    with open_hugging_face(oracle[1]) as weights, pytest.raises(ConfigError, match="blocks of 32"):
-        odd = replace(weights, model=weights.model.model_copy(update={"hidden_size": 48}))
-        write(tmp_path / "odd", odd, "int8")
+    for words, message in (
+        (["--to", "hf", "--input", str(folder)], "--from onnx: this format is written only"),
+        (["--to", "onnx", "--input", str(oracle[1]), "--dtype", "bfloat16"],
+         "onnx holds float32, float16, int8, int4"),
+    ):  # fmt: skip
+        assert main([*words, "--output", str(tmp_path / "x")]) == 2
+        assert message in capsys.readouterr().err
+
+    def odd(weights: Weights) -> Weights:
+        return replace(weights, model=weights.model.model_copy(update={"hidden_size": 48}))
+
+    with pytest.raises(ConfigError, match="blocks of 32"):
+        write(tmp_path / "odd", oracle[1], "int8", odd)
     (folder / DATA_FILE).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"onnxruntime .* cannot open it"):
         OnnxModel(folder / GRAPH_FILE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.dialects.rules import Switch, To
+from common.dialects.rules import MapTo, Switch
 from common.systems.megatron.flags import DIALECT
 from tests.common.systems.foreign_runs import Sentinel
 
@@ -59,7 +59,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
         "None; a tokenizer has to be named to be read",
     ),
     **{key: "a switch, off" for key, rule in DIALECT.table.items()
-       if isinstance(rule, To) and isinstance(rule.change, Switch)},
+       if isinstance(rule, MapTo) and isinstance(rule.change, Switch)},
     "async_save": "a switch, off; checkpoints of a thread, as ours are, have the same content",
 }  # fmt: skip
 _ASSERTED = "it ends with an assertion: "
