@@ -16,13 +16,12 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
-from common.study.figures import size, speed
-
 from benchmarks.measure import Row
 from common.dataset import IndexedWriter
 from common.errors import ConfigError, RunError
 from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of, summarize
+from common.study.table import size, speed
 from common.study.verdict import judge
 
 STUDIES = {"cpu": "training_step", "cuda": "training_step_cuda"}

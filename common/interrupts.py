@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a program: exit code 130, one line, no traceback.
+"""Ctrl-C: exit code 130 and one line.
 
 While there is nothing to clean up, and while a framework is imported, the process ends at once.
 Later Python raises KeyboardInterrupt. This module loads no library.
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 EXIT_CODE = 130
+_raised: list[int] = []
 
 
 def end_at_interrupts() -> None:
@@ -30,7 +31,7 @@ def end_at_interrupts() -> None:
 def raise_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``."""
     if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _raise)
 
 
 @contextmanager
@@ -99,6 +100,16 @@ def _is_ours_to_set() -> bool:
     return threading.current_thread() is threading.main_thread() and signal.getsignal(
         signal.SIGINT
     ) not in (signal.SIG_IGN, None)
+
+
+def was_interrupted() -> bool:
+    """Tell whether Ctrl-C has raised KeyboardInterrupt, which C++ code may have dropped."""
+    return bool(_raised)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    _raised.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -166,7 +166,7 @@ def _malformed(error: Exception) -> MalformedError:
     if isinstance(error, json.JSONDecodeError):
         return MalformedError(error.msg, error.lineno, error.colno)
     if isinstance(error, RecursionError):
-        return MalformedError(f"nested deeper than {MAX_DEPTH} levels")
+        return MalformedError("nested too deeply")
     return MalformedError("a number of more digits than Python converts")
 
 

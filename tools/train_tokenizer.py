@@ -34,6 +34,7 @@ from common.flags import flag
 from common.log import progress_bar
 from common.program import command
 from common.tokenizer import load_tokenizer
+from common.tokenizer.bpe_files import END_OF_TEXT
 from common.tokenizer.folder import CONFIG
 from common.tokenizer.training import LEAST, TRAINERS
 
@@ -68,13 +69,14 @@ def main(arguments: Request) -> None:
 
     def texts() -> Iterator[str]:
         with progress_bar(total=size, unit="B", description="reading") as bar:
-            yield from read_texts(
+            found = read_texts(
                 arguments.input,
                 encoding=encoding,
                 keys=(arguments.json_key,),
                 rule=DocumentRule.LINE,
                 on_bytes=bar.update,
             )
+            yield from (text for text in found if text.strip() != END_OF_TEXT)
 
     started = time.monotonic()
     files = TRAINERS[kind](texts, arguments.vocab_size)

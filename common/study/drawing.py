@@ -263,7 +263,7 @@ def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: P
         if figure is None:
             path.unlink(missing_ok=True)
             continue
-        words = f"{title}: {study.title}".encode("ascii", "replace").decode()
+        words = f"{title}: {study.title}" if study.title.isascii() else title
         figure.suptitle(words, fontsize="medium", wrap=True)
         with atomic_write(path) as file:
             file.write(_png(figure))

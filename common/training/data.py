@@ -220,7 +220,7 @@ def count_text_bytes(
 
     An end-of-text token has none. Empty unless data.tokenizer is the byte-level BPE that made the
     data: only its tokens have a number of bytes that does not depend on their neighbours.
-    made_with: the data's record of their tokenizer, if known.
+    made_with: the data's record of their tokenizer; data without one are those of data.tokenizer.
     """
     try:
         tokenizer = load_given_tokenizer(config)[0]

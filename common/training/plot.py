@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -169,5 +169,6 @@ def open_pyplot() -> Any:
 def _moving_average(values: tuple[float, ...], width: int) -> list[float]:
     """Return the mean of up to ``width`` values around each, so that it follows a steep curve."""
     before, after = (width - 1) // 2, width // 2 + 1
-    places = range(len(values))
-    return [statistics.fmean(values[max(0, at - before) : at + after]) for at in places]
+    sums = [0.0, *itertools.accumulate(values)]
+    ends = ((max(0, at - before), min(len(values), at + after)) for at in range(len(values)))
+    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]

@@ -243,7 +243,7 @@ class Report:
     def _validation_values(self, row: Row) -> dict[str, Any]:
         loss = row["validation_loss"]
         window = self.config.validation.micro_batch_size * self.config.model.seq_length
-        batches = -(-row["validation_tokens"] // window)
+        batches = max(1, -(-row["validation_tokens"] // window))
         return {
             **row,
             **self._epoch_values(row["step"]),

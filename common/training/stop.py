@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from common.interrupts import end_at_interrupts
+from common.interrupts import end_at_interrupts, was_interrupted
 
 
 class StopSignal:
@@ -36,6 +36,8 @@ class StopSignal:
             if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._note)
+        if was_interrupted():
+            self.number = signal.SIGINT
         return self
 
     def __exit__(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common import interrupts
 from common.training.stop import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,3 +93,16 @@ def test_a_rank_leaves_without_exit_handlers(
     )  # fmt: skip
     said = ["said", "handlers"] if handlers else ["said"]
     assert (done.returncode, done.stdout.split()) == (3, said), done.stderr
+
+
+def test_an_interrupt_that_a_library_dropped_stops_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C++ code may clear KeyboardInterrupt as any other error."""
+    monkeypatch.setattr(interrupts, "_raised", [])
+    with StopSignal() as stop:
+        assert stop.number is None
+    with pytest.raises(KeyboardInterrupt):
+        interrupts._raise(signal.SIGINT, None)
+    with StopSignal() as stop:
+        assert stop.number == signal.SIGINT
