@@ -56,7 +56,7 @@ _MAX_BYTES = 64 << 20
 @dataclass(kw_only=True)
 class Request:
     output: Path = flag("DIR: folder for the files", default=Path("data/quickstart"))
-    language: Literal["en", "zh"] = flag("LANGUAGE: of the corpus", default="en")
+    language: Literal["en", "zh"] = flag("LANGUAGE: language of the corpus", default="en")
 
 
 @command(Request)

@@ -34,7 +34,8 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
     [
         ('{"a": 1', "line 1, column 8"),
         ('{"a": 1,\n "a": 2}', "'a' is given twice"),
-        ("[" * 200_000, "nested too deeply"),
+        ("[" * 200_000, "nested deeper"),
+        ("[" * 66 + "]" * 66, "deeper than 64 levels"),
         ("9" * 5000, "digits"),
         (b"\xff", "byte 0 is not UTF-8"),
         ('["\\uD800"]', "ud800 is half of a pair"),

@@ -308,7 +308,7 @@ def test_a_wrong_table_is_refused(tmp_path: Path, samples: Path, change: str, me
         ("{", "table.json, line 1, column 2: not valid JSON"),
         ("[]", "table.json: found []; expected a JSON object"),
         ('{"a": 1, "a": 2}', "the key 'a' is given twice in one object; make the table again"),
-        ("[" * 100000, "nested too deeply; make the table again"),
+        ("[" * 100000, "nested deeper than 64 levels; make the table again"),
         (
             '{"status": ' + "9" * 5000 + "}",
             "a number of more digits than Python converts; make the table again",

@@ -140,7 +140,7 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
             "a.jsonl",
             '{"text": "a"}\n{"n": ' + "[" * 200_000,
             ("text",),
-            r"line 2, column 1: nested too deeply; expected",
+            r"line 2, column 1: nested deeper than 64 levels; expected",
         ),
         (
             "a.jsonl",

@@ -63,7 +63,7 @@ VOCABULARIES = {
     "cut": (with_ids(*TOKENS)[:1000], "line 1, column .* not JSON"),
     "a key twice": ('{"a": 0, "a": 1}', "not JSON"),
     "5000 digits": ('{"a": ' + "9" * 5000 + "}", "a number of more digits"),
-    "deep": ("[" * 100_000, "nested too deeply"),
+    "deep": ("[" * 100_000, "nested deeper than 64 levels"),
     "a list": ('["a"]', "expected one object of token -> id"),
     "nothing": ("{}", "expected one object of token -> id"),
     "text as id": ('{"a": "0"}', "expected one object of token -> id"),
