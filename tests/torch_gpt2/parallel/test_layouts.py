@@ -251,9 +251,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_refused_where_it_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+    tmp_path: Path,
+    corpus_prefix: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        train(*make_run(build_config(TORCH.job(tmp_path / "run", tmp_path / "data", **changes))))
+        train(*make_run(build_config(TORCH.job(tmp_path / "run", corpus_prefix, **changes))))
     assert message in str(caught.value)
