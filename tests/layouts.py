@@ -255,7 +255,7 @@ TORCH = Matrix(
         "tp2 sp recomputed": native(
             2, SEQUENCE | RECOMPUTE, ("clip", "packed", "quantized"), ("plain",)
         ),
-        "zero1": native(2, ZERO, ("clip", "bf16 weights"), ("plain", "packed", "bf16", "fp16")),
+        "zero1": native(2, ZERO, ("clip", "bf16 weights", "fp16"), ("plain", "packed", "bf16")),
         "zero2 recomputed": native(
             2, {"parallel__zero_stage": 2} | RECOMPUTE, ("clip",), ("plain", "packed")
         ),
@@ -308,7 +308,7 @@ TORCH = Matrix(
         "parameter server": replicas(
             "parameter_server", ("plain", "clip", "bf16", "fp16"), "float8 head"
         ),
-        "horovod": replicas("horovod", ("clip",), "plain", "bf16", "fp16"),
+        "horovod": replicas("horovod", ("clip", "fp16"), "plain", "bf16"),
         "deepspeed": deepspeed(2, {}, ("plain",), "clip", "fp16"),
         "deepspeed zero1": deepspeed(2, ZERO, ("clip", "fp16 weights"), "plain", "bf16 weights"),
         "deepspeed zero2": deepspeed(

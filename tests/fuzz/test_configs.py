@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from hypothesis import example, given, strategies as st
 from pydantic import BaseModel
 
@@ -19,7 +20,6 @@ from common.config.schema import RunConfig
 from common.planner.plan import describe_plan, make_plan
 from common.resolve.derive import resolve_mode, written_ranks
 from common.systems.config import open_config
-from common.yaml_files import read_yaml_mapping
 from tests.fuzz.faults import (
     FAULTS,
     YAML_FAULTS,
@@ -78,7 +78,7 @@ def _options(annotation: Any) -> list[Any]:
 
 def _trees() -> Iterator[dict[str, Any]]:
     for path in sorted(CONFIGS.glob("run_*.yaml")):
-        tree = read_yaml_mapping(path)
+        tree = yaml.safe_load(path.read_bytes())
         bases = tree.get("base", [])
         bases = [bases] if isinstance(bases, str) else bases
         yield tree | ({"base": [str(CONFIGS / name) for name in bases]} if bases else {})

@@ -8,6 +8,7 @@ import tests.needs_both  # noqa: F401
 import errno
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.load import build_config
 from common.errors import (
     CheckpointError,
+    ConfigError,
     RunError,
     StorageError,
 )
@@ -40,6 +42,7 @@ from common.inputs import make_run
 from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
 from common.resolve.derive import resolve_config
+from common.run_folder import owned_folder
 from common.tensor_files.safetensors_file import write_safetensors
 from common.training.opened_checkpoint import Checkpoint
 from gpt2_toolkit import load_model
@@ -278,17 +281,27 @@ def test_without_a_checkpoint_or_with_another_vocabulary(tmp_path: Path, run_fol
 def test_on_a_full_disk_the_old_export_stays(
     tmp_path: Path, run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And an export killed between two renames is put back."""
+    """It fills while MindSpore writes, or while the folders change names; and an export killed
+    between two renames is put back.
+    """
     shutil.copytree(exported, tmp_path / "export")
-    before = fingerprints(tmp_path / "export")
+    before, replace, fault = fingerprints(tmp_path / "export"), os.replace, "full"
 
-    def full(*_: Any, **words: Any) -> None:
+    def write(*_: Any, **words: Any) -> None:
         Path(words["file_name"] + ".mindir").write_bytes(b"a part")
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if fault != "not renamed":
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ms, "export", full)
-    for killed in (False, True):
-        if killed:
+    def rename(source: Path, target: Path) -> None:
+        if Path(source).name == ".export.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(ms, "export", write)
+    monkeypatch.setattr(mindformers_gpt2.export, "_check", lambda *_: 0.0)
+    monkeypatch.setattr(os, "replace", rename)
+    for fault in ("full", "killed", "not renamed"):
+        if fault == "killed":
             (tmp_path / "export").rename(tmp_path / ".export.replaced.tmp")
             (tmp_path / ".export.tmp" / "part").mkdir(parents=True)
         message = "No space left on device; an older export is untouched"
@@ -296,6 +309,8 @@ def test_on_a_full_disk_the_old_export_stays(
             export(tmp_path, checkpoint__load=str(run_folder))
         assert fingerprints(tmp_path / "export") == before
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "export"]
+    with owned_folder(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
+        export(tmp_path, checkpoint__load=str(run_folder))
 
 
 def test_a_file_that_differs_from_the_model_is_refused(

@@ -9,13 +9,24 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.checkpoint.folders import require_checkpoint
 from tests.run_scripts import start_program, wait_until
 from tests.tiny import SGD, rows_of, tiny_run
 
 
-def test_a_signal_stops_at_a_step_boundary_and_saves(tmp_path: Path, corpus_prefix: Path) -> None:
-    """Exit code 130, finished steps are saved, and the same command resumes from there."""
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (signal.SIGINT, "Ctrl-C"),
+        pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_stops_at_a_step_boundary_and_saves(
+    tmp_path: Path, corpus_prefix: Path, number: signal.Signals, name: str
+) -> None:
+    """Exit code 128 + n, finished steps are saved, and the same command resumes from there."""
     optimizer = SGD | {"momentum": 0.0, "decay_steps": 100000}
     words: dict[str, Any] = {"model__num_layers": 1, "data__split": "100,0,0"}
     tree = tiny_run(
@@ -33,7 +44,7 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(tmp_path: Path, corpus_pref
         wait_until(
             lambda: child.poll() or (rows.is_file() and rows.read_text().count("\n") >= 3), "rows"
         )
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         _, error = child.communicate(timeout=60)
     kernels = (
         "attention written out; layer norm LayerNorm in float32; optimizer ApplyGradientDescent"
@@ -43,8 +54,8 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(tmp_path: Path, corpus_pref
     checkpoint = require_checkpoint(tmp_path / "run", "test")
     assert checkpoint.name == f"step_{done:08d}"
     assert (child.returncode, error.splitlines()[-1]) == (
-        130,
-        f"stopped by Ctrl-C after step {done}; saved in {checkpoint.parent}; the same command"
+        128 + number,
+        f"stopped by {name} after step {done}; saved in {checkpoint.parent}; the same command"
         " resumes",
     )
     with start(done + 2) as child:

@@ -139,8 +139,11 @@ def test_sgd_resumes_with_and_without_momentum(
         optimizer = PLAIN | {"momentum": momentum}
         return train(tmp_path / name, corpus_prefix, steps, optimizer=optimizer, **small)
 
+    begun: list[Any] = []
     for steps, momentum in ((2, 0.0), (4, 0.0), (5, 0.9), (6, 0.0)):
         run = go("run", steps, momentum)
+        assert rows_of(run)[: len(begun)] == begun, "it resumes, and does not start over"
+        begun = rows_of(run)
     assert results_of(run)[:4] == results_of(go("whole", 4, 0.0))
 
 
@@ -152,8 +155,11 @@ def test_a_run_moves_between_frameworks(tmp_path: Path, corpus_prefix: Path) -> 
         return train(tmp_path / folder, corpus_prefix, steps, **changes)
 
     whole = go("whole", "mindspore", 30)
+    begun: list[Any] = []
     for step, backend in ((10, "torch"), (20, "mindspore"), (30, "torch")):
         mixed = go("mixed", backend, step)
+        assert rows_of(mixed)[: len(begun)] == begun, "it resumes, and does not start over"
+        begun = rows_of(mixed)
     require_close(mixed, whole)
     results = []
     for module, backend in ((torch_gpt2, "torch"), (mindformers_gpt2, "mindspore")):

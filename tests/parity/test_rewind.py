@@ -68,4 +68,6 @@ def test_a_run_moves_before_and_after_its_rewind(
     """
     first = run(tmp_path / "run", move[0], BAD_STEP, train__max_steps=stop)
     assert state(first)["rewinds"] == (stop > BAD_STEP)
+    begun = rows_of(first)
     require_no_trace(run(tmp_path / "run", move[1], BAD_STEP), expected)
+    assert rows_of(first)[:10] == begun[:10], "it resumes, and does not start over"

@@ -130,6 +130,18 @@ def test_values_that_readers_rely_on_are_checked(
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"skipped_steps": 11}, "skipped_steps=11 and step=10 contradict"),
+        ({"losses": [1.0]}, "1 losses and 2 gradient norms"),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainState.from_dict(record()["state"] | values)
+
+
 def test_missing_and_unreadable_inputs_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,9 +65,8 @@ SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "zero3 tp2": (ADAMW, ("tp4", "zero3 on 2"), ("one", "pp2 dp2")),
     "deepspeed zero2": (ADAMW, ("one", "zero3 on 2"), ("tp4", "pp2 dp2")),
     "deepspeed zero3": (ADAMW | DROPS, (), ()),
-    "deepspeed zero1 pp2": (ADAMW | DROPS, (), ()),
-    # float16 weights, and a clip that acts on some steps
-    "deepspeed tp2 pp2": (TORCH_NUMERICS["fp16 weights"], (), ()),
+    "deepspeed zero1 pp2": (ADAMW | DROPS | TORCH_NUMERICS["fp16 weights"], (), ()),
+    "deepspeed tp2 pp2": (ADAMW, ("one",), ()),
     "zero3 on 2": (ADAMW, ("deepspeed zero1 pp2",), ()),
     # recomputed blocks must draw the masks of the forward pass
     "tp2": (ADAMW | DROPS, ("tp2 recomputed",), ()),

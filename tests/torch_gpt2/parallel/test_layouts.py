@@ -18,6 +18,7 @@ from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.layouts import (
     CLIP,
+    FEW_BITS,
     QUANTIZED,
     SEQUENCE,
     SPLIT,
@@ -65,6 +66,7 @@ SMALL: dict[str, Any] = {
     "optimizer__clip_grad": 1.0,
 }
 COMPILED = {"tp2 sp": SEQUENCE, "zero3": SPLIT}
+QUANTIZING = SMALL | FEW_BITS | {"quantization": {"weights": "abs_max", "weight_bits": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +178,7 @@ def test_gradients_exchanged_in_bfloat16(runs: Path, layout: str, numerics: str)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """folder / layout, compiled; "one" is one process, not compiled."""
+    """folder / layout, compiled; "one" is one process, not compiled; few bits on one process."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("no C++ compiler, which torch.compile needs on a CPU: neither g++ nor CXX")
     folder = tmp_path_factory.mktemp("compiled")
@@ -186,6 +188,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> P
         for name, layout in COMPILED.items()
     ]
     jobs.append(TORCH.job(folder / "one", corpus_prefix, ranks=1, **SMALL))
+    for name, compile in (("few bits", False), ("few bits compiled", True)):
+        changes = QUANTIZING | {"ranks": 1, "train__compile": compile}
+        jobs.append(TORCH.job(folder / name, corpus_prefix, **changes))
     # in the ranks, without processes of its own
     run_ranks(2, jobs, variables={"TORCHINDUCTOR_COMPILE_THREADS": "1"}, seconds=90.0)
     return folder
@@ -195,6 +200,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> P
 def test_a_compiled_layout_trains_as_one_process(compiled: Path, graph: str) -> None:
     assert len(rows_of(compiled / "one")) == 5
     require_equal(compiled / graph, compiled / "one", TOLERANCE)
+
+
+def test_a_compiled_step_rounds_to_few_bits_alike(compiled: Path) -> None:
+    expected = figures(compiled / "few bits")
+    assert len(expected) == 6
+    assert figures(compiled / "few bits compiled") == pytest.approx(expected, rel=QUANTIZED)
 
 
 def watched(run: Path, what: str) -> list[int]:
@@ -251,9 +262,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_refused_where_it_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+    tmp_path: Path,
+    corpus_prefix: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        train(*make_run(build_config(TORCH.job(tmp_path / "run", tmp_path / "data", **changes))))
+        train(*make_run(build_config(TORCH.job(tmp_path / "run", corpus_prefix, **changes))))
     assert message in str(caught.value)
