@@ -26,7 +26,6 @@ from common.cluster.rank_table import (
     Text,
     check_count,
     shown,
-    table_warnings,
     validate,
 )
 from common.errors import DataError
@@ -133,9 +132,16 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
         {**extra, **known}, "the merged table"
     )
     validate(result, "the merged table")
-    uneven = [text for text in table_warnings(result) if "different numbers" in text]
-    if uneven:
-        raise DataError(f"the merged table: {uneven[0]}; make those tables again")
+    counts = [
+        (len(server.device), f"{path} gives server {server.server_id} {len(server.device)}")
+        for path, table in tables
+        for server in table.server_list
+    ]
+    if len({count for count, _ in counts}) > 1:
+        raise DataError(
+            "servers hold different numbers of devices:"
+            f" {', '.join(text for _, text in counts)}; make those tables again"
+        )
     return result
 
 

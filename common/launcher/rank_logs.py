@@ -9,6 +9,7 @@ import codecs
 import os
 import re
 import shlex
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ class RankLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _open_private(path.with_name("env.log")).close()
-            self.file = path.open("ab", buffering=0)
+            self.file = _append(path)
         except OSError as error:
             raise ConfigError(
                 f"log folder {path.parent}: cannot be written: {error.strerror or error}; choose"
@@ -120,6 +121,22 @@ def set_aside(path: Path) -> Path | None:
     return None
 
 
+def _append(path: Path, mode: int = 0o666) -> IO[bytes]:
+    """Open a file for appending. A pipe without a reader is an error, not a wait. Raises
+    OSError.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, mode)
+    os.set_blocking(file, True)
+    return os.fdopen(file, "ab", buffering=0)
+
+
 def _open_private(path: Path) -> IO[bytes]:
-    """Open a file for appending that only its owner can read. Raises OSError."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab", 0)
+    """Open a file for appending that only its owner can read, even if it exists already.
+
+    Raises OSError.
+    """
+    file = _append(path, 0o600)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with suppress(OSError):  # another user's file may still be writable
+            os.fchmod(file.fileno(), 0o600)
+    return file

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from common.launcher import attempts
 from tests.cluster_tables import devices, table_1, table_2
 from tools import launch
 
@@ -82,7 +81,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bad.txt").write_bytes(b"a\xff")
-    monkeypatch.setattr(attempts, "run_attempt", lambda *_, **__: pytest.fail("ranks started"))
+    monkeypatch.setattr(
+        "common.launcher.launch.run_attempts", lambda *_, **__: pytest.fail("ranks started")
+    )
     monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)
     for name in ("DRY_RUN", "DETACH", "RANK_SIZE", "RANK_TABLE_FILE"):
         monkeypatch.delenv(name, raising=False)

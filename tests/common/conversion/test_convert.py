@@ -90,11 +90,21 @@ def save(model: Any, folder: Path, form: str) -> Path:
     if form == "old bin":  # as the files of 2019: no prefix, masks, no head
         state = dict(model.transformer.state_dict())
         state |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 9, 9) for layer in range(2)}
+    if form == "bin shards":  # names in turn, so that both are needed for every block
+        places = {
+            name: f"pytorch_model-0000{n % 2 + 1}-of-00002.bin" for n, name in enumerate(state)
+        }
+        for file in {*places.values()}:
+            part = {name: tensor for name, tensor in state.items() if places[name] == file}
+            torch.save(part, folder / file)
+        index = {"metadata": {}, "weight_map": places}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        return folder
     torch.save(state, folder / "pytorch_model.bin")
     return folder
 
 
-@pytest.mark.parametrize("form", ["safetensors", "shards", "bin", "old bin"])
+@pytest.mark.parametrize("form", ["safetensors", "shards", "bin", "bin shards", "old bin"])
 def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path: Path, form: str) -> None:
     model = theirs()
     source = save(model, tmp_path / "source", form)

@@ -440,15 +440,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         _other_rows,
         "data.mindrecord.db: does not name the 20 rows of data.mindrecord; .*copy both",
     ),
+    "index of fewer rows": (
+        lambda path: _change_index(path, "DELETE FROM INDEXES WHERE ROW_ID = 7"),
+        "does not name the 20 rows",
+    ),
     "index is a view without end": (
         lambda path: _view(path, "INDEXES", ENDLESS),
         "is not the index of a MindRecord",
+    ),
+    "text in the index": (
+        lambda path: _change_index(
+            path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = 'x' WHERE ROW_ID = 3"
+        ),
+        "is not the index of",
     ),
     "a half in the index": (
         lambda path: _change_index(
             path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = PAGE_OFFSET_BLOB + 0.5 WHERE ROW_ID = 3"
         ),
         "INDEXES holds places that are not whole numbers",
+    ),
+    "numbers of 64 bits": (
+        lambda path: _change_index(
+            path, f"UPDATE INDEXES SET PAGE_ID_BLOB = {2**62} WHERE ROW_ID = 3"
+        ),
+        "does not name the 20 rows",
     ),
     "rows beyond the memory": (
         lambda path: _edit_pages(path, end_row_id=10**15),
@@ -464,6 +480,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "index of another file": (_renamed, "is the index of other.mindrecord, not of data.mindrecord"),
     "index out of bounds": (_moved_rows, "does not name the 20 rows of"),
+    "length of a row": (lambda path: _overwrite(path, 0, b"\x07"), "row 0 is damaged"),
     "bytes of a row": (
         lambda path: _overwrite(path, 12, b"\x55"),
         "row 0 is damaged",

@@ -184,6 +184,14 @@ def test_the_last_of_stalled_ranks_is_blamed_and_shows_its_stack(
     assert "in wait_for_the_disk" in error
 
 
+def test_a_rank_that_never_begins_stalls_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has not even sent a heartbeat."""
+    assert supervise(tmp_path, children(SLEEP), stall_limit=1.0) == 1
+    assert "it has not reached its first step" in capsys.readouterr().err
+
+
 def test_progress_keeps_a_run_alive(tmp_path: Path) -> None:
     """It continues for twice the limit."""
     program = BEAT + "[(beat(step, 'computing'), time.sleep(.1)) for step in range(40)]"
@@ -322,11 +330,16 @@ def test_very_much_output_is_copied(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_another_name_of_a_log_leads_to_it(tmp_path: Path) -> None:
-    """A link of an earlier run is renewed."""
+    """A link of an earlier run is renewed; another program's file of this name stays."""
     (tmp_path / "workerlog.0").symlink_to("mf_parallel7/mindformer.log")
-    (child,) = children("print('rank 0 speaks')")
-    assert supervise(tmp_path, (replace(child, log_link="workerlog.0"),)) == 0
+    (tmp_path / "workerlog.1").write_text("Paddle's")
+    ranks = tuple(
+        replace(child, log_link=f"workerlog.{child.rank}")
+        for child in children("print('rank 0 speaks')", "pass")
+    )
+    assert supervise(tmp_path, ranks) == 0
     assert "rank 0 speaks" in (tmp_path / "workerlog.0").read_text()
+    assert (tmp_path / "workerlog.1").read_text() == "Paddle's"
 
 
 def test_hosts_over_ssh_are_named_as_hosts(
@@ -354,6 +367,8 @@ def test_logs_are_appended_to_and_only_known_variables_shown(tmp_path: Path) -> 
     }  # fmt: skip
     command = (sys.executable, "-c", "print('ran')")
     child = ProcessSpec(rank=0, command=command, environment=secrets)
+    (tmp_path / "mf_parallel0").mkdir()
+    (tmp_path / "mf_parallel0" / "env.log").touch(0o644)  # is closed to others, as a new one
     for _ in range(2):
         assert supervise(tmp_path, (child,)) == 0
     assert re.fullmatch(r"(==== \S+ rank 0\nran\n){2}", log(tmp_path, 0))
@@ -364,11 +379,26 @@ def test_logs_are_appended_to_and_only_known_variables_shown(tmp_path: Path) -> 
     assert text.count(f"# {shlex.join(command)}\n") == len(re.findall("^==== ", text, re.M)) == 2
 
 
-def test_a_log_that_cannot_be_written_starts_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mf_parallel1").write_text("in the way")
+@pytest.mark.parametrize("pipe", ["", "mindformer.log", "env.log"])
+def test_a_log_that_cannot_be_written_starts_nothing(tmp_path: Path, pipe: str) -> None:
+    """A file in the place of the folder, or a pipe without a reader in that of a log."""
+    if pipe:
+        (tmp_path / "mf_parallel1").mkdir()
+        os.mkfifo(tmp_path / "mf_parallel1" / pipe)
+    else:
+        (tmp_path / "mf_parallel1").write_text("in the way")
     with pytest.raises(ConfigError, match=r"mf_parallel1: cannot be written: .*--log_dir"):
         supervise(tmp_path, children(TELL, TELL, arguments=(str(tmp_path / "ran"),)))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "mf_parallel0").mkdir()
+    for name in ("mindformer.log", "env.log"):
+        (tmp_path / "mf_parallel0" / name).symlink_to("/dev/full")
+    before = os.stat("/dev/full").st_mode
+    assert supervise(tmp_path, children("pass")) == 0
+    assert os.stat("/dev/full").st_mode == before  # not made private, as a file of env.log is
 
 
 def test_a_rank_keeps_to_its_cores_and_the_launcher_does_not(tmp_path: Path) -> None:
