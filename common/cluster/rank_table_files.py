@@ -296,18 +296,22 @@ def _from_0(table: _Table0, place: str) -> RankTable:
         len(instance.devices) == 1 and instance.rank_id is not None for instance in ordered
     )
     servers: dict[str, dict[str, Any]] = {}
+    pods: dict[str, list[str]] = {}
     rank = 0
     for instance in ordered:
-        server = servers.setdefault(instance.server_id, {"device": [], "pod_names": []})
+        server = servers.setdefault(instance.server_id, {"device": []})
         kept = {"server_id": instance.server_id, "device": server["device"]}
-        names = [instance.pod_name] if isinstance(instance.pod_name, str) else []
         server |= {**(instance.model_extra or {}), **kept}
-        server["pod_names"] = [*server["pod_names"], *names]
+        if isinstance(instance.pod_name, str):
+            pods.setdefault(instance.server_id, []).append(instance.pod_name)
         for chip in instance.devices:
             own = chip.rank_id if chip.rank_id is not None else instance.rank_id if ranked else rank
             server["device"].append({**chip.model_dump(exclude_unset=True), "rank_id": own})
             rank += 1
-    return _table("0", servers, place, extra)
+    result = _table("0", servers, place, extra)
+    for one in result.server_list:
+        one.pod_names.extend(pods.get(one.server_id, []))
+    return result
 
 
 def _in_order(instances: list[_Instance], where: str) -> list[_Instance]:
