@@ -16,8 +16,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
     PlainSerializer,
+    PrivateAttr,
     ValidationError,
     field_validator,
 )
@@ -83,18 +83,22 @@ class Server(Record):
     """One machine, or a pod on it, with its devices in the order of their ranks.
 
     server_id: usually the machine's IP address; in version 2.0 its innermost network instance.
-    pod_names: of version 0.
     """
 
     server_id: Text
     device: list[TableDevice]
     host_nic_ip: MaybeText = None
-    pod_names: list[str] = Field(default=[], exclude=True)
+    _pod_names: list[str] = PrivateAttr(default_factory=list)
 
     @field_validator("device")
     @classmethod
     def _in_order(cls, devices: list[TableDevice]) -> list[TableDevice]:
         return sorted(devices, key=lambda device: device.rank_id)
+
+    @property
+    def pod_names(self) -> list[str]:
+        """Names of the pods of version 0. It is no key of a table."""
+        return self._pod_names
 
     @property
     def address(self) -> str:

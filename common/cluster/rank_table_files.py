@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from common.files import atomic_write, reading
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
 
 _POLL_SECONDS = 1.0
+_SAID_EACH = 30.0
 
 
 class NotReadyError(DataError):
@@ -46,20 +47,27 @@ def read_table(path: Path) -> RankTable:
     return table
 
 
-def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
+def wait_for_table(
+    path: Path, limit_seconds: float, on_wait: Callable[[str, float], None] | None = None
+) -> RankTable:
     """Read a table that a platform fills, looking again each second until it is complete.
 
-    It may be absent, half written or 'initializing' meanwhile. Raises DataError with the last
-    reason after ``limit_seconds``, and at once for a table that is complete and wrong.
+    It may be absent, half written or 'initializing' meanwhile. on_wait: called each half minute
+    with the reason and the seconds waited. Raises DataError with the last reason after
+    ``limit_seconds``, and at once for a table that is complete and wrong.
     """
-    deadline = time.monotonic() + limit_seconds
+    started = said = time.monotonic()
     while True:
         try:
             return read_table(path)
         except NotReadyError as error:
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = started + limit_seconds - now
             if left <= 0:
                 raise DataError(f"{error} (waited {limit_seconds:g} s)") from None
+            if on_wait is not None and now - said >= _SAID_EACH:
+                said = now
+                on_wait(str(error), now - started)
         time.sleep(min(_POLL_SECONDS, left))
 
 
@@ -302,18 +310,22 @@ def _from_0(table: _Table0, place: str) -> RankTable:
         len(instance.devices) == 1 and instance.rank_id is not None for instance in ordered
     )
     servers: dict[str, dict[str, Any]] = {}
+    pods: dict[str, list[str]] = {}
     rank = 0
     for instance in ordered:
-        server = servers.setdefault(instance.server_id, {"device": [], "pod_names": []})
+        server = servers.setdefault(instance.server_id, {"device": []})
         kept = {"server_id": instance.server_id, "device": server["device"]}
-        names = [instance.pod_name] if isinstance(instance.pod_name, str) else []
         server |= {**(instance.model_extra or {}), **kept}
-        server["pod_names"] = [*server["pod_names"], *names]
+        if isinstance(instance.pod_name, str):
+            pods.setdefault(instance.server_id, []).append(instance.pod_name)
         for chip in instance.devices:
             own = chip.rank_id if chip.rank_id is not None else instance.rank_id if ranked else rank
             server["device"].append({**chip.model_dump(exclude_unset=True), "rank_id": own})
             rank += 1
-    return _table("0", servers, place, extra)
+    result = _table("0", servers, place, extra)
+    for one in result.server_list:
+        one.pod_names.extend(pods.get(one.server_id, []))
+    return result
 
 
 def _in_order(instances: list[_Instance], where: str) -> list[_Instance]:

@@ -249,10 +249,13 @@ class HostChannel:
 
     def _accept(self, server: socket.socket) -> None:
         while not self._closed.is_set():
-            with suppress(OSError):  # closed
+            try:
                 connection, (address, *_) = server.accept()
                 link = Channel(connection)
-                self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
+            except OSError:
+                self._closed.wait(1.0)  # out of file descriptors for a while
+                continue
+            self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
 
     def _admit(self, link: Channel, address: str) -> None:
         hello, hosts = link.hello(), self._hosts.all

@@ -122,6 +122,12 @@ def _in_table_order(
             f"--hosts {','.join(hosts)}: these are {len(hosts)} hosts, but the rank table has the"
             f" {len(servers)} servers {', '.join(servers)}"
         )
+    for server, ranks in servers.items():
+        if ranks != list(range(ranks[0], ranks[-1] + 1)):
+            raise ConfigError(
+                f"the ranks of {server} in the rank table are not a range; make the table again"
+                " with tools/merge_hccl.py"
+            )
     return [
         (bare[server] if named else hosts[index], range(ranks[0], ranks[-1] + 1))
         for index, (server, ranks) in enumerate(servers.items())

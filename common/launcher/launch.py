@@ -148,7 +148,11 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
         is_filled = path.exists() and b"initializing" not in path.read_bytes()
         limit = 10.0 if is_filled else connect_limit(os.environ)
         tell(f"{error}; waiting up to {limit:g} s", error=True)
-        return wait_for_table(path, limit)
+
+        def say(reason: str, seconds: float) -> None:
+            tell(f"{reason.partition(';')[0]}; waited {seconds:.0f} of {limit:g} s", error=True)
+
+        return wait_for_table(path, limit, say)
 
 
 def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTable | None) -> str:

@@ -4,20 +4,19 @@ detaches, and speaks through ssh.
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from common.cluster import hccn
+from common.cluster import hccn, rank_table_files
 from common.launcher import launch as launching
 from common.launcher.attempts import Outcome
 from common.launcher.supervisor import Job
@@ -191,24 +190,20 @@ def test_a_table_that_the_platform_is_filling_is_waited_for(
 ) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"status": "initializing"}')
-    waits = threading.Event()
-    wait = launching.wait_for_table
+    clock = [0.0]
 
-    def wait_for_table(*words: Any) -> Any:
-        waits.set()
-        return wait(*words)
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] == 75:
+            write_tutorial_table(path, servers=1, devices=2)
 
-    monkeypatch.setattr(launching, "wait_for_table", wait_for_table)
-
-    def fill() -> None:
-        waits.wait(timeout=60)
-        write_tutorial_table(tmp_path / "whole.json", servers=1, devices=2).replace(path)
-
-    filler = threading.Thread(target=fill)
-    filler.start()
+    time = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
+    monkeypatch.setattr(rank_table_files, "time", time)
     assert distribute(words=[str(path), *TRAIN[1:]]) == 7
-    filler.join()
-    assert "waiting up to 1800 s" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "waiting up to 1800 s" in said
+    filling = f"{path}: status is 'initializing': the platform has not filled the table yet"
+    assert re.findall(r"(.*); waited (\d+) of 1800 s", said) == [(filling, "30"), (filling, "60")]
     assert {child.environment["RANK_TABLE_FILE"] for child in jobs[0].children} == {str(path)}
 
 

@@ -166,14 +166,14 @@ def test_instances_of_one_server_are_joined_and_unknown_keys_stay(tmp_path: Path
     second = {
         **instance(1, rank_id="1"),
         "devices": [{"device_id": "5", "device_ip": "192.168.9.9", "plane": "b"}],
-        "zone": "z",
+        **{"zone": "z", "pod_names": 3},
     }
     # the last would be wrong in version 1.0
     data = {**table_0(instance(1, rank_id="0"), second), "job_id": "j", "server_count": "9"}
     written = to_json(read_table(put(tmp_path, data)))
     first = {"device_id": "0", "device_ip": "192.168.1.1", "rank_id": "0"}
     chips = [first, {"device_id": "5", "device_ip": "192.168.9.9", "rank_id": "1", "plane": "b"}]
-    servers = [{"server_id": "10.0.0.1", "device": chips, "zone": "z"}]
+    servers = [{"server_id": "10.0.0.1", "device": chips, "zone": "z", "pod_names": 3}]
     assert written == {
         "version": "1.0",
         "server_count": "1",
@@ -185,6 +185,7 @@ def test_instances_of_one_server_are_joined_and_unknown_keys_stay(tmp_path: Path
 
 def test_a_key_of_a_later_version_stays(tmp_path: Path) -> None:
     data = {**table_1(), "super_pod_list": ["?"]}
+    data["server_list"][0]["pod_names"] = ["?"]
     assert to_json(read_table(put(tmp_path, data))) == data
 
 

@@ -2,6 +2,7 @@
 goes.
 """
 
+import errno
 import os
 import queue
 import re
@@ -258,6 +259,23 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
     with socket.socket() as caller:
         assert (caller.connect_ex(("127.0.0.3", port)) == 0) is is_open
     control.close()
+
+
+def test_while_file_descriptors_are_short_host_0_does_not_spin(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[socket.socket] = []
+
+    def accept(server: socket.socket) -> None:
+        looks.append(server)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
+    until(lambda: looks)
+    time.sleep(0.3)
+    control.close()
+    assert len(looks) <= 2
 
 
 def test_two_hosts_with_one_number_are_named_and_one_that_comes_back_is_not(

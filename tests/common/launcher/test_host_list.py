@@ -3,6 +3,7 @@ then starts.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_lists_that_do_not_fit(
     """The last two are without a table."""
     with pytest.raises(ConfigError, match=message):
         parts(hosts, range(ranks), size, () if size in (8, 9) else table)
+
+
+def test_a_server_without_a_range_of_ranks(table: tuple[RankPlacement, ...]) -> None:
+    """Its ranks alternate with those of the next one."""
+    swapped = [(0, table[0]), (1, table[8]), (2, table[1]), (3, table[9])]
+    places = tuple(replace(place, rank=rank) for rank, place in swapped)
+    said = rf"the ranks of {ADDRESSES[0]} in the rank table are not a range; .*merge_hccl\.py"
+    with pytest.raises(ConfigError, match=said):
+        parts("a,b", range(4), 4, places)
 
 
 def test_settings_of_network_and_memory_reach_every_host() -> None:
