@@ -567,10 +567,14 @@ class _Supervisor:
         return code, again, failure
 
     def _hear_decision(self) -> _End | None:
-        """Wait for host 0's decision. Others without it try again after a failure."""
+        """Wait for host 0's decision, which may have come while the ranks were killed. Others
+        without it try again after a failure.
+        """
         deadline = time.monotonic() + _DECISION_SECONDS
-        while self._end is None and self._hears_first and time.monotonic() < deadline:
-            self._take_events()
+        waits = not self._is_first
+        while waits and self._end is None and time.monotonic() < deadline:
+            waits = self._hears_first
+            self._take_events(_TICK_SECONDS if waits else 0.0)
         return self._end
 
     def _outcome(self, end: _End, **values: Any) -> Outcome:

@@ -375,6 +375,37 @@ def test_a_failure_that_comes_with_the_begin_is_heard(launch: Launch, port: int)
     control.close()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_host_0_says_while_ranks_are_ended_is_heard(
+    launch: Launch, port: int, tmp_path: Path, again: bool
+) -> None:
+    """It has left when host 1 is ready, or begins anew with an attempt of the same number."""
+
+    def fail(code: int, **values: Any) -> dict[str, Any]:
+        failure = {"text": "rank 0 has failed", "code": code, "ranks": [2], **values}
+        control.tell("failed", **failure)
+        return failure
+
+    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=True)
+    second = launch(1, SLEEP, most=5)
+    gather(control, 0, 30.0)
+    until_ready(tmp_path, [2])
+    failure = fail(7, stalled=True)  # host 1 waits a second for stacks
+    until(lambda: "most recent" in log(tmp_path, 2))
+    fail(8)
+    control.tell("end", code=7, again=again, failure=failure)
+    control.close()
+    if again:
+        control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=True)
+        gather(control, 0, 30.0)
+        until(lambda: "most recent" not in log(tmp_path, 2) and "ready" in log(tmp_path, 2))
+        control.tell("end", code=9, again=False, failure=fail(9))
+    code, output = second.end()
+    control.close()
+    assert code == (9 if again else 7)
+    assert output.count("\nrestart ") == again and "\nnot restarted: " in output
+
+
 @pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
 def test_a_signal_after_host_0_has_decided(
     launch: Launch, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, code: int
