@@ -409,6 +409,14 @@ class _Supervisor:
             self._channel.tell("stop", signal=self._stop[0], where=self._stop[2] or self._here)
 
     def _take_message(self, event: Message) -> None:
+        try:
+            self._read_message(event)
+        except (KeyError, TypeError, ValueError):
+            self._say_error(
+                f"host {event.host} sent a message {event.kind!r} that this version cannot read"
+            )
+
+    def _read_message(self, event: Message) -> None:
         values = event.values
         if event.kind in ("signal", "stop"):
             self._take_signal(int(values["signal"]), event)
@@ -523,7 +531,9 @@ class _Supervisor:
             is_certain = any(failure.certain for failure in self._failures)
             return is_certain or time.monotonic() - self._failed_at > _SETTLE_SECONDS
         if not self._is_first:
-            return self._done and self._end is not None
+            # without host 0, what it said last may still be in the queue
+            has_ended = self._end is not None or not (self._hears_first or self._events.qsize())
+            return self._done and has_ended
         others = 0 if self._job.hosts is None else len(self._job.hosts.all) - 1
         finished = sum(bool(life.get("done")) for life in self._elsewhere.values())
         return self._done and finished == others

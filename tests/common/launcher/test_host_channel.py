@@ -406,6 +406,19 @@ def test_what_host_0_says_while_ranks_are_ended_is_heard(
     assert output.count("\nrestart ") == again and "\nnot restarted: " in output
 
 
+def test_an_end_that_cannot_be_read_is_spoken_of_and_not_waited_for(
+    launch: Launch, port: int
+) -> None:
+    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
+    second = launch(1, "pass")
+    gather(control, 0, 30.0)
+    control.tell("end", code=0)
+    control.close()
+    code, output = second.end()
+    assert code == 0
+    assert "host 0 sent a message 'end' that this version cannot read" in output
+
+
 @pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
 def test_a_signal_after_host_0_has_decided(
     launch: Launch, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, code: int
