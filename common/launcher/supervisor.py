@@ -41,6 +41,7 @@ _LOOK_SECONDS = 0.2
 """The same before the ranks are started."""
 _SETTLE_SECONDS = 1.0
 """Seconds to wait, after a failure that may be a consequence, for its cause."""
+_SETTLE_SECONDS_OF_HOSTS = 5.0
 _TAILS = 2
 _MAX_SEARCHED = 64
 """Logs that are searched for known errors."""
@@ -528,8 +529,12 @@ class _Supervisor:
 
     def _is_over(self) -> bool:
         if self._failures:
-            is_certain = any(failure.certain for failure in self._failures)
-            return is_certain or time.monotonic() - self._failed_at > _SETTLE_SECONDS
+            settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
+            return (
+                any(failure.certain for failure in self._failures)
+                or (self._job.over_ssh and self._done)
+                or time.monotonic() - self._failed_at > settle
+            )
         if not self._is_first:
             # without host 0, what it said last may still be in the queue
             has_ended = self._end is not None or not (self._hears_first or self._events.qsize())
@@ -604,19 +609,23 @@ class _Supervisor:
     def _tell_end(self, end: _End, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
         code, _, failure = end
-        all_of = "hosts" if self._job.over_ssh else "ranks"
+        over_ssh = self._job.over_ssh
+        all_of = "hosts" if over_ssh else "ranks"
         if failure is None:
             how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
             self._terminal.say(f"{how}, after {seconds:.0f} s")
             return ""
         stopped = self._stop is not None and code == 128 + self._stop[0]
-        lines = [f"{'' if stopped else 'error: '}{failure.text}"]
-        telling = [process.log for process in self._processes if process.spec.rank in failure.ranks]
-        for log in telling[:_TAILS]:
+        lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
+        if over_ssh:
+            lines += [f"also: {other.text}" for other in self._failures if other is not failure]
+            ranks = tuple(rank for other in self._failures for rank in other.ranks)
+        telling = [process.log for process in self._processes if process.spec.rank in ranks]
+        for log in telling if over_ssh else telling[:_TAILS]:
             lines.append(f"last lines of {log.path}:")
             lines += [f"    {line}" for line in log.last_lines()]
         lines += self._known_errors()
-        here = "" if self._job.over_ssh else " here"
+        here = "" if over_ssh else " here"
         self._say_error("\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]))
         return "\n".join(lines)
 
