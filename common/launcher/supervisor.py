@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -88,6 +88,8 @@ class Job:
 
 
 _Events = queue.SimpleQueue[Callable[[], None] | Message]
+_Listening = tuple[_Events, HostChannel | None, Callable[[], AbstractContextManager[object]]]
+"""Queue, channel, and the context in which signals are not turned into events."""
 
 
 def run_attempts(
@@ -95,7 +97,8 @@ def run_attempts(
 ) -> Outcome:
     """Run a job, again after a failure that another attempt may overcome, at most ``most`` times.
 
-    make_job: returns the job of an attempt by its number, from 0. folder: of the run, where the
+    make_job: returns the job of an attempt by its number, from 0, for the same hosts and ranks.
+    While it works, and ``when_met``, signals act as before this call. folder: of the run, where the
     host of rank 0 writes a line for each attempt if there may be several. Leaves no process behind.
     Returns the end of the last attempt, whose exit code is equal on all hosts:
 
@@ -108,10 +111,10 @@ def run_attempts(
     """
     before: list[Outcome] = []
     number, job = 0, make_job(0)
-    with _listening(job.hosts, restarts=most > 0) as (events, channel):
+    with _listening(job.hosts, restarts=most > 0) as listening:
         while True:
             began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-            outcome = _Supervisor(job, number, events, channel, before, most).run()
+            outcome = _Supervisor(job, number, make_job, listening, before, most).run()
             ranks = [child.rank for child in job.children if not child.name]
             if most and folder is not None and 0 in ranks:
                 hosts = job.hosts.all if job.hosts else [rank_names(ranks)]
@@ -128,16 +131,10 @@ def run_attempts(
                 " complete checkpoint; Ctrl-C ends the run",
                 error=True,
             )
-            job = make_job(number)
-            kept = [set_aside(job.log_folder / child.log) for child in job.children]
-            if any(kept):
-                tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
 
 
 @contextmanager
-def _listening(
-    hosts: Hosts | None, *, restarts: bool
-) -> Iterator[tuple[_Events, HostChannel | None]]:
+def _listening(hosts: Hosts | None, *, restarts: bool) -> Iterator[_Listening]:
     """Turn SIGINT, SIGTERM, SIGHUP and messages of the other hosts into events.
 
     Signals that are ignored, as under nohup, stay ignored.
@@ -149,20 +146,30 @@ def _listening(
         events.put(Message(host=-1, kind="signal", values=values))
 
     channel = None if hosts is None else HostChannel(hosts, events, restarts=restarts)
-    before: dict[int, Any] = {}
+    handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, note)
+                handlers[number] = note
         # if it is ignored, exit codes are lost
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        handlers[signal.SIGCHLD] = signal.SIG_DFL
+    with _handling(handlers) as before:
+        try:
+            yield events, channel, partial(_handling, before)
+        finally:
+            if channel is not None:
+                channel.close()
+
+
+@contextmanager
+def _handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
+    """Set handlers of signals. Yields those before, which come back."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield events, channel
+        yield before
     finally:
-        if channel is not None:
-            channel.close()
-        for signal_number, handler in before.items():
-            signal.signal(signal_number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,27 +197,28 @@ _End = tuple[int, bool, _Failure | None]
 
 
 class _Supervisor:
-    """Supervisor of one attempt. before: failed attempts before it."""
+    """Supervisor of one attempt. job: of it, or of the attempt before. before: failed attempts
+    before it.
+    """
 
     def __init__(
         self,
         job: Job,
         number: int,
-        events: _Events,
-        channel: HostChannel | None,
+        make_job: Callable[[int], Job],
+        listening: _Listening,
         before: Sequence[Outcome],
         most: int,
     ) -> None:
-        self._job, self._number = job, number
-        self._events, self._channel = events, channel
+        self._job, self._number, self._make_job = job, number, make_job
+        self._events, self._channel, self._without_events = listening
         self._before, self._most = before, most
         own = None if job.hosts is None else job.hosts.all[job.hosts.own]
         self._is_first = job.hosts is None or job.hosts.own == 0
         self._here = "" if own is None else f" at {own}"
-        address = None if own is None else own.address
-        self._processes = [RankProcess(spec, job.log_folder, address) for spec in job.children]
-        self._ranks = [process for process in self._processes if not process.spec.name]
-        self._shown = min(self._ranks, key=lambda process: process.spec.rank)
+        self._address = None if own is None else own.address
+        self._processes: list[RankProcess] = []
+        self._ranks: list[RankProcess] = []
         self._descendants = Descendants(_KILL_SECONDS)
         self._terminal = Terminal()
         self._began = 0.0
@@ -275,15 +283,33 @@ class _Supervisor:
         until = time.monotonic() + pause(len(self._before))
         while self._is_first and self._stop is None and time.monotonic() < until:
             self._goes_on()
+        if self._stop is None and (self._is_first or not self._before):
+            self._prepare()
         if self._channel is None or self._stop is not None:
             return self._stop is None
         own, begun = self._number, self._channel.gather(self._number, limit, self._goes_on)
         if begun is None:
             return False
+        if not self._processes:
+            self._prepare()
         self._number = begun
         if self._job.when_met is not None:
-            self._job.when_met(max(own, begun))  # host 0 may have begun anew
+            with self._without_events():
+                self._job.when_met(max(own, begun))  # host 0 may have begun anew
         return True
+
+    def _prepare(self) -> None:
+        """Make the job of a restart, and open the logs."""
+        if self._before:
+            with self._without_events():
+                self._job = self._make_job(self._number)
+            kept = [set_aside(self._job.log_folder / child.log) for child in self._job.children]
+            if any(kept):
+                tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
+        folder = self._job.log_folder
+        self._processes = [RankProcess(spec, folder, self._address) for spec in self._job.children]
+        self._ranks = [process for process in self._processes if not process.spec.name]
+        self._shown = min(self._ranks, key=lambda process: process.spec.rank)
 
     def _goes_on(self) -> bool:
         """Take events. Returns False when nothing more is to be waited for.
@@ -601,7 +627,7 @@ class _Supervisor:
             failure="" if failure is None else failure.text.partition("\n")[0],
             lost_host=failure is not None and failure.lost_host,
             first_step=min(firsts, default=-1),
-            last_step=max(process.last_step for process in self._ranks),
+            last_step=max((process.last_step for process in self._ranks), default=-1),
             number=self._number,
             **values,
         )
