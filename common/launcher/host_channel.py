@@ -357,17 +357,15 @@ class HostChannel:
         link.close()
         with self._lock:
             attempt = self._attempt
+            if attempt is not None and not may_close and not self._closed.is_set():
+                values = {"text": f"{name} {why}"}
+                self._events.put(Message(host=host, kind="lost", values=values, attempt=attempt))
             self._links.pop(host, None)
             self._devices.pop(host, None)
             self._doubles.pop(host, None)
             self._ready.discard(host)
-        if self._closed.is_set():
-            return
-        if attempt is None:
+        if attempt is None and not self._closed.is_set():
             tell(f"{name} has left again", error=True)
-        elif not may_close:
-            values = {"text": f"{name} {why}"}
-            self._events.put(Message(host=host, kind="lost", values=values, attempt=attempt))
 
 
 def _listen(hosts: Hosts) -> socket.socket:

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -41,6 +41,7 @@ _LOOK_SECONDS = 0.2
 """The same before the ranks are started."""
 _SETTLE_SECONDS = 1.0
 """Seconds to wait, after a failure that may be a consequence, for its cause."""
+_SETTLE_SECONDS_OF_HOSTS = 5.0
 _TAILS = 2
 _MAX_SEARCHED = 64
 """Logs that are searched for known errors."""
@@ -87,6 +88,8 @@ class Job:
 
 
 _Events = queue.SimpleQueue[Callable[[], None] | Message]
+_Listening = tuple[_Events, HostChannel | None, Callable[[], AbstractContextManager[object]]]
+"""Queue, channel, and the context in which signals are not turned into events."""
 
 
 def run_attempts(
@@ -94,7 +97,8 @@ def run_attempts(
 ) -> Outcome:
     """Run a job, again after a failure that another attempt may overcome, at most ``most`` times.
 
-    make_job: returns the job of an attempt by its number, from 0. folder: of the run, where the
+    make_job: returns the job of an attempt by its number, from 0, for the same hosts and ranks.
+    While it works, and ``when_met``, signals act as before this call. folder: of the run, where the
     host of rank 0 writes a line for each attempt if there may be several. Leaves no process behind.
     Returns the end of the last attempt, whose exit code is equal on all hosts:
 
@@ -107,10 +111,10 @@ def run_attempts(
     """
     before: list[Outcome] = []
     number, job = 0, make_job(0)
-    with _listening(job.hosts, restarts=most > 0) as (events, channel):
+    with _listening(job.hosts, restarts=most > 0) as listening:
         while True:
             began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-            outcome = _Supervisor(job, number, events, channel, before, most).run()
+            outcome = _Supervisor(job, number, make_job, listening, before, most).run()
             ranks = [child.rank for child in job.children if not child.name]
             if most and folder is not None and 0 in ranks:
                 hosts = job.hosts.all if job.hosts else [rank_names(ranks)]
@@ -127,16 +131,10 @@ def run_attempts(
                 " complete checkpoint; Ctrl-C ends the run",
                 error=True,
             )
-            job = make_job(number)
-            kept = [set_aside(job.log_folder / child.log) for child in job.children]
-            if any(kept):
-                tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
 
 
 @contextmanager
-def _listening(
-    hosts: Hosts | None, *, restarts: bool
-) -> Iterator[tuple[_Events, HostChannel | None]]:
+def _listening(hosts: Hosts | None, *, restarts: bool) -> Iterator[_Listening]:
     """Turn SIGINT, SIGTERM, SIGHUP and messages of the other hosts into events.
 
     Signals that are ignored, as under nohup, stay ignored.
@@ -148,20 +146,30 @@ def _listening(
         events.put(Message(host=-1, kind="signal", values=values))
 
     channel = None if hosts is None else HostChannel(hosts, events, restarts=restarts)
-    before: dict[int, Any] = {}
+    handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, note)
+                handlers[number] = note
         # if it is ignored, exit codes are lost
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        handlers[signal.SIGCHLD] = signal.SIG_DFL
+    with _handling(handlers) as before:
+        try:
+            yield events, channel, partial(_handling, before)
+        finally:
+            if channel is not None:
+                channel.close()
+
+
+@contextmanager
+def _handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
+    """Set handlers of signals. Yields those before, which come back."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield events, channel
+        yield before
     finally:
-        if channel is not None:
-            channel.close()
-        for signal_number, handler in before.items():
-            signal.signal(signal_number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,27 +197,28 @@ _End = tuple[int, bool, _Failure | None]
 
 
 class _Supervisor:
-    """Supervisor of one attempt. before: failed attempts before it."""
+    """Supervisor of one attempt. job: of it, or of the attempt before. before: failed attempts
+    before it.
+    """
 
     def __init__(
         self,
         job: Job,
         number: int,
-        events: _Events,
-        channel: HostChannel | None,
+        make_job: Callable[[int], Job],
+        listening: _Listening,
         before: Sequence[Outcome],
         most: int,
     ) -> None:
-        self._job, self._number = job, number
-        self._events, self._channel = events, channel
+        self._job, self._number, self._make_job = job, number, make_job
+        self._events, self._channel, self._without_events = listening
         self._before, self._most = before, most
         own = None if job.hosts is None else job.hosts.all[job.hosts.own]
         self._is_first = job.hosts is None or job.hosts.own == 0
         self._here = "" if own is None else f" at {own}"
-        address = None if own is None else own.address
-        self._processes = [RankProcess(spec, job.log_folder, address) for spec in job.children]
-        self._ranks = [process for process in self._processes if not process.spec.name]
-        self._shown = min(self._ranks, key=lambda process: process.spec.rank)
+        self._address = None if own is None else own.address
+        self._processes: list[RankProcess] = []
+        self._ranks: list[RankProcess] = []
         self._descendants = Descendants(_KILL_SECONDS)
         self._terminal = Terminal()
         self._began = 0.0
@@ -274,15 +283,33 @@ class _Supervisor:
         until = time.monotonic() + pause(len(self._before))
         while self._is_first and self._stop is None and time.monotonic() < until:
             self._goes_on()
+        if self._stop is None and (self._is_first or not self._before):
+            self._prepare()
         if self._channel is None or self._stop is not None:
             return self._stop is None
         own, begun = self._number, self._channel.gather(self._number, limit, self._goes_on)
         if begun is None:
             return False
+        if not self._processes:
+            self._prepare()
         self._number = begun
         if self._job.when_met is not None:
-            self._job.when_met(max(own, begun))  # host 0 may have begun anew
+            with self._without_events():
+                self._job.when_met(max(own, begun))  # host 0 may have begun anew
         return True
+
+    def _prepare(self) -> None:
+        """Make the job of a restart, and open the logs."""
+        if self._before:
+            with self._without_events():
+                self._job = self._make_job(self._number)
+            kept = [set_aside(self._job.log_folder / child.log) for child in self._job.children]
+            if any(kept):
+                tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
+        folder = self._job.log_folder
+        self._processes = [RankProcess(spec, folder, self._address) for spec in self._job.children]
+        self._ranks = [process for process in self._processes if not process.spec.name]
+        self._shown = min(self._ranks, key=lambda process: process.spec.rank)
 
     def _goes_on(self) -> bool:
         """Take events. Returns False when nothing more is to be waited for.
@@ -409,6 +436,14 @@ class _Supervisor:
             self._channel.tell("stop", signal=self._stop[0], where=self._stop[2] or self._here)
 
     def _take_message(self, event: Message) -> None:
+        try:
+            self._read_message(event)
+        except (KeyError, TypeError, ValueError):
+            self._say_error(
+                f"host {event.host} sent a message {event.kind!r} that this version cannot read"
+            )
+
+    def _read_message(self, event: Message) -> None:
         values = event.values
         if event.kind in ("signal", "stop"):
             self._take_signal(int(values["signal"]), event)
@@ -520,10 +555,16 @@ class _Supervisor:
 
     def _is_over(self) -> bool:
         if self._failures:
-            is_certain = any(failure.certain for failure in self._failures)
-            return is_certain or time.monotonic() - self._failed_at > _SETTLE_SECONDS
+            settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
+            return (
+                any(failure.certain for failure in self._failures)
+                or (self._job.over_ssh and self._done)
+                or time.monotonic() - self._failed_at > settle
+            )
         if not self._is_first:
-            return self._done and self._end is not None
+            # without host 0, what it said last may still be in the queue
+            has_ended = self._end is not None or not (self._hears_first or self._events.qsize())
+            return self._done and has_ended
         others = 0 if self._job.hosts is None else len(self._job.hosts.all) - 1
         finished = sum(bool(life.get("done")) for life in self._elsewhere.values())
         return self._done and finished == others
@@ -567,10 +608,14 @@ class _Supervisor:
         return code, again, failure
 
     def _hear_decision(self) -> _End | None:
-        """Wait for host 0's decision. Others without it try again after a failure."""
+        """Wait for host 0's decision, which may have come while the ranks were killed. Others
+        without it try again after a failure.
+        """
         deadline = time.monotonic() + _DECISION_SECONDS
-        while self._end is None and self._hears_first and time.monotonic() < deadline:
-            self._take_events()
+        waits = not self._is_first
+        while waits and self._end is None and time.monotonic() < deadline:
+            waits = self._hears_first
+            self._take_events(_TICK_SECONDS if waits else 0.0)
         return self._end
 
     def _outcome(self, end: _End, **values: Any) -> Outcome:
@@ -582,7 +627,7 @@ class _Supervisor:
             failure="" if failure is None else failure.text.partition("\n")[0],
             lost_host=failure is not None and failure.lost_host,
             first_step=min(firsts, default=-1),
-            last_step=max(process.last_step for process in self._ranks),
+            last_step=max((process.last_step for process in self._ranks), default=-1),
             number=self._number,
             **values,
         )
@@ -590,19 +635,23 @@ class _Supervisor:
     def _tell_end(self, end: _End, seconds: float) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
         code, _, failure = end
-        all_of = "hosts" if self._job.over_ssh else "ranks"
+        over_ssh = self._job.over_ssh
+        all_of = "hosts" if over_ssh else "ranks"
         if failure is None:
             how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
             self._terminal.say(f"{how}, after {seconds:.0f} s")
             return ""
         stopped = self._stop is not None and code == 128 + self._stop[0]
-        lines = [f"{'' if stopped else 'error: '}{failure.text}"]
-        telling = [process.log for process in self._processes if process.spec.rank in failure.ranks]
-        for log in telling[:_TAILS]:
+        lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
+        if over_ssh:
+            lines += [f"also: {other.text}" for other in self._failures if other is not failure]
+            ranks = tuple(rank for other in self._failures for rank in other.ranks)
+        telling = [process.log for process in self._processes if process.spec.rank in ranks]
+        for log in telling if over_ssh else telling[:_TAILS]:
             lines.append(f"last lines of {log.path}:")
             lines += [f"    {line}" for line in log.last_lines()]
         lines += self._known_errors()
-        here = "" if self._job.over_ssh else " here"
+        here = "" if over_ssh else " here"
         self._say_error("\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]))
         return "\n".join(lines)
 

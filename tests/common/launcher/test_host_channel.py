@@ -354,8 +354,10 @@ FAILS = BEAT + "[beat(step, 'computing') for step in (1, 2)]; raise SystemExit(7
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_a_signal_before_a_restart_ends_all_hosts(launch: Launch, signalled: int) -> None:
-    """Host 0 is in its pause, and host 1 waits for it to begin."""
+def test_a_signal_before_a_restart_ends_all_hosts(
+    launch: Launch, tmp_path: Path, signalled: int
+) -> None:
+    """Host 0 is in its pause, and host 1 waits for it to begin. The logs stay as they are."""
     both = [launch(own, [FAILS, SLEEP][own], most=5, pause=60.0) for own in (0, 1)]
     for one in both:
         one.until_said("restart 1 of 5 in 60 s")
@@ -364,6 +366,7 @@ def test_a_signal_before_a_restart_ends_all_hosts(launch: Launch, signalled: int
         where = "" if own == signalled else rf" at host 127.0.0.{signalled + 1} \(ranks .*\)"
         assert code == 143
         assert re.search(rf"stopped by SIGTERM{where}, before the ranks were started", output)
+    assert not list(tmp_path.glob("mf_parallel*/mindformer.log.1"))
 
 
 def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path) -> None:
@@ -393,6 +396,50 @@ def test_a_failure_that_comes_with_the_begin_is_heard(launch: Launch, port: int)
     control.close()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_host_0_says_while_ranks_are_ended_is_heard(
+    launch: Launch, port: int, tmp_path: Path, again: bool
+) -> None:
+    """It has left when host 1 is ready, or begins anew with an attempt of the same number."""
+
+    def fail(code: int, **values: Any) -> dict[str, Any]:
+        failure = {"text": "rank 0 has failed", "code": code, "ranks": [2], **values}
+        control.tell("failed", **failure)
+        return failure
+
+    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=True)
+    second = launch(1, SLEEP, most=5)
+    gather(control, 0, 30.0)
+    until_ready(tmp_path, [2])
+    failure = fail(7, stalled=True)  # host 1 waits a second for stacks
+    until(lambda: "most recent" in log(tmp_path, 2))
+    fail(8)
+    control.tell("end", code=7, again=again, failure=failure)
+    control.close()
+    if again:
+        control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=True)
+        gather(control, 0, 30.0)
+        until(lambda: "most recent" not in log(tmp_path, 2) and "ready" in log(tmp_path, 2))
+        control.tell("end", code=9, again=False, failure=fail(9))
+    code, output = second.end()
+    control.close()
+    assert code == (9 if again else 7)
+    assert output.count("\nrestart ") == again and "\nnot restarted: " in output
+
+
+def test_an_end_that_cannot_be_read_is_spoken_of_and_not_waited_for(
+    launch: Launch, port: int
+) -> None:
+    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
+    second = launch(1, "pass")
+    gather(control, 0, 30.0)
+    control.tell("end", code=0)
+    control.close()
+    code, output = second.end()
+    assert code == 0
+    assert "host 0 sent a message 'end' that this version cannot read" in output
+
+
 @pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
 def test_a_signal_after_host_0_has_decided(
     launch: Launch, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, code: int
@@ -409,6 +456,47 @@ def test_a_signal_after_host_0_has_decided(
     job = Job(children=(child,), log_folder=tmp_path, stall_limit=NEVER, hosts=hosts(0, port))
     outcome = run_attempts(lambda number: job, most=5, folder=tmp_path)
     assert (outcome.code, second.end()[0]) == (code, code)
+
+
+@pytest.mark.parametrize("during", ["make_job", "when_met", "ranks"])
+def test_signals_are_noted_only_while_the_launcher_looks(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Copies of files before a restart take long, and the handlers before end them."""
+
+    class Ended(Exception):
+        pass
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    def work(name: str, number: int) -> None:
+        if number and name == during:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def make_job(number: int) -> Job:
+        work("make_job", number)
+        program = BEAT + "os.kill(os.getppid(), 15); time.sleep(600)" if number else FAILS
+        only = Hosts(all=(Host(address="127.0.0.1", ranks=(0,)),), own=0, port=port)
+        return Job(
+            children=children(program),
+            log_folder=tmp_path,
+            stall_limit=NEVER,
+            hosts=only,
+            when_met=lambda met: work("when_met", met),
+        )
+
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        if during == "ranks":
+            assert run_attempts(make_job, most=1, folder=tmp_path).code == 143
+        else:
+            with pytest.raises(Ended):
+                run_attempts(make_job, most=1, folder=tmp_path)
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---- hosts that nobody has numbered: threads of this process, nodes of one machine ----

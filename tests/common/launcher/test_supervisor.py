@@ -345,8 +345,11 @@ def test_another_name_of_a_log_leads_to_it(tmp_path: Path) -> None:
 def test_hosts_over_ssh_are_named_as_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each launcher there has found the rank that failed, and says so in its log."""
-    programs = (SLEEP, "print('rank 9 failed'); raise SystemExit(7)")
+    """Which launcher ends first is chance, so all may speak before they are ended."""
+    programs = (
+        "import time; time.sleep(1.5); print('the cause'); raise SystemExit(7)",
+        "print('rank 9 failed'); raise SystemExit(7)",
+    )
     ranks = tuple(
         replace(child, environment={}, folder=f"host_{name}", title=f"host {name}")
         for name, child in zip("ab", children(*programs), strict=True)
@@ -355,6 +358,7 @@ def test_hosts_over_ssh_are_named_as_hosts(
     said = capsys.readouterr()
     assert f"started host a, host b; logs: {tmp_path}/{{host_a,host_b}}/mindformer.log" in said.out
     assert "error: host b ended with exit code 7" in said.err and "    rank 9 failed\n" in said.err
+    assert "also: host a ended with exit code 7" in said.err and "    the cause\n" in said.err
     assert "all hosts were ended; exit code 7" in said.err
     assert " host a\n" in (tmp_path / "host_a" / "mindformer.log").read_text()
 
