@@ -3,7 +3,6 @@
 """
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -187,21 +186,6 @@ def test_the_tool_prints_prompt_and_generation(
     assert inference([*command, "max_new_token=3"]) == 2
     error = capsys.readouterr().err
     assert "did you mean predict.max_new_tokens" in error and error.count("\n") == 1
-
-
-def test_the_example_of_the_readme(
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(from gpt2_toolkit .*?)```", text, flags=re.S)
-    shutil.copytree(folders["own"], tmp_path / "output" / "first")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {})
-    out = capsys.readouterr().out
-    assert out.startswith("To be, or not to be") and float(out.splitlines()[-1]) > 1
 
 
 def test_eval_of_an_export_is_that_of_its_checkpoint(
