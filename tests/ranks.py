@@ -37,15 +37,16 @@ _schedulers: dict[int, subprocess.Popen[bytes]] = {}
 """By the process number of rank 0."""
 
 
-_ports = itertools.count(random.SystemRandom().randrange(10_000))
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_ports = itertools.count(random.SystemRandom().randrange(2_500))
 
 
 def free_port() -> int:
     """Below those that the system gives to connections (32768 and above), since a job's is chosen
-    long before it is used; and no two processes of the suite go through the same ones soon.
+    long before it is used. Each worker of a suite has numbers of its own, from a random one on.
     """
     while True:
-        port = 20_000 + next(_ports) % 10_000
+        port = 20_000 + 2_500 * (_WORKER % 4) + next(_ports) % 2_500
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -366,8 +366,7 @@ def host_names(nodes: int, master: str | None) -> list[str]:
     if nodes > 1 and master is None:
         raise ConfigError(
             f"{nodes} hosts need a common address: give --master IP:PORT, the address of the host"
-            " of rank 0,"
-            " or a rank table of 1.0"
+            " of rank 0, or a rank table of 1.0"
         )
     return [master or LOOPBACK, *(f"node {node}" for node in range(1, nodes))]
 

@@ -180,8 +180,7 @@ def _load(path: Path) -> Any:
         if error.line:  # perhaps half written
             raise NotReadyError(
                 f"{path}, line {error.line}, column {error.column}: not valid JSON:"
-                f" {error.problem}; make"
-                " the table again"
+                f" {error.problem}; make the table again"
             ) from None
         raise DataError(f"{path}: {error}; make the table again") from None
 
@@ -269,9 +268,8 @@ def parse_table(data: Any, place: str) -> RankTable:
         return SuperPodTable.read(data, place)
     keys = ", ".join(key if key.isprintable() else ascii(key) for key in data)
     raise DataError(
-        f"{place}: version {shown(version)} with the keys {keys} is not a known rank"
-        " table; expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list;"
-        " other"
+        f"{place}: version {shown(version)} with the keys {keys} is not a known rank table;"
+        " expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list; other"
         " clusters start without a table, by msrun"
     )
 

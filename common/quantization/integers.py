@@ -90,8 +90,7 @@ def to_integers(name: str, weight: Array, scheme: LayerScheme) -> QuantizedWeigh
     if not np.isfinite(largest).all():
         raise CheckpointError(
             f"{name}: holds numbers that are not finite, which 8 bits cannot represent; use a"
-            " checkpoint"
-            " from before the loss became infinite"
+            " checkpoint from before the loss became infinite"
         )
     scales, levels = scheme.scales, _STORED
     if scales is None:

@@ -53,6 +53,12 @@ SHARDS = {
 }
 
 
+SHARDED_PICKLE = {
+    f"pytorch_model{name}": LARGE[number:]
+    for number, name in enumerate((".bin.index.json", "-00001-of-00002.bin", "-00002-of-00002.bin"))
+}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Hub]:
     with hub_running() as hub:
@@ -88,6 +94,7 @@ def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
         (SAFETENSORS | PICKLE, SAFETENSORS),
         (SHARDS | PICKLE, SHARDS),
         (PICKLE, PICKLE),
+        (SHARDED_PICKLE, SHARDED_PICKLE),
     ],
 )
 def test_only_files_that_are_read(

@@ -302,7 +302,8 @@ def test_inputs_of_shown_commands_are_there_or_made(page: str, tmp_path: Path) -
     after a command of the page, or as files of the reader's own.
     """
     files: dict[str, Path] = {}
-    known = {QUICKSTART, f"{QUICKSTART}/corpus_text_document", "output/quickstart"}
+    known = {QUICKSTART, f"{QUICKSTART}/small", "output/quickstart"}
+    known |= {f"{QUICKSTART}/{tokens}_text_document" for tokens in ("corpus", "small")}
     known |= {*given_runs(page)} | exemptions.OWN.get(page, set())
     for number, block in enumerate(blocks(read(page))):
         if block.path:
