@@ -43,11 +43,6 @@ class Options:
         *("--max_restarts", "--max-restarts"),
         type=argument(),
     )
-    certify: int | None = flag(
-        "N: train the first N steps twice, compare them bit for bit, and write certificate.json"
-        " into output_dir",
-        type=argument(1),
-    )
     program: Path | None = flag(SUPPRESS)
     """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
     no_pinning: bool = flag("let every rank use all cores")
