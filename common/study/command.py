@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from common.accelerators import require_accelerator
+from common.accelerators import find_accelerator, require_accelerator
 from common.cluster import hccn
 from common.device import processor_name
 from common.errors import ConfigError
@@ -27,7 +27,7 @@ from common.study.cells import PlannedCell, expand
 from common.study.definition import Definition, did_you_mean, labels_of
 from common.study.loading import load_definition
 from common.study.planning import describe_cells, predict
-from common.study.report import PAGE, copy_example, write_outcome
+from common.study.report import PAGE, write_outcome
 from common.study.results import (
     STUDY_FILE,
     CellResult,
@@ -39,7 +39,6 @@ from common.study.results import (
 )
 from common.study.running import now, run_cells
 from common.study.starting import Where, find_slurm, launches
-from common.study.this_machine import device_here, measure_rates
 
 PACKAGES = (
     *("torch", "torch_npu", "triton", "torchao", "mindspore", "deepspeed", "transformers", "numpy"),
@@ -74,10 +73,6 @@ class StudyRequest:
     report_only: bool = flag(
         "make tables, plots and report again from study.json; start nothing", default=False
     )
-    example: Path | None = flag(
-        "DIR: with --report_only: copy table and pictures into a folder below DIR, without paths"
-        " and commands, such as docs/study_example"
-    )
     hosts: str | None = flag(
         "A,B: print the commands of every cell for these hosts; start nothing without --ssh"
     )
@@ -99,17 +94,12 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
     if request.ssh and request.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")
     folder = _folder(request)
-    if request.example is not None and not request.report_only:
-        raise ConfigError("--example needs --report_only: it copies what a finished study left")
     if not (request.plan or (request.hosts and not request.ssh)):
         require_package("scipy", extra="study", purpose="which tells differences from chance")
     if request.report_only:
         study = read_study(folder)
         with owned_folder(folder):
-            code = _end(study, folder)
-            if request.example is not None:
-                LOG.info(f"example: {copy_example(study, folder, request.example)}")
-        return code
+            return _end(study, folder)
     definition = load_definition(
         request.config, request.overrides, small=request.small, only=request.only
     )
@@ -131,10 +121,8 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
                     show(f"# {planned.cell.id}\n{shlex.join(launch.typed())}\n")
         return 0
     study = _new_study(request, definition, cells)
-    rates = measure_rates()
+    here = device or next(map(find_accelerator, study.machine.accelerators), None)
     for found, planned in zip(study.cells, cells, strict=True):
-        threads = planned.config.runtime.threads if planned.config is not None else None
-        here = device or device_here(study.machine, planned.cell.ranks, rates, threads)
         found.prediction = predict(planned, here)
     with owned_folder(folder):
         if (folder / STUDY_FILE).exists():

@@ -16,7 +16,7 @@ from common.study.results import Study
 from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
 from common.study.table import MIB, part_name, parts_of
-from common.study.verdict import MEMORY_TOLERANCE, Verdict
+from common.study.verdict import Verdict
 from common.training.plot import open_pyplot
 
 FOLDER = "plots"
@@ -26,11 +26,6 @@ _MAX_BARS = 60
 _MAX_CURVES = 30
 _MAX_LABEL = 38
 _BLUE, _DARK, _RED, _GREY = "#7fa8d1", "#1f5a94", "#c4501b", "#6b7280"
-_MEMORY = {
-    "state": "weights and optimizer",
-    "step": "gradients and activations",
-    "peak": "peak of the fullest rank",
-}
 _FLOOR = 1e-9
 """Relative differences below it are drawn as none."""
 
@@ -194,50 +189,6 @@ def draw_difference(sheet: Sheet) -> Any:
     return figure
 
 
-def draw_prediction(sheet: Sheet) -> Any:
-    if sheet.study.calculated:
-        return None
-    kinds = dict.fromkeys(check.kind for check in sheet.verdict.memory if check.is_exact)
-    timed = [
-        (cell, (cell.step_seconds, cell.planned.step_seconds))
-        for cell in sheet.cells
-        if cell.step_seconds and cell.planned.step_seconds
-    ][:_MAX_BARS]
-    panels: list[tuple[str, list[tuple[float, float]]]] = []
-    for kind in kinds:
-        checks = [check for check in sheet.verdict.memory if check.kind == kind]
-        unit, name = _unit([check.measured for check in checks])
-        scaled = [(check.measured / unit, check.predicted / unit) for check in checks]
-        panels.append((f"{_MEMORY[kind]} ({name})", scaled))
-    if not panels and not timed:
-        return None
-    count = len(panels) + bool(timed)
-    figure, grid = sheet.pyplot.subplots(
-        1,
-        count,
-        figsize=(max(6.4, 4.6 * count), max(4.2, 1.1 + 0.27 * len(timed))),
-        squeeze=False,
-        layout="constrained",
-    )
-    if timed:
-        _measured_and_planned(grid[0][-1], timed)
-    for axes, (what, points) in zip(grid[0], panels, strict=False):
-        ends = [0.8 * min(map(min, points)), 1.25 * max(map(max, points))]
-        axes.plot(ends, ends, color=_GREY, linestyle="--", linewidth=1, label="as planned")
-        low, high = ([factor * end for end in ends] for factor in (0.9, 1.1))
-        axes.fill_between(
-            ends, low, high, color=_GREY, alpha=0.15, linewidth=0,
-            label=f"within {MEMORY_TOLERANCE:.0%}",
-        )  # fmt: skip
-        axes.plot(*zip(*points, strict=True), "o", color=_DARK, alpha=0.7, markersize=6)
-        axes.set(title=what, xlabel="measured", ylabel="planned", xlim=ends, ylim=ends)
-        if ends[1] > 4 * ends[0]:
-            _log_scales(axes, _ticks(*ends), _ticks(*ends))
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
-    return figure
-
-
 PICTURES = {
     "throughput": ("Speed of each cell", draw_throughput),
     "efficiency": ("Speed-up and efficiency beside the baseline", draw_efficiency),
@@ -245,7 +196,6 @@ PICTURES = {
     "memory": ("Peak memory of a rank", draw_memory),
     "loss": ("Loss of the first repeat", draw_loss),
     "loss_difference": ("Loss beside the reference of its group", draw_difference),
-    "prediction": ("Plan beside measurement", draw_prediction),
 }
 """A file's name -> the title in the picture and what draws it, in the order of a report."""
 
@@ -293,16 +243,6 @@ def _name_rows(axes: Any, cells: Sequence[Summary]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _measured_and_planned(axes: Any, times: Sequence[tuple[Summary, tuple[float, float]]]) -> None:
-    """Draw the time of a step of each cell, measured and planned, on a row of its own."""
-    _name_rows(axes, [cell for cell, _ in times])
-    rows = range(len(times))
-    for label, place, marker, color in (("measured", 0, "o", _DARK), ("planned", 1, "D", _RED)):
-        axes.plot([each[place] for _, each in times], rows, marker, color=color, label=label)
-    axes.set(title="step time", xlabel="seconds a step", xlim=(0, None))
-    axes.legend(frameon=False, fontsize="small")
-
-
 def _bar(axes: Any, sheet: Sheet, values: Sequence[float]) -> None:
     hatch = "///" if sheet.study.calculated else None
     axes.barh(
@@ -315,15 +255,6 @@ def _strokes(axes: Any, row: int, values: Sequence[float]) -> None:
     """Mark several values on the bar of a row."""
     if len(values) > 1:
         axes.plot(values, [row] * len(values), "|", color=_DARK, markersize=8, zorder=4)
-
-
-def _log_scales(axes: Any, across: Sequence[float], up: Sequence[float]) -> None:
-    """Make both scales logarithmic, with these ticks as plain numbers."""
-    axes.set(xscale="log", yscale="log")
-    for axis, ticks in ((axes.xaxis, across), (axes.yaxis, up)):
-        axis.set_ticks(ticks)
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
 
 
 def _curves(sheet: Sheet, rows: Sequence[tuple[Summary, Sequence[float]]]) -> Any:
@@ -370,14 +301,3 @@ def _label(name: str) -> str:
 
 def _unit(values: Sequence[float]) -> tuple[int, str]:
     return (GIB, "GiB") if max(values, default=0) >= GIB else (MIB, "MiB")
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten between both ends, at most about six."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ((1, 2, 3, 5), (1, 2, 5), (1,)):
-        ticks = [d * 10.0**power for power in powers for d in digits]
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) <= 6:
-            return inside
-    return inside

@@ -82,7 +82,6 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         memory_parts=_parts(memory["ranks"], traces),
         split=_split(cell.ranks, steps, timed, traces),
         mfu=statistics.median(mfu) if mfu else None,
-        own_figure=_own_figure(config, statistics.median(seconds)),
         first_step_seconds=float(steps[0]["step_time"]),
     )
 
@@ -144,16 +143,3 @@ def _split(
     elif ranks == 1:
         split["communication"] = 0.0
     return split
-
-
-def _own_figure(config: RunConfig, seconds: float) -> dict[str, float]:
-    """Return the speed as the system whose log style the run has defines it."""
-    samples = config.train.global_batch_size or 0
-    tokens = samples * (config.model.seq_length or 0)
-    copies = config.parallel.data_parallel or 1
-    return {
-        "megatron": {"samples/s": samples / seconds},
-        "fleetx": {"ips_total": tokens / seconds, "ips": tokens / seconds / copies},
-        "oneflow": {"throughput": samples / seconds, "latency": seconds},
-        "mindformers": {"time": 1000 * seconds},
-    }.get(config.logging.style.removesuffix("-normal"), {})

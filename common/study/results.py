@@ -82,8 +82,6 @@ class Measured(Record):
     split: dict[str, float | None] = {}
     """Seconds a step by part: data, forward_backward, communication, update; None: not known."""
     mfu: float | None = None
-    own_figure: dict[str, float] = {}
-    """The speed as the system of origin defines it, by its own name for it."""
     first_step_seconds: float | None = None
 
 

@@ -32,7 +32,6 @@ class Summary:
     peak_memory: tuple[int, ...]
     """Bytes of each rank."""
     mfu: float | None
-    own_figures: Mapping[str, float]
     fits: bool = True
     """False where the planner finds no room for a rank on the accelerator."""
     speed_up: float | None = None
@@ -110,7 +109,6 @@ def _measured(result: CellResult) -> Summary:
             for rank in range(ranks)
         ),
         mfu=_median([each.mfu for each in found if each.mfu is not None]),
-        own_figures=_medians([each.own_figure for each in found]),
     )
 
 
@@ -130,7 +128,6 @@ def _calculated(result: CellResult, room: float) -> Summary:
         split=expected.step_parts if fits else {},
         peak_memory=tuple(expected.peak),
         mfu=None,
-        own_figures={},
         fits=fits,
     )
 

@@ -138,20 +138,6 @@ def part_name(part: str, study: Study) -> str:
     return PARTS.get(part, part)
 
 
-def own_table(cells: Mapping[str, Summary]) -> Table | None:
-    """Return speeds as the systems of origin define them, or None where no cell has one."""
-
-    def column(figure: str) -> Column:
-        return lambda cell: (
-            f"{cell.own_figures[figure]:,.4g}" if figure in cell.own_figures else None
-        )
-
-    columns = {name: column(name) for cell in cells.values() for name in cell.own_figures}
-    return (
-        _table(columns, [cell for cell in cells.values() if cell.own_figures]) if columns else None
-    )
-
-
 def _table(
     columns: Mapping[str, Column], cells: Iterable[Summary], marks: Sequence[str] = ()
 ) -> Table:
@@ -206,7 +192,6 @@ def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
         "baseline": cell.baseline or "",
         "peak_memory_bytes": max(found.peak_memory, default=None),
         "mfu": found.mfu,
-        **{f"own:{name}": value for name, value in found.own_figures.items()},
         "last_loss": first.loss[-1] if first and first.loss else None,
         "last_gradient_norm": (first.gradient_norm[-1] if first and first.gradient_norm else None),
         "validation_loss": first.validation_loss if first else None,

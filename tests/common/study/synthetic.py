@@ -51,7 +51,6 @@ def measured(speed: float = 10_000.0, **changes: Any) -> Measured:
             "communication": 0.2 * seconds,
             "update": 0.08 * seconds,
         },
-        "own_figure": {"samples/s": speed / 128},
     }
     return Measured(**values | changes)
 

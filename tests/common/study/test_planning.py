@@ -11,8 +11,6 @@ from common.run_config import load_config
 from common.study.cells import PlannedCell, expand
 from common.study.definition import Definition
 from common.study.planning import describe_cells, predict
-from common.study.results import Machine
-from common.study.this_machine import Rates, device_here, measure_rates
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml"
@@ -64,26 +62,3 @@ def test_the_table_names_every_cell_and_starts_nothing() -> None:
     assert lines[3].split()[2:5] == ["2", "1", "2x1x1"]
     assert "4 cells, 3 repeats: 9 runs of 3 + 10 steps" in text
     assert "refused: tp4: parallel.model_parallel=4 does not divide" in text
-
-
-def test_ranks_share_the_processor() -> None:
-    """Two ranks on the same cores compute no faster than one, and send messages besides."""
-    machine = Machine(host="h", cpu="c", cores=2, memory=2**34)
-    rates = Rates(flops=1e11, bandwidth=1e10, messages=1e9)
-    one, two = device_here(machine, 1, rates), device_here(machine, 2, rates)
-    assert one is not None and two is not None and one.single_flops == 2 * two.single_flops
-    bound = device_here(machine, 1, rates, threads=1)
-    assert bound is not None and bound.single_flops == two.single_flops
-    alone, split = predict(cells()["one"], one), predict(cells()["dp2"], two)
-    assert alone.step_seconds is not None and split.step_seconds is not None
-    assert split.step_seconds > alone.step_seconds
-    known = machine.model_copy(update={"accelerators": ["NVIDIA A100-SXM4-80GB"]})
-    assert device_here(known, 8, rates) == require_accelerator("A100 80GB")
-    unknown = machine.model_copy(update={"accelerators": ["Abacus"]})
-    assert device_here(unknown, 8, rates) is None
-
-
-def test_rates_of_this_machine_are_plausible() -> None:
-    rates = measure_rates()
-    assert 1e8 < rates.flops < 1e14
-    assert 1e7 < rates.messages < 1e12 and 1e8 < rates.bandwidth < 1e13
