@@ -45,7 +45,7 @@ PACKAGES = (
     "horovod",
 )
 _QUERY_SECONDS = 10.0
-_SAME = ("name", "small", "warmup_steps", "measured_steps", "calculated")
+_SAME = ("name", "small", "warmup_steps", "measured_steps")
 _SAME_OF_CELLS = ("base", "settings", "ranks", "hosts", "peer")
 
 
@@ -63,8 +63,8 @@ class StudyRequest:
     )
     plan: bool = flag("show the cells and what is expected; start nothing", default=False)
     accelerator: str | None = flag(
-        'NAME: compute the study for devices that are not here, such as "Ascend 910A"; with --plan,'
-        " add the time of a step on it"
+        'NAME: with --plan: add the time of a step on a device that is not here, such as "Ascend'
+        ' 910A", and say what does not fit'
     )
     redo: tuple[str, ...] = flag(
         "CELL: run this cell again; may be given several times", default=()
@@ -94,6 +94,8 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
     if request.ssh and request.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")
     folder = _folder(request)
+    if request.accelerator is not None and not request.plan:
+        raise ConfigError("--accelerator is for --plan; leave it out, or add --plan")
     if not (request.plan or (request.hosts and not request.ssh)):
         require_package("scipy", extra="study", purpose="which tells differences from chance")
     if request.report_only:
@@ -121,18 +123,14 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
                     show(f"# {planned.cell.id}\n{shlex.join(launch.typed())}\n")
         return 0
     study = _new_study(request, definition, cells)
-    here = device or next(map(find_accelerator, study.machine.accelerators), None)
+    here = next(map(find_accelerator, study.machine.accelerators), None)
     for found, planned in zip(study.cells, cells, strict=True):
         found.prediction = predict(planned, here)
     with owned_folder(folder):
         if (folder / STUDY_FILE).exists():
             take_over(study, read_study(folder), request.redo, folder)
         write_study(study, folder)
-        if device is None:
-            run_cells(study, cells, folder, where)
-        else:
-            study.finished = now()
-            write_study(study, folder)
+        run_cells(study, cells, folder, where)
         return _end(study, folder)
 
 
@@ -141,13 +139,11 @@ def _end(study: Study, folder: Path) -> int:
     write_outcome(study, folder)
     LOG.info(f"{study.title}: {folder / PAGE}")
     states = {each.state for found in study.cells for each in found.repeats}
-    return 0 if State.FINISHED in states or study.calculated else 1
+    return 0 if State.FINISHED in states else 1
 
 
 def _folder(request: StudyRequest) -> Path:
     name = request.config.stem + ("_small" if request.small else "")
-    if request.accelerator and not request.plan:
-        name += "_calculated"
     return Path(os.path.abspath(request.output_dir or Path("output") / "study" / name))
 
 
@@ -157,8 +153,6 @@ def _new_study(request: StudyRequest, definition: Definition, cells: list[Planne
         name=request.config.stem,
         title=definition.title,
         small=request.small,
-        calculated=request.accelerator is not None,
-        accelerator=request.accelerator,
         definition=definition.model_dump(by_alias=True),
         axes={axis: labels_of(values) for axis, values in definition.axes.items()},
         warmup_steps=definition.warmup_steps,

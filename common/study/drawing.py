@@ -15,7 +15,7 @@ from common.files import atomic_write
 from common.study.results import Study
 from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
-from common.study.table import MIB, part_name, parts_of
+from common.study.table import MIB, PARTS, parts_of
 from common.study.verdict import Verdict
 from common.training.plot import open_pyplot
 
@@ -56,8 +56,7 @@ def draw_throughput(sheet: Sheet) -> Any:
         if len(cell.speeds) > 1:
             axes.plot([cell.lowest, cell.highest], [row, row], color=_DARK, linewidth=1.4, zorder=3)
         _strokes(axes, row, list(cell.speeds.values()))
-    calculated = ", calculated" if sheet.study.calculated else ""
-    axes.set(xlabel=f"tokens per second{calculated}", xlim=(0, None))
+    axes.set(xlabel="tokens per second", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     return figure
 
@@ -100,7 +99,7 @@ def draw_memory(sheet: Sheet) -> Any:
     expected = [
         (check.predicted / unit, rows[check.cell])
         for check in sheet.verdict.memory
-        if check.kind == "peak" and check.cell in rows and not sheet.study.calculated
+        if check.kind == "peak" and check.cell in rows
     ]
     if expected:
         axes.plot(
@@ -126,7 +125,7 @@ def draw_split(sheet: Sheet) -> Any:
         widths = [cell.split.get(part, 0.0) / unit for cell in cells]
         axes.barh(
             range(len(cells)), widths, left=starts, height=0.62, color=f"C{number}", alpha=0.8,
-            label=part_name(part, sheet.study),
+            label=PARTS.get(part, part),
         )  # fmt: skip
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set(xlabel=f"{name} a step", xlim=(0, None))
@@ -244,9 +243,8 @@ def _name_rows(axes: Any, cells: Sequence[Summary]) -> None:
 
 
 def _bar(axes: Any, sheet: Sheet, values: Sequence[float]) -> None:
-    hatch = "///" if sheet.study.calculated else None
     axes.barh(
-        range(len(values)), values, height=0.62, color=_BLUE, hatch=hatch, edgecolor="white",
+        range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white",
         linewidth=0,
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
         for name in pictures
     }
     texts = {
-        "table.csv": as_csv(study, cells, verdict),
+        "table.csv": as_csv(cells, verdict),
         PAGE: templates().get_template("report.html.j2").render(facts),
     }
     for name, language in REPORTS.items():
@@ -96,7 +96,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return all that the templates word. pictures: names of those that were drawn."""
     more = {
-        "Time of a step": split_table(study, cells),
+        "Time of a step": split_table(cells),
         "Cells without a result": _failed(cells),
     }
     return {
@@ -112,7 +112,7 @@ def facts_of(
         "results": main_table(study, cells, verdict),
         "pictures": pictures,
         "more": [(title, table) for title, table in more.items() if table],
-        "method": list(_method(study)),
+        "method": ["how_timed", "how_compared", "how_judged"],
         "machine": _machine(study),
         "blocks": list(_repeating(study)),
     }
@@ -132,21 +132,8 @@ def _failed(cells: Mapping[str, Summary]) -> Table | None:
         for name, cell in cells.items()
         for run in cell.failures
     ]
-    rows += [
-        [f"`{name}`", "–", Word("not predicted"), cell.planned.reason]
-        for name, cell in cells.items()
-        if not cell.result.repeats and not cell.speeds and cell.planned.reason
-    ]
     head = ["cell", "repeat", "state", "reason"]
     return Table(head=head, rows=rows, words=True) if rows else None
-
-
-def _method(study: Study) -> Iterator[str]:
-    """Yield the names of the paragraphs that say how it was measured."""
-    if study.calculated:
-        yield "how_calculated"
-        return
-    yield from ("how_timed", "how_compared", "how_judged")
 
 
 def _machine(study: Study) -> Table:

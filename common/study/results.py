@@ -109,12 +109,7 @@ class Prediction(Record):
     """Bytes of each rank by kind, in the order of ranks."""
     peak: list[int] = []
     """Bytes of each rank at most: the sum of its kinds, without what two of them share."""
-    tokens_per_step: int = 0
-    samples_per_step: int = 0
-    """Both are 0 where the cell is refused."""
     step_seconds: float | None = None
-    step_parts: dict[str, float] = {}
-    """The parts of step_seconds, by the names of the planner."""
     reason: str = ""
     """Why something is missing."""
 
@@ -146,10 +141,6 @@ class Study(Record):
     """Name of the definition's file, such as "precision"."""
     title: str
     small: bool = False
-    calculated: bool = False
-    """True where the planner computed everything and nothing ran."""
-    accelerator: str | None = None
-    """The name of the device that a calculated study is for."""
     definition: dict[str, Any]
     """The definition as it was run, with the small section and overrides put in."""
     axes: dict[str, list[str]]

@@ -89,10 +89,7 @@ def prediction(peak: int = 300 * MIB, step_seconds: float | None = None) -> Pred
     return Prediction(
         memory=[{"weights": peak // 2, "activations": peak - peak // 2}] * 2,
         peak=[peak] * 2,
-        tokens_per_step=TOKENS,
-        samples_per_step=TOKENS // 128,
         step_seconds=step_seconds,
-        step_parts={} if step_seconds is None else {"products": 0.8 * step_seconds},
     )
 
 

@@ -133,29 +133,6 @@ def test_a_study_without_results_has_a_report(tmp_path: Path) -> None:
     Page((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-def test_a_calculated_study_is_marked_everywhere(tmp_path: Path) -> None:
-    cells = [
-        cell(name, [], baseline="dp2", prediction=prediction(step_seconds=seconds))
-        for name, seconds in (("dp2", 0.5), ("tp2", 0.4))
-    ]
-    found = study(cells, calculated=True, accelerator="Ascend 910A")
-    (ranking,) = write_outcome(found, tmp_path).rankings
-    assert ranking.calculated and ranking.cells == ("tp2", "dp2")
-    said = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "Calculated for Ascend 910A: nothing ran." in said
-    assert "by calculation: `tp2`" in said and "25 % faster" in said
-    for name in WRITTEN - {"table.csv"}:
-        text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "calculated" in text or "计算值" in text, name
-    with (tmp_path / "table.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["calculated"], row["step_seconds"]) for row in rows] == [
-        ("True", "0.5"), ("True", "0.4"),
-    ]  # fmt: skip
-    assert [row["speed_up"] for row in rows] == ["1.0", "1.25"]
-    assert not (tmp_path / "plots" / "loss.png").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
