@@ -185,7 +185,7 @@ _REWRITES = {
     },
     "make_run": {"common/backends.py"},
     "model_copy": {
-        "common/study/loading.py", "common/study/planning.py", "common/systems/direct.py"
+        "common/study/loading.py", "common/systems/direct.py"
     },
     "model_construct": {"common/config/resolved.py"},
 }  # fmt: skip
