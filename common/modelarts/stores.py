@@ -1,7 +1,7 @@
 """Copies from URLs (once per host) and to URLs: complete or absent.
 
 A store is OBS through ModelArts' moxing, which tries again by itself, or a folder, which may be a
-mounted bucket. Each file of the output is tried three times in either.
+mounted bucket.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,8 +26,6 @@ from common.modelarts.arguments import SCHEMES, is_url
 
 _COPY_SECONDS = 7200.0
 """Seconds to wait for another process of this host that copies."""
-_PAUSES = (5.0, 10.0)
-"""Seconds before the second and third try of a file of the output."""
 
 
 class StoredFile(NamedTuple):
@@ -144,34 +141,51 @@ def pull_once(url: str, folder: Path) -> Path:
     renamed; the list of its source's files is a hidden file beside it. Raises DataError for an
     empty URL and StorageError for a failed copy.
     """
-    record = folder.with_name(f".{folder.name}.complete")
-    with _one_of_host(folder.with_name(f".{folder.name}.lock"), url):
-        there = files(url)
-        wanted = json.dumps({"url": url, "files": there}, ensure_ascii=False)
-        if folder.is_dir() and record.is_file():
-            if record.read_bytes() == wanted.encode():
-                LOG.info(f"{url} has not changed: its copy is used, {folder}")
-                return _copied(url, folder)
-            LOG.warning(f"{url} has changed: its copy is replaced, {folder}")
-        if not there:
-            raise DataError(
-                f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and"
-                " the permissions of this job"
-            )
-        LOG.info(f"copying {url} to {folder}")
-        part = folder.with_name(f".{folder.name}.part")
-        with _named(f"{url}: could not be copied to {folder}"):
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            _copy_into(url, part)
-            if not any(part.iterdir()):
-                raise StorageError(f"no files arrived in {part}")
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(part, folder)
-        with atomic_write(record, "w") as file:
-            file.write(wanted)
+    lock = folder.with_name(f".{folder.name}.lock")
+    told = f"waiting for another process of this host, which copies {url}"
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with held_lock(lock, _COPY_SECONDS, lambda: LOG.warning(told)):
+            _pull(url, folder)
+    except TimeoutError:
+        raise StorageError(
+            f"{url}: another process of this host has been copying it for more than"
+            f" {_COPY_SECONDS:g} s; see its log"
+        ) from None
+    except OSError as error:
+        raise StorageError(
+            f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
+            f" {url}"
+        ) from None
     return _copied(url, folder)
+
+
+def _pull(url: str, folder: Path) -> None:
+    record, there = folder.with_name(f".{folder.name}.complete"), files(url)
+    wanted = json.dumps({"url": url, "files": there}, ensure_ascii=False)
+    if folder.is_dir() and record.is_file():
+        if record.read_bytes() == wanted.encode():
+            LOG.info(f"{url} has not changed: its copy is used, {folder}")
+            return
+        LOG.warning(f"{url} has changed: its copy is replaced, {folder}")
+    if not there:
+        raise DataError(
+            f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and"
+            " the permissions of this job"
+        )
+    LOG.info(f"copying {url} to {folder}")
+    part = folder.with_name(f".{folder.name}.part")
+    with _named(f"{url}: could not be copied to {folder}"):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        _copy_into(url, part)
+        if not any(part.iterdir()):
+            raise StorageError(f"no files arrived in {part}")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(part, folder)
+    with atomic_write(record, "w") as file:
+        file.write(wanted)
 
 
 def _copied(url: str, folder: Path) -> Path:
@@ -206,20 +220,7 @@ def push(folder: Path, url: str, *, wanted: Callable[[str], bool] = lambda name:
     store = find_store(url)
     with _named(f"{url}: {folder} could not be copied there, and is still here"):
         for name in names:  # copy_parallel keeps no order
-            _copy(store, str(folder / name), join(url, name))
-
-
-def _copy(store: Any, source: str, target: str) -> None:
-    """Copy a file, again after a failure, which may be any exception."""
-    for pause in _PAUSES:
-        try:
-            store.copy(source, target)
-            return
-        except Exception as error:
-            why = str(error) or type(error).__name__
-            LOG.warning(f"{target} could not be written ({why}); trying again in {pause:g} s")
-            time.sleep(pause)
-    store.copy(source, target)
+            store.copy(str(folder / name), join(url, name))
 
 
 @contextmanager
@@ -231,27 +232,3 @@ def _named(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise StorageError(f"{what} ({str(error) or type(error).__name__})") from None
-
-
-@contextmanager
-def _one_of_host(lock: Path, url: str) -> Iterator[None]:
-    """Hold a lock that ends with the process, and wait for it with a message.
-
-    Raises StorageError after _COPY_SECONDS.
-    """
-    with ExitStack() as stack:
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            told = f"waiting for another process of this host, which copies {url}"
-            stack.enter_context(held_lock(lock, _COPY_SECONDS, lambda: LOG.warning(told)))
-        except TimeoutError:
-            raise StorageError(
-                f"{url}: another process of this host has been copying it for more than"
-                f" {_COPY_SECONDS:g} s; see its log"
-            ) from None
-        except OSError as error:
-            raise StorageError(
-                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
-                f" {url}"
-            ) from None
-        yield

@@ -17,14 +17,6 @@ from common.modelarts.stores import StoredFile, join
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds for which a copy would have waited before it was tried again."""
-    waited: list[float] = []
-    monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=waited.append))
-    return waited
-
-
 @pytest.fixture
 def bucket(tmp_path: Path) -> Path:
     folder = tmp_path / "bucket"
@@ -109,27 +101,6 @@ def test_an_upload_that_is_cut_off_never_looks_whole(
         for checkpoint in whole_checkpoints(there / "checkpoints"):
             assert files(checkpoint) == files(here / "checkpoints" / checkpoint.name)
         assert not (there / "checkpoints" / "latest").exists()
-
-
-def test_a_file_of_the_output_is_tried_three_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
-) -> None:
-    class Shaky(stores.Folders):
-        failures = ["dead"] * 2
-
-        @staticmethod
-        def copy(source: str, target: str) -> None:
-            if Shaky.failures:
-                raise StorageError(Shaky.failures.pop())
-            stores.Folders.copy(source, target)
-
-    monkeypatch.setattr(stores, "find_store", lambda url: Shaky)
-    here, there = run_folder(tmp_path / "out"), tmp_path / "bucket"
-    stores.push(here, f"file://{there}")
-    assert list(files(there)) == sorted(UPLOAD_ORDER) and pauses == [5.0, 10.0]
-    Shaky.failures = ["dead"] * 3
-    with pytest.raises(StorageError, match="dead"):
-        stores.push(here, f"file://{there}")
 
 
 def test_a_push_adds_and_deletes_nothing(bucket: Path, tmp_path: Path) -> None:
