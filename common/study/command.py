@@ -24,7 +24,7 @@ from common.planner.room import machine_memory
 from common.processes.programs import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
-from common.study.definition import Definition, did_you_mean, labels_of
+from common.study.definition import Definition, did_you_mean
 from common.study.loading import load_definition
 from common.study.planning import describe_cells, predict
 from common.study.report import PAGE, write_outcome
@@ -154,7 +154,6 @@ def _new_study(request: StudyRequest, definition: Definition, cells: list[Planne
         title=definition.title,
         small=request.small,
         definition=definition.model_dump(by_alias=True),
-        axes={axis: labels_of(values) for axis, values in definition.axes.items()},
         warmup_steps=definition.warmup_steps,
         measured_steps=definition.measured_steps,
         repeats=definition.repeats,

@@ -143,8 +143,6 @@ class Study(Record):
     small: bool = False
     definition: dict[str, Any]
     """The definition as it was run, with the small section and overrides put in."""
-    axes: dict[str, list[str]]
-    """The labels on each axis, in order."""
     warmup_steps: int
     measured_steps: int
     repeats: int

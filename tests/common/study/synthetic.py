@@ -98,7 +98,6 @@ def study(cells: Sequence[CellResult], **changes: Any) -> Study:
         "name": "layouts",
         "title": "Layouts of two ranks",
         "definition": {"title": "Layouts of two ranks", "axes": {"layout": ["dp2", "tp2"]}},
-        "axes": {"layout": [each.cell.id for each in cells]},
         "warmup_steps": WARMUP,
         "measured_steps": STEPS,
         "repeats": max([len(each.repeats) for each in cells], default=3),

@@ -263,7 +263,7 @@ def test_failures_are_named_and_never_compared() -> None:
         cell("late", [measured(), State.TIMED_OUT, measured()]), cell("todo", []),
     ]  # fmt: skip
     verdict: Verdict = judge(study(cells))
-    assert verdict.groups[0].unknown == ("oom", "todo") and not verdict.different
+    assert verdict.groups[0].same == ("dp", "tpp", "late") and not verdict.different
     found = text_of(cells)
     assert "No result, out of memory: `oom`" in found
     assert "Some repeats failed, others finished: `late`" in found
