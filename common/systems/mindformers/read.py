@@ -4,7 +4,6 @@ holds heads and vocabulary. Before release 0.6 the names differed.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -273,44 +272,3 @@ def _run_of(file: Path, counters: Mapping[str, float], optimizer: RuleName) -> d
     return new_run(
         optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale
     )
-
-
-_HEAD_WIDTH = 64
-"""Width of a head in OpenAI's models."""
-
-
-def missing_config(path: Path, format: str) -> str | None:
-    """Return a shell command that writes the sizes beside the weights; None where they are. Raises
-    CheckpointError and ConfigError.
-    """
-    found = _find(path)
-    assert found is not None, "it was detected"
-    folders = _folders(path, found)
-    if find_model(found.root if isinstance(found, Slices) else found, folders) is not None:
-        return None
-    sizes = ", ".join(f"{key}: {value}" for key, value in _sizes(found, format).items())
-    return f"echo 'model: {{{sizes}}}' > {shlex.quote(str(folders[0] / MODEL_YAML))}"
-
-
-def _sizes(found: Path | Slices, format: str) -> dict[str, Any]:
-    """Return the part of the section model that follows from shapes. Raises CheckpointError."""
-    with _open(found) as stored:
-        where = found.root if isinstance(found, Slices) else found
-        name_map = match_name_map(where, format, NAME_MAPS[format], stored)
-        layers = 0
-        while any(row.theirs.format(layer=layers) in stored for row in name_map.layer_rows):
-            layers += 1
-        shapes = {
-            row.ours[0]: stored[row.theirs].shape
-            for row in name_map.rows(1)
-            if row.theirs in stored
-        }
-        vocabulary, hidden = shapes.get(EMBEDDING, (0, 0))
-        inner = shapes.get("h.0.mlp.c_fc.bias", (0,))[0]
-    sizes = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_heads": max(1, hidden // _HEAD_WIDTH),
-    }
-    sizes |= {"seq_length": shapes.get(POSITIONS, (0, 0))[0], "vocab_size": vocabulary}
-    return sizes | ({} if inner == 4 * hidden else {"ffn_hidden_size": inner})
