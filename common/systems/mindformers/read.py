@@ -15,7 +15,7 @@ from common.config.resolved import ResolvedModel
 from common.config.update_rules import RuleName, rule_keeping
 from common.dialects.mindformers import BASE
 from common.errors import CheckpointError, ConfigError
-from common.systems.bases import read_with_bases
+from common.systems.dialect import read_foreign
 from common.systems.mindformers.config import translate
 from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
@@ -103,7 +103,7 @@ def _is_theirs(path: Path) -> bool:
 
 
 def _read(path: Path) -> ResolvedModel:
-    tree, sources = read_with_bases(path, BASE)
+    tree, sources = read_foreign(path, BASE)
     section = tree.get("model")
     if not isinstance(section, dict) or "model_config" not in section:
         raise ConfigError(

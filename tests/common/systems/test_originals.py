@@ -24,9 +24,8 @@ from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.systems import config as systems
-from common.systems.bases import read_with_bases
 from common.systems.config import COMMAND_LINES, DIALECTS, Opened, open_config, open_flags
-from common.systems.dialect import Dialect
+from common.systems.dialect import Dialect, read_foreign
 from common.systems.flags import read_flag_file, read_flags
 from common.weights.names import count_parameters
 from tools import convert_config
@@ -236,7 +235,7 @@ def trees() -> Iterator[tuple[str, Dialect, dict[str, Any], dict[Any, str]]]:
         else:
             found = systems.ConfigFile.read(path).dialect
             assert found is not None
-            tree, sources = read_with_bases(path, found.base)
+            tree, sources = read_foreign(path, found.base)
             yield name, found, tree, sources
 
 
