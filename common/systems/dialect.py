@@ -342,9 +342,13 @@ class Dialect:
     """Name of the system, for messages."""
     table: Table
     defaults: Defaults
-    translate: Callable[[Mapping[str, Any], Mapping[tuple[str | int, ...], str]], Translation]
-    """Returns our configuration of its keys, from their values and places. Raises ConfigError for
-    what this project cannot follow.
+    defaults_of: Callable[[Mapping[str, Any]], Defaults] | None = None
+    """Returns the defaults that count for these keys, where they are not ``defaults``."""
+    begin: Mapping[str, Any] = field(default_factory=dict)
+    """Values of our keys in every run of the system."""
+    parts: tuple[Callable[[ForeignKeys, Translation], None], ...] = ()
+    """Functions that translate what the table leaves to them, in this order. They raise ConfigError
+    for what this project cannot follow.
     """
     settle: Callable[[Translation], None] = _settle_nothing
     """Removes keys without effect, once overrides have chosen backend, device and engine."""
@@ -356,3 +360,19 @@ class Dialect:
     """Programs that take its flags."""
     other_programs: Mapping[str, str] = field(default_factory=dict)
     """Programs of the system that take other flags, and what to do instead."""
+
+    def translate(self, tree: Mapping[str, Any], sources: Sources) -> Translation:
+        """Return our configuration of its keys, from their values and places. Raises ConfigError
+        for what this project cannot follow.
+        """
+        defaults = self.defaults if self.defaults_of is None else self.defaults_of(tree)
+        flags = defaults if self.programs else ()
+        places: Sources = {(name,): f"default: --{name}" for name in flags}
+        theirs, ours = ForeignKeys(self.system, tree, places | sources, defaults), Translation()
+        for key, value in self.begin.items():
+            ours.set(key, value)
+        for part in self.parts:
+            part(theirs, ours)
+        apply(self.table, theirs, ours)
+        require_all_taken(theirs, self.table)
+        return ours

@@ -16,7 +16,7 @@ from common.config.update_rules import RuleName, rule_keeping
 from common.dialects.mindformers import BASE
 from common.errors import CheckpointError, ConfigError
 from common.systems.dialect import read_foreign
-from common.systems.mindformers.config import translate
+from common.systems.mindformers.config import DIALECT
 from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
 from common.systems.run_state import (
@@ -110,7 +110,7 @@ def _read(path: Path) -> ResolvedModel:
             f"{path}: has no model.model_config, nor have the files of its {BASE}; put the YAML"
             " with the model beside the weights"
         )
-    ours = translate({"model": section}, sources)
+    ours = DIALECT.translate({"model": section}, sources)
     return checked_model(path, ours.tree["model"])
 
 

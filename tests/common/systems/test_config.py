@@ -22,9 +22,9 @@ from common.resolve.derive import resolve_config, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.run_config import load_config
 from common.systems.config import open_config, open_flags
-from common.systems.flag_scripts import main_with_flags
 from common.systems.flags import read_command, read_flag_file
 from common.systems.oneflow.flags import start_nodes_devices
+from compat.programs import main_with_flags
 from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
 
