@@ -18,6 +18,7 @@ import run_gpt2
 from common.config.load import dump_config, flatten
 from common.errors import ConfigError
 from common.parallel.learning_rate import learning_rate
+from common.parallel.operator_plan import splits_vocabulary
 from common.resolve.derive import resolve_config, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.run_config import load_config
@@ -171,11 +172,16 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path) 
     parts = {"data_parallel", "model_parallel", "pipeline_stage", "zero_stage"}
     assert found.parallel.model_dump(include=parts) == shipped.parallel.model_dump(include=parts)
     assert found.train.global_batch_size == 192 and found.train.recompute == "full"
+    # with a pipeline vocab_emb_dp is false in r0.3, whatever the file says
+    assert splits_vocabulary(found)
     if words:
         assert "parallel.full_batch" in opened.yaml
         assert "have no effect here" in (opened.remark or "")
     else:  # on Ascends all of it acts
-        assert (opened.yaml, opened.remark) == ("", None)
+        assert (opened.yaml, opened.remark, found.device) == ("", None, "npu")
+        said = {"parallel_mode": "semi_auto_parallel", "full_batch": True, "vocab_emb_dp": True}
+        assert found.parallel == shipped.parallel.model_copy(update=said)
+        assert found.train == shipped.train
     (tmp_path / "again.yaml").write_text(opened.yaml or dump_config(opened.config))
     assert load_config(tmp_path / "again.yaml") == opened.config
 
