@@ -23,7 +23,7 @@ from common.resolve.derive import resolve_config, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.run_config import load_config
 from common.systems.config import open_config, open_flags
-from common.systems.flags import read_command, read_flag_file
+from common.systems.flags import read_command
 from common.systems.oneflow.flags import start_nodes_devices
 from compat.programs import main_with_flags
 from tests.common.resolve.test_parallel_mode import TUTORIAL
@@ -282,7 +282,7 @@ def modelzoo_flags(preset: str) -> str:
 def test_the_modelzoos_flags_are_the_presets(preset, tmp_path) -> None:
     file, text = tmp_path / "flags.txt", modelzoo_flags(preset).replace("\n", " \\\n")
     file.write_text(f"python3 run.py pretrain_gpt.py {text}")
-    opened = open_flags("megatron", read_flag_file(file), where=str(file))
+    opened = open_flags("megatron", read_command(file)[2], where=str(file))
     assert opened.system == "Megatron"
     assert differences(opened.config, preset, 8) == {}
     assert opened.config.data.train == ["data/my-gpt_text_sentence"]
@@ -501,9 +501,9 @@ def test_a_file_of_flags_is_a_configuration(system, rate, tmp_path) -> None:
 def test_lines_around_the_flags_are_skipped(tmp_path) -> None:
     text = "set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
     (tmp_path / "run.sh").write_text(f"{text}  --split 9,1,0 2>&1 | tee log --flush\necho done\n")
-    assert read_flag_file(tmp_path / "run.sh") == ["--lr", "-1e-4", "--split", "9,1,0"]
+    assert read_command(tmp_path / "run.sh")[2] == ["--lr", "-1e-4", "--split", "9,1,0"]
     (tmp_path / "run.sh").write_text("python -m oneflow_gpt.training --seed 1 &\nwait\n")
-    assert read_flag_file(tmp_path / "run.sh") == ["--seed", "1"]
+    assert read_command(tmp_path / "run.sh")[2] == ["--seed", "1"]
 
 
 @pytest.mark.parametrize("detached", ["", "1"])
