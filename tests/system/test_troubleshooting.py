@@ -1,4 +1,6 @@
-"""The messages that docs/troubleshooting.md and clusters.md explain exist, in both languages."""
+"""The messages that docs/troubleshooting.md, doctor.md and clusters.md explain exist, in both
+languages.
+"""
 
 import re
 from pathlib import Path
@@ -10,9 +12,11 @@ WORDS = {"temperature", "checkpoints/latest", "input should be"}
 
 def messages(page: str) -> list[str]:
     """Return the quoted parts of the first column of every table of messages."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    clusters = (ROOT / "docs" / page.replace("troubleshooting", "clusters")).read_text("utf-8")
-    text += clusters.rpartition("\n## ")[2]
+    text, doctor, clusters = (
+        (ROOT / "docs" / page.replace("troubleshooting", name)).read_text(encoding="utf-8")
+        for name in ("troubleshooting", "doctor", "clusters")
+    )
+    text += doctor + clusters.rpartition("\n## ")[2]
     cells = re.findall(r"^\| (.*?) \|", text, flags=re.M)
     return [quoted for cell in cells for quoted in re.findall(r"`([^`]+)`", cell)]
 
