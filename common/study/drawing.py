@@ -77,7 +77,8 @@ def draw_efficiency(sheet: Sheet) -> Any:
     for row, cell in enumerate(cells):
         ranks = cell.result.cell.ranks
         ratio = ranks / by_id[cell.result.cell.baseline or ""].result.cell.ranks
-        what = f"{cell.speed_up:.2f} times as fast, {ratio:g} times the ranks"
+        what = f"{cell.speed_up:.2f} times as fast"
+        what += f", {ratio:g} times the ranks" if ratio != 1 else ""
         axes.annotate(
             what, (max(1, cell.efficiency or 0), row), xytext=(4, 0), textcoords="offset points",
             va="center", fontsize="x-small",
@@ -85,10 +86,10 @@ def draw_efficiency(sheet: Sheet) -> Any:
     axes.axvline(1, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
     axes.set(
         xlabel="efficiency: speed-up by ratio of ranks",
-        xlim=(0, 1.35 * max(1, *(cell.efficiency or 0 for cell in cells))),
+        xlim=(0, 1.45 * max(1, *(cell.efficiency or 0 for cell in cells))),
     )
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    figure.legend(loc="outside upper right", frameon=False, fontsize="small")
+    figure.legend(loc="outside lower right", frameon=False, fontsize="small")
     return figure
 
 
@@ -112,7 +113,7 @@ def draw_memory(sheet: Sheet) -> Any:
             *zip(*expected, strict=True), "D", color=_RED, markersize=5, zorder=4, clip_on=False,
             label="planned, fullest rank",
         )  # fmt: skip
-        figure.legend(loc="outside upper right", frameon=False, fontsize="small")
+        figure.legend(loc="outside lower right", frameon=False, fontsize="small")
     source = next((cell.first.peak_memory_source for cell in cells if cell.first), "")
     label = f"peak memory of a rank ({name}{', ' + source if source else ''})"
     axes.set(xlabel=label.encode("ascii", "replace").decode(), xlim=(0, None))
@@ -136,7 +137,7 @@ def draw_split(sheet: Sheet) -> Any:
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set(xlabel=f"{name} a step", xlim=(0, None))
     figure.legend(
-        loc="outside upper right", ncols=min(4, len(parts)), frameon=False, fontsize="small"
+        loc="outside lower right", ncols=min(4, len(parts)), frameon=False, fontsize="small"
     )
     return figure
 
