@@ -77,11 +77,10 @@ def draw_efficiency(sheet: Sheet) -> Any:
     for row, cell in enumerate(cells):
         ranks = cell.result.cell.ranks
         ratio = ranks / by_id[cell.result.cell.baseline or ""].result.cell.ranks
-        what = f"{cell.speed_up:.2f} times as fast"
-        what += f", {ratio:g} times the ranks" if ratio != 1 else ""
+        more = f", {ratio:g} times the ranks" if ratio != 1 else ""
         axes.annotate(
-            what, (max(1, cell.efficiency or 0), row), xytext=(4, 0), textcoords="offset points",
-            va="center", fontsize="x-small",
+            f"{cell.speed_up:.2f} times as fast{more}", (max(1, cell.efficiency or 0), row),
+            xytext=(4, 0), textcoords="offset points", va="center", fontsize="x-small",
         )  # fmt: skip
     axes.axvline(1, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
     axes.set(
