@@ -229,14 +229,13 @@ def halvings(figures: Sequence[Figure], count: int) -> list[str]:
         found = []
         for seed in range(count):
             draw = random.Random(seed)  # noqa: S311
-            half: dict[object, bool] = {}
-            tested, fitted = [], []
+            drawn: dict[object, bool] = {}
+            halves: dict[bool, list[Figure]] = {True: [], False: []}
             for number, each in enumerate(figures):
                 key = number if name == "row" else each.row["source"]
-                is_test = half.setdefault(key, draw.random() < 0.5)
-                (tested if is_test else fitted).append(each)
-            factors = fit(fitted, [0.6, 0.5, 0.4, 0.5, 0.5])
-            found.append((*errors(tested), *factors))
+                halves[drawn.setdefault(key, draw.random() < 0.5)].append(each)
+            factors = fit(halves[False], [0.6, 0.5, 0.4, 0.5, 0.5])
+            found.append((*errors(halves[True]), *factors))
         columns = [sorted(column) for column in zip(*found, strict=True)]
         rows.append((name, *(f"{median(c):.3f} ({c[0]:.3f} to {c[-1]:.3f})" for c in columns)))
     head = ("halves by", "median error", "within 15 %", "25 %", "products", "attention", "Hopper")
