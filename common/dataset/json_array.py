@@ -16,9 +16,6 @@ from common.errors import DataError
 
 _READ_BYTES = 1 << 16
 _END = object()
-_MAX_DEPTH = 12000
-"""Brackets of 64 KiB that stay open."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)', re.DOTALL)
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -39,17 +36,12 @@ def _with_whole_pairs(text: bytes) -> bytes:
     return _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], text)
 
 
-def _depth(text: bytes) -> int:
-    """Return the brackets that stay open."""
-    return sum(map(text.count, (b"[", b"{"))) - sum(map(text.count, (b"]", b"}")))
-
-
 class _Limited:
     """File that refuses to be read further than ``limit`` bytes beyond the last item."""
 
     def __init__(self, file: BinaryIO, path: Path, limit: int) -> None:
         self._file, self._path, self._limit = file, path, limit
-        self.items, self._since, self._in_string = 0, 0, False
+        self.items, self._since = 0, 0
         self.last = self._file.read(_READ_BYTES)
         self._next = self.last.removeprefix(b"\xef\xbb\xbf")
         if self._next.lstrip()[:1] != b"[":
@@ -73,15 +65,6 @@ class _Limited:
             found = _with_whole_pairs(both)
             if not more:
                 break
-        # memory of ijson grows with the square of the depth
-        bare = found.replace(rb"\\", b"")
-        if _depth(bare) > _MAX_DEPTH:
-            outside = _STRING.sub(b"", b'"' + bare if self._in_string else bare)
-            if _depth(outside) > _MAX_DEPTH:
-                raise DataError(
-                    f"{self._path}: item {self.items + 1} is nested too deeply; fix or remove it"
-                )
-        self._in_string ^= bool((bare.count(b'"') - bare.count(rb"\"")) % 2)
         self._since += len(found)
         self.last = found or self.last
         return found

@@ -67,15 +67,6 @@ def test_an_error_names_its_item(
         list(array_items(file, PATH, 100))
 
 
-@pytest.mark.parametrize("before", ["", r"\\", r"\"", "]]"])
-def test_brackets_of_a_text_are_no_depth_and_those_of_items_are(before: str) -> None:
-    text = f'["a{before}", "{before}{"[{" * 20_000}"]'
-    assert list(array_items(io.BytesIO(text.encode()), PATH)) == [*enumerate(json.loads(text), 1)]
-    deep = f'["a{before}", {"[" * 70_000}'
-    with pytest.raises(DataError, match=r"a\.json: item \d is nested too deeply"):
-        list(array_items(io.BytesIO(deep.encode()), PATH))
-
-
 def test_the_limit_of_digits_holds_between_the_items() -> None:
     before = sys.get_int_max_str_digits()
     items = array_items(io.BytesIO(f"[1{'0' * 9000}, 2]".encode()), PATH)
