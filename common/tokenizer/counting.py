@@ -6,9 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from common.tokenizer.bert_files import CONTINUES, SPECIAL
 from common.tokenizer.characters import ALONE, SPACES
-from common.tokenizer.words import Segmenter, bert_words
+from common.tokenizer.words import CONTINUES, SPECIAL, Segmenter, bert_words
 
 FIRST = ("[SEP]", "[CLS]", "[MASK]", "[PAD]", "[UNK]")
 """Special tokens in the order of GPT2-Chinese's make_vocab.py."""

@@ -10,11 +10,10 @@ from functools import partial
 
 from common.errors import ConfigError
 from common.structured_files import parse_json
-from common.tokenizer.bert_files import CONTINUES
 from common.tokenizer.bpe_files import END_OF_TEXT
 from common.tokenizer.counting import FIRST, count_characters
 from common.tokenizer.sentencepiece_model import import_sentencepiece
-from common.tokenizer.words import bert_steps
+from common.tokenizer.words import CONTINUES, bert_steps
 
 _CHUNK = 1000
 """Characters of a line before it is cut. SentencePiece drops lines longer than its buffer."""
