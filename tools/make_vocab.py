@@ -20,8 +20,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.dataset.documents import read_texts
 from common.dataset.encodings import checked_encoding
-from common.dataset.texts import read_texts
 from common.errors import ConfigError
 from common.files import atomic_write, refuse_to_overwrite
 from common.flags import flag

@@ -16,6 +16,8 @@ from common.errors import DataError
 
 _READ_BYTES = 1 << 16
 _END = object()
+_MAX_OPEN = 12000
+"""Brackets of a block that stay open: memory of ijson grows with the square of the depth."""
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -65,6 +67,11 @@ class _Limited:
             found = _with_whole_pairs(both)
             if not more:
                 break
+        still_open = found.count(b"[") - found.count(b"]") + found.count(b"{") - found.count(b"}")
+        if still_open > _MAX_OPEN:
+            raise DataError(
+                f"{self._path}: item {self.items + 1} is nested too deeply; fix or remove it"
+            )
         self._since += len(found)
         self.last = found or self.last
         return found
