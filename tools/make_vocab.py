@@ -27,7 +27,7 @@ from common.files import atomic_write, refuse_to_overwrite
 from common.flags import flag
 from common.log import progress_bar
 from common.program import command
-from common.tokenizer.counting import FIRST, count_characters, count_words, most_frequent
+from common.tokenizer.training import FIRST, count_characters, count_words, most_frequent
 
 
 @dataclass(kw_only=True)
