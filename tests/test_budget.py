@@ -109,8 +109,7 @@ USERS = {
         "benchmarks/measure.py": "systems that take turns",
         "common/launcher/host_list.py": "ssh to each host",
         "common/launcher/launch.py": "DETACH=1",
-        "common/processes/process_tree.py": "ranks, cells of a study, and their guard",
-        "common/processes/programs.py": "a program with a time limit",
+        "common/processes/process_tree.py": "ranks, cells of a study, their guard, and programs",
     },
     "fcntl": {
         "common/locks.py": "locks between processes",
@@ -140,8 +139,7 @@ USERS = {
     "os.open": {
         "common/errors.py": "standard error that has failed",
         "common/files.py": "files that must be new, sync of folders",
-        "common/launcher/rank_logs.py": "a log that may be a full pipe",
-        "common/launcher/terminal.py": "standard streams that were closed",
+        "common/launcher/rank_process.py": "a log that may be a full pipe",
         "common/program.py": "standard output that has failed",
         "common/run_folder.py": "a file that is appended to without a race",
     },

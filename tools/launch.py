@@ -33,7 +33,6 @@ from common.compare.certificate import certify
 from common.errors import ConfigError
 from common.flags import parse
 from common.inputs import check_before_ranks
-from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import Load, distribute, standalone
 from common.launcher.request import (
@@ -44,6 +43,7 @@ from common.launcher.request import (
     parse_distribute,
     parse_standalone,
 )
+from common.launcher.supervisor import RESTARTABLE
 from common.launcher.terminal import open_standard_streams
 from common.program import command
 from common.run_config import read_config

@@ -21,7 +21,7 @@ from common.log import LOG
 from common.packages import require_package
 from common.paths import ROOT
 from common.planner.room import machine_memory
-from common.processes.programs import run_program
+from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
 from common.study.definition import Definition, did_you_mean, labels_of

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from common.launcher import supervisor
-from common.launcher.attempts import Outcome, pause, why_not
 from common.launcher.rank_process import ProcessSpec
-from common.launcher.supervisor import Job, run_attempts
+from common.launcher.supervisor import Failure, Job, Outcome, pause, run_attempts, why_not
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = f"""
@@ -100,7 +99,8 @@ def test_a_run_without_restarts_writes_nothing_of_its_own(
 
 
 def test_a_lost_host_is_waited_for_even_before_the_first_step_and_at_the_same_step() -> None:
-    lost = Outcome(code=1, failure="gone", first_step=5, last_step=5, lost_host=True)
+    gone = Failure(text="gone", code=1, lost_host=True)
+    lost = Outcome(code=1, failure=gone, first_step=5, last_step=5)
     assert why_not(lost, [], 1) == ""
     assert why_not(lost, [lost], 2) == ""
     assert "used up" in why_not(lost, [lost], 1)

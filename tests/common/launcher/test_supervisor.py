@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -290,6 +291,21 @@ def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
     with Path("/dev/full").open("wb") as full:
         run = start("print('x')\nraise SystemExit(3)", stdout=full, stderr=full, follow=True)
         assert run.process.wait(timeout=30) == 3
+
+
+def test_a_reader_that_comes_late_misses_nothing(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    program = (
+        "import os, sys, time\nprint('x' * 30_000_000, 'the end', flush=True)\nwhile not"
+        f" os.path.exists({str(tmp_path / 'now')!r}): time.sleep(.01)"
+    )
+    run = start(program, follow=True)
+    until(lambda: len(log(tmp_path, 0)) > 30_000_000)
+    time.sleep(1.5)  # the launcher looks meanwhile
+    assert run.until_said("the end").count("x") > 29_999_999
+    (tmp_path / "now").touch()
+    assert run.end()[0] == 0
 
 
 def test_on_a_terminal_progress_is_shown_below_what_is_copied(

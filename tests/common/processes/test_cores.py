@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.launcher.cores import cores_of_ranks, in_order, share
+from common.processes.process_tree import cores_of_ranks, in_order, share
 
 
 def write_tree(system: Path, places: dict[int, tuple[int, int]]) -> None:
