@@ -24,6 +24,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 """Signal that makes a launched rank write the stacks of its threads to standard error."""
 _pipe: int | None = None
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_library = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def start_heartbeat() -> None:
@@ -93,5 +94,5 @@ def die_with_parent(parent: int) -> bool:
 
 
 def prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    if _library is not None:  # loaded before a fork
+        _library.prctl(option, value, 0, 0, 0)
