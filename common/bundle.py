@@ -17,6 +17,7 @@ from common.doctor.software import installed_versions
 from common.errors import ConfigError, DataError
 from common.failures.explain import explain_log
 from common.files import atomic_write
+from common.launcher.rank_logs import SHOWN_VARIABLES
 
 MAX_FILE_BYTES = 2 << 20
 """Most bytes of one file: half from its start, half from its end."""
@@ -42,20 +43,11 @@ _SECRET = re.compile(
 _COUNTED = re.compile(r"(^|_)(max|min|num|new|total|mega)(_\w+)?_tokens", re.IGNORECASE)
 """Names that count tokens of text."""
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
-_USER_IN_URL = re.compile(r"(\w://)\S*@")
-_USER_WITHOUT_SCHEME = re.compile(
-    r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)"
-)
-"""``user:secret@host``; as a whole value, also with a slash in the secret."""
-_AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
-"""Credentials after the scheme of an HTTP header."""
-_PAIR = re.compile(
-    r"""(?P<name>[A-Za-z][\w.-]*)(?P<end>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|(?![{\[(])[^\s,;}\])]+)"""
-)
-_WHOLE_LINE = re.compile(r"^(\s*(?:-\s+)?)([A-Za-z][\w.-]*)(:\s+)(?!\s*$)(.*)$")
-"""A line of YAML, whose value may have several words."""
-_OPTION = re.compile(r"(?P<name>--?[A-Za-z][\w-]*)(?P<end>\s+)(?P<value>[^\s-]\S*)")
+_NAMED = re.compile(r"""(--?)?(?P<name>[A-Za-z][\w.-]*)(["']?\s*[:=]\s*|(?(1)\s+|(?!)))(?=\S)""")
+"""A name before its value: of YAML, JSON, a URL's query, a header, a variable or an option."""
+_COUNT = re.compile(r"[\d.,eE+]+\w{0,2}(?!\w)")
+_USER = re.compile(r"(\w://)\S*@|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)")
+"""``user:secret@`` before a host."""
 _KEYS = re.compile(
     r"\b(hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{16}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
@@ -79,21 +71,12 @@ class Cleaner:
         self._host = socket.gethostname()
 
     def clean(self, text: str) -> str:
-        text = "\n".join(map(self._clean_line, text.split("\n")))
+        text = "\n".join(map(_without_secrets, text.split("\n")))
         if self.with_addresses:
             return text
         if len(self._host) > 3 and self._host != "localhost":
             text = re.sub(rf"\b{re.escape(self._host)}\b", "this-host", text)
         return _ADDRESS.sub(lambda found: self._name(found[0]), text)
-
-    def _clean_line(self, line: str) -> str:
-        if found := _WHOLE_LINE.match(line):
-            start, name, between, value = found.groups()
-            if _is_hidden(name, value):
-                return f"{start}{name}{between}{_HIDDEN}"
-        for pattern in (_PAIR, _OPTION):
-            line = pattern.sub(_without_value, line)
-        return visible("", _KEYS.sub(_HIDDEN, line))
 
     def _name(self, text: str) -> str:
         try:
@@ -105,40 +88,22 @@ class Cleaner:
         return self._names.setdefault(str(address), f"address-{len(self._names) + 1}")
 
 
-def visible(name: str, value: str) -> str:
-    """Return the value of a variable without secrets.
-
-    They are recognized by their names, and in URLs and HTTP headers by their place.
+def _without_secrets(line: str) -> str:
+    """Return a line up to the first value whose name is that of a secret, without keys and users
+    that are known by their form.
     """
-    if name != "PWD" and _is_secret(name):
-        return _HIDDEN
-    value = _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
-    value = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", value)
-    return _IN_QUERY.sub(
-        lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], value
-    )
+    for found in _NAMED.finditer(line):
+        name, value = found["name"].replace("-", "_"), line[found.end() :]
+        is_count = "token" in name.lower() and _COUNT.match(value)
+        if not is_count and _is_secret(name.rpartition(".")[2]):
+            line = line[: found.end()] + _HIDDEN
+            break
+    return _USER.sub(rf"\1{_HIDDEN}@", _KEYS.sub(_HIDDEN, line))
 
 
 def _is_secret(name: str) -> bool:
-    return not _COUNTED.search(name) and any(
-        _SECRET.fullmatch(word) for word in _WORD.findall(name)
-    )
-
-
-def _is_hidden(name: str, value: str) -> bool:
-    """Tell whether a value is secret. Counts of tokens are numbers, not secrets."""
-    is_count = re.search(r"tokens?\b|_tokens?_", name, re.IGNORECASE) and re.fullmatch(
-        r"[\d.,eE+]+\w{0,2}", value
-    )
-    last = name.lstrip("-").rpartition(".")[2].replace("-", "_")
-    return not is_count and visible(last, value) == _HIDDEN
-
-
-def _without_value(found: re.Match[str]) -> str:
-    if not _is_hidden(found["name"], found["value"].strip("\"'")):
-        return found[0]
-    quote = found["value"][0] if found["value"][0] in "\"'" else ""
-    return f"{found['name']}{found['end']}{quote}{_HIDDEN}{quote}"
+    words = () if name == "PWD" or _COUNTED.search(name) else _WORD.findall(name)
+    return any(_SECRET.fullmatch(word) for word in words)
 
 
 def write_bundle(
@@ -180,11 +145,8 @@ def _texts(
         **installed_versions(),
     }
     yield "versions.json", json.dumps(versions, indent=2) + "\n"
-    variables = sorted(environ.items())
-    yield (
-        "environment.txt",
-        "".join(f"{name}={visible(name, value)}\n" for name, value in variables),
-    )
+    shown = sorted(name for name in environ if SHOWN_VARIABLES.fullmatch(name))
+    yield "environment.txt", "".join(f"{name}={environ[name]}\n" for name in shown)
     try:
         yield "explanation.txt", explain_log(run, "en")[0] + "\n" + explain_log(run, "zh")[0]
     except DataError as reason:  # a folder without logs still has a config

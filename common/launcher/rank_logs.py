@@ -18,7 +18,7 @@ from typing import IO
 
 from common.errors import ConfigError
 
-_WRITTEN = re.compile(
+SHOWN_VARIABLES = re.compile(
     r"(?!\w*(TOKEN|SECRET|PASS|_KEY))"
     r"(RANK|LOCAL_|WORLD_SIZE|NODE_|GROUP_|MASTER_|TORCH|PYTORCH_|CUDA_|CUBLAS_|NCCL_|GLOO_|OMP_"
     r"|MKL_|KMP_|OPENBLAS_|MS_|HCCL_|HCCN_|ASCEND_|NPU_|TE_|TASK_QUEUE_|CPU_AFFINITY_|GLOG_|GPT2_"
@@ -58,7 +58,7 @@ class RankLog:
     def begin(self, title: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Begin this run's part of both files. A full disk does not prevent the start."""
         header = f"==== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {title}\n"
-        shown = sorted(name for name in environment if _WRITTEN.fullmatch(name))
+        shown = sorted(name for name in environment if SHOWN_VARIABLES.fullmatch(name))
         lines = [f"# {shlex.join(command)}", *(f"{name}={environment[name]}" for name in shown)]
         with suppress(OSError):
             self.file.write(header.encode())
