@@ -27,9 +27,10 @@ from common.structured_files import MAX_DEPTH, MalformedError, read_text
 from common.yaml_files import (
     MAX_YAML_BYTES,
     IsText,
+    KeyPath,
     dump_yaml,
     parse_yaml,
-    parse_yaml_lines,
+    read_yaml_mapping,
 )
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16``
@@ -286,7 +287,8 @@ def read_yaml(
     ConfigError, also for a key given twice.
     """
     text = read_yaml_text(path) if text is None else text
-    tree, lines = parse_yaml_lines(text, path, carriers=carriers, is_text=is_text)
+    lines: dict[KeyPath, int] = {}
+    tree = read_yaml_mapping(path, text, lines=lines, carriers=carriers, is_text=is_text)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 
