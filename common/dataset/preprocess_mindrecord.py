@@ -19,7 +19,7 @@ from common.dataset.samples import GPTDataset
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, StorageError
 from common.files import temporary_folder
-from common.packages import install
+from common.paths import install
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from common.doctor.report import Check, error, ok, warning
-from common.packages import install
-from common.paths import ROOT
+from common.paths import ROOT, install
 from common.processes.programs import last_line, run_program
 from common.structured_files import parse_json
 

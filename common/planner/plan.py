@@ -14,7 +14,7 @@ from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan
-from common.parallel.fused_attention import FIRST_ASCEND
+from common.parallel.kernels import FIRST_ASCEND
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.ramp import describe_ramp

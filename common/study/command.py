@@ -18,8 +18,7 @@ from common.errors import ConfigError
 from common.flags import flag
 from common.launcher.host_list import parse_hosts
 from common.log import LOG
-from common.packages import require_package
-from common.paths import ROOT
+from common.paths import ROOT, require_package
 from common.planner.room import machine_memory
 from common.processes.programs import run_program
 from common.run_folder import owned_folder

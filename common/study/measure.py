@@ -14,8 +14,7 @@ from common.run_config import load_config
 from common.structured_files import read_json_mapping
 from common.study.results import Cell, Measured
 from common.study.traces import Trace, TraceFile, find_traces, read_trace
-from common.training.memory import MEMORY_FILE
-from common.training.metrics import METRICS_FILE, read_metrics
+from common.training.metrics import MEMORY_FILE, METRICS_FILE, read_metrics
 
 TRACED_STEPS = 2
 """Steps after the measured ones that are traced, which slows them down."""

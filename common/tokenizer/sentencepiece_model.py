@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import TokenizerError
-from common.packages import install
+from common.paths import install
 from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import pack

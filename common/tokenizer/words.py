@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TokenizerError
-from common.packages import install
+from common.paths import install
 from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bert_files import BertVocabulary
 
