@@ -73,7 +73,7 @@ class YamlLoader(yaml.SafeLoader):
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if isinstance(event, yaml.AliasEvent):
+        if isinstance(event, yaml.AliasEvent) and node is not None:
             self.aliased.append(node)
         return node
 
