@@ -56,8 +56,6 @@ def main(
             show_config(arguments)
         elif arguments.run_mode == "plan" or is_asked("DRY_RUN"):
             plan(arguments, environ)
-        elif arguments.certify is not None:
-            return certify(arguments, environ)
         else:
             run(arguments, job, environ)
     except (GPT2Error, OSError) as error:  # OSError: a disk that is full or gone
@@ -93,29 +91,6 @@ def plan(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     text = plan_text(config, path, overrides, environ, **options)
     if arguments.run_mode == "plan" or find_process(environ).rank == 0:
         sys.stdout.write(text)
-
-
-def certify(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Train the first steps twice and compare them. Returns the exit code. Raises ConfigError."""
-    import subprocess
-
-    from common.cluster.environment import find_process
-    from common.compare.certificate import certify as certify_run
-    from common.errors import ConfigError
-
-    raise_interrupts()
-    if find_process(environ).world_size > 1:
-        raise ConfigError(
-            "--certify starts the run twice, so give it to scripts/run_distribute.sh, which starts"
-            " all ranks"
-        )
-    words = ["--config", arguments.config, "--run_mode", arguments.run_mode, *arguments.overrides]
-    command = [sys.executable, str(Path(__file__).resolve()), *words]
-    return certify_run(
-        read(arguments).open(arguments.overrides).config,
-        arguments.certify,
-        lambda more: subprocess.run([*command, *more], check=False).returncode,  # noqa: S603
-    )
 
 
 def read(arguments: argparse.Namespace) -> ConfigFile:

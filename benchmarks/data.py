@@ -46,7 +46,7 @@ with open(out, "wb") as file:
             file.write(np.array([*tokenizer.encode(text).ids, 50256], dtype=np.uint16).tobytes())
 """
 LIBRARIES = ("gigatoken", "tiktoken")
-FORMATS = ("mindspore", "mindformers", "megatron:2x2")
+FORMATS = ("mindspore", "mindformers", "megatron:{}x2")
 """Formats to convert to, with tensor x pipeline shards."""
 
 
@@ -221,9 +221,12 @@ def conversion_rows(config: Path, folder: Path, repeats: int) -> Iterator[Row]:
     Needs three times the weights' size on the disk of ``folder``.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="conversion-") as name:
-        make_source(str(config), Path(name) / "source")
-        for wanted in FORMATS:
-            yield row(wanted, measure(Path(name) / "source", Path(name), wanted, repeats))
+        source = Path(name) / "source"
+        make_source(str(config), source)
+        heads = json.loads((source / "config.json").read_text())["n_head"]
+        tensor = 5 if heads % 2 else 2  # 1558M has 25
+        for wanted in (each.format(tensor) for each in FORMATS):
+            yield row(wanted, measure(source, Path(name), wanted, repeats))
 
 
 def row(wanted: str, found: Measured) -> Row:

@@ -1,25 +1,29 @@
 """Hold the plan against what other systems and this one measured and published.
 
-    python benchmarks/published.py [--plot docs/figures/plan_accuracy.png]
+    python benchmarks/published.py [--plot docs/figures/plan_accuracy.png] [--halvings 20]
 
 Every row of published.csv is planned with the same model, layout and batch, on the table's figures
 of its accelerator and the row's network. Prints the errors by family and source. --plot draws
-planned against published times.
+planned against published times. --halvings fits the factors anew to as many random halves of the
+rows, and of the sources, and prints the errors on the other halves.
 
 Columns: v are virtual stages of a rank. graph tells whether the operations between products are
 fused. more are further keys. link and network are GB/s of a device, server its devices, where the
 machine differs from the table's. Memory by nvidia-smi has the context, libraries and cache in it,
-so it is compared with the plan and the reserve that a plan leaves. basis is published; assumed,
-where a part of the layout, batch or device was not published, or the time was derived; measured
-here; or left out of the statistics. half was drawn once, by a hash of what names the row: what is
-learned of a row later does not move it.
+so it is compared with the plan and the reserve that a plan leaves. Of stage 0 it is compared with
+the plan's first stage. basis is published; assumed, where a part of the layout, batch or device was
+not published, or the time was derived; measured here; or left out of the statistics. half was drawn
+by a hash of each row as it was first entered; rows that were corrected later keep it, and rows
+entered after the fit are test rows.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +34,10 @@ sys.path.insert(0, str(ROOT))
 
 from common.accelerators import GIB, GIGA, Accelerator, require_accelerator
 from common.flags import make_parser
+from common.parallel.run import Run
+from common.planner import timing
 from common.planner.fitting import resolve_on
-from common.planner.plan import make_plan, table, time_of
+from common.planner.plan import Plan, make_plan, table, time_of
 from common.planner.room import usable_memory
 from common.program import command
 from common.resolve.derive import written_ranks
@@ -61,15 +67,40 @@ KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A published figure beside the planned one: seconds of a step, or bytes of the fullest
-    rank.
-    """
+    """A published figure and its plan."""
 
     row: dict[str, str]
-    family: str
-    measured: float
-    planned: float
-    is_memory: bool
+    config: Run
+    device: Accelerator
+    plan: Plan
+
+    @property
+    def how(self) -> tuple[str, str]:
+        """Unit of the figure, and how it was measured, if that is told."""
+        unit, _, how = self.row["unit"].partition(" by ")
+        return unit, how
+
+    @property
+    def is_memory(self) -> bool:
+        return self.how[0] in ("GB", "GiB")
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a step, or bytes of the fullest rank."""
+        value, unit = float(self.row["published"]), self.how[0]
+        if self.is_memory:
+            return value * (GIB if unit == "GiB" else 1e9)
+        return _seconds(self.row, value, unit, self.config.topology.world_size)
+
+    @property
+    def planned(self) -> float:
+        """The same by the plan, with the factors of ``timing`` as they are now."""
+        if not self.is_memory:
+            return time_of(self.plan, self.config, self.device).total
+        how = self.how[1]
+        peak = self.plan.stages[0].memory.peak if how.endswith("of stage 0") else self.plan.peak
+        whole = self.device.memory
+        return peak + (whole - usable_memory(whole) if how.startswith("nvidia-smi") else 0)
 
     @property
     def ratio(self) -> float:
@@ -78,6 +109,15 @@ class Figure:
     @property
     def error(self) -> float:
         return abs(self.ratio - 1)
+
+    @property
+    def rounding(self) -> float:
+        """Half a unit of the published figure's last digit, as a part of it: no error is known
+        better.
+        """
+        published = self.row["published"]
+        decimals = len(published.partition(".")[2])
+        return 0.5 / 10**decimals / float(published)
 
     @property
     def counts(self) -> bool:
@@ -116,19 +156,7 @@ def plan_row(row: dict[str, str]) -> Figure:
     path = ROOT / "configs/gpt2" / f"run_gpt2_{row['config'] or '175b'}.yaml"
     written = load_config(path, overrides(row))
     config = resolve_on(written, device, world_size=written_ranks(written))
-    plan = make_plan(config)
-    value, (unit, _, how) = float(row["published"]), row["unit"].partition(" by ")
-    is_memory = unit in ("GB", "GiB")
-    if is_memory:
-        measured, planned = value * (GIB if unit == "GiB" else 1e9), float(plan.peak)
-        if how == "nvidia-smi":
-            planned += device.memory - usable_memory(device.memory)
-    else:
-        planned = time_of(plan, config, device).total
-        measured = _seconds(row, value, unit, config.topology.world_size)
-    return Figure(
-        row=row, family=device.family, measured=measured, planned=planned, is_memory=is_memory
-    )
+    return Figure(row=row, config=config, device=device, plan=make_plan(config))
 
 
 def _seconds(row: dict[str, str], value: float, unit: str, devices: int) -> float:
@@ -158,6 +186,63 @@ def errors(figures: Sequence[Figure]) -> tuple[float, float, float]:
     return median(found), *(sum(e <= most for e in found) / len(found) for most in (0.15, 0.25))
 
 
+def set_factors(factors: Sequence[float]) -> None:
+    """Set the five fitted factors of the plan's time."""
+    timing.PRODUCTS, timing.ATTENTION, timing.ATTENTION_OF_HOPPER, eager, timing.NETWORK = factors
+    timing.ELEMENTS["eager"] = eager
+
+
+def loss(figures: Sequence[Figure]) -> float:
+    """Return the loss of the fit: Huber's of the logarithm of planned by measured.
+
+    A source of n rows weighs as much as the root of n rows.
+    """
+    counts = Counter(each.row["source"] for each in figures)
+    total = 0.0
+    for each in figures:
+        error = abs(math.log(each.ratio))
+        huber = error**2 / 2 if error < 0.1 else 0.1 * (error - 0.05)
+        total += huber / math.sqrt(counts[each.row["source"]])
+    return total
+
+
+def fit(figures: Sequence[Figure], start: Sequence[float]) -> list[float]:
+    """Return the five factors with the least loss, to two digits, and set them."""
+    from scipy.optimize import minimize
+
+    def of(factors: Sequence[float]) -> float:
+        set_factors(factors)
+        return loss(figures) if min(factors) > 0 else math.inf
+
+    options = {"xatol": 0.002, "fatol": 1e-4}
+    found = minimize(of, start, method="Nelder-Mead", options=options).x
+    factors = [round(float(value), 2) for value in found]
+    set_factors(factors)
+    return factors
+
+
+def halvings(figures: Sequence[Figure], count: int) -> list[str]:
+    """Return the errors on halves to which nothing was fitted, halved at random ``count`` times, by
+    rows and by sources.
+    """
+    rows = []
+    for name in ("row", "source"):
+        found = []
+        for seed in range(count):
+            draw = random.Random(seed)  # noqa: S311
+            drawn: dict[object, bool] = {}
+            halves: dict[bool, list[Figure]] = {True: [], False: []}
+            for number, each in enumerate(figures):
+                key = number if name == "row" else each.row["source"]
+                halves[drawn.setdefault(key, draw.random() < 0.5)].append(each)
+            factors = fit(halves[False], [0.6, 0.5, 0.4, 0.5, 0.5])
+            found.append((*errors(halves[True]), *factors))
+        columns = [sorted(column) for column in zip(*found, strict=True)]
+        rows.append((name, *(f"{median(c):.3f} ({c[0]:.3f} to {c[-1]:.3f})" for c in columns)))
+    head = ("halves by", "median error", "within 15 %", "25 %", "products", "attention", "Hopper")
+    return table((*head, "eager", "network"), rows)
+
+
 def _row(name: str, figures: Sequence[Figure]) -> tuple[str, ...]:
     ratios = [each.ratio for each in figures]
     middle, *near = errors(figures)
@@ -175,10 +260,10 @@ def report(figures: Iterable[Figure]) -> list[str]:
         groups.setdefault("the half not fitted" if each.is_test else "the half fitted", []).append(
             each
         )
-    for each in sorted(times, key=lambda each: each.family):
-        groups.setdefault(each.family, []).append(each)
+    for each in sorted(times, key=lambda each: each.device.family):
+        groups.setdefault(each.device.family, []).append(each)
     for each in times:
-        groups.setdefault(f"{each.row['source']}, {each.family}", []).append(each)
+        groups.setdefault(f"{each.row['source']}, {each.device.family}", []).append(each)
     for each in figures:
         if each.is_memory:
             groups.setdefault(f"memory: {each.row['source']}", []).append(each)
@@ -213,7 +298,7 @@ def draw(figures: Iterable[Figure], path: Path) -> None:
         "V100": "#2f8f4e",
         "Ascend": "#c98a1b",
     }.items():
-        some = [each for each in times if each.family == family]
+        some = [each for each in times if each.device.family == family]
         middle = errors(some)[0]
         axes.scatter(
             [each.measured for each in some],
@@ -235,6 +320,7 @@ def main(words: list[str]) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture to draw")
     parser.add_argument("--rows", action="store_true", help="list the rows too, the worst first")
+    parser.add_argument("--halvings", type=int, metavar="N", help="fit to N random halves")
     arguments = parser.parse_args(words)
     figures = [plan_row(row) for row in read_rows()]
     if arguments.rows:
@@ -245,6 +331,9 @@ def main(words: list[str]) -> int:
     print("\n".join(report(figures)))
     if arguments.plot:
         draw(figures, arguments.plot)
+    if arguments.halvings:
+        times = [each for each in figures if each.counts and not each.is_memory]
+        print("\n".join(halvings(times, arguments.halvings)))
     return 0
 
 

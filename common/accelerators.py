@@ -179,6 +179,11 @@ def require_accelerator(name: str) -> Accelerator:
     """
     known = {accelerator.name.lower(): accelerator for accelerator in ACCELERATORS}
     found = known.get(name.strip().lower()) or find_accelerator(name)
+    if re.fullmatch(r"(ascend ?)?910B", name.strip(), flags=re.I):
+        raise ConfigError(  # what the first generation calls itself, and people call the second
+            f"--accelerator {name}: the chips of this name differ; choose Ascend 910B1, 910B2,"
+            " 910B3 or 910B4 as npu-smi info shows it, or Ascend 910A for the first generation"
+        )
     if found is None:
         raise ConfigError(
             f"--accelerator {name}: no figures are known for it; choose"

@@ -17,6 +17,7 @@ from common.doctor.software import installed_versions
 from common.errors import ConfigError, DataError
 from common.failures.explain import explain_log
 from common.files import atomic_write
+from common.launcher.rank_process import SHOWN_VARIABLES
 
 MAX_FILE_BYTES = 2 << 20
 """Most bytes of one file: half from its start, half from its end."""
@@ -44,10 +45,8 @@ _COUNTED = re.compile(r"(^|_)(max|min|num|new|total|mega)(_\w+)?_tokens", re.IGN
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _IN_QUERY = re.compile(r"([?&;])([^=&;\s]*)=[^&;\s]*")
 _USER_IN_URL = re.compile(r"(\w://)\S*@")
-_USER_WITHOUT_SCHEME = re.compile(
-    r"^[^\s:/@,;=]+:(?!//)\S+@(?=\S)|(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)"
-)
-"""``user:secret@host``; as a whole value, also with a slash in the secret."""
+_USER_WITHOUT_SCHEME = re.compile(r"(?<![^\s,;=])[^\s:/@,;=]+:[^\s/@]+@(?=\S)")
+"""``user:secret@host``"""
 _AFTER_SCHEME = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
 """Credentials after the scheme of an HTTP header."""
 _PAIR = re.compile(
@@ -93,7 +92,12 @@ class Cleaner:
                 return f"{start}{name}{between}{_HIDDEN}"
         for pattern in (_PAIR, _OPTION):
             line = pattern.sub(_without_value, line)
-        return visible("", _KEYS.sub(_HIDDEN, line))
+        line = _USER_IN_URL.sub(rf"\1{_HIDDEN}@", _KEYS.sub(_HIDDEN, line))
+        line = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", line))
+        return _IN_QUERY.sub(
+            lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0],
+            line,
+        )
 
     def _name(self, text: str) -> str:
         try:
@@ -103,20 +107,6 @@ class Cleaner:
         if address.is_loopback or address.is_unspecified:
             return text
         return self._names.setdefault(str(address), f"address-{len(self._names) + 1}")
-
-
-def visible(name: str, value: str) -> str:
-    """Return the value of a variable without secrets.
-
-    They are recognized by their names, and in URLs and HTTP headers by their place.
-    """
-    if name != "PWD" and _is_secret(name):
-        return _HIDDEN
-    value = _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", _USER_IN_URL.sub(rf"\1{_HIDDEN}@", value))
-    value = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", value)
-    return _IN_QUERY.sub(
-        lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], value
-    )
 
 
 def _is_secret(name: str) -> bool:
@@ -131,7 +121,7 @@ def _is_hidden(name: str, value: str) -> bool:
         r"[\d.,eE+]+\w{0,2}", value
     )
     last = name.lstrip("-").rpartition(".")[2].replace("-", "_")
-    return not is_count and visible(last, value) == _HIDDEN
+    return not is_count and last != "PWD" and _is_secret(last)
 
 
 def _without_value(found: re.Match[str]) -> str:
@@ -180,11 +170,8 @@ def _texts(
         **installed_versions(),
     }
     yield "versions.json", json.dumps(versions, indent=2) + "\n"
-    variables = sorted(environ.items())
-    yield (
-        "environment.txt",
-        "".join(f"{name}={visible(name, value)}\n" for name, value in variables),
-    )
+    shown = sorted(name for name in environ if SHOWN_VARIABLES.fullmatch(name))
+    yield "environment.txt", "".join(f"{name}={environ[name]}\n" for name in shown)
     try:
         yield "explanation.txt", explain_log(run, "en")[0] + "\n" + explain_log(run, "zh")[0]
     except DataError as reason:  # a folder without logs still has a config

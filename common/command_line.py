@@ -78,12 +78,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "section.key=value",
         "help": "same as section.key=value without -o; may be repeated",
     },
-    "certify": {
-        "type": int,
-        "metavar": "N",
-        "help": "train the first N steps twice in processes of their own, compare them bit for bit,"
-        " and write certificate.json into output_dir",
-    },
     "all": {
         "action": "store_true",
         "help": "plan lists every rank, stage and layout, and explains its columns",
@@ -162,10 +156,6 @@ def parse_arguments(
         given = getattr(arguments, name)
         if given not in (None, False) and arguments.run_mode != "plan":
             parser.error(f"--{name} is for --run_mode plan, not {arguments.run_mode}; leave it out")
-    if arguments.certify is not None and (
-        arguments.certify < 1 or arguments.run_mode not in ("train", "finetune")
-    ):
-        parser.error("--certify N is for --run_mode train and finetune, with N of 1 or more")
     _read_devices(parser, arguments)
     return arguments
 

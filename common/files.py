@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent: write under a temporary name, fsync, rename."""
+"""Input files, and what they are if no reader takes them; output that is complete or absent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import ConfigError, StorageError, UserError
-from common.file_kinds import HEAD_BYTES, foreign_kind, is_lfs_pointer
 from common.locks import take_lock
 from common.paths import looked_in
 
@@ -250,7 +249,11 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        with _held(temporary):
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks gives none
+                if not take_lock(descriptor):
+                    raise StorageError("another process is writing there")
             try:
                 _put_back(folder.parent, glob.escape(folder.name))
                 for leftover in temporary.iterdir():
@@ -263,25 +266,11 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
+        finally:
+            os.close(descriptor)
     except (OSError, StorageError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise StorageError(f"{folder}: {what} could not be written: {reason}; {remedy}") from error
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Lock the folder against other processes until the block or this process ends.
-
-    A file system without locks gives none.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            if not take_lock(descriptor):
-                raise StorageError("another process is writing there")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -302,3 +291,45 @@ def _folder_synced(folder: Path) -> Iterator[None]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+HEAD_BYTES = 512
+"""First bytes that are enough to tell every kind; a tar has its mark at byte 257."""
+GZIP_MAGIC = b"\x1f\x8b"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v"
+_UNPACK = "unpack it ({}), and give what it holds"
+_MAGICS: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, _LFS_POINTER, "a Git LFS pointer", "run git lfs pull in its clone to fetch the content"),
+    (0, GZIP_MAGIC, "compressed by gzip", _UNPACK.format("gunzip")),
+    (0, b"\x28\xb5\x2f\xfd", "compressed by zstd", _UNPACK.format("unzstd")),
+    (0, b"\xfd7zXZ\0", "compressed by xz", _UNPACK.format("unxz")),
+    (4, b"1AY&SY", "compressed by bzip2", _UNPACK.format("bunzip2")),
+    (0, b"PK\3\4", "a zip archive", _UNPACK.format("unzip")),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format("7z x")),
+    (0, b"Rar!\x1a\x07", "a rar archive", _UNPACK.format("unrar x")),
+    (257, b"ustar\0", "a tar archive", _UNPACK.format("tar -xf")),
+    (257, b"ustar  \0", "a tar archive", _UNPACK.format("tar -xf")),
+    (0, b"%PDF-", "a PDF", "extract its text (pdftotext), and give that"),
+)
+"""Place and bytes of a mark, what the file is, and what to do.
+
+Sources: RFC 1952 (gzip) and 8878 (zstd), the .xz format 1.2, bzip2's mark of its first block,
+PKWARE's APPNOTE 6.3, 7zFormat.txt, and the RAR 5.0 technote. For tar POSIX pax and GNU tar, for PDF
+ISO 32000. For pointers docs/spec.md of git-lfs/git-lfs.
+"""
+
+
+def foreign_kind(head: bytes) -> str | None:
+    """Return what a file is and what to do, such as ``is a PDF; ...``; None for other files.
+
+    head: its first HEAD_BYTES.
+    """
+    for place, magic, kind, remedy in _MAGICS:
+        if head.startswith(magic, place):
+            return f"is {kind}; {remedy}"
+    return None
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Tell whether a file is a pointer of Git LFS, which stands for a file that was not fetched."""
+    return head.startswith(_LFS_POINTER)

@@ -15,8 +15,7 @@ from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.log import LOG
-from common.packages import install, require_package
-from common.paths import looked_in
+from common.paths import install, looked_in, require_package
 
 _WORD = r"[A-Za-z0-9_][\w.-]{0,95}"
 _EXPLICIT = re.compile(rf"hf:/+((?:{_WORD}/)?{_WORD})(?:@(\w[\w./-]*))?", re.ASCII)

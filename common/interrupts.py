@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 EXIT_CODE = 130
 _raised: list[int] = []
@@ -54,16 +54,11 @@ def exiting_at_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = exit_at_sigterm()
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def exit_at_sigterm() -> Any:
-    """Turn SIGTERM into SystemExit from now on. Returns the handler of before."""
-    return signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 @contextmanager

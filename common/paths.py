@@ -1,8 +1,11 @@
-"""Folder of the project, and text about missing paths."""
+"""Folder of the project, its optional packages, and text about missing paths."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+
+from common.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 """Folder of the project."""
@@ -17,3 +20,18 @@ def looked_in(path: str | Path) -> str:
     FOLDER is the working directory.
     """
     return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+
+
+def install(extra: str) -> str:
+    """Return the command, in the folder of the project, that installs one of its extras."""
+    return f"pip install -c constraints.txt -e '.[{extra}]'"
+
+
+def require_package(name: str, *, extra: str, purpose: str) -> None:
+    """Raise ConfigError unless the package is installed.
+
+    extra: the extra of this project that installs it. purpose: a clause such as "which writes
+    ONNX".
+    """
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"the package {name}, {purpose}, is not installed; {install(extra)}")

@@ -10,6 +10,7 @@ followed).
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,33 +37,19 @@ IsText = Callable[[KeyPath, str], bool]
 """Tells whether a word without quotation marks is text there, even one such as 42 or true."""
 
 
-def read_yaml_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
+def read_yaml_mapping(
+    path: Path, text: str | None = None, *, error: type[UserError] = ConfigError, **wishes: Any
+) -> dict[str, Any]:
     """Return the content of a YAML file with keys at its top; an empty file has none.
 
-    Raises ``error``.
+    text: the file's, if it has been read. wishes: of ``parse_yaml``. Raises ``error``.
     """
-    text = read_text(path, limit=MAX_YAML_BYTES, error=error)
-    return parse_yaml_lines(text, path, error=error)[0]
-
-
-def parse_yaml_lines(
-    text: str,
-    path: Path,
-    *,
-    error: type[UserError] = ConfigError,
-    carriers: set[str] | None = None,
-    is_text: IsText | None = None,
-) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Return the content of a YAML file with keys at its top, and the line of each key.
-
-    carriers, is_text: as of ``parse_yaml``. Raises ``error``.
-    """
-    lines: dict[KeyPath, int] = {}
+    text = read_text(path, limit=MAX_YAML_BYTES, error=error) if text is None else text
     try:
-        found = parse_yaml(text, lines, carriers, is_text)
+        found = parse_yaml(text, **wishes)
     except MalformedError as reason:
         raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
-    return require_mapping({} if found is None else found, str(path), error=error), lines
+    return require_mapping({} if found is None else found, str(path), error=error)
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -75,10 +62,8 @@ class YamlLoader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._count = self._depth = 0
-        self.used: set[str] = set()
-        """Anchors that aliases name."""
-        self.places: dict[int, str] = {}
-        """Anchors by the place where they are defined."""
+        self.aliased: list[yaml.Node] = []
+        """Nodes that aliases stand for."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -86,21 +71,12 @@ class YamlLoader(yaml.SafeLoader):
         if self._count > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(event))
         _check_depth(self._depth, event)
-        if isinstance(event, yaml.AliasEvent):
-            self.used.add(str(event.anchor))
-        elif event.anchor is not None:
-            self.places[event.start_mark.index] = event.anchor
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
+        if isinstance(event, yaml.AliasEvent) and node is not None:
+            self.aliased.append(node)
         return node
-
-    def carries(self, node: yaml.Node) -> bool:
-        """Tell whether an alias anywhere in the text stands for a part of this node."""
-        return any(
-            node.start_mark.index <= place <= node.end_mark.index and name in self.used
-            for place, name in self.places.items()
-        )
 
 
 YamlLoader.yaml_implicit_resolvers = {}
@@ -151,7 +127,13 @@ def parse_yaml(
         loader = YamlLoader(text)
         root = loader.get_single_node()
         if carriers is not None and isinstance(root, yaml.MappingNode):
-            carriers |= {key.value for key, child in root.value if loader.carries(child)}
+            places = sorted(node.start_mark.index for node in loader.aliased)
+            carriers |= {
+                key.value
+                for key, child in root.value
+                if bisect_left(places, child.start_mark.index)
+                < bisect_right(places, child.end_mark.index)
+            }
         return None if root is None else _Plain(lines, is_text).value(root, ())
     except yaml.MarkedYAMLError as error:
         problem = (error.problem or "not YAML").replace(

@@ -6,6 +6,9 @@ A script runs this file, with its own path as the global name ``SCRIPT``.
 from __future__ import annotations
 
 import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,6 @@ def main(words: list[str]) -> int:
         return run_command(run, name, words)
     if system == "fleetx":
         return _fleetx(name, words)
-    from common.systems.flag_scripts import main_with_flags
-
     if system == "modelzoo":
         return main_with_flags(run, words, name)
     from common.systems.oneflow.flags import start_nodes_devices
@@ -55,6 +56,37 @@ def _fleetx(name: str, words: list[str]) -> int:
         return infer(run, _read, words, name)
     modes = {"tasks/gpt/generation.py": "predict", "tools/eval.py": "eval"}
     return run_script(run, _read, modes.get(name, "export"), words, name)
+
+
+def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str) -> int:
+    """Call ``main`` of run_gpt2.py with the flags as its configuration; returns its exit code.
+
+    Words section.key=value among the flags are overrides; --run_mode (train where it is left out),
+    --show_config and --help are its own. The file of the flags is deleted at the end, unless the
+    ranks read it later (DETACH).
+    """
+    from common.config.hints import schema_keys  # not above: --help loads no library
+    from common.launcher.request import is_asked
+    from common.systems.flags import write_flag_file
+
+    parser = ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+    parser.add_argument("--run_mode", default="train")
+    given, flags = parser.parse_known_args(flags)
+    own = [word for word in flags if word in ("--show_config", "--help", "-h")]
+    overrides = [
+        word
+        for word in flags
+        if word.partition("=")[1] and word.partition("=")[0].partition(".")[0] in schema_keys()
+    ]
+    theirs = [word for word in flags if word not in own and word not in overrides]
+    with tempfile.NamedTemporaryFile(
+        "w", prefix=f"{program}-", suffix=".flags", encoding="utf-8", delete=not is_asked("DETACH")
+    ) as file:
+        write_flag_file(file, program, theirs)
+        file.flush()
+        return main(
+            ["--config", file.name, "--run_mode", given.run_mode, *own, *overrides], program=program
+        )
 
 
 def _read(path: str) -> Any:

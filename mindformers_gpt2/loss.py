@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from common.parallel.loss_rows import MIN_ROWS
+from common.parallel.kernels import MIN_ROWS
 from mindformers_gpt2.parallel.collectives import AllGather, Group
 
 ROWS_AT_ONCE = MIN_ROWS

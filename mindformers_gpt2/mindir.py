@@ -12,9 +12,8 @@ from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.inference.export_record import read_export
 from common.inference.runner import Runner, score_by_logits
-from common.inference.source import Source
+from common.inference.source import Source, read_export
 from common.parallel.run import Run
 from mindformers_gpt2.device import DTYPES, open_device
 from mindformers_gpt2.predict import Decoder

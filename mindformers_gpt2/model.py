@@ -20,7 +20,7 @@ from mindspore.ops.auto_generate import FlashAttentionScore
 from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
-from common.parallel.fused_attention import suits_attention_kernel
+from common.parallel.kernels import suits_attention_kernel
 from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes, slice_of
 from common.weights.initial import initial_rows

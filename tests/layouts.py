@@ -251,7 +251,7 @@ TORCH = Matrix(
         "pp2": native(2, PIPELINE, ("float8 head",), ("fp8",)),
         "dp3": native(3, {}, ("clip", "fp16"), DATA_MORE),
         "tp2": native(2, TENSOR | THREE, ("clip",), ("plain", "packed", "ramp")),
-        "tp2 sp": native(2, SEQUENCE, ("plain", "clip", "quantized by token"), ("packed",)),
+        "tp2 sp": native(2, SEQUENCE, ("clip", "quantized by token"), ("plain", "packed")),
         "tp2 sp recomputed": native(
             2, SEQUENCE | RECOMPUTE, ("clip", "packed", "quantized"), ("plain",)
         ),
@@ -262,15 +262,15 @@ TORCH = Matrix(
         "zero3": native(
             2,
             SPLIT | {"train__recompute": "selective"},
-            ("plain", "clip", *PRECISIONS, "quantized"),
-            ("packed", "ramp"),
+            ("clip", *PRECISIONS, "quantized"),
+            ("plain", "packed", "ramp"),
         ),
         "gpipe": native(2, schedule("gpipe"), ("plain",), ("clip", "packed", "ramp")),
         "1f1b": native(
             2,
             PIPELINE | RECOMPUTE | {"train__recompute_layers": 1},
-            ("plain", "clip", *PRECISIONS, "ramp"),
-            ("packed",),
+            ("plain", *PRECISIONS, "ramp"),
+            ("clip", "packed"),
         ),
         "interleaved": native(
             2, schedule("interleaved_1f1b"), ("plain",), ("clip", "packed", "ramp")
@@ -289,12 +289,12 @@ TORCH = Matrix(
         ),
         "tp4": native(4, {"parallel__model_parallel": 4} | THREE, ("clip",), ("plain",)),
         "pp4": native(4, {"parallel__pipeline_stage": 4}, ("plain",), ("clip",)),
-        "dp2 tp2": native(4, TENSOR, ("plain", "clip", "quantized")),
+        "dp2 tp2": native(4, TENSOR, ("clip", "quantized"), ("plain",)),
         "dp2 pp2": native(4, PIPELINE, ("clip",), ("plain",)),
         "tp2 pp2": native(4, SEQUENCE | PIPELINE | THREE, ("clip",), ("plain",)),
         "zero3 tp2": native(4, SEQUENCE | SPLIT, ("clip",), ("plain",)),
         "zero1 pp2": native(4, PIPELINE | ZERO, ("clip",), ("plain",)),
-        "zero3 pp2": native(4, PIPELINE | SPLIT, ("plain", "clip")),
+        "zero3 pp2": native(4, PIPELINE | SPLIT, ("clip",), ("plain",)),
         "hybrid": native(
             4,
             SPLIT | {"parallel__shard_size": 2, "train__micro_batch_size": 1},
@@ -306,7 +306,7 @@ TORCH = Matrix(
         "recomputed": native(1, {"train__recompute": "selective"}, (), ("packed",)),
         "zero3 kept": native(2, SPLIT, (), ("float8 head",)),
         "parameter server": replicas(
-            "parameter_server", ("plain", "clip", "bf16", "fp16"), "float8 head"
+            "parameter_server", ("clip", "bf16", "fp16"), "plain", "float8 head"
         ),
         "horovod": replicas("horovod", ("clip", "fp16"), "plain", "bf16"),
         "deepspeed": deepspeed(2, {}, ("plain",), "clip", "fp16"),
@@ -351,7 +351,7 @@ NPU = Matrix(
     {
         name: Layout(2, settings, numerics, (), {})
         for name, settings, numerics in (
-            ("data", {}, ("plain", "clip", "bf16 weights", "fp16")),
+            ("data", {}, ("clip", "bf16 weights", "fp16")),
             ("tensor", TENSOR, ("plain",)),
             ("sequence", SEQUENCE, ("clip",)),
             ("pipeline", PIPELINE | RECOMPUTE | {"train__offload_activations": True}, ("clip",)),

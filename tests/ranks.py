@@ -169,8 +169,11 @@ def main() -> None:
     if not several:
         go_through(ports, jobs)
         import_module("common.training.stop").end_process(0)
-    import torch_gpt2.train  # noqa: F401
-
+    # imported once, and not by each rank, whose first optimizer asks for the second of these
+    for name in ("torch_gpt2.train", "torch._dynamo"):
+        import_module(name)
+    if any(job["train"].get("compile") for job in jobs):
+        import_module("torch._inductor.compile_fx")
     if any(job.get("engine") == "deepspeed" for job in jobs) and jobs[0].get("device") == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
         import_module("deepspeed")

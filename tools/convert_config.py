@@ -66,14 +66,14 @@ def main(words: list[str]) -> None:
 
 def _convert(args: Request, flags: list[str]) -> str:
     from common.systems.config import COMMAND_LINES, open_config, open_flags
-    from common.systems.flags import read_flag_file
+    from common.systems.flags import read_command
 
     if args.system in COMMAND_LINES:
         if bool(flags) == (args.file is not None):
             raise ConfigError(f"--from {args.system}: give a file of flags, or the flags behind --")
         return open_flags(
             args.system,
-            flags if args.file is None else read_flag_file(args.file),
+            flags if args.file is None else read_command(args.file)[2],
             args.overrides,
             str(args.file or "command line"),
         ).yaml

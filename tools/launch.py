@@ -24,23 +24,17 @@ that failed, 128+n: signal n.
 if __name__ == "__main__":
     import as_script  # noqa: F401
 
-from dataclasses import replace
 from functools import cache
 
 import run_gpt2
 from common.command_line import RUN_MODES
-from common.compare.certificate import certify
-from common.errors import ConfigError
 from common.flags import parse
 from common.inputs import check_before_ranks
-from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import run_over_ssh
-from common.launcher.launch import Load, distribute, standalone
+from common.launcher.launch import distribute, standalone
 from common.launcher.request import (
     DistributeOptions,
-    LaunchRequest,
     Options,
-    is_asked,
     parse_distribute,
     parse_standalone,
 )
@@ -84,26 +78,5 @@ def launch(kind: str, words: list[str]) -> int:
     if request.mode == "plan" and kind == "standalone":  # needs no process of its own
         words = ["--config", str(request.config), "--run_mode", "plan", *request.overrides]
         return run_gpt2.main(words, file=read(request.config))
-    start = _certify if request.certify is not None else _start
-    return start(kind, request, lambda words: read(request.config).open(words).config)
-
-
-def _start(kind: str, request: LaunchRequest, load: Load) -> int:
-    return (standalone if kind == "standalone" else distribute)(request, load, check_before_ranks)
-
-
-def _certify(kind: str, request: LaunchRequest, load: Load) -> int:
-    """Start the run twice and compare the two. Raises ConfigError."""
-    several = request.hosts or request.node_ips or request.rank_size or (request.nnodes or 1) > 1
-    if request.mode not in RESTARTABLE or several or is_asked("DETACH") or is_asked("DRY_RUN"):
-        raise ConfigError(
-            "--certify is for the modes train and finetune on one host, without DETACH and DRY_RUN;"
-            " leave it out"
-        )
-    steps = request.certify or 1
-    plain = replace(request, certify=None)
-    return certify(
-        load(request.overrides),
-        steps,
-        lambda more: _start(kind, replace(plain, overrides=(*request.overrides, *more)), load),
-    )
+    start = standalone if kind == "standalone" else distribute
+    return start(request, lambda words: read(request.config).open(words).config, check_before_ranks)

@@ -14,7 +14,7 @@ Exit codes: 0 success, 2 bad input, else the harness's own.
 if __name__ == "__main__":
     import as_script  # noqa: F401
 
-from common.packages import require_package
+from common.paths import require_package
 from common.program import command
 
 

@@ -20,14 +20,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.dataset.documents import read_texts
 from common.dataset.encodings import checked_encoding
-from common.dataset.texts import read_texts
 from common.errors import ConfigError
 from common.files import atomic_write, refuse_to_overwrite
 from common.flags import flag
 from common.log import progress_bar
 from common.program import command
-from common.tokenizer.counting import FIRST, count_characters, count_words, most_frequent
+from common.tokenizer.training import FIRST, count_characters, count_words, most_frequent
 
 
 @dataclass(kw_only=True)

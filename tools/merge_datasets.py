@@ -5,7 +5,7 @@
 
 Shards of tools/preprocess_data.py are put in order, all must be there, and the result has the bytes
 that one process would have written. Other pairs follow one another as they are named; a folder
-stands for its pairs by name. Started again after a kill, a merge continues.
+stands for its pairs by name.
 
 Exit codes: 0 done, 1 the run failed, 2 the input or an option is at fault, 130 and 143 stopped by
 Ctrl-C and SIGTERM.
@@ -33,7 +33,7 @@ class Request:
     output_prefix: Path = flag("PREFIX: path of the new pair without its extension", required=True)
 
 
-@command(Request, stopped="; the same command continues", dashes=True)
+@command(Request, stopped="; no output is left in part", dashes=True)
 def main(request: Request) -> None:
     # with an .idx also its .bin is named by a pattern such as my.shard-*
     inputs = dict.fromkeys(

@@ -36,7 +36,7 @@ from common.dataset.encodings import checked_encoding
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
-from common.dataset.preprocess_mindrecord import RecordSet, preprocess_mindrecord
+from common.dataset.preprocess_mindrecord import preprocess_mindrecord
 from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
@@ -220,9 +220,9 @@ def _token_files(request: Request, options: PreprocessOptions, display: _Display
     return f"wrote {pairs}: {_counts(result.progress)}{_how_split(options, result.prefixes[0])}"
 
 
-def _set(found: RecordSet, seq_length: int) -> str:
+def _set(found: Any, seq_length: int) -> str:
     files = found.files
-    names = str(found.target) if len(files) == 1 else f"{files[0]} ... {files[-1].name}"
+    names = str(files[0]) if len(files) == 1 else f"{files[0]} ... {files[-1].name}"
     return (
         f"{names}: {found.rows} rows of {seq_length + 1} tokens, {found.left_over} tokens left"
         " over at the end"

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from common.config.tokenizer_kinds import kind_named
 from common.dataset.blocks import DocumentRule
+from common.dataset.documents import read_texts
 from common.dataset.encodings import checked_encoding
-from common.dataset.texts import read_texts
 from common.errors import ConfigError
 from common.files import atomic_write, refuse_to_overwrite
 from common.flags import flag

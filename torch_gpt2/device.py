@@ -28,8 +28,8 @@ from common.device import (
 )
 from common.errors import CheckpointError, ConfigError, DeviceError
 from common.log import LOG
-from common.packages import require_package
 from common.parallel.run import Run
+from common.paths import require_package
 from common.resolve.auto_device import check_device_id, naming_auto
 from torch_gpt2.private_api import has_adam_kernel
 

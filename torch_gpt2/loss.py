@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.parallel.loss_rows import MIN_ROWS
+from common.parallel.kernels import MIN_ROWS
 from torch_gpt2.float8_head import Float8Head
 
 ROWS_AT_ONCE = MIN_ROWS

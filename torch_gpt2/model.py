@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from common.accelerators import Hardware
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
-from common.parallel.fused_attention import keeps_no_scores
+from common.parallel.kernels import keeps_no_scores
 from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes, slice_of

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from common.cluster.environment import ALONE, Process
@@ -12,15 +15,43 @@ from common.parallel.run import Run
 from common.run_folder import owned_folder
 from common.training.data import open_data
 from common.training.engine import Engine
+from common.training.profile import Trace, compress
 from common.training.recording import open_recorder
 from common.training.session import agree_on_start
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.deepspeed.engine import DeepSpeedEngine
+from torch_gpt2.device import TorchDevice
 from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
 from torch_gpt2.products import use_fastest_products
-from torch_gpt2.profile import make_trace
 from torch_gpt2.recording import Recorder
+
+
+def make_trace(config: Run, device: TorchDevice) -> Trace:
+    """Return a trace of operators on the host and kernels on the device.
+
+    With profile.memory it also records allocations.
+    """
+    return partial(_trace, device, config.profile.memory)
+
+
+@contextmanager
+def _trace(device: TorchDevice, memory: bool, path: Path) -> Iterator[None]:
+    profiler = device.profiler.profile(
+        activities=device.profiler.supported_activities(), record_shapes=True, profile_memory=memory
+    )
+    profiler.start()
+    try:
+        yield
+        device.synchronize()
+    finally:
+        profiler.stop()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        plain = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(plain))
+        compress(plain, path)
+
 
 ENGINES: dict[str, type[BaseEngine]] = {"native": NativeEngine, "deepspeed": DeepSpeedEngine}
 

@@ -79,7 +79,7 @@ def facts(kind: str) -> None:
     """Ask what sources of libraries leave open."""
     import torch
 
-    from common.parallel.fused_attention import has_attention_kernel
+    from common.parallel.kernels import has_attention_kernel
     from torch_gpt2.device import select_device
 
     here = select_device(kind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,12 @@ def read_or_name_older(
         check_files(checkpoint, manifest)
         return manifest
     except CheckpointError as error:
-        for other in reversed(_older(checkpoint)):
+        others: list[Path] = []
+        with suppress(CheckpointError):
+            others = whole_checkpoints(checkpoint.parent)
+        for other in reversed(others):
+            if step_of(other.name) >= step_of(checkpoint.name):
+                continue
             try:
                 read_manifest(other)
             except CheckpointError:
@@ -150,14 +156,6 @@ def read_or_name_older(
                 f"{error}: {other.name} beside it is whole, {key}={other} uses it"
             ) from None
         raise
-
-
-def _older(checkpoint: Path) -> list[Path]:
-    step = step_of(checkpoint.name)
-    try:
-        return [path for path in whole_checkpoints(checkpoint.parent) if step_of(path.name) < step]
-    except CheckpointError:
-        return []
 
 
 # ---- reading, where only absence means that a file does not exist ----
@@ -188,19 +186,14 @@ def _step_folders(folder: Path) -> list[Path]:
 def _latest(folder: Path) -> str | None:
     path = folder / LATEST
     try:
-        if not _is_file(path) and not path.is_dir() and path.exists():
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would never end
             raise CheckpointError(
-                f"{path}: is a device, a pipe or a socket, expected a file that names a checkpoint;"
-                " remove it"
+                f"{path}: is not a file, expected one that names a checkpoint; remove it"
             )
         with path.open("rb") as file:
             return file.read(1000).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        raise CheckpointError(
-            f"{path}: is a folder, expected a file that names a checkpoint; remove it"
-        ) from None
     except OSError as error:
         raise _unreadable(path, error) from None
 

@@ -14,14 +14,12 @@ _COUNTS = {
 
 @dataclass
 class TrainState:
-    """State saved with every checkpoint. The next samples follow only from ``consumed_samples`` and
-    ``left_out``.
-    """
+    """State saved with every checkpoint. The next samples follow only from ``consumed_samples``."""
 
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     consumed_samples: int = 0
-    """Position in the order of samples, those left out included."""
+    """Position in the order of samples."""
     sample_hash: str = ""
     """Running hash of the samples read, equal under every layout and on both frameworks."""
     updated_samples: int = 0
@@ -35,13 +33,6 @@ class TrainState:
     """
     grad_norms: list[float] = field(default_factory=list)
     """Gradient norms of these steps."""
-    is_outlier: bool = False
-    """The last step was an outlier, and its update was made."""
-    left_out: list[list[int]] = field(default_factory=list)
-    """Ranges [first, last) of samples that rewinds leave out, in order."""
-    rewinds: int = 0
-    rate_factor: float = 1.0
-    """Factor of the learning rate, lowered by rewinds."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

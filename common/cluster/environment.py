@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,6 @@ class Process:
 
 
 ALONE = Process()
-"""The only process of a run."""
 
 
 def find_process(environ: Mapping[str, str]) -> Process:
@@ -64,10 +64,18 @@ def find_process(environ: Mapping[str, str]) -> Process:
     that does not number those of a host.
     """
     variables = _Variables(environ)
-    for source in (_torchrun, _horovod, _msrun, _ascend, _mpirun, _srun):
-        process = source(variables)
-        if process is not None:
-            return _checked(process)
+    horovod = partial(_of_mpi, "HOROVOD_", "horovodrun")
+    open_mpi = partial(_of_mpi, "OMPI_COMM_WORLD_", "mpirun")
+    for source in (_torchrun, horovod, _msrun, _ascend, open_mpi, _srun):
+        found = source(variables)
+        if found is not None and not found.local_rank < found.local_world_size <= found.world_size:
+            raise ConfigError(
+                f"environment: {found.launcher}: rank {found.local_rank} on this host (LOCAL_RANK)"
+                f" of {found.local_world_size} (LOCAL_WORLD_SIZE), of {found.world_size} in total:"
+                " these cannot be; unset variables left by an earlier launch"
+            )
+        if found is not None:
+            return found
     # each of several would run as a single one
     for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if variables.text(name) and variables.size(name) > 1:
@@ -80,7 +88,7 @@ def find_process(environ: Mapping[str, str]) -> Process:
 
 
 def announced_world_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of processes that any launcher announces; a size without a rank is enough.
+    """Return the number of processes that any launcher announces, if only a size.
 
     Raises ConfigError where two launchers disagree.
     """
@@ -166,10 +174,7 @@ def connect_limit(environ: Mapping[str, str]) -> float:
 
 
 def is_scheduler(environ: Mapping[str, str]) -> bool:
-    """Tell whether this is msrun's scheduler, by which the ranks find each other.
-
-    It runs the same script but is not a rank.
-    """
+    """Tell whether this is msrun's scheduler, which runs the same script but is not a rank."""
     return environ.get("MS_ROLE") == "MS_SCHED"
 
 
@@ -179,10 +184,7 @@ def in_pod(environ: Mapping[str, str]) -> bool:
 
 
 def in_modelarts(environ: Mapping[str, str]) -> bool:
-    """Tell whether the platform's own path variables are set.
-
-    Users are told not to define names that start with MA_.
-    """
+    """Tell whether the platform's own path variables are set, which users must not define."""
     return any(environ.get(name) for name in _PLATFORM)
 
 
@@ -191,6 +193,7 @@ class _Variables:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
+        self.master = self.text("MASTER_ADDR")
 
     def text(self, name: str) -> str | None:
         return self.environ.get(name) or None
@@ -235,10 +238,6 @@ class _Variables:
             )
         return rank
 
-    @property
-    def master(self) -> str | None:
-        return self.text("MASTER_ADDR")
-
     def port(self, name: str = "MASTER_PORT") -> int | None:
         port = self.number(name) if self.text(name) else None
         if port is not None and not 0 < port < 65536:
@@ -265,10 +264,7 @@ class _Variables:
         return 0
 
     def table(self) -> RankTable:
-        """Read RANK_TABLE_FILE.
-
-        A platform fills it while the processes start; the wait for it is as long as HCCL's.
-        """
+        """Read RANK_TABLE_FILE, which a platform fills while the processes start."""
         # not at the top of the file: --help of run_gpt2.py loads no library
         from common.cluster.rank_table_files import read_table, wait_for_table
 
@@ -317,10 +313,7 @@ def _torchrun(variables: _Variables) -> Process | None:
 
 
 def _check_step(variables: _Variables, here: int, world: int) -> tuple[str, ...]:
-    """Return a remark if each of several tasks on a node has started all processes of the node.
-
-    Runs of one node each may be meant. Raises ConfigError for a run of several nodes.
-    """
+    """Return a remark if each of several tasks on a node has started all processes of the node."""
     tasks = variables.tasks_here()
     if "TORCHELASTIC_RUN_ID" not in variables.environ or tasks * here <= max(world, here):
         return ()
@@ -333,70 +326,37 @@ def _check_step(variables: _Variables, here: int, world: int) -> tuple[str, ...]
     return (f"{text}, unless these are separate runs on devices of their own",)
 
 
-def _horovod(variables: _Variables) -> Process | None:
-    """Find the rank in Horovod's variables.
+def _of_mpi(prefix: str, launcher: str, variables: _Variables) -> Process | None:
+    """Find the rank in the variables of Open MPI, or of horovodrun, whose own host all ranks know.
 
     Source: create_slot_env_vars and create_run_envs of horovod/runner/gloo_run.py, 0.28. Over MPI,
-    horovodrun sets none of them, and MPI's own are read. Rank 0 is on the first host of -H. All
-    ranks know the address of horovodrun's host.
+    horovodrun sets none of them, and MPI's own are read. Rank 0 is on the first host of -H.
     """
-    # simultaneous runs have different ports of horovodrun
-    meeting = variables.number("HOROVOD_GLOO_RENDEZVOUS_PORT", 0)
-    return _of_mpi(
-        variables,
-        "HOROVOD_",
-        launcher="horovodrun",
-        master=variables.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
-        port=_own_port(meeting) if meeting else DEFAULT_PORT,
-        remedy=(
-            "neither HOROVOD_GLOO_RENDEZVOUS_ADDR nor MASTER_ADDR is set; set MASTER_ADDR to the"
-            " address of the host of rank 0"
-        ),
-    )
-
-
-def _mpirun(variables: _Variables) -> Process | None:
-    """Find the rank in the variables of Open MPI."""
-    return _of_mpi(
-        variables,
-        "OMPI_COMM_WORLD_",
-        launcher="mpirun",
-        master=None,
-        port=DEFAULT_PORT,
-        remedy=(
-            "MASTER_ADDR is not set; name the host of rank 0: mpirun -x MASTER_ADDR=HOST_OF_RANK_0"
-            " ..."
-        ),
-    )
-
-
-def _of_mpi(
-    variables: _Variables,
-    prefix: str,
-    *,
-    launcher: str,
-    master: str | None,
-    port: int,
-    remedy: str,
-) -> Process | None:
-    """Return a process whose launcher does not set MASTER_ADDR. master: what it tells instead."""
     pair = variables.rank_and_size(f"{prefix}RANK", f"{prefix}SIZE")
     if pair is None or not variables.text(f"{prefix}LOCAL_RANK"):
         return None
     here = variables.size(f"{prefix}LOCAL_SIZE")
-    found = variables.master or (LOOPBACK if here == pair[1] else master)
-    if found is None:
+    of_horovod = launcher == "horovodrun"
+    known = variables.text("HOROVOD_GLOO_RENDEZVOUS_ADDR") if of_horovod else None
+    master = variables.master or (LOOPBACK if here == pair[1] else known)
+    if master is None:
+        started = f"{launcher} started {pair[1]} processes, {here} of them here, and"
         raise ConfigError(
-            f"environment: {launcher} started {pair[1]} processes, {here} of them here, and"
-            f" {remedy}"
+            f"environment: {started} MASTER_ADDR is not set; name the host of rank 0: mpirun -x"
+            " MASTER_ADDR=HOST_OF_RANK_0 ..."
+            if not of_horovod
+            else f"environment: {started} neither HOROVOD_GLOO_RENDEZVOUS_ADDR nor MASTER_ADDR is"
+            " set; set MASTER_ADDR to the address of the host of rank 0"
         )
+    # simultaneous runs have different ports of horovodrun
+    meeting = variables.number("HOROVOD_GLOO_RENDEZVOUS_PORT", 0) if of_horovod else 0
     return Process(
         rank=pair[0],
         world_size=pair[1],
         local_rank=variables.number(f"{prefix}LOCAL_RANK"),
         local_world_size=here,
-        master=found,
-        port=variables.port() or port,
+        master=master,
+        port=variables.port() or (_own_port(meeting) if meeting else DEFAULT_PORT),
         launcher=launcher,
     )
 
@@ -502,9 +462,7 @@ def _in_table(variables: _Variables) -> Process:
 def _srun(variables: _Variables) -> Process | None:
     """Find the rank in Slurm's variables, only inside a step that srun started.
 
-    A batch script also has SLURM_PROCID=0, but no step. The list of nodes is sorted, and so does
-    not begin with the node of rank 0 under a host file. Source: srun(1), sbatch(1). Raises
-    ConfigError then.
+    A batch script also has SLURM_PROCID=0, but no step. Source: srun(1), sbatch(1).
     """
     nodes = variables.text("SLURM_STEP_NODELIST")
     if nodes is None:
@@ -538,9 +496,7 @@ def _srun(variables: _Variables) -> Process | None:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name of a Slurm list: ``gpu[03-05,9],login1`` -> ``gpu03``. Raises
-    ConfigError.
-    """
+    """Return the first name of a Slurm list: ``gpu[03-05,9],login1`` -> ``gpu03``."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", nodes.strip())
     name = re.sub(r"\[(\w+)(?:[-,][\w,-]*)?\]", r"\1", first.group()) if first else ""
     if not name or "[" in name:
@@ -554,13 +510,3 @@ def first_node(nodes: str) -> str:
 def _own_port(number: int) -> int:
     """Return a port for a run of this number, above those that the system assigns."""
     return 61440 + number % 4095
-
-
-def _checked(process: Process) -> Process:
-    if not process.local_rank < process.local_world_size <= process.world_size:
-        raise ConfigError(
-            f"environment: {process.launcher}: rank {process.local_rank} on this host (LOCAL_RANK)"
-            f" of {process.local_world_size} (LOCAL_WORLD_SIZE), of {process.world_size} in total:"
-            " these cannot be; unset variables left by an earlier launch"
-        )
-    return process

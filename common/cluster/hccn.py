@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.cluster.rank_table import parse_address
 from common.errors import DataError
-from common.processes.programs import run_program
+from common.processes.process_tree import run_program
 from common.structured_files import read_text
 from common.whole_numbers import whole_number
 
@@ -25,9 +25,7 @@ _ADDRESS_KEY = re.compile(r"(IPv6)?address_([0-9]{1,9})", re.IGNORECASE)
 
 
 def npu_numbers(root: Path = Path("/")) -> list[int]:
-    """Return the numbers of Ascend devices visible to this machine (or container):
-    /dev/davinciN.
-    """
+    """Return the numbers of Ascend devices that this machine or container sees."""
     numbers = (
         whole_number(path.name.removeprefix("davinci"))
         for path in (root / "dev").glob("davinci[0-9]*")

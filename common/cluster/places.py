@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from common.cluster.rank_table import RankTable, Server
 
 _NAMES_OF_POD = ("POD_NAME", "HOSTNAME", "POD_IP", "XDL_IP", "POD_UID")
-"""Variables with a name of the pod, in the job files of tools/job_files.py and of MindCluster.
-
-XDL_IP is the address of its node.
-"""
+"""Variables with a name of the pod (XDL_IP: of its node), in our job files and MindCluster's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +34,7 @@ class RankPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Places of all ranks in order, and the index of this host.
-
-    ``hosts``: the host of rank 0 first. ``master``: address of that host for the others.
-    """
+    """Places of all ranks in order. master: address of the host of rank 0 for the others."""
 
     all: tuple[RankPlacement, ...]
     own_host: str
@@ -124,10 +118,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 
 def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
-    """Return the place of every rank, in order.
-
-    A version 2.0 table names networks rather than machines; see ``find_places``.
-    """
+    """Return the place of every rank, in order, by a table that names machines (not 2.0)."""
     local = {
         device.rank_id: index
         for server in table.server_list
@@ -187,14 +178,12 @@ def find_places(
             raise ConfigError(f"--node_rank {node_rank} needs --nnodes, the number of hosts")
         nodes, node_rank = 1, 0
     _check_size(numbers, None, nodes * len(numbers))
-    if nodes < 1:
-        raise ConfigError(f"--nnodes {nodes}: expected 1 or more")
     if node_rank is None and nodes > 1:
         raise ConfigError(
             f"--nnodes {nodes} needs --node_rank: which of them this host is, 0 to {nodes - 1}"
         )
     own = node_rank or 0
-    if not 0 <= own < nodes:
+    if own >= nodes:
         raise ConfigError(
             f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}"
         )
@@ -229,7 +218,15 @@ def _in_table(
     whole = place_hosts(places, own, master)
     if rank_size is None:
         if pod is not None:
-            whole = _counted_in_pod(numbers, replace(whole, own_host=pod.address))
+            whole = replace(whole, own_host=pod.address)
+            if list(numbers) == list(range(len(whole.own))):  # as a container counts its devices
+                own_devices = (
+                    place
+                    if place.host != pod.address
+                    else replace(place, device_id=place.local_rank)
+                    for place in whole.all
+                )
+                whole = replace(whole, all=tuple(own_devices))
         elif len(whole.hosts) > 1:
             whole = replace(whole, own_host=_own_server(whole))
         held = sorted(place.device_id for place in whole.own)
@@ -277,19 +274,6 @@ def server_of_pod(table: RankTable, environ: Mapping[str, str]) -> Server | None
     return found[0] if len(found) == 1 else None
 
 
-def _counted_in_pod(numbers: Sequence[int], whole: Placement) -> Placement:
-    """Return the places with devices numbered as in a container that sees only its own."""
-    if list(numbers) != list(range(len(whole.own))):
-        return whole
-    return replace(
-        whole,
-        all=tuple(
-            replace(place, device_id=place.local_rank) if place.host == whole.own_host else place
-            for place in whole.all
-        ),
-    )
-
-
 def _own_server(whole: Placement) -> str:
     """Return the server of a rank table that has an address of this machine. Raises ConfigError."""
     here = [host for host in whole.hosts if is_here(host)]
@@ -306,9 +290,7 @@ def _own_server(whole: Placement) -> str:
 def _in_networks(
     numbers: Sequence[int], rank_size: int | None, table: RankTable, master: str | None
 ) -> Placement:
-    """Place the ranks of a version 2.0 table equally over hosts, since it does not say where a
-    machine ends.
-    """
+    """Place ranks equally, since version 2.0 does not say where a machine ends."""
     _check_size(numbers, rank_size, table.world_size)
     devices = [device.device_id for _, device in table.places()]
     if rank_size is None:

@@ -39,10 +39,7 @@ FOREIGN = (
 again.
 """
 RDMA = {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
-"""Settings for InfiniBand or RoCE between hosts, with an error instead of slow sockets.
-
-HCCL has no other connection between hosts.
-"""
+"""Settings for InfiniBand or RoCE between hosts, with an error instead of slow sockets."""
 SCHEDULER = (
     sys.executable,
     "-c",
@@ -93,11 +90,9 @@ def make_rendezvous(
     several = len(places.hosts) > 1
     if backend == "mindspore" and on_cpu:
         table = None
-    own = None
+    own = host if several and host is not None and is_ip(host) else None
     if several and host is None:
         own = own_address(places.own_host, (places.master, *places.hosts))
-    elif several and host is not None:
-        own = host if is_ip(host) else None
     return Rendezvous(
         port=port or given_port(environ) or (DEFAULT_PORT if several else free_port()),
         table=table,
@@ -137,8 +132,9 @@ def rank_variables(
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": local_world,
         "WORLD_SIZE": world,
+        "MASTER_ADDR": places.master,
+        "MASTER_PORT": str(rendezvous.port),
     }
-    found |= {"MASTER_ADDR": places.master, "MASTER_PORT": str(rendezvous.port)}
     if several and rendezvous.rdma:
         found |= RDMA
     tuning = {"HCCL_CONNECT_TIMEOUT": "1800"}

@@ -1,5 +1,4 @@
-"""Rank tables as files: reading (and waiting for) every version, writing and merging 1.0 and
-1.2.
+"""Rank tables as files: reading every version, writing and merging 1.0 and 1.2.
 
 Formats: Huawei's HCCL user guide, and for version 0 (group_list) the ModelArts training guide.
 """
@@ -72,10 +71,7 @@ def wait_for_table(
 
 
 def to_json(table: RankTable) -> dict[str, Any]:
-    """Return the table as version 1.0 (also for version 0) or 1.2, with every value as a string.
-
-    Raises DataError for version 2.0.
-    """
+    """Return the table as version 1.0 (also for version 0) or 1.2. Raises DataError for 2.0."""
     version = _written_version(table)
     return table.model_dump(exclude_unset=True) | {"version": version, "status": "completed"}
 
@@ -91,8 +87,7 @@ def write_table(table: RankTable, path: Path) -> None:
 
 
 def merge_tables(paths: Sequence[Path]) -> RankTable:
-    """Merge all servers of all files into one table, with ranks counted across files in the given
-    order.
+    """Merge all servers of all files, with ranks counted across files in the given order.
 
     Raises DataError for a server or an address in two files, for versions that differ, and for
     servers with different numbers of devices.
@@ -128,17 +123,8 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
             members += entry["server_list"] if members is not entry["server_list"] else []
         base += table.world_size
         extra |= table.model_extra or {}
-    version = versions[paths[0]]
-    known = {
-        "version": version,
-        "server_count": len(servers),
-        "server_list": servers,
-        "status": "completed",
-    }
-    known |= {"super_pod_list": list(pods.values())} if version == "1.2" else {}
-    result = (SuperPodTable if version == "1.2" else RankTable).read(
-        {**extra, **known}, "the merged table"
-    )
+    extra |= {"super_pod_list": list(pods.values())} if pods else {}
+    result = _table(versions[paths[0]], servers, "the merged table", extra)
     validate(result, "the merged table")
     counts = [
         (len(server.device), f"{path} gives server {server.server_id} {len(server.device)}")
@@ -163,10 +149,7 @@ def _written_version(table: RankTable, where: str = "") -> str:
 
 
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
-"""Line such as ``# 4机32卡``, with which tables in MindFormers' documents begin.
-
-No JSON string contains a line end, so values stay intact.
-"""
+"""Line such as ``# 4机32卡``, with which tables in MindFormers' documents begin."""
 
 
 def _load(path: Path) -> Any:
@@ -275,24 +258,17 @@ def parse_table(data: Any, place: str) -> RankTable:
 
 
 def _table(
-    version: str, servers: dict[str, dict[str, Any]], place: str, more: dict[str, Any]
+    version: str, servers: list[dict[str, Any]], place: str, more: dict[str, Any]
 ) -> RankTable:
-    held = list(servers.values())
-    known = {
-        "version": version,
-        "server_count": len(held),
-        "server_list": held,
-        "status": "completed",
-    }
-    return RankTable.read({**more, **known}, place)
+    known = {"version": version, "server_count": len(servers), "status": "completed"}
+    kind = SuperPodTable if version == "1.2" else RankTable
+    return kind.read({**more, **known, "server_list": servers}, place)
 
 
 def _from_0(table: _Table0, place: str) -> RankTable:
     """Join the instances of each server.
 
-    Groups are in file order; in each, instances are by rank_id or by the number at the end of their
-    pod_name. An instance of one device with a rank_id has that rank; a device's own rank_id
-    overrides all.
+    An instance of one device with a rank_id has that rank; a device's own rank_id overrides all.
     """
     check_count("group_count", table.group_count, table.group_list, "groups in group_list", place)
     extra = dict(table.model_extra or {})
@@ -320,7 +296,7 @@ def _from_0(table: _Table0, place: str) -> RankTable:
             own = chip.rank_id if chip.rank_id is not None else instance.rank_id if ranked else rank
             server["device"].append({**chip.model_dump(exclude_unset=True), "rank_id": own})
             rank += 1
-    result = _table("0", servers, place, extra)
+    result = _table("0", list(servers.values()), place, extra)
     for one in result.server_list:
         one.pod_names.extend(pods.get(one.server_id, []))
     return result
@@ -362,4 +338,4 @@ def _from_2(table: _Table2, place: str) -> RankTable:
         device |= {"device_ip": reached[0]} if reached else {}
         server = servers.setdefault(name, {"server_id": name, "device": []})
         server["device"].append(device)
-    return _table("2.0", servers, place, {})
+    return _table("2.0", list(servers.values()), place, {})

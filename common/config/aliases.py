@@ -20,21 +20,14 @@ Path_ = tuple[str | int, ...]
 Sources = dict[Path_, str]
 
 
-def _on_outlier(value: Any) -> Any:
-    return {True: "skip", False: "warn"}.get(value, value) if isinstance(value, bool) else value
-
-
 _ALONE = words("""
     micro_batch_interleave_num parallel.loss_repeated_mean
     parallel.strategy_ckpt_save_file parallel.strategy_ckpt_load_file
 """)
 _TAKEN: Table = {
-    "train.skip_outliers": MapTo("train.on_outlier", _on_outlier),
-    **{
-        key: rule
-        for key, rule in TABLE.items()
-        if (key.partition(".")[0] in PARTS or key in _ALONE) and rule != ByHand()
-    },
+    key: rule
+    for key, rule in TABLE.items()
+    if (key.partition(".")[0] in PARTS or key in _ALONE) and rule != ByHand()
 }
 
 
@@ -203,12 +196,8 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
                 f"{_places(sources, path)}{name}: expected"
                 f" {' or '.join(map(_shown, alias.values))}, found {theirs!r}"
             )
-        for depth in range(1, len(ours)):
-            target = _section(tree, ours[: depth - 1])
-            if target is not None:
-                target.setdefault(ours[depth - 1], {})
-        target = _section(tree, ours[:-1])
-        if target is None:  # the schema rejects it
+        target = tree.setdefault(ours[0], {}) if len(ours) == 2 else tree
+        if not isinstance(target, dict):  # the schema rejects it
             continue
         written = target.get(ours[-1])
         try:

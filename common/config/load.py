@@ -27,9 +27,10 @@ from common.structured_files import MAX_DEPTH, MalformedError, read_text
 from common.yaml_files import (
     MAX_YAML_BYTES,
     IsText,
+    KeyPath,
     dump_yaml,
     parse_yaml,
-    parse_yaml_lines,
+    read_yaml_mapping,
 )
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16``
@@ -67,7 +68,7 @@ def read_own_config(path: Path, text: str | None = None) -> _Read:
     Returns the values, not yet checked, and the source of each key. text: content of ``path``, if
     it has been read. Raises ConfigError.
     """
-    tree, sources = _read_with_bases(path, (), {}, text)
+    tree, sources = read_with_bases(path, "base", _read_own, _merge, text)
     _find_inputs(tree)
     return tree, sources
 
@@ -220,51 +221,65 @@ def parse_scalar(text: str, where: str) -> Any:
 # ---- files ----
 
 
-def _read_with_bases(
-    path: Path, parents: tuple[str, ...], known: dict[str, _Read], text: str | None = None
+def read_with_bases(
+    path: Path,
+    base: str,
+    read: Callable[[Path, str | None], _Read],
+    merge: Callable[[dict[str, Any], Mapping[str, Any]], None],
+    text: str | None = None,
 ) -> _Read:
-    """Return the values of a file and its bases. ``known`` caches files by real path."""
-    real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # read_yaml rejects it
-    if real in parents:
-        raise ConfigError(f"{path}: base files include each other: {' -> '.join((*parents, real))}")
-    if real in known:
-        return known[real]
-    if len(parents) >= MAX_DEPTH:
-        raise ConfigError(
-            f"{path}: base files are nested more than {MAX_DEPTH} levels; put their keys"
-            " into fewer files"
-        )
-    own, own_sources = read_yaml(path, is_text=_takes_text, text=text)
-    rename_keys(own, own_sources)
-    bases = own.pop("base", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if (
-        not isinstance(bases, list)
-        or not all(isinstance(base, str) for base in bases)
-        or len(bases) > MAX_DEPTH
-    ):
-        found = (
-            f"{len(bases)} entries"
-            if isinstance(bases, list) and len(bases) > MAX_DEPTH
-            else repr(bases)[:80]
-        )
-        raise ConfigError(
-            f"{own_sources.get(('base',), path)}: base: expected a list of at most {MAX_DEPTH}"
-            f" files, found {found}"
-        )
-    tree: dict[str, Any] = {}
-    sources: Sources = {}
-    for base in bases:
-        if "\0" not in base and not os.path.lexists(path.parent / base):
+    """Return the values of a file merged over those of the files that its key ``base`` names, and
+    the place of each key. Raises ConfigError.
+
+    read: returns the content of a file, whose text may have been read. merge: merges the second
+    mapping into the first. text: content of ``path``, if it has been read.
+    """
+    known: dict[str, _Read] = {}
+
+    def whole(path: Path, parents: tuple[str, ...], where: str, text: str | None = None) -> _Read:
+        real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # read rejects it
+        if real in parents:
             raise ConfigError(
-                f"{own_sources.get(('base',), path)}: base: {_absent(path.parent / base)}"
+                f"{where}{path}: files include each other: {' -> '.join((*parents, real))}; take"
+                " one of them out"
             )
-        base_tree, base_sources = _read_with_bases(path.parent / base, (*parents, real), known)
-        _merge(tree, base_tree)
-        sources |= base_sources
-    _merge(tree, own)
-    known[real] = tree, sources | own_sources
-    return known[real]
+        if real in known:
+            return known[real]
+        if len(parents) >= MAX_DEPTH:
+            raise ConfigError(
+                f"{where}{path}: files are nested more than {MAX_DEPTH} levels; put their keys"
+                " into fewer files"
+            )
+        own, own_sources = read(path, text)
+        names = own.pop(base, None)
+        names = [] if names in (None, "") else [names] if isinstance(names, str) else names
+        where = f"{own_sources.pop((base,), path)}: {base}: "
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not is_list or len(names) > MAX_DEPTH:
+            found = f"{len(names)} entries" if is_list else repr(names)[:80]
+            raise ConfigError(
+                f"{where}expected the name of a file or a list of at most {MAX_DEPTH} files, found"
+                f" {found}"
+            )
+        tree: dict[str, Any] = {}
+        sources: Sources = {}
+        for file in (path.parent / name for name in names):
+            if "\0" not in str(file) and not os.path.lexists(file):
+                raise ConfigError(f"{where}{_absent(file)}")
+            base_tree, base_sources = whole(file, (*parents, real), where)
+            merge(tree, base_tree)
+            sources |= base_sources
+        merge(tree, own)
+        known[real] = tree, sources | own_sources
+        return known[real]
+
+    return whole(path, (), "", text)
+
+
+def _read_own(path: Path, text: str | None) -> _Read:
+    own, sources = read_yaml(path, is_text=_takes_text, text=text)
+    rename_keys(own, sources)
+    return own, sources
 
 
 def read_yaml_text(path: Path) -> str:
@@ -286,7 +301,8 @@ def read_yaml(
     ConfigError, also for a key given twice.
     """
     text = read_yaml_text(path) if text is None else text
-    tree, lines = parse_yaml_lines(text, path, carriers=carriers, is_text=is_text)
+    lines: dict[KeyPath, int] = {}
+    tree = read_yaml_mapping(path, text, lines=lines, carriers=carriers, is_text=is_text)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 

@@ -268,17 +268,10 @@ class TrainConfig(Section):
     """Reject operators whose result changes from run to run."""
     max_skipped_steps: Count = 50
     """Stop the run after this many skipped steps in a row."""
-    on_outlier: Literal["warn", "skip", "rewind"] = "warn"
+    on_outlier: Literal["warn", "skip"] = "warn"
     """Action after a step whose loss or gradient norm is an outlier by logging.outlier_deviations.
-    warn logs it. skip leaves out its update. rewind goes back to the last good checkpoint and
-    leaves out the batch; it also acts on values that are not finite.
+    warn logs it. skip leaves out its update.
     """
-    rewind_batches: Annotated[int, Field(gt=0, le=100_000)] = 1
-    """Batches that a rewind leaves out: the one of the outlier and those before it."""
-    rewind_rate: Annotated[float, Field(gt=0.0, le=1.0), AfterValidator(_in_float32)] = 1.0
-    """Factor of the learning rate after each rewind."""
-    max_rewinds: Count = 3
-    """Rewinds of a run; the next outlier ends it."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -30,8 +30,8 @@ from common.files import atomic_write, reading
 from common.generation.exported import ExportedModel
 from common.generation.transformers_config import generation_config
 from common.log import LOG, progress_bar
-from common.packages import require_package
 from common.parallel.run import Run
+from common.paths import require_package
 from common.systems.gguf import write_gguf
 from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, without_tokenizer
 from common.systems.hugging_face.weights import CONFIG, write_config

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from common.dataset.fleetx import FleetXDataset, find_fleetx
 from common.dataset.indexed import require_pair
 from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
 from common.dataset.permutation import Ids
-from common.dataset.samples import GPTDataset, Samples, Split
+from common.dataset.samples import GPTDataset, Order, Samples, Split
 from common.errors import DataError
 
 FINEST = 2**31
@@ -249,11 +250,9 @@ def open_samples(
     *,
     split: Split,
     seq_length: int,
-    seed: int,
     stride: int | None = None,
-    split_weights: Sequence[float] = (949, 50, 1),
-    shuffle: bool = True,
     padded: bool = False,
+    **order: Unpack[Order],
 ) -> Samples:
     """Return one data set, or the blend that ``data`` describes (see ``parse_blend``).
 
@@ -263,31 +262,16 @@ def open_samples(
     pairs = parse_blend(data)
 
     def open_one(prefix: str) -> Samples:
-        if is_mindrecord(prefix):
-            if stride not in (None, seq_length):
-                raise DataError(
-                    f"{prefix}: the rows of a MindRecord are windows already, which data.stride="
-                    f"{stride} cannot cut again; leave data.stride out, or train from a .bin/.idx"
-                    " pair"
-                )
-            return MindRecordSamples(
-                prefix,
-                split=split,
-                seq_length=seq_length,
-                seed=seed,
-                split_weights=split_weights,
-                shuffle=shuffle,
-                padded=padded,
+        if not is_mindrecord(prefix):
+            source = prefix if find_fleetx(prefix) is None else FleetXDataset(prefix)
+            return GPTDataset(source, split=split, seq_length=seq_length, stride=stride, **order)
+        if stride not in (None, seq_length):
+            raise DataError(
+                f"{prefix}: the rows of a MindRecord are windows already, which data.stride="
+                f"{stride} cannot cut again; leave data.stride out, or train from a .bin/.idx"
+                " pair"
             )
-        return GPTDataset(
-            prefix if find_fleetx(prefix) is None else FleetXDataset(prefix),
-            split=split,
-            seq_length=seq_length,
-            seed=seed,
-            stride=stride,
-            split_weights=split_weights,
-            shuffle=shuffle,
-        )
+        return MindRecordSamples(prefix, split=split, seq_length=seq_length, padded=padded, **order)
 
     datasets = [open_one(prefix) for _, prefix in pairs]
     weights = [

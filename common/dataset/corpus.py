@@ -23,8 +23,7 @@ from common.dataset.tables import (
     require_pyarrow,
 )
 from common.errors import DataError
-from common.file_kinds import GZIP_MAGIC, foreign_kind
-from common.files import open_input, reading
+from common.files import GZIP_MAGIC, foreign_kind, open_input, reading
 from common.paths import looked_in
 from common.structured_files import MalformedError, parse_json_item, parse_json_line
 

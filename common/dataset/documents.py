@@ -1,12 +1,21 @@
-"""Turn a block into its documents."""
+"""Documents of blocks, and the texts of whole corpora for vocabularies and their training."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, texts_of
-from common.dataset.corpus import CorpusFormat
+from common.dataset.blocks import (
+    BLANK_LINES,
+    END_OF_TEXT,
+    Block,
+    DocumentRule,
+    read_blocks,
+    texts_of,
+)
+from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.encodings import advice, require_no_nul
 from common.dataset.limits import check_words
 from common.errors import DataError
@@ -49,6 +58,33 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
         return [found]
     items = _parse_lines(block, text, keys)
     return [_from_strings([texts[n] for texts in items]) for n in range(len(keys))]
+
+
+def read_texts(
+    files: Sequence[Path],
+    *,
+    encoding: str,
+    keys: tuple[str, ...] = ("text",),
+    rule: DocumentRule = DocumentRule.BLANK_LINE,
+    on_bytes: Callable[[int], object] = lambda read: None,
+) -> Iterator[str]:
+    """Yield the documents of each file in turn, read in blocks of a few MB; none of white space.
+
+    on_bytes: called with the number of bytes that each block took from disk.
+    Raises DataError with the line and column of an error, and if there is no text at all.
+    """
+    found = False
+    for path in files:
+        corpus = open_corpus(path, encoding=encoding)
+        names = ("text",) if corpus.format is CorpusFormat.TEXT else keys
+        for block in read_blocks(corpus, rule, names):
+            for documents in documents_of(block, names):
+                texts = documents.written()
+                found = found or bool(texts)
+                yield from texts
+            on_bytes(block.read_bytes)
+    if not found:
+        raise DataError(f"{', '.join(map(str, files))}: no text; give a corpus")
 
 
 def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:

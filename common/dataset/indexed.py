@@ -24,6 +24,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import struct
 import weakref
 from contextlib import AbstractContextManager
@@ -62,6 +63,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()}
 OLD_MAGIC = b"TNTIDX\x00\x00"
 OLD_HEADER = struct.Struct("<8sQQQQQ")
+_COPIED_AT_ONCE = 16 << 20
 _SUFFIXES = ("_document", "_sentence")
 _ENDING = re.compile(r"(_text)?(_document|_sentence)s?$")
 
@@ -265,6 +267,19 @@ class IndexedWriter(TokenWriter):
 
     def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
         return atomic_write(with_extension(self.prefix, ".bin"))
+
+    def append_pair(self, data: IndexedDataset) -> None:
+        """Append the documents of another pair of this dtype, in constant memory."""
+        with data.bin_path.open("rb") as source:
+            shutil.copyfileobj(source, self._file, _COPIED_AT_ONCE)
+        for start in range(0, len(data), CHUNK):
+            self._sizes.write(data.sizes[start : start + CHUNK].astype("<i4").tobytes())
+        for start in range(0, data.document_count, CHUNK):
+            counts = np.diff(data.document_index[start : start + CHUNK + 1])
+            self._documents.write(counts.astype("<i4").tobytes())
+        self.token_count += data.token_count
+        self.sequence_count += len(data)
+        self.document_count += data.document_count
 
     def _publish(self) -> None:
         self._close(".idx")

@@ -16,8 +16,8 @@ from common.errors import DataError
 
 _READ_BYTES = 1 << 16
 _END = object()
-_MAX_DEPTH = 12000
-"""Brackets of 64 KiB that stay open."""
+_MAX_OPEN = 12000
+"""Brackets of a block that stay open: memory of ijson grows with the square of the depth."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)', re.DOTALL)
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -39,8 +39,7 @@ def _with_whole_pairs(text: bytes) -> bytes:
     return _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], text)
 
 
-def _depth(text: bytes) -> int:
-    """Return the brackets that stay open."""
+def _still_open(text: bytes) -> int:
     return sum(map(text.count, (b"[", b"{"))) - sum(map(text.count, (b"]", b"}")))
 
 
@@ -73,15 +72,14 @@ class _Limited:
             found = _with_whole_pairs(both)
             if not more:
                 break
-        # memory of ijson grows with the square of the depth
         bare = found.replace(rb"\\", b"")
-        if _depth(bare) > _MAX_DEPTH:
+        if _still_open(bare) > _MAX_OPEN:
             outside = _STRING.sub(b"", b'"' + bare if self._in_string else bare)
-            if _depth(outside) > _MAX_DEPTH:
+            if _still_open(outside) > _MAX_OPEN:
                 raise DataError(
                     f"{self._path}: item {self.items + 1} is nested too deeply; fix or remove it"
                 )
-        self._in_string ^= bool((bare.count(b'"') - bare.count(rb"\"")) % 2)
+        self._in_string ^= (bare.count(b'"') - bare.count(rb"\"")) % 2 == 1
         self._since += len(found)
         self.last = found or self.last
         return found

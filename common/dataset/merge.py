@@ -1,33 +1,18 @@
 """Join .bin/.idx pairs into one, in constant memory.
 
-The result of all shards of a corpus has the bytes that one process would have written. A merge that
-was cut off resumes behind the last pair that was copied whole.
+The result of all shards of a corpus has the bytes that one process would have written.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from common.dataset.indexed import (
-    CODES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    IndexedDataset,
-    require_pair,
-    strip_extension,
-)
+from common.dataset.indexed import IndexedDataset, IndexedWriter, require_pair, strip_extension
 from common.dataset.metadata import (
     METADATA_EXTENSION,
     SHARD_OPTION,
@@ -35,13 +20,10 @@ from common.dataset.metadata import (
     read_metadata,
     write_metadata,
 )
-from common.dataset.token_files import CHUNK, Column, with_extension
-from common.errors import DataError, StorageError
-from common.files import atomic_write, fsync_folder, reading, refuse_to_overwrite
-from common.structured_files import read_json_mapping
+from common.dataset.token_files import with_extension
+from common.errors import DataError
+from common.files import reading, refuse_to_overwrite
 
-_PARTIAL, _JOURNAL = ".bin.partial", ".merge.json"
-_COPIED_AT_ONCE = 16 << 20
 _SHAPING = ("tokenizer", "vocab_size", "tokenizer_sha256", "eod_id")
 
 
@@ -53,17 +35,6 @@ class _Part:
     metadata: Metadata | None
     data: IndexedDataset | None
 
-    @property
-    def bytes(self) -> int:
-        return 0 if self.data is None else len(self.data.tokens) * self.data.dtype.itemsize
-
-    @property
-    def document_index(self) -> Column | npt.NDArray[Any]:
-        """Return the number of sequences of this pair before each document, and of all."""
-        if self.data is not None:
-            return self.data.document_index
-        return np.broadcast_to(np.int64(0), (self.metadata.documents if self.metadata else 0) + 1)
-
 
 def merge_datasets(
     inputs: Sequence[Path],
@@ -73,11 +44,10 @@ def merge_datasets(
     """Write the pair ``output``; return its record if all inputs have one.
 
     inputs: prefixes, or folders whose pairs are taken by name. Shards are sorted by their number,
-    and all must be there. on_progress: called with bytes copied and all bytes.
+    and all must be there. on_progress: called with the bytes of tokens copied, and of all.
     Raises DataError for pairs that do not belong together, and StorageError.
     """
-    parts = [_open(prefix) for prefix in _prefixes(inputs)]
-    parts = _in_order(parts)
+    parts = _in_order([_open(prefix) for prefix in _prefixes(inputs)])
     _require_one_kind(parts)
     output = strip_extension(output)
     extensions = (".bin", ".idx", METADATA_EXTENSION)
@@ -86,17 +56,21 @@ def merge_datasets(
         [with_extension(output, extension) for extension in extensions],
         "choose another --output-prefix",
     )
-    full = [part for part in parts if part.data is not None]
+    full = [part.data for part in parts if part.data is not None]
     if not full:
         raise DataError(f"{parts[0].prefix}: no pair has a document; check the corpus")
-    partial = with_extension(output, _PARTIAL)
-    _copy(full, partial, with_extension(output, _JOURNAL), on_progress)
-    _publish(parts, output, partial)
+    total = sum(data.tokens.nbytes for data in full)
+    with IndexedWriter(output, full[0].dtype) as writer:
+        for part in parts:
+            if part.data is not None:
+                writer.append_pair(part.data)
+            elif part.metadata is not None:
+                empty = np.zeros(part.metadata.documents, np.int32)
+                writer.append(np.zeros(0, writer.dtype), empty[:0], empty)
+            on_progress(writer.token_count * writer.dtype.itemsize, total)
     metadata = _joined(parts)
     if metadata is not None:
         write_metadata(with_extension(output, METADATA_EXTENSION), metadata)
-    with suppress(OSError):
-        with_extension(output, _JOURNAL).unlink()
     return metadata
 
 
@@ -184,92 +158,6 @@ def _require_one_kind(parts: Sequence[_Part]) -> None:
                 f" {full[0].data.dtype.name} in {full[0].prefix}; preprocess both with one"
                 " tokenizer"
             )
-
-
-def _copy(
-    parts: Sequence[_Part], partial: Path, journal: Path, on_progress: Callable[[int, int], None]
-) -> None:
-    """Append the tokens of all parts to ``partial``, behind those that are there already."""
-    keys = [part.data.content_key for part in parts if part.data is not None]
-    total = sum(part.bytes for part in parts)
-    done = _copied_before(journal, keys)
-    copied = sum(part.bytes for part in parts[:done])
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("r+b" if done else "wb") as file:
-            if os.fstat(file.fileno()).st_size < copied:
-                done = copied = 0
-            file.truncate(copied)
-            file.seek(copied)
-            on_progress(copied, total)
-            for number, part in enumerate(parts[done:], done + 1):
-                with with_extension(part.prefix, ".bin").open("rb") as source:
-                    shutil.copyfileobj(source, file, _COPIED_AT_ONCE)
-                file.flush()
-                os.fsync(file.fileno())
-                copied += part.bytes
-                with atomic_write(journal, "w") as notes:
-                    json.dump({"copied": number, "parts": keys}, notes)
-                on_progress(copied, total)
-    except OSError as error:
-        raise StorageError(
-            f"{partial}: could not be written: {error.strerror or error}; make room there, and"
-            " start the merge again, which continues"
-        ) from error
-
-
-def _copied_before(journal: Path, keys: list[str]) -> int:
-    if not journal.exists():
-        return 0
-    try:
-        notes = read_json_mapping(journal, error=DataError)
-    except DataError:
-        return 0
-    copied = notes.get("copied")
-    return copied if notes.get("parts") == keys and isinstance(copied, int) else 0
-
-
-def _publish(parts: Sequence[_Part], output: Path, partial: Path) -> None:
-    """Give the tokens their name and write the index, which comes last and makes the pair."""
-    with_extension(output, ".idx").unlink(missing_ok=True)
-    with_extension(output, METADATA_EXTENSION).unlink(missing_ok=True)
-    os.replace(partial, with_extension(output, ".bin"))
-    fsync_folder(output.parent)
-    with atomic_write(with_extension(output, ".idx")) as file:
-        _write_index(parts, file)
-
-
-def _write_index(parts: Sequence[_Part], file: IO[bytes]) -> None:
-    data = [part.data for part in parts if part.data is not None]
-    dtype = data[0].dtype
-    sequences = sum(map(len, data))
-    documents = sum(len(part.document_index) - 1 for part in parts)
-    file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
-    for each in data:
-        _write(file, each.sizes, "<i4", 0)
-    before = 0
-    for each in data:
-        _write(file, each.offsets, "<i8", before, factor=each.unit)
-        before += len(each.tokens) * dtype.itemsize
-    file.write(np.zeros(1, "<i8").tobytes())
-    before = 0
-    for part in parts:
-        _write(file, part.document_index, "<i8", before, first=1)
-        before += 0 if part.data is None else len(part.data)
-
-
-def _write(
-    file: IO[bytes],
-    numbers: Column | npt.NDArray[Any],
-    dtype: str,
-    before: int,
-    *,
-    factor: int = 1,
-    first: int = 0,
-) -> None:
-    for start in range(first, len(numbers), CHUNK):
-        part = numbers[start : start + CHUNK].astype(dtype)
-        file.write((part * factor + before).astype(dtype).tobytes())
 
 
 def _plain(metadata: Metadata) -> Metadata:

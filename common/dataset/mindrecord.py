@@ -6,15 +6,14 @@ shards and of their row numbers, as MindDataset(shuffle=False) reads them.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from common.config.split import check_weights
 from common.dataset.fleetx import find_fleetx
 from common.dataset.indexed import strip_extension
 from common.dataset.metadata import METADATA_EXTENSION
@@ -24,8 +23,8 @@ from common.dataset.mindrecord_file import (
     looks_like_mindrecord,
     read_header,
 )
-from common.dataset.permutation import ORDER_VERSION, Ids, shuffled
-from common.dataset.samples import SPLITS, EmptySplitError, Split, document_range
+from common.dataset.permutation import Ids
+from common.dataset.samples import EmptySplitError, Order, Split, SplitSamples, document_range
 from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import reading
@@ -35,17 +34,16 @@ EXTENSION = ".mindrecord"
 _NAME = re.compile(rf".+{re.escape(EXTENSION)}\d*")
 
 
-class MindRecordSamples:
-    """Rows of one split, in another order in each epoch. Counterpart of ``GPTDataset`` for
-    MindRecord.
+class MindRecordSamples(SplitSamples):
+    """Rows of one split. Counterpart of ``GPTDataset`` for MindRecord.
 
     source: a file (with its shards), a folder that is searched, or a list of files in reading
-    order.
-    split_weights: of train, valid and test, over rows. shuffle=False: file order in every epoch.
-    padded: accept rows whose mask has a 0.
+    order. padded: accept rows whose mask has a 0.
     Raises DataError if a file is missing or damaged, rows are not seq_length + 1 long, or the split
     is empty.
     """
+
+    _unit = "rows"
 
     def __init__(
         self,
@@ -53,26 +51,16 @@ class MindRecordSamples:
         *,
         split: Split,
         seq_length: int,
-        seed: int,
-        split_weights: Sequence[float] = (949, 50, 1),
-        shuffle: bool = True,
         padded: bool = False,
+        **order: Unpack[Order],
     ) -> None:
-        if split not in SPLITS:
-            raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
-        if seq_length < 1:
-            raise DataError(f"seq_length={seq_length}: expected 1 or more")
+        super().__init__(split=split, seq_length=seq_length, **order)
         paths = (
             find_files(source)
             if isinstance(source, str | Path)
             else [Path(path) for path in source]
         )
         self.files = [MindRecordFile(path, padded=padded) for path in paths]
-        self.split = split
-        self.seq_length = seq_length
-        self.seed = seed
-        self.shuffle = shuffle
-        self.split_weights = check_weights(split_weights)
         for file in self.files:
             if len(file) and file.width != seq_length + 1:
                 raise DataError(
@@ -94,24 +82,13 @@ class MindRecordSamples:
 
     @property
     def fingerprint(self) -> str:
-        keys = [file.content_key for file in self.files]
-        seed = self.seed if self.shuffle else None
-        parts = (
-            ORDER_VERSION,
-            "mindrecord",
-            keys,
-            self.split,
-            self.split_weights,
-            self.seq_length,
-            seed,
-        )
-        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        return self._digest("mindrecord", [file.content_key for file in self.files])
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
         tokens.
         """
-        rows = self._rows(np.asarray(ids, dtype=np.int64))[1] + self._first
+        rows = self._windows(ids)[1] + self._first
         out = np.empty((len(rows), self.seq_length + 1), dtype=np.int32)
         numbers = np.searchsorted(self._ends, rows, side="right")
         for number in np.unique(numbers):
@@ -120,23 +97,9 @@ class MindRecordSamples:
             out[mine] = self.files[number].read(rows[mine] - before)
         return out
 
-    def identities(self, ids: Ids) -> Ids:
-        """Return (n, 2) for sample numbers (n,): 0, and epoch * samples_per_epoch + row of the
-        split.
-        """
-        epochs, rows = self._rows(np.asarray(ids, dtype=np.int64))
-        return np.stack([np.zeros_like(rows), epochs * self.samples_per_epoch + rows], axis=1)
-
     def source(self, sample: int) -> Path:
-        row = int(self._rows(np.array([sample], dtype=np.int64))[1][0]) + self._first
+        row = int(self._windows(np.array([sample]))[1][0]) + self._first
         return self.files[int(np.searchsorted(self._ends, row, side="right"))].path
-
-    def _rows(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return the epochs (n,) and the rows of the split (n,) of sample numbers (n,)."""
-        if not self.shuffle:
-            epochs, rows = np.divmod(ids, self.samples_per_epoch)
-            return epochs, rows
-        return shuffled(ids, self.samples_per_epoch, f"rows/{self.split}/{self.seed}")
 
 
 def is_mindrecord(source: str | Path) -> bool:

@@ -149,13 +149,12 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessResult:
-    """Result of a run. prefixes: of the pairs written, one per key, in the order of ``keys``.
+    """Result of a run. prefixes: of the pairs written, one per key.
 
     kept: whether they were there already, which is so for a finished shard.
     """
 
     prefixes: tuple[Path, ...]
-    keys: tuple[str, ...]
     kept: bool = False
     progress: Progress = field(default_factory=Progress)
 
@@ -182,7 +181,8 @@ def preprocess(
             " --output-prefix"
         )
     tokenizer = options.tokenizer.load()
-    options = replace(options, special_tokens=_marks_as(options, tokenizer))
+    marks_as = options.special_tokens or ("tokens" if tokenizer.has_marks else "text")
+    options = replace(options, special_tokens=marks_as)
     rules = EncodingRules(
         keys=keys,
         frame=options.append_eod,
@@ -199,12 +199,8 @@ def preprocess(
     )
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
     if options.shard is not None and (kept := _finished(options, tokenizer, corpora, keys)):
-        return PreprocessResult(
-            prefixes=prefixes,
-            keys=keys,
-            kept=True,
-            progress=replace(kept, total_bytes=progress.total_bytes),
-        )
+        kept = replace(kept, total_bytes=progress.total_bytes)
+        return PreprocessResult(prefixes=prefixes, kept=True, progress=kept)
     empty, short, marks = [0] * len(keys), [0] * len(keys), Counter[str]()
     with ExitStack() as stack:
         writers = [_writer(options, prefix, tokenizer.vocab_size) for prefix in prefixes]
@@ -254,13 +250,16 @@ def preprocess(
                 )
     _warn(options, corpora, progress, marks)
     for n, writer in enumerate(writers):
-        write_metadata(
-            with_extension(writer.prefix, METADATA_EXTENSION),
-            _metadata(options, tokenizer, corpora, writer, keys[n], empty[n]),
+        metadata = Metadata(
+            documents=writer.document_count,
+            sequences=writer.sequence_count,
+            tokens=writer.token_count,
+            empty_documents=empty[n],
+            **_record(options, tokenizer, corpora, keys[n]),
         )
-    return PreprocessResult(
-        prefixes=prefixes, keys=keys, progress=replace(progress, seconds=time.monotonic() - started)
-    )
+        write_metadata(with_extension(writer.prefix, METADATA_EXTENSION), metadata)
+    progress = replace(progress, seconds=time.monotonic() - started)
+    return PreprocessResult(prefixes=prefixes, progress=progress)
 
 
 def _warn(
@@ -289,11 +288,6 @@ def _warn(
 
 
 _EXTENSIONS = {"indexed": (".bin", ".idx"), "fleetx": (IDS, INDEX), "pieces": ()}
-
-
-def _marks_as(options: PreprocessOptions, tokenizer: Tokenizer) -> Literal["tokens", "text"]:
-    """Return what special tokens in a document are, also where the option is left out."""
-    return options.special_tokens or ("tokens" if tokenizer.has_marks else "text")
 
 
 def _open(options: PreprocessOptions) -> list[Corpus]:
@@ -369,23 +363,6 @@ def _in_reach(corpora: list[Corpus], shard: Shard | None) -> Iterator[tuple[Corp
         if shard is None or shard.part_of(at, total) <= shard.number <= shard.part_of(end, total):
             yield corpus, at
         at = end
-
-
-def _metadata(
-    options: PreprocessOptions,
-    tokenizer: Tokenizer,
-    corpora: list[Corpus],
-    writer: TokenWriter,
-    key: str,
-    empty: int,
-) -> Metadata:
-    return Metadata(
-        documents=writer.document_count,
-        sequences=writer.sequence_count,
-        tokens=writer.token_count,
-        empty_documents=empty,
-        **_record(options, tokenizer, corpora, key),
-    )
 
 
 def _record(

@@ -7,10 +7,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from common.dataset.mindrecord import EXTENSION
 from common.dataset.mindrecord_output import earlier_files
@@ -19,20 +20,7 @@ from common.dataset.samples import GPTDataset
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, StorageError
 from common.files import temporary_folder
-from common.packages import install
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordSet:
-    """A written set.
-
-    rows: number of rows of seq_length + 1 tokens. left_over: tokens after the last row.
-    """
-
-    target: Path
-    files: tuple[Path, ...]
-    rows: int
-    left_over: int
+from common.paths import install
 
 
 def preprocess_mindrecord(
@@ -40,8 +28,9 @@ def preprocess_mindrecord(
     seq_length: int,
     shards: int,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> tuple[list[RecordSet], Progress]:
-    """Write a set of ``shards`` files for each key, as ``preprocess`` writes pairs.
+) -> tuple[list[Any], Progress]:
+    """Write a set of ``shards`` files for each key, as ``preprocess`` writes pairs. Returns a
+    ``WrittenMindRecord`` of mindformers_gpt2 for each.
 
     Raises ConfigError too if MindSpore, which writes the files, is not installed.
     """
@@ -61,18 +50,12 @@ def preprocess_mindrecord(
                 seed=0,
                 shuffle=False,
             )
-        sets = []
-        for pair in result.prefixes:
-            target = prefix.with_name(f"{pair.name}{EXTENSION}")
-            written = writer.write_mindrecord(pair, target, seq_length, shards)
-            sets.append(
-                RecordSet(
-                    target=target,
-                    files=written.files,
-                    rows=written.rows,
-                    left_over=written.left_over,
-                )
+        sets = [
+            writer.write_mindrecord(
+                pair, prefix.with_name(f"{pair.name}{EXTENSION}"), seq_length, shards
             )
+            for pair in result.prefixes
+        ]
         return sets, result.progress
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,24 +99,13 @@ class ShardedSampler:
         data = bytes.fromhex(sample_hash) + identities.astype("<i8").tobytes()
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
-    def batches(
-        self,
-        consumed_samples: int = 0,
-        sample_hash: str | None = None,
-        left_out: Sequence[Sequence[int]] = (),
-    ) -> Iterator[Batch]:
+    def batches(self, consumed_samples: int = 0, sample_hash: str | None = None) -> Iterator[Batch]:
         """Yield batches from ``consumed_samples`` on, without end.
 
         sample_hash: the hash stored with ``consumed_samples``. None: ``initial_hash``.
-        left_out: ranges [first, last) of samples in ascending order. A batch that would hold one of
-        them starts behind the range.
         """
         state = self.initial_hash if sample_hash is None else sample_hash
         while True:
-            for first, last in left_out:
-                end = consumed_samples + self._size_at(consumed_samples)
-                if first < end and consumed_samples < last:
-                    consumed_samples = last
             tokens, size = self.batch(consumed_samples), self._size_at(consumed_samples)
             state = self.extend_hash(state, consumed_samples)
             consumed_samples += size

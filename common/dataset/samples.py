@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +61,71 @@ class Samples(Protocol):
         """Return the prefix of the pair, or the MindRecord file, that a sample is read from."""
 
 
-class GPTDataset:
-    """Windows over the documents of one split, in another order in each epoch.
+class Order(TypedDict, total=False):
+    """Which samples a split has, and their order."""
+
+    seed: Required[int]
+    split_weights: Sequence[float]
+    """Weights of train, valid and test."""
+    shuffle: bool
+    """Another order in each epoch; that of the files if False."""
+
+
+class SplitSamples:
+    """Windows of one split of a data set."""
+
+    samples_per_epoch: int
+    _unit = "windows"
+
+    def __init__(
+        self,
+        *,
+        split: Split,
+        seq_length: int,
+        seed: int,
+        split_weights: Sequence[float] = (949, 50, 1),
+        shuffle: bool = True,
+    ) -> None:
+        if split not in SPLITS:
+            raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
+        if seq_length < 1:
+            raise DataError(f"seq_length={seq_length}: expected 1 or more")
+        self.split = split
+        self.seq_length = seq_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.split_weights = check_weights(split_weights)
+
+    def identities(self, ids: Ids) -> Ids:
+        """Return (n, 2) for sample numbers (n,): 0, and epoch * samples_per_epoch + window."""
+        epochs, windows = self._windows(ids)
+        return np.stack([np.zeros_like(windows), epochs * self.samples_per_epoch + windows], axis=1)
+
+    def _digest(self, *content: object, settings: tuple[object, ...] = ()) -> str:
+        """Return the fingerprint of samples from data of this content."""
+        shape = (self.split, self.split_weights, self.seq_length)
+        parts = (ORDER_VERSION, *content, *shape, self.seed if self.shuffle else None, *settings)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    def _windows(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the epochs (n,) and the windows (n,) of sample numbers (n,)."""
+        ids = np.asarray(ids, dtype=np.int64)
+        if not self.shuffle:
+            epochs, windows = np.divmod(ids, self.samples_per_epoch)
+            return epochs, windows
+        return shuffled(ids, self.samples_per_epoch, self._purpose(self._unit))
+
+    def _purpose(self, what: str, *epoch: int) -> str:
+        return "/".join(map(str, (what, self.split, self.seed, *epoch)))
+
+
+class GPTDataset(SplitSamples):
+    """Windows over the documents of one split.
 
     prefix: of a .bin/.idx pair, or opened token files of any format.
-    split_weights: of train, valid and test, over documents (in ``_sentence`` pairs too).
+    Splits are of documents, in ``_sentence`` pairs too. Without shuffling, each epoch begins at the
+    first token, for validation.
     stride: tokens between the starts of windows; seq_length if None.
-    shuffle=False: windows in file order in every epoch, from the first token on, for validation.
     Raises EmptySplitError if the split holds fewer than seq_length + 1 tokens.
     """
 
@@ -77,24 +135,14 @@ class GPTDataset:
         *,
         split: Split,
         seq_length: int,
-        seed: int,
         stride: int | None = None,
-        split_weights: Sequence[float] = (949, 50, 1),
-        shuffle: bool = True,
+        **order: Unpack[Order],
     ) -> None:
         self.data = prefix if isinstance(prefix, TokenFiles) else IndexedDataset(prefix)
-        if split not in SPLITS:
-            raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
-        if seq_length < 1:
-            raise DataError(f"seq_length={seq_length}: expected 1 or more")
+        super().__init__(split=split, seq_length=seq_length, **order)
         if stride is not None and not 1 <= stride <= seq_length:
             raise DataError(f"stride={stride}: expected 1 to seq_length={seq_length}")
-        self.split = split
-        self.seq_length = seq_length
         self.stride = None if stride == seq_length else stride
-        self.seed = seed
-        self.shuffle = shuffle
-        self.split_weights = check_weights(split_weights)
         first, end = document_range(split, self.split_weights, self.data.document_count)
         self._first = self.data.tokens_before(first)
         self.token_count = self.data.tokens_before(end) - self._first
@@ -110,16 +158,8 @@ class GPTDataset:
 
     @property
     def fingerprint(self) -> str:
-        parts = (
-            ORDER_VERSION,
-            self.data.content_key,
-            self.split,
-            self.split_weights,
-            self.seq_length,
-            self.seed if self.shuffle else None,
-            *(() if self.stride is None else ("stride", self.stride)),
-        )
-        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        settings = () if self.stride is None else ("stride", self.stride)
+        return self._digest(self.data.content_key, settings=settings)
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
@@ -147,24 +187,8 @@ class GPTDataset:
             out[start : start + step] = found
         return out
 
-    def identities(self, ids: Ids) -> Ids:
-        """Return (n, 2) for sample numbers (n,): 0, and epoch * samples_per_epoch + window."""
-        epochs, windows = self._windows(ids)
-        return np.stack([np.zeros_like(windows), epochs * self.samples_per_epoch + windows], axis=1)
-
     def source(self, sample: int) -> Path:
         return self.data.prefix
-
-    def _windows(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return the epochs (n,) and the windows (n,) of sample numbers (n,)."""
-        ids = np.asarray(ids, dtype=np.int64)
-        if not self.shuffle:
-            epochs, windows = np.divmod(ids, self.samples_per_epoch)
-            return epochs, windows
-        return shuffled(ids, self.samples_per_epoch, self._purpose("windows"))
-
-    def _purpose(self, what: str, *epoch: int) -> str:
-        return "/".join(map(str, (what, self.split, self.seed, *epoch)))
 
     def _tokens(self, begins: Ids) -> npt.NDArray[Any]:
         """Return (n, seq_length + 1) tokens from the places (n,) of the split on."""

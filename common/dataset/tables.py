@@ -17,7 +17,7 @@ from typing import Any
 from common.dataset.limits import WORD_CHARACTERS, check_words
 from common.dataset.shards import Share
 from common.errors import DataError
-from common.packages import require_package
+from common.paths import require_package
 
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 _END_OF_STREAM = ARROW_STREAM_MAGIC + bytes(4)

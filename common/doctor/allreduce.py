@@ -17,8 +17,7 @@ from typing import Any
 from common.cluster.places import Placement
 from common.doctor.report import Check, error, ok, warning
 from common.errors import ConfigError, RunError
-from common.launcher.attempts import Outcome
-from common.launcher.supervisor import Job, run_attempts
+from common.launcher.supervisor import Job, Outcome, run_attempts
 from common.structured_files import MalformedError, parse_json
 
 STAGES = ("", "started", "imported", "connected", "group made", "reduced")

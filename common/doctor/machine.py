@@ -20,7 +20,7 @@ from common.cluster import hccn
 from common.device import missing_for_kernels, processor_name
 from common.doctor.report import Check, error, ok, warning
 from common.processes.addresses import interface_of, is_loopback
-from common.processes.programs import last_line, run_program
+from common.processes.process_tree import last_line, run_program
 from common.whole_numbers import shortened, whole_number
 
 HCCL_PORTS = 16

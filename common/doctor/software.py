@@ -19,9 +19,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from common.doctor.report import Check, error, ok, warning
-from common.packages import install
-from common.paths import ROOT
-from common.processes.programs import last_line, run_program
+from common.paths import ROOT, install
+from common.processes.process_tree import last_line, run_program
 from common.structured_files import parse_json
 
 PACKAGES = ("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers")

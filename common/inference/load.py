@@ -19,8 +19,8 @@ from common.inference.language_model import LanguageModel
 from common.inference.runner import Runner
 from common.inference.source import Source, find_source, open_tokenizer
 from common.interrupts import ending_at_interrupts
-from common.packages import install
 from common.parallel.run import Run
+from common.paths import install
 from common.planner.room import check_memory
 from common.resolve.derive import resolve_mode, resolve_other
 from common.tokenizer import Tokenizer

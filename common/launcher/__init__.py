@@ -1,3 +1,1 @@
-"""Launcher: starts the ranks of a host, waits for them, and ends all when one fails, on every
-host.
-"""
+"""Launcher: starts the ranks of a host, waits for them, and ends all hosts when one fails."""

@@ -1,7 +1,7 @@
 """Channel between the launchers of several hosts, through host 0.
 
-Host 0 listens at the port after that of the ranks. A caller sends ``hello`` with its number and a
-digest of the list of hosts, and gets ``welcome``, ``refused`` or ``later``. Once all hosts have
+Host 0 listens at the port after that of the ranks. A caller sends ``hello`` with its number and the
+list of hosts, and gets ``welcome``, ``refused`` or ``later``. Once all hosts have
 come, host 0 tells them to ``begin``. Then both sides send ``life`` every two seconds, and
 ``failed``, ``stop`` and ``end`` when these happen. Those who stay after it say ``ready`` for the
 next attempt. A host that is silent for half a minute is lost.
@@ -11,8 +11,6 @@ Hosts whose commands give no numbers meet once before: each gets the first free 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import queue
 import socket
 import threading
@@ -60,11 +58,9 @@ class Hosts:
     port: int
     devices: tuple[int, ...] = ()
 
-    def digest(self) -> str:
-        """Digest that is equal on all hosts of one run."""
-        return hashlib.sha256(
-            json.dumps([[host.address, host.ranks] for host in self.all]).encode()
-        ).hexdigest()
+    def listed(self) -> list[list[Any]]:
+        """Return what is equal on all hosts of one run."""
+        return [[host.address, list(host.ranks)] for host in self.all]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +77,7 @@ class Message:
 
 
 def host_name(address: str) -> str:
-    """Return a host's name for messages. ``find_places`` calls one without an address ``node
-    1``.
-    """
+    """Return a host's name for messages. One without an address is called ``node 1``."""
     return address if address.startswith("node ") else f"host {address}"
 
 
@@ -94,9 +88,17 @@ class HostChannel:
     told to come later, for the next attempt. Otherwise it is refused.
     """
 
-    def __init__(self, hosts: Hosts, events: queue.SimpleQueue[Any], *, restarts: bool) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        events: queue.SimpleQueue[Any],
+        *,
+        restarts: bool,
+        say: Callable[..., None] = tell,
+    ) -> None:
         """Listen on host 0. Raises ConfigError if its port is not available."""
         self._hosts, self._events, self._restarts = hosts, events, restarts
+        self._say = say
         self.own = hosts.own
         """Index of this host."""
         self._links: dict[int, Channel] = {}
@@ -110,10 +112,20 @@ class HostChannel:
         self._life: dict[str, Any] = {}
         self._attempt: int | None = None
         """Number of the attempt that has begun."""
-        self._server = _listen(hosts) if hosts.own == 0 else None
-        self._in_thread(self._send_life)
-        if self._server is not None:
+        self._server: socket.socket | None = None
+        if hosts.own == 0:
+            first = hosts.all[0].address
+            try:
+                self._server = listen(first, hosts.port)
+            except OSError as error:
+                raise ConfigError(
+                    f"host {first}, port {hosts.port}: cannot listen there for the launchers of the"
+                    f" other hosts: {error.strerror or error}; it must be a free port of this"
+                    " machine: end what uses it, or set MASTER_PORT to another (this one is the"
+                    " port after it)"
+                ) from error
             self._in_thread(self._accept, self._server)
+        self._in_thread(self._send_life)
 
     def gather(self, attempt: int, limit: float, goes_on: Callable[[], bool]) -> int | None:
         """Wait at most ``limit`` seconds until all hosts have come.
@@ -136,7 +148,7 @@ class HostChannel:
             text = text if missing else "this host has come; waiting for the others"
             if self._attempt is None and now - began > REMIND_SECONDS and said != text:
                 said = text
-                tell(text if has_word else f"{text}; this port must be open too", error=True)
+                self._say(text if has_word else f"{text}; this port must be open too", error=True)
             if now - heard > limit:
                 raise RunError(
                     f"{names} has not come within {limit:g} s: {why}; look whether the run was"
@@ -160,18 +172,14 @@ class HostChannel:
         return missing, f"its launcher has not come to port {self._hosts.port}", not missing
 
     def _join(self) -> tuple[list[Host], str, bool]:
-        """Call host 0, unless it has taken this host in.
-
-        Returns host 0 if it has not, the reason, and whether there was a word of it. Raises
-        ConfigError if it refuses this host.
-        """
+        """Call host 0. Returns it unless it takes this host in, why, and whether it had a word."""
         if 0 in self._links:
             return [], "", True
         first, own = self._hosts.all[0], self._hosts.own
         hello = {
             "kind": "hello",
             "host": own,
-            "hosts": self._hosts.digest(),
+            "hosts": self._hosts.listed(),
             "address": self._hosts.all[own].address,
             "devices": self._hosts.devices,
         }
@@ -278,12 +286,12 @@ class HostChannel:
                 self._devices[host] = (address, devices if asks else [])
         if is_new:
             said = f"is {address} (devices {spans(devices)})" if asks else "has come"
-            tell(f"{hosts[host]} {said}", error=True)
+            self._say(f"{hosts[host]} {said}", error=True)
             self._serve(host, link)
             return
         if why:
             name = address if asks else str(hello.get("address"))[:100]
-            tell(f"{host_name(name)} was refused: this one {why}", error=True)
+            self._say(f"{host_name(name)} was refused: this one {why}", error=True)
         with suppress(OSError):
             link.send({"kind": "refused", "text": why} if why else {"kind": "later"})
         link.close()
@@ -292,7 +300,7 @@ class HostChannel:
         """Return why this run has no place for a caller; empty if it has, now or later."""
         number, hosts, numbers = hello["host"], self._hosts.all, bool(self._hosts.devices)
         asks = number < 0
-        if hello.get("hosts") != self._hosts.digest():
+        if hello.get("hosts") != self._hosts.listed():
             return (
                 "runs with another list of hosts and ranks: give both the same rank table or host"
                 " list, or the same --nnodes and as many devices, or two runs two ports"
@@ -365,19 +373,4 @@ class HostChannel:
             self._doubles.pop(host, None)
             self._ready.discard(host)
         if attempt is None and not self._closed.is_set():
-            tell(f"{name} has left again", error=True)
-
-
-def _listen(hosts: Hosts) -> socket.socket:
-    """Listen for the launchers of the other hosts. Raises ConfigError if the port is not
-    available.
-    """
-    address, port = hosts.all[0].address, hosts.port
-    try:
-        return listen(address, port)
-    except OSError as error:
-        raise ConfigError(
-            f"host {address}, port {port}: cannot listen there for the launchers of the other"
-            f" hosts: {error.strerror or error}; it must be a free port of this machine: end what"
-            " uses it, or set MASTER_PORT to another (this one is the port after it)"
-        ) from error
+            self._say(f"{name} has left again", error=True)

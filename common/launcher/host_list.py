@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.paths import ROOT
 from common.processes.addresses import is_ip, may_be_host
 from common.processes.heartbeat import start_heartbeat
-from common.processes.programs import tied_to_this_process
+from common.processes.process_tree import tied
 from common.whole_numbers import shortened
 
 _STOP_CHECK_SECONDS = 0.2
@@ -108,10 +108,7 @@ def divide(
 def _in_table_order(
     hosts: Sequence[str], places: Sequence[RankPlacement]
 ) -> list[tuple[str, range]]:
-    """Return each server's host and ranks.
-
-    Hosts that are the table's own addresses are matched with them; other names follow its order.
-    """
+    """Return each server's host and ranks: by its address, or names in the table's order."""
     servers: dict[str, list[int]] = {}
     for place in places:
         servers.setdefault(place.host, []).append(place.rank)
@@ -135,21 +132,17 @@ def _in_table_order(
 
 
 def host_command(words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the command for a shell there, with the folder, repository, interpreter and network
-    settings of this host.
-    """
+    """Return the command for a shell there, with the folder and settings of this host."""
     variables = {"PYTHON": sys.executable} | {
-        name: value for name, value in sorted(environ.items()) if value and _is_passed_on(name)
+        name: value
+        for name, value in sorted(environ.items())
+        if value and name not in _OF_ONE_HOST and (name in _PASSED_ON or name.startswith(_PREFIXES))
     }
     script = str(ROOT / "scripts" / "run_distribute.sh")
     start = shlex.join(
         ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", script, *words]
     )
     return f"cd {shlex.quote(str(Path.cwd()))} && {start}"
-
-
-def _is_passed_on(name: str) -> bool:
-    return name in _PASSED_ON or (name.startswith(_PREFIXES) and name not in _OF_ONE_HOST)
 
 
 def run_over_ssh(host: str, text: str) -> int:
@@ -165,7 +158,7 @@ def run_over_ssh(host: str, text: str) -> int:
         ["ssh", "-tt", "-o", "BatchMode=yes", host, text],  # noqa: S607 - the user's ssh
         stdin=subprocess.PIPE,
         env={**os.environ, "TERM": "dumb"},  # the terminal there is a log file
-        preexec_fn=tied_to_this_process(),
+        preexec_fn=tied(),
     )
     assert ssh.stdin is not None
     while (code := ssh.poll()) is None:

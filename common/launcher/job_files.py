@@ -52,10 +52,7 @@ _WORDS = re.compile("y|n|yes|no|on|off|true|false|null|nan|inf", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """Job of ``nodes`` pods with ``devices`` each, as the options of tools/job_files.py.
-
-    Raises ConfigError for a value that Kubernetes refuses.
-    """
+    """Options of tools/job_files.py. Raises ConfigError for a value that Kubernetes refuses."""
 
     kind: Literal["volcano", "pytorchjob"] = flag("kind of the job", required=True, positional=True)
     config: Path = flag("FILE: YAML of the run", required=True, group="run")
@@ -197,9 +194,7 @@ def _require(pattern: re.Pattern[str], option: str, text: str, expected: str) ->
 
 
 def job_yaml(job: JobRequest) -> str:
-    """Return the YAML of the job. Raises ConfigError for a Volcano job on other devices than Ascend
-    NPUs.
-    """
+    """Return the YAML of the job. Raises ConfigError for a Volcano job without Ascend NPUs."""
     resource = job.device
     if job.kind == "volcano":
         resource = resource or ASCEND
@@ -215,7 +210,9 @@ def job_yaml(job: JobRequest) -> str:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    templates.filters |= {"q": quoted, "literal": _unexpanded}
+    # in a literal text Kubernetes finds no $(VARIABLE) to replace
+    templates.filters["literal"] = lambda text: text.replace("$", "$$") if "$(" in text else text
+    templates.filters["q"] = quoted
     values = {
         "job": job,
         "kind": job.kind,
@@ -237,17 +234,8 @@ def job_yaml(job: JobRequest) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a YAML scalar that is this string for any parser.
-
-    Parsers differ in what they take for a number or a truth value, so all but plain words are
-    quoted.
-    """
+    """Return a YAML scalar that is this string for any parser: all but plain words are quoted."""
     if _PLAIN.fullmatch(text) and not _WORDS.fullmatch(text):
         return text
     escape = json.dumps(text, ensure_ascii=False)
     return _BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", escape)
-
-
-def _unexpanded(text: str) -> str:
-    """Return text in which Kubernetes finds no $(VARIABLE) to replace."""
-    return text.replace("$", "$$") if "$(" in text else text

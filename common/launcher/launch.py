@@ -1,6 +1,4 @@
-"""Launch the ranks of this host, or show what would be launched: ``distribute`` and
-``standalone``.
-"""
+"""Launch the ranks of this host, or show what would be launched."""
 
 from __future__ import annotations
 
@@ -28,13 +26,12 @@ from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import NotReadyError, read_table, wait_for_table
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.launcher.attempts import RESTARTABLE
 from common.launcher.host_list import divide, host_command, parse_hosts
 from common.launcher.jobs import job_of_ranks, log_folder, ranks_here
 from common.launcher.nodes import settle_nodes
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import NO_TABLE, LaunchRequest, absolute, is_asked
-from common.launcher.supervisor import Job, run_attempts
+from common.launcher.supervisor import RESTARTABLE, Job, run_attempts
 from common.launcher.terminal import tell
 from common.log import show
 from common.parallel.run import Run
@@ -59,10 +56,14 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
     load: of the request's configuration. check: what rank 0 checks first, so that a refusal comes
     once, before there are ranks.
     """
-    _check_options(request)
+    if request.ssh and request.hosts is None:
+        raise ConfigError("--ssh needs --hosts: the names of the hosts")
+    for name in ("all_ranks", "accelerator"):
+        if getattr(request, name) and request.mode != "plan":
+            raise ConfigError(f"--{name} is for the mode plan, not {request.mode}; leave it out")
     starts = request.mode != "plan" and not is_asked("DRY_RUN") and request.hosts is None
+    waits = starts and not is_asked("DETACH")
     try:
-        waits = starts and not is_asked("DETACH")
         table = _read_table(request.table, wait=waits) if request.table else None
     except NotReadyError:
         if not starts:
@@ -88,24 +89,22 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
         return 0
     if config.parallel.strategy == "horovod":
         raise _must_be_horovodrun(request, places)
+    here = ranks_here(places, request, config)
     if not starts:
-        show(f"# {ranks_here(places, request, config)}\n")
-        return _run(job_of_ranks(request, config, places, table, port, starts=False), request)
-    if places.own[0].rank == 0:
+        show(f"# {here}\n")
+    elif places.own[0].rank == 0:
         _check_first(config, request, check)
-    if is_asked("DETACH"):
-        return _run(job_of_ranks(request, config, places, table, port), request)
-    tell(ranks_here(places, request, config))
-    return _supervise(
-        lambda number: job_of_ranks(request, config, places, table, port), request, config
+    if waits:
+        tell(here)
+    return _run(
+        lambda number: job_of_ranks(request, config, places, table, port, starts=starts),
+        request,
+        config,
     )
 
 
 def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
-    """Show, or start and supervise, one process on one device. Returns the exit code.
-
-    load, check: as in ``distribute``.
-    """
+    """Show, or start and supervise, one process on one device, as ``distribute`` does several."""
     config = resolve_mode(load(request.overrides), request.mode, world_size=1)
     places = find_places(request.numbers)
     starts = not is_asked("DRY_RUN")
@@ -116,30 +115,11 @@ def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
         whole = job_of_ranks(request, config, places, None, None, starts=starts)
         return replace(whole, children=(replace(whole.children[0], folder="mf_standalone"),))
 
-    if not starts or is_asked("DETACH"):
-        return _run(job(0), request)
-    return _supervise(job, request, config)
-
-
-def _supervise(make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig) -> int:
-    """Run the attempts of this host. Only training is started again after a failure."""
-    given = config.runtime.max_restarts if request.max_restarts is None else request.max_restarts
-    most = given if request.mode in RESTARTABLE else 0
-    return run_attempts(make_job, most=most, folder=absolute(config.output_dir)).code
-
-
-def _check_options(request: LaunchRequest) -> None:
-    if request.ssh and request.hosts is None:
-        raise ConfigError("--ssh needs --hosts: the names of the hosts")
-    for name in ("all_ranks", "accelerator"):
-        if getattr(request, name) and request.mode != "plan":
-            raise ConfigError(f"--{name} is for the mode plan, not {request.mode}; leave it out")
+    return _run(job, request, config)
 
 
 def _read_table(path: Path, *, wait: bool) -> RankTable:
-    """Read a rank table, which a platform may still be filling: in a pod it may not even be
-    there.
-    """
+    """Read a rank table that a platform may still be filling; in a pod it may be absent."""
     try:
         return read_table(path)
     except NotReadyError as error:
@@ -193,7 +173,6 @@ def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigErro
 
 def _check_first(config: Run, request: LaunchRequest, check: Check) -> None:
     """Reject a second run in one folder, and what rank 0 would reject, before anything is written.
-    Raises GPT2Error.
 
     Only the host of rank 0 checks, since other hosts would see the hold of their own run.
     """
@@ -254,12 +233,17 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
         follow=not request.quiet,
         over_ssh=True,
     )
-    return _run(job, request)
+    return _run(lambda number: job, request)
 
 
-def _run(job: Job, request: LaunchRequest) -> int:
-    """Supervise the job, unless DRY_RUN shows it, or DETACH leaves it to another process."""
+def _run(
+    make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig | None = None
+) -> int:
+    """Supervise the attempts of this host, unless DRY_RUN shows the first, or DETACH leaves them to
+    another process. config: of a run whose training may be started again.
+    """
     if is_asked("DRY_RUN"):
+        job = make_job(0)
         full = job.children[0]
         for child in job.children:
             cores = f", on cores {','.join(map(str, child.cores))}" if child.cores else ""
@@ -276,8 +260,11 @@ def _run(job: Job, request: LaunchRequest) -> int:
                 show(f"{head}; as {full} with\n{shlex.join(own)}\n")
         return 0
     if is_asked("DETACH"):
-        return _detach(job.log_folder, request)
-    return run_attempts(lambda number: job).code
+        return _detach(make_job(0).log_folder, request)
+    if config is None or request.mode not in RESTARTABLE:
+        return run_attempts(make_job).code
+    given = config.runtime.max_restarts if request.max_restarts is None else request.max_restarts
+    return run_attempts(make_job, most=given, folder=absolute(config.output_dir)).code
 
 
 def _detach(folder: Path, request: LaunchRequest) -> int:

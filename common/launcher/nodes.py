@@ -45,16 +45,11 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     nodes = request.nnodes or 1
     if known or nodes == 1:
         return request
-    if host is None:
-        raise ConfigError(
-            f"{nodes} hosts need a common address: give --master IP:PORT, the address of the host"
-            " of rank 0"
-        )
+    host = host_names(nodes, host)[0]
+    number = 0 if request.mode == "plan" or is_here(host) else 1
     if meet:
         port = (port or given_port(os.environ) or DEFAULT_PORT) + 1
         number = find_node(host, port, nodes, tuple(request.numbers), connect_limit(os.environ))
-        return replace(request, node_rank=number)
-    number = 0 if request.mode == "plan" or is_here(host) else 1
     return replace(request, node_rank=number)
 
 
@@ -91,10 +86,7 @@ def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limi
 
 
 def _place_by_environment() -> Process | None:
-    """Return this launcher among those of a Slurm step, or of pods; None for one alone.
-
-    Raises ConfigError for several tasks on a node.
-    """
+    """Return this launcher among those of a Slurm step, or of pods; None for one alone."""
     task = task_of_step(os.environ)
     if task is None or task.world_size == 1:
         return place_of_pod(os.environ)
@@ -108,7 +100,7 @@ def _place_by_environment() -> Process | None:
 
 
 def _place_by_address(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with the values that follow from ``--node_ips``. Raises ConfigError."""
+    """Return the request with the values that follow from ``--node_ips``."""
     addresses = request.addresses
     if request.nnodes not in (None, len(addresses)) or request.node_rank is not None:
         raise ConfigError(

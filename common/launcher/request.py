@@ -43,11 +43,6 @@ class Options:
         *("--max_restarts", "--max-restarts"),
         type=argument(),
     )
-    certify: int | None = flag(
-        "N: train the first N steps twice, compare them bit for bit, and write certificate.json"
-        " into output_dir",
-        type=argument(1),
-    )
     program: Path | None = flag(SUPPRESS)
     """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
     no_pinning: bool = flag("let every rank use all cores")
@@ -114,10 +109,7 @@ class LaunchRequest(DistributeOptions):
 def parse_distribute(
     options: DistributeOptions, modes: Sequence[str], argv: tuple[str, ...]
 ) -> LaunchRequest:
-    """Return the request for the ranks of this host.
-
-    Raises ConfigError, in the order of checks that users of run_distribute.sh know.
-    """
+    """Return the request. Raises ConfigError, in the order that users of the script know."""
     words, devices = options.words, options.devices
     if devices is not None:  # a list in place of the range
         if len(words) > 2 and words[2].strip()[:1] in ("[", "("):
@@ -128,7 +120,10 @@ def parse_distribute(
         words = (*words[:2], devices, *words[2:])
     if len(words) < 4:
         raise ConfigError(f"{len(words)} arguments, expected 4 or 5\n{USAGE}")
-    table = None if words[0] in NO_TABLE else _table(words[0])
+    table = None if words[0] in NO_TABLE else absolute(words[0])
+    # in a pod a platform may not have mounted it yet
+    if table and not (in_pod(os.environ) and table.parent.is_dir() and not os.path.lexists(table)):
+        _file(words[0], "RANK_TABLE_FILE")
     config = _file(words[1], "config_path")
     numbers = parse_range(words[2]) if devices is None else parse_devices(devices)
     mode = _mode(words[3], modes)
@@ -182,9 +177,7 @@ def is_asked(name: str) -> bool:
 
 
 def absolute(word: str) -> Path:
-    """Make a path absolute as realpath -m does, but keep links: a config's base files lie beside
-    it.
-    """
+    """Make a path absolute, but keep links: a config's base files lie beside it."""
     return Path(os.path.abspath(word))
 
 
@@ -193,13 +186,6 @@ def _file(word: str, name: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{name}={path} is not a file")
     return path
-
-
-def _table(word: str) -> Path:
-    """Return the path of the rank table, which a platform may not have mounted yet in a pod."""
-    if in_pod(os.environ) and absolute(word).parent.is_dir() and not os.path.lexists(word):
-        return absolute(word)
-    return _file(word, "RANK_TABLE_FILE")
 
 
 def _mode(word: str, modes: Sequence[str]) -> str:

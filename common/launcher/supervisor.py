@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,23 @@ from typing import Any
 from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
 from common.failures.explain import Found, find_errors, language_of, merged
-from common.launcher.attempts import Outcome, line_of, pause, why_not
 from common.launcher.host_channel import HostChannel, Hosts, Message
-from common.launcher.rank_logs import set_aside
-from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, stalled_ranks
-from common.launcher.terminal import Terminal, tell
+from common.launcher.rank_process import (
+    ProcessSpec,
+    RankProcess,
+    RankState,
+    set_aside,
+    stalled_ranks,
+)
+from common.launcher.terminal import Terminal
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.process_tree import Descendants, in_words, watch
 from common.run_folder import RESTART_COUNT, append_attempt
 from common.whole_numbers import rank_names
 
+RESTARTABLE = ("train", "finetune")
+"""Modes that are started again; the others have nothing to resume."""
+_MAX_PAUSE = 60.0
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.2
 """The same before the ranks are started."""
@@ -43,12 +50,9 @@ _SETTLE_SECONDS = 1.0
 """Seconds to wait, after a failure that may be a consequence, for its cause."""
 _SETTLE_SECONDS_OF_HOSTS = 5.0
 _TAILS = 2
-_MAX_SEARCHED = 64
-"""Logs that are searched for known errors."""
+_MAX_SEARCHED_LOGS = 64
 _SAME_SIGNAL_SECONDS = 0.3
-"""Seconds within which a repeated signal counts once: ``timeout`` signals the process and its
-group.
-"""
+"""Within them a repeated signal counts once: ``timeout`` signals the process and its group."""
 _DECISION_SECONDS = 30.0
 """Seconds to wait for host 0's decision: longer than it takes to kill its ranks."""
 _KILL_SECONDS = 8.0
@@ -66,25 +70,61 @@ class Job:
     log_folder: Path
     """Folder in which mf_parallel{rank}/mindformer.log and env.log are created or appended to."""
     stall_limit: float
-    """Seconds without progress after which a rank has failed; math.inf if ranks do not report
-    progress.
-    """
+    """Seconds without progress after which a rank has failed; math.inf if none is reported."""
     follow: bool = False
-    """Copy the log of rank 0, or of the lowest rank here, to standard output, with a line of
-    progress below it on a terminal.
-    """
+    """Show the log of the lowest rank here, with a line of progress below it on a terminal."""
     steps: int | None = None
     """Steps of the whole run, if known."""
     hosts: Hosts | None = None
     """All hosts; None for one."""
     over_ssh: bool = False
-    """Children are launchers on other hosts, so the first to end does not show where the failure
-    was.
-    """
+    """Children are launchers on other hosts, so the first to end may not be the cause."""
     return_limit: float = 600.0
     """Seconds to wait before a restart for hosts that have not come back."""
     when_met: Callable[[int], None] | None = None
     """Called with the number of the attempt when the hosts of a run that may restart have met."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Failure of ranks. certain: not the consequence of another failure.
+
+    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did
+    not come.
+    """
+
+    text: str
+    code: int
+    certain: bool = True
+    ranks: tuple[int, ...] = ()
+    stalled: bool = False
+    lost_host: bool = False
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Failure:
+        """Return one that a host has told."""
+        return cls(**{**values, "ranks": tuple(values["ranks"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """End of one attempt."""
+
+    code: int
+    """Exit code of the launcher."""
+    failure: Failure | None = None
+    """The failure that counts."""
+    first_step: int = -1
+    """First step that a rank of this host worked on; -1 if none."""
+    last_step: int = -1
+    """Last step that a rank of this host worked on; -1 if none."""
+    seconds: float = 0.0
+    again: bool = False
+    """Another attempt follows on all hosts."""
+    number: int = 0
+    """Number of the attempt, from 0, as host 0 counts."""
+    report: str = ""
+    """All lines about the failure, with the last ones of the logs that tell more."""
 
 
 _Events = queue.SimpleQueue[Callable[[], None] | Message]
@@ -111,30 +151,67 @@ def run_attempts(
     """
     before: list[Outcome] = []
     number, job = 0, make_job(0)
-    with _listening(job.hosts, restarts=most > 0) as listening:
+    with (
+        closing(Terminal()) as terminal,
+        _listening(job.hosts, terminal, restarts=most > 0) as listening,
+    ):
         while True:
             began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-            outcome = _Supervisor(job, number, make_job, listening, before, most).run()
+            outcome = _Supervisor(job, number, make_job, listening, terminal, before, most).run()
+            failed = outcome.failure
             ranks = [child.rank for child in job.children if not child.name]
+            why_not_again = why_not(outcome, before, most) if failed else "ended"
             if most and folder is not None and 0 in ranks:
-                hosts = job.hosts.all if job.hosts else [rank_names(ranks)]
-                append_attempt(folder, line_of(outcome, began, list(map(str, hosts)), before, most))
+                line = {
+                    "began": began,
+                    "seconds": round(outcome.seconds, 1),
+                    "hosts": list(map(str, job.hosts.all)) if job.hosts else [rank_names(ranks)],
+                    "first_step": outcome.first_step,
+                    "last_step": outcome.last_step,
+                    "exit_code": outcome.code,
+                    "failure": failed and failed.text.partition("\n")[0],
+                    "then": "restarted" if outcome.again else why_not_again,
+                }
+                append_attempt(folder, line)
             if not outcome.again:
-                if most and outcome.failure:
-                    why = why_not(outcome, before, most) or "host 0 says so"
-                    tell(f"not restarted: {why}", error=True)
+                if most and failed:
+                    terminal.say(f"not restarted: {why_not_again or 'host 0 says so'}", error=True)
                 return outcome
             before.append(outcome)
             number = outcome.number + 1
-            tell(
+            terminal.say(
                 f"restart {len(before)} of {most} in {pause(len(before)):g} s, from the newest"
                 " complete checkpoint; Ctrl-C ends the run",
                 error=True,
             )
 
 
+def why_not(outcome: Outcome, before: Sequence[Outcome], most: int) -> str:
+    """Return why no attempt follows a failure; empty if one does.
+
+    before: failed attempts before it. After one that has worked, a failure at the start is repeated
+    once: a device or a port may not be free yet.
+    """
+    is_lost = outcome.failure is not None and outcome.failure.lost_host
+    if outcome.code == 2:
+        return "exit code 2 means that a setting or a file was refused, which a restart repeats"
+    if not is_lost and not before and outcome.last_step <= outcome.first_step:
+        return "it failed before it had finished a step, which a restart would repeat"
+    if not is_lost and before and before[-1].last_step == outcome.last_step:
+        where = f"step {outcome.last_step}" if outcome.last_step >= 0 else "the start"
+        return f"{where} failed twice, so another attempt would fail too"
+    if len(before) >= most:
+        return f"runtime.max_restarts={most} restarts are used up"
+    return ""
+
+
+def pause(failures: int) -> float:
+    """Return the seconds to wait before a restart, after so many failures; 0 for none."""
+    return min(2.0 ** (min(failures, 30) - 1), _MAX_PAUSE) if failures else 0.0
+
+
 @contextmanager
-def _listening(hosts: Hosts | None, *, restarts: bool) -> Iterator[_Listening]:
+def _listening(hosts: Hosts | None, terminal: Terminal, *, restarts: bool) -> Iterator[_Listening]:
     """Turn SIGINT, SIGTERM, SIGHUP and messages of the other hosts into events.
 
     Signals that are ignored, as under nohup, stay ignored.
@@ -145,7 +222,9 @@ def _listening(hosts: Hosts | None, *, restarts: bool) -> Iterator[_Listening]:
         values = {"signal": number, "moment": time.monotonic()}
         events.put(Message(host=-1, kind="signal", values=values))
 
-    channel = None if hosts is None else HostChannel(hosts, events, restarts=restarts)
+    channel = None
+    if hosts is not None:
+        channel = HostChannel(hosts, events, restarts=restarts, say=terminal.say)
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -172,34 +251,8 @@ def _handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
             signal.signal(number, handler)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """Failure of ranks. certain: not the consequence of another failure.
-
-    ranks: those whose logs tell more. stalled: they may still run.
-    """
-
-    text: str
-    code: int
-    certain: bool = True
-    ranks: tuple[int, ...] = ()
-    stalled: bool = False
-    lost_host: bool = False
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> _Failure:
-        """Return one that a host has told."""
-        return cls(**{**values, "ranks": tuple(values["ranks"])})
-
-
-_End = tuple[int, bool, _Failure | None]
-"""How an attempt has ended: exit code, whether another follows, and the failure that counts."""
-
-
 class _Supervisor:
-    """Supervisor of one attempt. job: of it, or of the attempt before. before: failed attempts
-    before it.
-    """
+    """Supervisor of one attempt. job: of it, or of the attempt before. before: failed ones."""
 
     def __init__(
         self,
@@ -207,6 +260,7 @@ class _Supervisor:
         number: int,
         make_job: Callable[[int], Job],
         listening: _Listening,
+        terminal: Terminal,
         before: Sequence[Outcome],
         most: int,
     ) -> None:
@@ -220,16 +274,16 @@ class _Supervisor:
         self._processes: list[RankProcess] = []
         self._ranks: list[RankProcess] = []
         self._descendants = Descendants(_KILL_SECONDS)
-        self._terminal = Terminal()
+        self._terminal = terminal
         self._began = 0.0
-        self._failures: list[_Failure] = []
+        self._failures: list[Failure] = []
         self._failed_at = 0.0
         self._stop: tuple[int, float, str] | None = None
         """Signal that stops the run, its time, and the other host that got it."""
         self._elsewhere: dict[int, Mapping[str, Any]] = {}
         """Last life of other hosts."""
-        self._end: _End | None = None
-        """Word of host 0 at the end."""
+        self._end: dict[str, Any] = {}
+        """Word of host 0 at the end: the code, whether another attempt follows, the failure."""
         self._is_waiting, self._is_ending = True, False
         """Whether the ranks have not been started yet, and whether they have been ended."""
         self._gives_up = False
@@ -238,46 +292,47 @@ class _Supervisor:
         """Messages that came before this host knew of the begin, or after the ranks were ended."""
 
     def run(self) -> Outcome:
-        with closing(self._terminal):
-            if not self._wait_for_hosts() and self._stop is not None:
-                number, _, where = self._stop
-                self._terminal.say(
-                    f"stopped by {signal_name(number)}{where}, before the ranks were started"
-                )
-                return self._outcome((128 + number, False, None))
-            self._is_waiting, self._began = False, time.monotonic()
-            while self._kept:
-                self._take_message(self._kept.pop(0))
-            with self._descendants:
-                self._start()
-                while not self._is_over():
-                    self._take_events()
-                    self._look()
-                failure = self._first_failure()
-                if failure is None:
-                    self._wait_for_leavers()
-                elif failure.stalled:
-                    self._show_stacks(failure.ranks)
-                seconds = time.monotonic() - self._began
-                self._is_ending = True
-                end = self._decide(failure)
-            end = self._hear_decision() or end
-            self._show()
-            for process in self._processes:
-                process.close()
-            if undead := self._descendants.undead:
-                self._say_error(
-                    f"processes {', '.join(map(str, undead))} do not end after SIGKILL: they wait"
-                    " for a disk or a driver; see dmesg"
-                )
-            for event in self._kept:
-                self._events.put(event)
-            return self._outcome(end, seconds=seconds, report=self._tell_end(end, seconds))
+        if not self._wait_for_hosts() and self._stop is not None:
+            number, _, where = self._stop
+            self._terminal.say(
+                f"stopped by {signal_name(number)}{where}, before the ranks were started"
+            )
+            return self._outcome(128 + number, None, again=False)
+        self._is_waiting, self._began = False, time.monotonic()
+        while self._kept:
+            self._take_message(self._kept.pop(0))
+        with self._descendants:
+            self._start()
+            while not self._is_over():
+                self._take_events()
+                self._look()
+            first = next(iter(self._failures), None)
+            failure = next((one for one in self._failures if one.certain), first)
+            if failure is None:
+                self._descendants.wait(_LEAVE_SECONDS)
+            elif failure.stalled:
+                self._show_stacks(failure.ranks)
+            self._is_ending = True
+            outcome = self._decide(failure)
+        self._hear_decision()
+        self._show()
+        if self._job.follow and self._shown.log.new_output():
+            self._terminal.say_rest()
+        for process in self._processes:
+            process.close()
+        if undead := self._descendants.undead:
+            self._terminal.say(
+                f"processes {', '.join(map(str, undead))} do not end after SIGKILL: they wait"
+                " for a disk or a driver; see dmesg",
+                error=True,
+            )
+        outcome = replace(outcome, **self._end)
+        for event in self._kept:
+            self._events.put(event)
+        return replace(outcome, report=self._tell_end(outcome))
 
     def _wait_for_hosts(self) -> bool:
-        """Pause before a restart, and wait until host 0 begins. Returns False if a signal at any
-        host ends the run before.
-        """
+        """Pause before a restart, and wait for host 0. Returns False if a signal ends the run."""
         limit = connect_limit({**os.environ, **self._job.children[0].environment})
         limit = self._job.return_limit if self._before else limit
         until = time.monotonic() + pause(len(self._before))
@@ -305,18 +360,19 @@ class _Supervisor:
                 self._job = self._make_job(self._number)
             kept = [set_aside(self._job.log_folder / child.log) for child in self._job.children]
             if any(kept):
-                tell(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
+                self._terminal.say(
+                    f"logs of the attempt before: {next(filter(None, kept))}, and beside it"
+                )
         folder = self._job.log_folder
         self._processes = [RankProcess(spec, folder, self._address) for spec in self._job.children]
         self._ranks = [process for process in self._processes if not process.spec.name]
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
+        self._terminal.log = self._shown.log.path if self._job.follow else None
 
     def _goes_on(self) -> bool:
-        """Take events. Returns False when nothing more is to be waited for.
-
-        Host 0 may have begun before it hears of a signal here, so its word is waited for.
-        """
+        """Take events. Returns False when nothing more is to be waited for."""
         self._take_events(_LOOK_SECONDS)
+        # host 0 may have begun before it hears of a signal here
         return self._stop is None or (self._hears_first and not self._gives_up)
 
     @property
@@ -332,7 +388,7 @@ class _Supervisor:
                 pid = process.start(self._descendants, variables)
             except OSError as error:
                 text = f"{process.name} could not be started: {error.strerror or error}"
-                self._fail(_Failure(text=f"{text}: {process.spec.command[0]}", code=1))
+                self._fail(Failure(text=f"{text}: {process.spec.command[0]}", code=1))
                 break
             watch(pid, partial(self._note_exit, process))
         self._terminal.say(
@@ -393,14 +449,14 @@ class _Supervisor:
                 f"stopped by {signal_name(number)}; {process.name} ended before it could save, so"
                 " the others had to end too"
             )
-            self._fail(_Failure(text=text, code=128 + number, certain=False))
+            self._fail(Failure(text=text, code=128 + number, certain=False))
             return
         text = f"{process.name} {in_words(code)}; its log: {process.log.path}"
         # a closed connection to a dead peer also leads to exit code 1 or an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
         ranks = () if process.spec.name else (process.spec.rank,)
         code = code if code > 0 else 128 - code
-        self._fail(_Failure(text=text, code=code, certain=certain, ranks=ranks))
+        self._fail(Failure(text=text, code=code, certain=certain, ranks=ranks))
 
     def _take_signal(self, number: int, event: Message) -> None:
         """Take a signal at this launcher, or another host's word about one."""
@@ -420,7 +476,7 @@ class _Supervisor:
             self._gives_up = True
         elif is_own:
             text = f"killed by a second signal, {signal_name(number)}{self._here}"
-            self._fail(_Failure(text=text, code=128 + number))
+            self._fail(Failure(text=text, code=128 + number))
 
     def _stop_ranks(self, number: int) -> None:
         for process in self._running():
@@ -439,8 +495,9 @@ class _Supervisor:
         try:
             self._read_message(event)
         except (KeyError, TypeError, ValueError):
-            self._say_error(
-                f"host {event.host} sent a message {event.kind!r} that this version cannot read"
+            self._terminal.say(
+                f"host {event.host} sent a message {event.kind!r} that this version cannot read",
+                error=True,
             )
 
     def _read_message(self, event: Message) -> None:
@@ -452,20 +509,19 @@ class _Supervisor:
         elif event.attempt != self._number:
             return
         elif event.kind == "lost":
-            self._fail(_Failure(text=values["text"], code=1, lost_host=True))
+            self._fail(Failure(text=values["text"], code=1, lost_host=True))
         elif event.kind == "life":
             states = [RankState(**state) for state in values.get("states", ())]
             self._elsewhere[event.host] = {**values, "states": states}
         elif event.kind == "failed":
-            self._fail(_Failure.read(values))
+            self._fail(Failure.read(values))
         elif event.kind == "end":
-            failure = None if values["failure"] is None else _Failure.read(values["failure"])
-            self._end = (int(values["code"]), bool(values["again"]), failure)
+            failure = None if values["failure"] is None else Failure.read(values["failure"])
+            code, again = int(values["code"]), bool(values["again"])
+            self._end = {"code": code, "again": again, "failure": failure}
 
-    def _fail(self, failure: _Failure) -> None:
-        """Record a failure and tell the other hosts at once, since the first one told counts as the
-        first.
-        """
+    def _fail(self, failure: Failure) -> None:
+        """Record a failure and tell the other hosts at once, since the first one told counts."""
         if failure in self._failures:
             return
         if not self._failures:
@@ -516,13 +572,10 @@ class _Supervisor:
                 f" {self._names(left) if left else 'other hosts'} did not end within"
                 f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             )
-            self._fail(_Failure(text=text, code=128 + self._stop[0], ranks=left, stalled=True))
+            self._fail(Failure(text=text, code=128 + self._stop[0], ranks=left, stalled=True))
 
     def _look_for_stalls(self, states: list[RankState]) -> None:
-        """Look for stalled ranks; host 0 does it for all hosts.
-
-        Each host by itself would blame its ranks for another's stall.
-        """
+        """Look for stalled ranks of all hosts: each by itself would blame its own for others'."""
         if not self._is_first:
             return
         states = [
@@ -535,21 +588,18 @@ class _Supervisor:
         text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit):"
         text = "\n".join([text, *(f"    {state.in_words()}" for state in blamed)])
         ranks = tuple(state.rank for state in blamed)
-        self._fail(_Failure(text=text, code=1, ranks=ranks, stalled=True))
+        self._fail(Failure(text=text, code=1, ranks=ranks, stalled=True))
 
     def _show(self) -> None:
         if not self._job.follow:
             return
         shown = self._shown
-        while text := shown.log.new_output():
-            self._terminal.copy(text)
+        while self._terminal.has_room and (text := shown.log.new_output()):
+            self._terminal.copy(text)  # what finds no room stays in the log for the next look
         if shown.runs and shown.last_step >= 0:
             of_all = f" of {self._job.steps}" if self._job.steps else ""
             doing = shown.state(time.monotonic()).doing
             self._terminal.live(f"step {shown.last_step}{of_all}, {doing}")
-
-    def _say_error(self, text: str) -> None:
-        self._terminal.say(text, error=True)
 
     # ---- end ----
 
@@ -563,21 +613,14 @@ class _Supervisor:
             )
         if not self._is_first:
             # without host 0, what it said last may still be in the queue
-            has_ended = self._end is not None or not (self._hears_first or self._events.qsize())
+            has_ended = bool(self._end) or not (self._hears_first or self._events.qsize())
             return self._done and has_ended
         others = 0 if self._job.hosts is None else len(self._job.hosts.all) - 1
         finished = sum(bool(life.get("done")) for life in self._elsewhere.values())
         return self._done and finished == others
 
-    def _wait_for_leavers(self) -> None:
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while self._descendants.living() and time.monotonic() < deadline:
-            time.sleep(0.02)
-
     def _show_stacks(self, ranks: Collection[int]) -> None:
-        """Make hanging ranks write their stacks. Ranks without a heartbeat and stopped ranks
-        cannot.
-        """
+        """Make hanging ranks write their stacks, which stopped ones cannot."""
         able = [
             process
             for process, state in zip(self._running(), self._states(), strict=True)
@@ -588,58 +631,48 @@ class _Supervisor:
         if able:
             time.sleep(_DUMP_SECONDS)
 
-    def _first_failure(self) -> _Failure | None:
-        """Return the first failure that is not the consequence of another, if there is one."""
-        first = next(iter(self._failures), None)
-        return next((failure for failure in self._failures if failure.certain), first)
-
-    def _decide(self, failure: _Failure | None) -> _End:
+    def _decide(self, failure: Failure | None) -> Outcome:
         """Return how the attempt has ended for this host; host 0 decides for all, and tells."""
         ends = [self._is_stopped, *(life.get("stopped") for life in self._elsewhere.values())]
         code = 128 + self._stop[0] if self._stop is not None and any(ends) else 0
         code = code if failure is None else failure.code
         again = self._most > 0 and failure is not None and self._stop is None
-        if self._is_first and again:
-            outcome = self._outcome((code, again, failure))
-            again = not why_not(outcome, self._before, self._most)
-        if self._is_first and self._channel is not None:
-            told = None if failure is None else asdict(failure)
-            self._channel.tell("end", code=code, again=again, failure=told)
-        return code, again, failure
+        outcome = self._outcome(code, failure, again=again)
+        if self._is_first:
+            again = again and not why_not(outcome, self._before, self._most)
+            if self._channel is not None:
+                told = None if failure is None else asdict(failure)
+                self._channel.tell("end", code=code, again=again, failure=told)
+        return replace(outcome, again=again)
 
-    def _hear_decision(self) -> _End | None:
-        """Wait for host 0's decision, which may have come while the ranks were killed. Others
-        without it try again after a failure.
-        """
+    def _hear_decision(self) -> None:
+        """Wait for host 0's decision; without it, this host tries again after a failure."""
         deadline = time.monotonic() + _DECISION_SECONDS
         waits = not self._is_first
-        while waits and self._end is None and time.monotonic() < deadline:
+        while waits and not self._end and time.monotonic() < deadline:
             waits = self._hears_first
             self._take_events(_TICK_SECONDS if waits else 0.0)
-        return self._end
 
-    def _outcome(self, end: _End, **values: Any) -> Outcome:
-        code, again, failure = end
+    def _outcome(self, code: int, failure: Failure | None, *, again: bool) -> Outcome:
         firsts = [process.first_step for process in self._ranks if process.first_step >= 0]
         return Outcome(
             code=code,
+            failure=failure,
             again=again,
-            failure="" if failure is None else failure.text.partition("\n")[0],
-            lost_host=failure is not None and failure.lost_host,
             first_step=min(firsts, default=-1),
             last_step=max((process.last_step for process in self._ranks), default=-1),
+            seconds=0.0 if self._is_waiting else time.monotonic() - self._began,
             number=self._number,
-            **values,
         )
 
-    def _tell_end(self, end: _End, seconds: float) -> str:
+    def _tell_end(self, outcome: Outcome) -> str:
         """Say how the attempt has ended. Returns what is said of a failure."""
-        code, _, failure = end
+        code, failure = outcome.code, outcome.failure
         over_ssh = self._job.over_ssh
         all_of = "hosts" if over_ssh else "ranks"
         if failure is None:
             how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
-            self._terminal.say(f"{how}, after {seconds:.0f} s")
+            self._terminal.say(f"{how}, after {outcome.seconds:.0f} s")
             return ""
         stopped = self._stop is not None and code == 128 + self._stop[0]
         lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
@@ -652,17 +685,16 @@ class _Supervisor:
             lines += [f"    {line}" for line in log.last_lines()]
         lines += self._known_errors()
         here = "" if over_ssh else " here"
-        self._say_error("\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]))
+        self._terminal.say(
+            "\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]), error=True
+        )
         return "\n".join(lines)
 
     def _known_errors(self) -> list[str]:
-        """Return a line about the known error in the logs of this run that explains most, or none.
-
-        Causes come before ranks that waited, so the logs of all ranks here are searched.
-        """
+        """Return a line about the known error in the logs of all ranks here that explains most."""
         found: list[Found] = []
         with suppress(DataError):  # a broken catalogue must not hide why the run failed
-            logs = [process.log for process in self._processes[:_MAX_SEARCHED]]
+            logs = [process.log for process in self._processes[:_MAX_SEARCHED_LOGS]]
             found = merged(find_errors(log.both_ends(), log.path) for log in logs)
         if not found:
             return []

@@ -142,9 +142,8 @@ def start_ranks(
     Raises SystemExit with their common exit code unless it is 0, and ConfigError and DataError if
     the platform's variables contradict each other.
     """
-    from common.launcher.attempts import RESTARTABLE
     from common.launcher.jobs import make_children, make_hosts
-    from common.launcher.supervisor import Job, run_attempts
+    from common.launcher.supervisor import RESTARTABLE, Job, run_attempts
 
     table_file, places = find_places(environ)
     config = resolve_mode(file.open(overrides).config, run_mode, world_size=places.world_size)

@@ -144,34 +144,52 @@ def pull_once(url: str, folder: Path) -> Path:
     renamed; the list of its source's files is a hidden file beside it. Raises DataError for an
     empty URL and StorageError for a failed copy.
     """
-    record = folder.with_name(f".{folder.name}.complete")
-    with _one_of_host(folder.with_name(f".{folder.name}.lock"), url):
-        there = files(url)
-        wanted = json.dumps({"url": url, "files": there}, ensure_ascii=False)
-        if folder.is_dir() and record.is_file():
-            if record.read_bytes() == wanted.encode():
-                LOG.info(f"{url} has not changed: its copy is used, {folder}")
-                return _copied(url, folder)
-            LOG.warning(f"{url} has changed: its copy is replaced, {folder}")
-        if not there:
-            raise DataError(
-                f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and"
-                " the permissions of this job"
-            )
-        LOG.info(f"copying {url} to {folder}")
-        part = folder.with_name(f".{folder.name}.part")
-        with _named(f"{url}: could not be copied to {folder}"):
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            _copy_into(url, part)
-            if not any(part.iterdir()):
-                raise StorageError(f"no files arrived in {part}")
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(part, folder)
-        with atomic_write(record, "w") as file:
-            file.write(wanted)
+    lock = folder.with_name(f".{folder.name}.lock")
+    told = f"waiting for another process of this host, which copies {url}"
+    with ExitStack() as stack:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held_lock(lock, _COPY_SECONDS, lambda: LOG.warning(told)))
+        except TimeoutError:
+            raise StorageError(
+                f"{url}: another process of this host has been copying it for more than"
+                f" {_COPY_SECONDS:g} s; see its log"
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
+                f" {url}"
+            ) from None
+        _pull(url, folder)
     return _copied(url, folder)
+
+
+def _pull(url: str, folder: Path) -> None:
+    record, there = folder.with_name(f".{folder.name}.complete"), files(url)
+    wanted = json.dumps({"url": url, "files": there}, ensure_ascii=False)
+    if folder.is_dir() and record.is_file():
+        if record.read_bytes() == wanted.encode():
+            LOG.info(f"{url} has not changed: its copy is used, {folder}")
+            return
+        LOG.warning(f"{url} has changed: its copy is replaced, {folder}")
+    if not there:
+        raise DataError(
+            f"{url}: no files there; check the address (of a .bin/.idx pair: its folder), and"
+            " the permissions of this job"
+        )
+    LOG.info(f"copying {url} to {folder}")
+    part = folder.with_name(f".{folder.name}.part")
+    with _named(f"{url}: could not be copied to {folder}"):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        _copy_into(url, part)
+        if not any(part.iterdir()):
+            raise StorageError(f"no files arrived in {part}")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(part, folder)
+    with atomic_write(record, "w") as file:
+        file.write(wanted)
 
 
 def _copied(url: str, folder: Path) -> Path:
@@ -231,27 +249,3 @@ def _named(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise StorageError(f"{what} ({str(error) or type(error).__name__})") from None
-
-
-@contextmanager
-def _one_of_host(lock: Path, url: str) -> Iterator[None]:
-    """Hold a lock that ends with the process, and wait for it with a message.
-
-    Raises StorageError after _COPY_SECONDS.
-    """
-    with ExitStack() as stack:
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            told = f"waiting for another process of this host, which copies {url}"
-            stack.enter_context(held_lock(lock, _COPY_SECONDS, lambda: LOG.warning(told)))
-        except TimeoutError:
-            raise StorageError(
-                f"{url}: another process of this host has been copying it for more than"
-                f" {_COPY_SECONDS:g} s; see its log"
-            ) from None
-        except OSError as error:
-            raise StorageError(
-                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
-                f" {url}"
-            ) from None
-        yield

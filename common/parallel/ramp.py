@@ -67,27 +67,6 @@ class BatchSizes:
         """Return the steps before the first full batch."""
         return self._stages[-1].step
 
-    def start_of_batches(self, end: int, count: int) -> int:
-        """Return the first sample of the ``count`` batches in a row that end before sample ``end``.
-
-        It may be below 0 where there were fewer.
-        """
-        for _ in range(count):
-            if end <= 0:
-                break
-            end -= self._size_before(end)
-        return end
-
-    def _size_before(self, end: int) -> int:
-        """Return the size of the batch that ends before a sample.
-
-        Sizes never shrink, so at most one fits. Where none does, as after a changed ramp, it is the
-        size of the next batch, which is not smaller.
-        """
-        following = self.at(end)
-        possible = (size for size in reversed(self.all) if size <= following)
-        return next((size for size in possible if self.at(end - size) == size), following)
-
     @cached_property
     def _stages(self) -> tuple[_Stage, ...]:
         """Return the sizes that an undisturbed run has, in order."""

@@ -3,7 +3,7 @@
 They are the tensors that torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep, operator by
 operator or in compiled regions. They are counted as on an accelerator (fused attention, one byte
 per element of a dropout mask). MindSpore's attention is counted as fused only where it is
-(common/parallel/fused_attention.py).
+(common/parallel/kernels.py).
 
 Tensor parallelism is Megatron's (arXiv 1909.08053, section 3). With sequence parallelism (arXiv
 2205.05198, section 4.2.2) activations between its regions are split too. The input of a region is
@@ -12,8 +12,7 @@ gathered, and kept so.
 
 from __future__ import annotations
 
-from common.parallel.fused_attention import keeps_no_scores
-from common.parallel.loss_rows import loss_rows
+from common.parallel.kernels import keeps_no_scores, loss_rows
 from common.parallel.run import Run
 from common.resolve.compilation import in_regions, is_compiled
 

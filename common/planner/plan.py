@@ -14,7 +14,7 @@ from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan
-from common.parallel.fused_attention import FIRST_ASCEND
+from common.parallel.kernels import FIRST_ASCEND
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.ramp import describe_ramp
@@ -22,7 +22,7 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.planner.communication import Traffic, traffic_of
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
-from common.planner.room import memory_limit
+from common.planner.room import limit_name, memory_limit
 from common.planner.timing import RANGES, StepTime, step_time
 from common.resolve.derive import resolve_other
 from common.weights.names import count_parameters, flops_per_token
@@ -152,13 +152,7 @@ def _fit(plan: Plan, config: Run, device: Accelerator | None) -> str:
     if limit is None:
         ask = "" if device else "; --accelerator NAME tells whether it fits, and the time of a step"
         return f"needs: {most:.1f} GiB{where}{ask}"
-    given = config.context
-    source = (
-        f"context.max_device_memory={given.max_device_memory}"
-        if device is None or limit == given.most_bytes
-        else device.name
-    )
-    of = f"{most:.1f} of {limit / GIB:.1f} GiB{where}, {source}"
+    of = f"{most:.1f} of {limit / GIB:.1f} GiB{where}, {limit_name(config, device)}"
     if plan.peak < limit:
         return f"fits: {of}"
     return (
@@ -284,8 +278,8 @@ def _time_lines(
 ) -> Iterable[str]:
     time, factor = time_of(plan, config, device), like.factor if like else 1.0
     seconds = time.total * factor
-    ends = (0.9, 1.1) if like else RANGES[device.family]
-    low, high = (three_digits(seconds * end) for end in ends)
+    *ends, count = RANGES[device.family]
+    low, high = (three_digits(seconds * end) for end in ((0.9, 1.1) if like else ends))
     speed, devices = plan.tokens_per_step / seconds, plan.topology.world_size
     yield (
         f"time: {three_digits(seconds)} s a step ({low} to {high}), {speed:,.0f} tokens/s,"
@@ -300,7 +294,7 @@ def _time_lines(
     yield (
         f"(scaled by {factor:.2f}: {like.folder} took {three_digits(like.seconds)} s a step)"
         if like
-        else "(calculated, not measured; eight of ten published steps on"
+        else f"(calculated, not measured; eight of ten of {count} published steps on"
         f" {device.family} are within the range)"
     )
 

@@ -70,6 +70,13 @@ def memory_limit(
     return min((limit for limit in (most, known) if limit is not None), default=None)
 
 
+def limit_name(config: RunConfig, device: Accelerator | None) -> str:
+    """Return what sets the ``memory_limit``: the key, or the name of the device."""
+    if device is None or memory_limit(config, device) == config.context.most_bytes:
+        return f"context.max_device_memory={config.context.max_device_memory}"
+    return device.name
+
+
 def check_memory(config: Run, process: Process = ALONE, *, training: bool = False) -> None:
     """Compare the plan's memory with that of the run's device, before anything is allocated.
 

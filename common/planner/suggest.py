@@ -33,6 +33,8 @@ from common.planner.plan import (
     three_digits,
     time_of,
 )
+from common.planner.room import limit_name
+from common.planner.timing import RANGES
 
 _SHOWN = 10
 EQUAL = 1e-9
@@ -129,7 +131,8 @@ def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool
     if not is_run:
         return reason
     limit = (question.limit or 0) / GIB
-    return f"more than the {limit:.1f} GiB of a device, whatever ZeRO and recomputation do"
+    source = limit_name(config, device)
+    return f"more than the {limit:.1f} GiB of {source}, whatever ZeRO and recomputation do"
 
 
 def _other(
@@ -194,9 +197,11 @@ def describe_suggestions(
     memory.
     """
     source = f"scaled by {like.folder}" if like else "calculated, not measured"
+    given = limit_name(found.config, device)
+    limit = "" if given == device.name else f", {given}"
     lines = [
-        f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB), by the time of a step"
-        f" ({source}):"
+        f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB{limit}), by the time of"
+        f" a step ({source}):"
     ]
     if found.fitting:
         most = found.fitting[0].seconds * (1 + TIE)
@@ -212,12 +217,20 @@ def describe_suggestions(
             )
         if more := len(found.fitting) - len(shown):
             lines.append(f"and {more} slower ones (--all lists them)")
+        if not like:
+            low, high, count = RANGES[device.family]
+            lines.append(
+                f"Eight of ten of {count} published steps on {device.family} took {low:.2f} to"
+                f" {high:.2f} times as long as planned"
+            )
         lines += ["", f"The first: {' '.join(_words(ties[0].config, found.config))}"]
     else:
-        lines.append(
-            "none fits; use more devices, a smaller micro batch, or precision.parameters below"
-            " float32"
-        )
+        wishes = {
+            "use more devices": True,
+            "a smaller train.micro_batch_size": found.config.train.micro_batch_size > 1,
+            "precision.parameters below float32": found.config.precision.parameters == "float32",
+        }
+        lines.append(f"none fits; {' or '.join(wish for wish, helps in wishes.items() if helps)}")
     if found.refused:
         lines += ["", "Not possible:", *_refusals(found.refused, all_layouts)]
     return "\n".join(lines) + "\n"

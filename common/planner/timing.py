@@ -30,8 +30,13 @@ assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/co
 """
 NETWORK = 0.67
 """Part of the adapters' rate that messages between servers reach."""
-RANGES = {"A100": (0.89, 1.27), "H100": (0.74, 1.17), "V100": (0.76, 1.50), "Ascend": (0.58, 1.69)}
-"""Measured by planned times, by family: eight of ten published steps on it lie between."""
+RANGES = {
+    "A100": (0.89, 1.27, 170),
+    "H100": (0.74, 1.17, 84),
+    "V100": (0.76, 1.50, 103),
+    "Ascend": (0.58, 1.69, 12),
+}
+"""Measured by planned times, by family: eight of ten published steps lie between, of how many."""
 HOST_LINK = 25e9
 """Bytes per second between a device and its host, one way: a PCIe 4 x16 link of 32 GB/s."""
 PASSES = 4

@@ -59,18 +59,12 @@ def is_own(host: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Tell whether an address or host name leads this machine to itself, loopback included.
-
-    In the /etc/hosts of a machine its own name may stand for a loopback address.
-    """
+    """Tell whether an address, or a name in /etc/hosts, leads this machine to itself."""
     return is_own(host) or any(is_loopback(address) for address in _addresses(host))
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that holds an address, or the first address of a host name.
-
-    None where no interface of this machine does.
-    """
+    """Return the network interface that holds an address, or one of a host name; else None."""
     wanted = {ipaddress.ip_address(found) for found in _addresses(address)}
     return next((name for held, name in _interfaces() if held in wanted), None)
 
@@ -100,9 +94,7 @@ def _is_literal(host: str) -> bool:
 
 
 def _route_to(address: str) -> str | None:
-    """Return the address of this machine from which another one is reached; None without a
-    route.
-    """
+    """Return this machine's address from which another is reached; None without a route."""
     with socket.socket(
         socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
     ) as probe:
@@ -114,10 +106,7 @@ def _route_to(address: str) -> str | None:
 
 
 def _default_address() -> str | None:
-    """Return the address from which the internet is reached, else the only one of this machine.
-
-    None if there are several, or none but loopback.
-    """
+    """Return the address towards the internet, else the only one that is not loopback, or None."""
     route = _route_to("192.0.2.1")  # an address reserved for documentation (RFC 5737)
     if route is not None and not is_loopback(route):
         return route

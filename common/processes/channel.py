@@ -39,7 +39,6 @@ class Channel:
         """Set when nothing more can be received."""
         with suppress(OSError):  # a socket of another kind than TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._limit(socket.SO_SNDTIMEO, _SEND_SECONDS)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -69,9 +68,7 @@ class Channel:
         return message
 
     def hello(self) -> dict[str, Any]:
-        """Return the caller's first object; empty if none arrives in time or the caller is a
-        stranger.
-        """
+        """Return the caller's first object; empty if none arrives in time."""
         with suppress(OSError):
             return self.receive(HELLO_SECONDS)
         return {}

@@ -21,9 +21,7 @@ from common.whole_numbers import whole_number
 ALIVE = "alive"
 ALIVE_SECONDS = 2.0
 DUMP_SIGNAL = signal.SIGUSR1
-"""Signal that makes a launched rank write the stacks of its threads to standard error, to show
-where it hangs.
-"""
+"""Signal that makes a launched rank write the stacks of its threads to standard error."""
 _pipe: int | None = None
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _library = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -60,10 +58,7 @@ def start_heartbeat() -> None:
 
 
 def beat(step: int, doing: str) -> None:
-    """Report the progress of the rank.
-
-    A word of DOING_ORDER in launcher/rank_process.py shows the launcher which rank is behind.
-    """
+    """Report the progress of the rank. doing: such as a word of DOING_ORDER of the launcher."""
     _send(f"{step} {doing}")
 
 
@@ -76,14 +71,8 @@ def _live() -> None:
 def _send(line: str) -> None:
     if _pipe is None:
         return
-    try:
+    with suppress(BlockingIOError, BrokenPipeError):  # the launcher is slow, or gone
         os.write(_pipe, line.encode() + b"\n")  # shorter than PIPE_BUF: whole or not at all
-    except BlockingIOError:
-        pass  # the launcher is slow; the next line has the same content
-    except BrokenPipeError:  # the launcher is gone, and nothing else would end this rank
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
 
 
 def _forget() -> None:
@@ -100,6 +89,10 @@ def die_with_parent(parent: int) -> bool:
     Returns False if it has already died. The kernel uses the end of the thread that started this
     process as the parent's end. An exec keeps the setting, a fork does not.
     """
-    if _library is not None:
-        _library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     return os.getppid() == parent
+
+
+def prctl(option: int, value: int) -> None:
+    if _library is not None:  # loaded before a fork
+        _library.prctl(option, value, 0, 0, 0)

@@ -1,31 +1,32 @@
-"""Descendants of this process (Linux): started, watched and ended, even without a parent."""
+"""Processes that this one starts (Linux): pinned, watched, and ended with all they start."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
 from common.errors import signal_name
+from common.processes.heartbeat import die_with_parent, prctl
 
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
+_SYSTEM = Path("/sys/devices/system/cpu")
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _HINTS = {
     signal.SIGKILL: "often the kernel, out of memory: see dmesg",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGABRT: "native code gave up",
     signal.SIGBUS: "often a full /dev/shm or a file that shrank",
 }
-
-
 _GUARD = """
 import os, signal, sys
 for group in [int(line) for line in sys.stdin]:
@@ -34,9 +35,7 @@ for group in [int(line) for line in sys.stdin]:
     except OSError:
         pass
 """
-"""Program that outlives a killed launcher: it reads numbers of process groups until the pipe is
-closed, and kills the groups.
-"""
+"""Program that outlives a killed launcher, and then kills the process groups that it was told."""
 
 
 class Descendants:
@@ -64,7 +63,7 @@ class Descendants:
             bufsize=0,
         )
         self._before = {pid for pid, (parent, _) in _processes().items() if parent == os.getpid()}
-        self._adopts = _adopt_orphans(1)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
         return self
 
     def start(
@@ -100,15 +99,19 @@ class Descendants:
         ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         return [pid for pid in found if table[pid][1] not in ended]
 
+    def wait(self, limit: float, *, kill: bool = False) -> list[int]:
+        """Wait at most ``limit`` seconds until all have ended. Returns those that have not."""
+        deadline = time.monotonic() + limit
+        while (left := self.living()) and time.monotonic() < deadline:
+            for pid in left if kill else ():
+                _kill(os.kill, pid)
+            time.sleep(0.02)
+        return left
+
     def __exit__(self, *_: object) -> None:
         for process in self._started:
             _kill(os.killpg, process.pid)
-        deadline = time.monotonic() + self._limit
-        while (left := self.living()) and time.monotonic() < deadline:
-            for pid in left:
-                _kill(os.kill, pid)
-            time.sleep(0.02)
-        self.undead = left
+        self.undead = self.wait(self._limit, kill=True)
         for process in self._started:
             process.poll()
         for pid, (parent, state) in _processes().items():
@@ -116,9 +119,55 @@ class Descendants:
             if is_new and state == psutil.STATUS_ZOMBIE:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-        _adopt_orphans(self._adopts)
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
         self._guard.kill()  # before the pipe is closed
         self._guard.communicate()
+
+
+def run_program(command: Sequence[str], limit: float) -> tuple[int | None, str, str]:
+    """Run a program for at most ``limit`` seconds, and kill what is left of it.
+
+    It also dies with this process, if its main thread calls. Returns exit code, standard output and
+    standard error. The code is -n for signal n; None if it reached its limit or could not start.
+    """
+    try:
+        child = subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=tied(),
+        )
+    except OSError as reason:
+        return None, "", f"{command[0]}: {reason.strerror or reason}"
+    try:
+        output, errors = child.communicate(timeout=limit)
+        return child.returncode, output, errors
+    except subprocess.TimeoutExpired:
+        return None, "", f"no answer within {limit:g} s"
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # state D lasts until the device releases it
+            child.communicate(timeout=5)
+
+
+def tied() -> Callable[[], None]:
+    """Return a ``preexec_fn`` by which a child dies with the thread that starts it."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        if not die_with_parent(parent):
+            os._exit(1)
+
+    return prepare
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1].strip()
 
 
 def watch(pid: int, ended: Callable[[int], None]) -> None:
@@ -153,14 +202,40 @@ def _kill(send: Callable[[int, int], None], number: int) -> None:
         send(number, signal.SIGKILL)
 
 
-def _adopt_orphans(wanted: int) -> int:
-    """Let orphaned descendants become children of this process (1) or not (0); return what was."""
-    old = ctypes.c_int(0)
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(old), 0, 0, 0)
-        library.prctl(_PR_SET_CHILD_SUBREAPER, wanted, 0, 0, 0)
-    return old.value
+def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
+    """Divide the cores of this process among ``ranks``; shares are empty if there are fewer cores.
+
+    Neighbours share caches and memory, so cores are ordered by package, core and thread. They are
+    then split into runs of equal length, the first ones longer by a core if the number does not
+    divide.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return share(in_order(allowed), ranks)
+
+
+def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
+    """Sort by (package, core, thread) if ``system`` has them for every core, else by number."""
+    numbers = sorted(cores)
+    try:
+        places = {
+            number: [
+                int((system / f"cpu{number}" / "topology" / name).read_text())
+                for name in ("physical_package_id", "core_id")
+            ]
+            for number in numbers
+        }
+    except (OSError, ValueError):
+        return numbers
+    return sorted(numbers, key=lambda number: (places[number], number))
+
+
+def share(cores: list[int], ranks: int) -> list[tuple[int, ...]]:
+    """Split into ``ranks`` runs whose lengths differ by at most one."""
+    if len(cores) < ranks:
+        return [()] * ranks
+    length, longer = divmod(len(cores), ranks)
+    starts = [rank * length + min(rank, longer) for rank in range(ranks + 1)]
+    return [tuple(cores[start:end]) for start, end in pairwise(starts)]
 
 
 @contextmanager

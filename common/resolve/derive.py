@@ -317,8 +317,7 @@ def _check_window(config: RunConfig) -> None:
 def _check_observation(config: RunConfig) -> None:
     train, profile = config.train, config.profile
     start, stop = profile.start, profile.stop
-    chosen = f"train.on_outlier={train.on_outlier}"
-    acts = train.on_outlier != "warn"
+    skips = train.on_outlier == "skip"
     refuse_first(
         stop is not None
         and start is None
@@ -331,17 +330,14 @@ def _check_observation(config: RunConfig) -> None:
         profile.memory
         and start is None
         and "profile.memory=true needs profile.start, the first step to trace",
-        acts
+        skips
         and not config.logging.outlier_deviations
-        and f"{chosen} needs to know what an outlier is; set logging.outlier_deviations=6",
-        train.on_outlier == "rewind"
-        and not config.checkpoint.interval
-        and f"{chosen} needs checkpoints to go back to; set checkpoint.interval, the steps between"
-        " them",
-        train.on_outlier == "skip"
+        and "train.on_outlier=skip needs to know what an outlier is; set"
+        " logging.outlier_deviations=6",
+        skips
         and train.sink_size > 1
-        and f"{chosen} decides by the steps before, train.sink_size={train.sink_size} starts a step"
-        " before it knows them; set sink_size=1",
+        and "train.on_outlier=skip decides by the steps before,"
+        f" train.sink_size={train.sink_size} starts a step before it knows them; set sink_size=1",
     )
 
 

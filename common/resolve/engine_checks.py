@@ -172,7 +172,7 @@ def _check_deepspeed(config: Run) -> None:
         " engine=native, or leave the key out",
         train.on_outlier != "warn"
         and f"train.on_outlier={train.on_outlier}: DeepSpeed reports the norm of a step only after"
-        " it, and loads a checkpoint only at its start; leave it out, or set engine=native",
+        " it; leave it out, or set engine=native",
     )
     deepspeed_settings(config, read_deepspeed_file(config))
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from common.config.schema import ServeConfig
 from common.errors import ConfigError, RunError, StopRequested
 from common.log import LOG
-from common.packages import require_package
 from common.parallel.run import Run
+from common.paths import require_package
 from common.processes.addresses import is_loopback
 from common.processes.heartbeat import beat
 from common.serving.engine import Engine, Slots

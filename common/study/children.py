@@ -23,9 +23,9 @@ _BETWEEN_SIGNALS = 1.0
 """A second SIGTERM to a launcher kills its ranks; it must not come at once."""
 _STOP_SECONDS = 15.0
 _END_SECONDS = 10.0
-"""So long the processes of a run may take to end: by themselves after a signal, after SIGKILL."""
+"""Seconds in which the processes of a run end: after the second SIGTERM, and after SIGKILL."""
 _OTHERS_SECONDS = 30.0
-"""So long the launchers of other hosts may outlive one that failed."""
+"""Seconds that other hosts' launchers may run after one has failed."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _MEMORY = re.compile(r"out of memory|OutOfMemoryError|std::bad_alloc|Cannot allocate memory")
 
@@ -43,7 +43,7 @@ class Outcome:
 def run_launches(started: Sequence[Launch], log: Path, limit: float) -> Outcome:
     """Start the processes of a run, wait for them at most ``limit`` seconds, and leave none.
 
-    Their output goes to ``log``. When this process dies, by whatever, they die too.
+    Their output goes to ``log``. If this process dies for any reason, they are ended.
     """
     began, kills = time.monotonic(), _kills_for_memory()
     with log.open("wb") as output, Descendants(_END_SECONDS) as descendants:
@@ -92,17 +92,12 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
 
 def _stop(children: Collection[subprocess.Popen[bytes]]) -> None:
     """Ask launchers to end their ranks, twice, as the first signal lets them save."""
-    deadline = time.monotonic() + _STOP_SECONDS
-    for _ in range(2):
+    for seconds in (_BETWEEN_SIGNALS, _STOP_SECONDS):
         for child in children:
-            if child.poll() is None:
-                with suppress(ProcessLookupError):
-                    child.send_signal(signal.SIGTERM)
-        soon = time.monotonic() + _BETWEEN_SIGNALS
-        while any(child.poll() is None for child in children) and time.monotonic() < soon:
+            child.terminate()
+        deadline = time.monotonic() + seconds
+        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(_TICK_SECONDS)
 
 
 def _kills_for_memory() -> int:

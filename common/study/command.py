@@ -11,23 +11,22 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from common.accelerators import require_accelerator
+from common.accelerators import find_accelerator, require_accelerator
 from common.cluster import hccn
 from common.device import processor_name
 from common.errors import ConfigError
 from common.flags import flag
 from common.launcher.host_list import parse_hosts
 from common.log import LOG
-from common.packages import require_package
-from common.paths import ROOT
+from common.paths import ROOT, require_package
 from common.planner.room import machine_memory
-from common.processes.programs import run_program
+from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
-from common.study.definition import Definition, did_you_mean, labels_of
+from common.study.definition import Definition, did_you_mean
 from common.study.loading import load_definition
 from common.study.planning import describe_cells, predict
-from common.study.report import PAGE, copy_example, write_outcome
+from common.study.report import PAGE, write_outcome
 from common.study.results import (
     STUDY_FILE,
     CellResult,
@@ -39,14 +38,13 @@ from common.study.results import (
 )
 from common.study.running import now, run_cells
 from common.study.starting import Where, find_slurm, launches
-from common.study.this_machine import device_here, measure_rates
 
 PACKAGES = (
     *("torch", "torch_npu", "triton", "torchao", "mindspore", "deepspeed", "transformers", "numpy"),
     "horovod",
 )
 _QUERY_SECONDS = 10.0
-_SAME = ("name", "small", "warmup_steps", "measured_steps", "calculated")
+_SAME = ("name", "small", "warmup_steps", "measured_steps")
 _SAME_OF_CELLS = ("base", "settings", "ranks", "hosts", "peer")
 
 
@@ -64,8 +62,8 @@ class StudyRequest:
     )
     plan: bool = flag("show the cells and what is expected; start nothing", default=False)
     accelerator: str | None = flag(
-        'NAME: compute the study for devices that are not here, such as "Ascend 910A"; with --plan,'
-        " add the time of a step on it"
+        'NAME: with --plan: add the time of a step on a device that is not here, such as "Ascend'
+        ' 910A", and say what does not fit'
     )
     redo: tuple[str, ...] = flag(
         "CELL: run this cell again; may be given several times", default=()
@@ -73,10 +71,6 @@ class StudyRequest:
     output_dir: Path | None = flag("DIR: folder of runs and report (default: output/study/NAME)")
     report_only: bool = flag(
         "make tables, plots and report again from study.json; start nothing", default=False
-    )
-    example: Path | None = flag(
-        "DIR: with --report_only: copy table and pictures into a folder below DIR, without paths"
-        " and commands, such as docs/study_example"
     )
     hosts: str | None = flag(
         "A,B: print the commands of every cell for these hosts; start nothing without --ssh"
@@ -99,17 +93,14 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
     if request.ssh and request.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")
     folder = _folder(request)
-    if request.example is not None and not request.report_only:
-        raise ConfigError("--example needs --report_only: it copies what a finished study left")
+    if request.accelerator is not None and not request.plan:
+        raise ConfigError("--accelerator is for --plan; leave it out, or add --plan")
     if not (request.plan or (request.hosts and not request.ssh)):
         require_package("scipy", extra="study", purpose="which tells differences from chance")
     if request.report_only:
         study = read_study(folder)
         with owned_folder(folder):
-            code = _end(study, folder)
-            if request.example is not None:
-                LOG.info(f"example: {copy_example(study, folder, request.example)}")
-        return code
+            return _end(study, folder)
     definition = load_definition(
         request.config, request.overrides, small=request.small, only=request.only
     )
@@ -131,20 +122,14 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
                     show(f"# {planned.cell.id}\n{shlex.join(launch.typed())}\n")
         return 0
     study = _new_study(request, definition, cells)
-    rates = measure_rates()
+    here = next(map(find_accelerator, study.machine.accelerators), None)
     for found, planned in zip(study.cells, cells, strict=True):
-        threads = planned.config.runtime.threads if planned.config is not None else None
-        here = device or device_here(study.machine, planned.cell.ranks, rates, threads)
         found.prediction = predict(planned, here)
     with owned_folder(folder):
         if (folder / STUDY_FILE).exists():
             take_over(study, read_study(folder), request.redo, folder)
         write_study(study, folder)
-        if device is None:
-            run_cells(study, cells, folder, where)
-        else:
-            study.finished = now()
-            write_study(study, folder)
+        run_cells(study, cells, folder, where)
         return _end(study, folder)
 
 
@@ -153,13 +138,11 @@ def _end(study: Study, folder: Path) -> int:
     write_outcome(study, folder)
     LOG.info(f"{study.title}: {folder / PAGE}")
     states = {each.state for found in study.cells for each in found.repeats}
-    return 0 if State.FINISHED in states or study.calculated else 1
+    return 0 if State.FINISHED in states else 1
 
 
 def _folder(request: StudyRequest) -> Path:
     name = request.config.stem + ("_small" if request.small else "")
-    if request.accelerator and not request.plan:
-        name += "_calculated"
     return Path(os.path.abspath(request.output_dir or Path("output") / "study" / name))
 
 
@@ -169,10 +152,7 @@ def _new_study(request: StudyRequest, definition: Definition, cells: list[Planne
         name=request.config.stem,
         title=definition.title,
         small=request.small,
-        calculated=request.accelerator is not None,
-        accelerator=request.accelerator,
         definition=definition.model_dump(by_alias=True),
-        axes={axis: labels_of(values) for axis, values in definition.axes.items()},
         warmup_steps=definition.warmup_steps,
         measured_steps=definition.measured_steps,
         repeats=definition.repeats,

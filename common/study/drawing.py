@@ -15,8 +15,8 @@ from common.files import atomic_write
 from common.study.results import Study
 from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
-from common.study.table import MIB, part_name, parts_of
-from common.study.verdict import MEMORY_TOLERANCE, Verdict
+from common.study.table import MIB, PARTS, parts_of
+from common.study.verdict import Verdict
 from common.training.plot import open_pyplot
 
 FOLDER = "plots"
@@ -26,11 +26,6 @@ _MAX_BARS = 60
 _MAX_CURVES = 30
 _MAX_LABEL = 38
 _BLUE, _DARK, _RED, _GREY = "#7fa8d1", "#1f5a94", "#c4501b", "#6b7280"
-_MEMORY = {
-    "state": "weights and optimizer",
-    "step": "gradients and activations",
-    "peak": "peak of the fullest rank",
-}
 _FLOOR = 1e-9
 """Relative differences below it are drawn as none."""
 
@@ -61,8 +56,7 @@ def draw_throughput(sheet: Sheet) -> Any:
         if len(cell.speeds) > 1:
             axes.plot([cell.lowest, cell.highest], [row, row], color=_DARK, linewidth=1.4, zorder=3)
         _strokes(axes, row, list(cell.speeds.values()))
-    calculated = ", calculated" if sheet.study.calculated else ""
-    axes.set(xlabel=f"tokens per second{calculated}", xlim=(0, None))
+    axes.set(xlabel="tokens per second", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     return figure
 
@@ -77,18 +71,18 @@ def draw_efficiency(sheet: Sheet) -> Any:
     for row, cell in enumerate(cells):
         ranks = cell.result.cell.ranks
         ratio = ranks / by_id[cell.result.cell.baseline or ""].result.cell.ranks
-        what = f"{cell.speed_up:.2f} times as fast, {ratio:g} times the ranks"
+        more = f", {ratio:g} times the ranks" if ratio != 1 else ""
         axes.annotate(
-            what, (max(1, cell.efficiency or 0), row), xytext=(4, 0), textcoords="offset points",
-            va="center", fontsize="x-small",
+            f"{cell.speed_up:.2f} times as fast{more}", (max(1, cell.efficiency or 0), row),
+            xytext=(4, 0), textcoords="offset points", va="center", fontsize="x-small",
         )  # fmt: skip
     axes.axvline(1, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
     axes.set(
         xlabel="efficiency: speed-up by ratio of ranks",
-        xlim=(0, 1.35 * max(1, *(cell.efficiency or 0 for cell in cells))),
+        xlim=(0, 1.45 * max(1, *(cell.efficiency or 0 for cell in cells))),
     )
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    figure.legend(loc="outside upper right", frameon=False, fontsize="small")
+    figure.legend(loc="outside lower right", frameon=False, fontsize="small")
     return figure
 
 
@@ -105,14 +99,14 @@ def draw_memory(sheet: Sheet) -> Any:
     expected = [
         (check.predicted / unit, rows[check.cell])
         for check in sheet.verdict.memory
-        if check.kind == "peak" and check.cell in rows and not sheet.study.calculated
+        if check.kind == "peak" and check.cell in rows
     ]
     if expected:
         axes.plot(
             *zip(*expected, strict=True), "D", color=_RED, markersize=5, zorder=4, clip_on=False,
             label="planned, fullest rank",
         )  # fmt: skip
-        figure.legend(loc="outside upper right", frameon=False, fontsize="small")
+        figure.legend(loc="outside lower right", frameon=False, fontsize="small")
     source = next((cell.first.peak_memory_source for cell in cells if cell.first), "")
     label = f"peak memory of a rank ({name}{', ' + source if source else ''})"
     axes.set(xlabel=label.encode("ascii", "replace").decode(), xlim=(0, None))
@@ -131,12 +125,12 @@ def draw_split(sheet: Sheet) -> Any:
         widths = [cell.split.get(part, 0.0) / unit for cell in cells]
         axes.barh(
             range(len(cells)), widths, left=starts, height=0.62, color=f"C{number}", alpha=0.8,
-            label=part_name(part, sheet.study),
+            label=PARTS.get(part, part),
         )  # fmt: skip
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set(xlabel=f"{name} a step", xlim=(0, None))
     figure.legend(
-        loc="outside upper right", ncols=min(4, len(parts)), frameon=False, fontsize="small"
+        loc="outside lower right", ncols=min(4, len(parts)), frameon=False, fontsize="small"
     )
     return figure
 
@@ -194,50 +188,6 @@ def draw_difference(sheet: Sheet) -> Any:
     return figure
 
 
-def draw_prediction(sheet: Sheet) -> Any:
-    if sheet.study.calculated:
-        return None
-    kinds = dict.fromkeys(check.kind for check in sheet.verdict.memory if check.is_exact)
-    timed = [
-        (cell, (cell.step_seconds, cell.planned.step_seconds))
-        for cell in sheet.cells
-        if cell.step_seconds and cell.planned.step_seconds
-    ][:_MAX_BARS]
-    panels: list[tuple[str, list[tuple[float, float]]]] = []
-    for kind in kinds:
-        checks = [check for check in sheet.verdict.memory if check.kind == kind]
-        unit, name = _unit([check.measured for check in checks])
-        scaled = [(check.measured / unit, check.predicted / unit) for check in checks]
-        panels.append((f"{_MEMORY[kind]} ({name})", scaled))
-    if not panels and not timed:
-        return None
-    count = len(panels) + bool(timed)
-    figure, grid = sheet.pyplot.subplots(
-        1,
-        count,
-        figsize=(max(6.4, 4.6 * count), max(4.2, 1.1 + 0.27 * len(timed))),
-        squeeze=False,
-        layout="constrained",
-    )
-    if timed:
-        _measured_and_planned(grid[0][-1], timed)
-    for axes, (what, points) in zip(grid[0], panels, strict=False):
-        ends = [0.8 * min(map(min, points)), 1.25 * max(map(max, points))]
-        axes.plot(ends, ends, color=_GREY, linestyle="--", linewidth=1, label="as planned")
-        low, high = ([factor * end for end in ends] for factor in (0.9, 1.1))
-        axes.fill_between(
-            ends, low, high, color=_GREY, alpha=0.15, linewidth=0,
-            label=f"within {MEMORY_TOLERANCE:.0%}",
-        )  # fmt: skip
-        axes.plot(*zip(*points, strict=True), "o", color=_DARK, alpha=0.7, markersize=6)
-        axes.set(title=what, xlabel="measured", ylabel="planned", xlim=ends, ylim=ends)
-        if ends[1] > 4 * ends[0]:
-            _log_scales(axes, _ticks(*ends), _ticks(*ends))
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
-    return figure
-
-
 PICTURES = {
     "throughput": ("Speed of each cell", draw_throughput),
     "efficiency": ("Speed-up and efficiency beside the baseline", draw_efficiency),
@@ -245,7 +195,6 @@ PICTURES = {
     "memory": ("Peak memory of a rank", draw_memory),
     "loss": ("Loss of the first repeat", draw_loss),
     "loss_difference": ("Loss beside the reference of its group", draw_difference),
-    "prediction": ("Plan beside measurement", draw_prediction),
 }
 """A file's name -> the title in the picture and what draws it, in the order of a report."""
 
@@ -293,20 +242,9 @@ def _name_rows(axes: Any, cells: Sequence[Summary]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _measured_and_planned(axes: Any, times: Sequence[tuple[Summary, tuple[float, float]]]) -> None:
-    """Draw the time of a step of each cell, measured and planned, on a row of its own."""
-    _name_rows(axes, [cell for cell, _ in times])
-    rows = range(len(times))
-    for label, place, marker, color in (("measured", 0, "o", _DARK), ("planned", 1, "D", _RED)):
-        axes.plot([each[place] for _, each in times], rows, marker, color=color, label=label)
-    axes.set(title="step time", xlabel="seconds a step", xlim=(0, None))
-    axes.legend(frameon=False, fontsize="small")
-
-
 def _bar(axes: Any, sheet: Sheet, values: Sequence[float]) -> None:
-    hatch = "///" if sheet.study.calculated else None
     axes.barh(
-        range(len(values)), values, height=0.62, color=_BLUE, hatch=hatch, edgecolor="white",
+        range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white",
         linewidth=0,
     )  # fmt: skip
 
@@ -315,15 +253,6 @@ def _strokes(axes: Any, row: int, values: Sequence[float]) -> None:
     """Mark several values on the bar of a row."""
     if len(values) > 1:
         axes.plot(values, [row] * len(values), "|", color=_DARK, markersize=8, zorder=4)
-
-
-def _log_scales(axes: Any, across: Sequence[float], up: Sequence[float]) -> None:
-    """Make both scales logarithmic, with these ticks as plain numbers."""
-    axes.set(xscale="log", yscale="log")
-    for axis, ticks in ((axes.xaxis, across), (axes.yaxis, up)):
-        axis.set_ticks(ticks)
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
 
 
 def _curves(sheet: Sheet, rows: Sequence[tuple[Summary, Sequence[float]]]) -> Any:
@@ -370,14 +299,3 @@ def _label(name: str) -> str:
 
 def _unit(values: Sequence[float]) -> tuple[int, str]:
     return (GIB, "GiB") if max(values, default=0) >= GIB else (MIB, "MiB")
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten between both ends, at most about six."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ((1, 2, 3, 5), (1, 2, 5), (1,)):
-        ticks = [d * 10.0**power for power in powers for d in digits]
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) <= 6:
-            return inside
-    return inside

@@ -14,8 +14,7 @@ from common.run_config import load_config
 from common.structured_files import read_json_mapping
 from common.study.results import Cell, Measured
 from common.study.traces import Trace, TraceFile, find_traces, read_trace
-from common.training.memory import MEMORY_FILE
-from common.training.metrics import METRICS_FILE, read_metrics
+from common.training.metrics import MEMORY_FILE, METRICS_FILE, read_metrics
 
 TRACED_STEPS = 2
 """Steps after the measured ones that are traced, which slows them down."""
@@ -82,7 +81,6 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         memory_parts=_parts(memory["ranks"], traces),
         split=_split(cell.ranks, steps, timed, traces),
         mfu=statistics.median(mfu) if mfu else None,
-        own_figure=_own_figure(config, statistics.median(seconds)),
         first_step_seconds=float(steps[0]["step_time"]),
     )
 
@@ -144,16 +142,3 @@ def _split(
     elif ranks == 1:
         split["communication"] = 0.0
     return split
-
-
-def _own_figure(config: RunConfig, seconds: float) -> dict[str, float]:
-    """Return the speed as the system whose log style the run has defines it."""
-    samples = config.train.global_batch_size or 0
-    tokens = samples * (config.model.seq_length or 0)
-    copies = config.parallel.data_parallel or 1
-    return {
-        "megatron": {"samples/s": samples / seconds},
-        "fleetx": {"ips_total": tokens / seconds, "ips": tokens / seconds / copies},
-        "oneflow": {"throughput": samples / seconds, "latency": seconds},
-        "mindformers": {"time": 1000 * seconds},
-    }.get(config.logging.style.removesuffix("-normal"), {})

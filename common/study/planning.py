@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from common.accelerators import GIB, Accelerator
 from common.errors import ConfigError
 from common.planner.fitting import is_open, resolve_on
 from common.planner.plan import make_plan, table, time_of
+from common.planner.room import memory_limit
 from common.study.cells import PlannedCell
 from common.study.definition import Definition
 from common.study.results import Prediction
@@ -30,16 +30,11 @@ def predict(planned: PlannedCell, device: Accelerator | None = None) -> Predicti
         plan.stages[topology.coordinates(rank).pipeline].memory
         for rank in range(topology.world_size)
     ]
-    found = Prediction(
+    return Prediction(
         memory=[{name: round(size) for name, size in each.parts.items()} for each in of_ranks],
         peak=[round(each.peak) for each in of_ranks],
-        tokens_per_step=plan.tokens_per_step,
-        samples_per_step=plan.batch.global_batch,
+        step_seconds=None if device is None else time_of(plan, config, device).total,
     )
-    if device is None:
-        return found.model_copy(update={"reason": "no figures of the device are known"})
-    time = time_of(plan, config, device)
-    return found.model_copy(update={"step_seconds": time.total, "step_parts": asdict(time)})
 
 
 def describe_cells(
@@ -49,7 +44,7 @@ def describe_cells(
     take.
     """
     width = max(len(planned.cell.id) for planned in cells)
-    rows = [_row(planned, predict(planned, device), width) for planned in cells]
+    rows = [_row(planned, device, width) for planned in cells]
     runs = definition.repeats * sum(planned.config is not None for planned in cells)
     refused = [planned for planned in cells if planned.config is None]
     lines = [
@@ -70,20 +65,21 @@ def describe_cells(
 _HEAD = ("program", "ranks", "hosts", "dp x tp x pp", "GiB a rank", "s/step")
 
 
-def _row(planned: PlannedCell, expected: Prediction, width: int) -> tuple[str, ...]:
-    cell, config = planned.cell, planned.config
+def _row(planned: PlannedCell, device: Accelerator | None, width: int) -> tuple[str, ...]:
+    cell, config, expected = planned.cell, planned.config, predict(planned, device)
     program = cell.peer or (cell.engine if cell.engine != "native" else cell.backend)
     start = (cell.id.ljust(width), program, str(cell.ranks), str(cell.hosts))
     if config is None:
         return (*start, "refused", "-", "-")
     layout = config.parallel
     sizes = (layout.data_parallel, layout.model_parallel, layout.pipeline_stage)
-    return (
-        *start,
-        "x".join(map(str, sizes)),
-        f"{max(expected.peak) / GIB:.3f}" if expected.peak else "-",
-        "-" if expected.step_seconds is None else f"{expected.step_seconds:.3g}",
-    )
+    peak, time = max(expected.peak, default=0), "-"
+    limit = None if device is None else memory_limit(config, device)
+    if limit is not None and peak >= limit:
+        time = "does not fit"
+    elif expected.step_seconds is not None:
+        time = f"{expected.step_seconds:.3g}"
+    return (*start, "x".join(map(str, sizes)), f"{peak / GIB:.3f}" if peak else "-", time)
 
 
 def _count(number: int, noun: str) -> str:

@@ -20,7 +20,7 @@ MAX_LISTED = 5
 def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> list[Remark]:
     """Return the lines of the verdict, most important first."""
     return [
-        *(_calculated(study, cells) if study.calculated else _unfinished(study, cells)),
+        *_unfinished(study, cells),
         *(line for group in verdict.groups for line in _group(group)),
         *(_ranking(ranking, cells) for ranking in verdict.rankings),
         *_failures(cells),
@@ -31,14 +31,6 @@ def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> lis
 
 def _remark(what: str, mark: str, **facts: Any) -> Remark:
     return {"what": what, "mark": mark, **facts}
-
-
-def _calculated(study: Study, cells: Mapping[str, Summary]) -> Iterator[Remark]:
-    device = study.accelerator or "?"
-    yield _remark("calculated", "note", device=device)
-    large = [name for name, cell in cells.items() if cell.peak_memory and not cell.fits]
-    if large:
-        yield _remark("too_large", "bad", device=device, cells=large)
 
 
 def _unfinished(study: Study, cells: Mapping[str, Summary]) -> Iterator[Remark]:
@@ -97,8 +89,6 @@ def _ranking(ranking: Ranking, cells: Mapping[str, Summary]) -> Remark:
         "second": second,
         "margin": lead.margin,
     }
-    if ranking.calculated:
-        return _remark("fastest_calculated", "note", **facts)
     if lead.margin is None:
         return _remark("fastest_once", "note", **facts)
     if not equal:

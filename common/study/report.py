@@ -17,23 +17,19 @@ from typing import Any
 import jinja2
 
 from common.accelerators import GIB
-from common.errors import ConfigError
 from common.files import atomic_write
 from common.study import table
-from common.study.drawing import FOLDER, PICTURES, draw
+from common.study.drawing import FOLDER, draw
 from common.study.remarks import remarks
 from common.study.results import Machine, Study
 from common.study.same_losses import OTHER_KERNELS, Departure
 from common.study.statistics import CONFIDENCE, Summary, summarize
-from common.study.table import Table, Word, as_csv, main_table, own_table, split_table
+from common.study.table import Table, Word, as_csv, main_table, split_table
 from common.study.verdict import Verdict, judge
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"
 REPORTS = {"report.md": "en", "report_zh.md": "zh"}
-EXAMPLES = {"README.md": "en", "README_zh.md": "zh"}
-MAX_EXAMPLE_BYTES = 80_000
-"""Size of a picture that is kept beside the documentation."""
 
 
 def write_outcome(study: Study, folder: Path) -> Verdict:
@@ -48,58 +44,21 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
         name: base64.b64encode((folder / FOLDER / f"{name}.png").read_bytes()).decode()
         for name in pictures
     }
-    english, chinese = (_markdown(facts, language) for language in REPORTS.values())
-    for name, text in {
-        "table.md": english.table(facts["results"]),
-        "table.csv": as_csv(study, cells, verdict),
-        "report.md": str(english),
-        "report_zh.md": str(chinese),
+    texts = {
+        "table.csv": as_csv(cells, verdict),
         PAGE: templates().get_template("report.html.j2").render(facts),
-    }.items():
+    }
+    for name, language in REPORTS.items():
+        texts[name] = templates().get_template("report.md.j2").render(facts, language=language)
+    for name, text in texts.items():
         with atomic_write(folder / name, "w") as file:
             file.write(text)
     return verdict
 
 
-def copy_example(study: Study, folder: Path, target: Path) -> Path:
-    """Copy verdict, table and pictures of a study into ``target/NAME`` for the documentation, with
-    the date and the machine; commands, paths and the name of the host stay behind. Return the
-    folder.
-
-    Raises ConfigError where the folder has no report yet or a picture is too large for the
-    repository, and StorageError.
-    """
-    pictures = {path.stem: path for path in (folder / FOLDER).glob("*.png")}
-    if not (folder / PAGE).is_file() or not pictures:
-        raise ConfigError(f"{folder}: has no report yet; give --report_only too")
-    place = target / study.name
-    for picture in pictures.values():
-        if (size := picture.stat().st_size) > MAX_EXAMPLE_BYTES:
-            raise ConfigError(
-                f"{picture}: {size:,} bytes, more than the {MAX_EXAMPLE_BYTES:,} of a picture in"
-                " the documentation; take a study of fewer cells"
-            )
-    facts = facts_of(
-        study, summarize(study), judge(study), [name for name in PICTURES if name in pictures]
-    )
-    for picture in pictures.values():
-        with atomic_write(place / picture.name) as file:
-            file.write(picture.read_bytes())
-    for name, language in EXAMPLES.items():
-        with atomic_write(place / name, "w") as file:
-            file.write(str(_markdown(facts, language, is_example=True)))
-    return place
-
-
 def describe_departure(departure: Departure) -> str:
     """Return a clause that says what differs, at which step and by how much."""
     return str(templates().get_template("en.j2").module.departure(departure))  # type: ignore[attr-defined]
-
-
-def _markdown(facts: Mapping[str, Any], language: str, is_example: bool = False) -> Any:
-    """Return the report as a module of its template: its text, and its macro ``table``."""
-    more = {"language": language, "is_example": is_example}
-    return templates().get_template("report.md.j2").make_module({**facts, **more})
 
 
 @cache
@@ -137,8 +96,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return all that the templates word. pictures: names of those that were drawn."""
     more = {
-        "Time of a step": split_table(study, cells),
-        "Speed as other systems define it": own_table(cells),
+        "Time of a step": split_table(cells),
         "Cells without a result": _failed(cells),
     }
     return {
@@ -154,7 +112,7 @@ def facts_of(
         "results": main_table(study, cells, verdict),
         "pictures": pictures,
         "more": [(title, table) for title, table in more.items() if table],
-        "method": list(_method(study)),
+        "method": ["how_timed", "how_compared", "how_judged"],
         "machine": _machine(study),
         "blocks": list(_repeating(study)),
     }
@@ -174,26 +132,8 @@ def _failed(cells: Mapping[str, Summary]) -> Table | None:
         for name, cell in cells.items()
         for run in cell.failures
     ]
-    rows += [
-        [f"`{name}`", "–", Word("not predicted"), cell.planned.reason]
-        for name, cell in cells.items()
-        if not cell.result.repeats and not cell.speeds and cell.planned.reason
-    ]
     head = ["cell", "repeat", "state", "reason"]
     return Table(head=head, rows=rows, words=True) if rows else None
-
-
-def _method(study: Study) -> Iterator[str]:
-    """Yield the names of the paragraphs that say how it was measured."""
-    if study.calculated:
-        yield "how_calculated"
-        return
-    yield "how_timed"
-    planned = any(each.prediction and each.prediction.step_seconds for each in study.cells)
-    if planned and not study.machine.accelerators:
-        yield "how_planned"
-    yield "how_compared"
-    yield "how_judged"
 
 
 def _machine(study: Study) -> Table:

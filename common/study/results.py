@@ -82,8 +82,6 @@ class Measured(Record):
     split: dict[str, float | None] = {}
     """Seconds a step by part: data, forward_backward, communication, update; None: not known."""
     mfu: float | None = None
-    own_figure: dict[str, float] = {}
-    """The speed as the system of origin defines it, by its own name for it."""
     first_step_seconds: float | None = None
 
 
@@ -111,12 +109,7 @@ class Prediction(Record):
     """Bytes of each rank by kind, in the order of ranks."""
     peak: list[int] = []
     """Bytes of each rank at most: the sum of its kinds, without what two of them share."""
-    tokens_per_step: int = 0
-    samples_per_step: int = 0
-    """Both are 0 where the cell is refused."""
     step_seconds: float | None = None
-    step_parts: dict[str, float] = {}
-    """The parts of step_seconds, by the names of the planner."""
     reason: str = ""
     """Why something is missing."""
 
@@ -148,14 +141,8 @@ class Study(Record):
     """Name of the definition's file, such as "precision"."""
     title: str
     small: bool = False
-    calculated: bool = False
-    """True where the planner computed everything and nothing ran."""
-    accelerator: str | None = None
-    """The name of the device that a calculated study is for."""
     definition: dict[str, Any]
     """The definition as it was run, with the small section and overrides put in."""
-    axes: dict[str, list[str]]
-    """The labels on each axis, in order."""
     warmup_steps: int
     measured_steps: int
     repeats: int

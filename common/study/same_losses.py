@@ -75,8 +75,6 @@ class GroupVerdict:
     """Cells that agree with the reference, itself included."""
     different: tuple[Difference, ...]
     """The first difference of each other cell."""
-    unknown: tuple[str, ...]
-    """Cells without a finished repeat."""
     largest: Mapping[Kind, float]
     """Largest relative difference of losses and of norms among those that agree."""
 
@@ -124,7 +122,6 @@ def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> Gro
         tolerance=max(used),
         same=tuple(cell.id for cell in same),
         different=tuple(each for each in found.values() if each is not None),
-        unknown=tuple(cell.id for cell in members if cell.first is None),
         largest={
             Kind.LOSS: max((_largest(run.loss, expected.loss) for run in runs), default=0.0),
             Kind.NORM: max(

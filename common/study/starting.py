@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.cluster.rank_environment import rank_command
-from common.launcher.cores import cores_of_ranks
 from common.launcher.launch import TOOL
 from common.launcher.request import NO_TABLE
 from common.paths import ROOT
 from common.processes.addresses import LOOPBACK, free_port
+from common.processes.process_tree import cores_of_ranks
 from common.study.cells import PlannedCell
 
 PEER_FOLDER = ROOT / "benchmarks" / "peers"

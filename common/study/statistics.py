@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
-from common.accelerators import require_accelerator
-from common.planner.room import usable_memory
 from common.study.results import CellResult, Measured, Prediction, Repeat, State, Study
 
 CONFIDENCE = 0.95
@@ -23,7 +21,7 @@ class Summary:
     runs: tuple[Repeat, ...]
     """The repeats that finished and were measured."""
     speeds: Mapping[int, float]
-    """Tokens a second by the index of the repeat; index 0 where the planner computed it."""
+    """Tokens a second by the index of the repeat."""
     tokens_per_second: float | None
     samples_per_second: float | None
     step_seconds: float | None
@@ -32,9 +30,6 @@ class Summary:
     peak_memory: tuple[int, ...]
     """Bytes of each rank."""
     mfu: float | None
-    own_figures: Mapping[str, float]
-    fits: bool = True
-    """False where the planner finds no room for a rank on the accelerator."""
     speed_up: float | None = None
     """Against the cell's baseline: the median over repeats that both finished."""
     efficiency: float | None = None
@@ -75,15 +70,8 @@ class Summary:
 
 
 def summarize(study: Study) -> dict[str, Summary]:
-    """Return the summary of every cell, by id in the order of the study. Raises ConfigError for an
-    accelerator that is not known.
-    """
-    device = require_accelerator(study.accelerator) if study.accelerator else None
-    room = usable_memory(device.memory) if device else math.inf
-    alone = {
-        result.cell.id: _calculated(result, room) if study.calculated else _measured(result)
-        for result in study.cells
-    }
+    """Return the summary of every cell, by id in the order of the study."""
+    alone = {result.cell.id: _measured(result) for result in study.cells}
     return {name: _beside_baseline(found, alone) for name, found in alone.items()}
 
 
@@ -110,28 +98,6 @@ def _measured(result: CellResult) -> Summary:
             for rank in range(ranks)
         ),
         mfu=_median([each.mfu for each in found if each.mfu is not None]),
-        own_figures=_medians([each.own_figure for each in found]),
-    )
-
-
-def _calculated(result: CellResult, room: float) -> Summary:
-    """Return what the planner says of a cell; one that needs more than ``room`` has no speed."""
-    expected = result.prediction or Prediction()
-    fits = result.prediction is not None and max(expected.peak, default=0) <= room
-    seconds = expected.step_seconds if fits else None
-    speed = expected.tokens_per_step / seconds if seconds else None
-    return Summary(
-        result=result,
-        runs=(),
-        speeds={} if speed is None else {0: speed},
-        tokens_per_second=speed,
-        samples_per_second=expected.samples_per_step / seconds if seconds else None,
-        step_seconds=seconds,
-        split=expected.step_parts if fits else {},
-        peak_memory=tuple(expected.peak),
-        mfu=None,
-        own_figures={},
-        fits=fits,
     )
 
 

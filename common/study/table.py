@@ -9,20 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.accelerators import GIB
-from common.study.results import State, Study
+from common.study.results import Study
 from common.study.statistics import Summary
 from common.study.verdict import Verdict
 
 MIB = 2**20
-PARTS = {
-    "forward_backward": "forward and backward",
-    # of the planner
-    "products": "matrix products",
-    "elements": "other operations",
-    "waiting": "pipeline bubble",
-    "tensor": "tensor parallel",
-    "pipeline": "pipeline messages",
-}
+PARTS = {"forward_backward": "forward and backward"}
 """Parts of a step whose names say too little."""
 
 
@@ -58,11 +50,6 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         return Word("yes") if cell.id in compared else None
 
     def runs(cell: Summary) -> str:
-        if study.calculated and cell.tokens_per_second:
-            return Word("calculated")
-        if study.calculated:
-            too_large = bool(cell.peak_memory) and not cell.fits
-            return Word("does not fit" if too_large else State.REFUSED)
         return (
             f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet")
         )
@@ -90,15 +77,12 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         "MFU": _shown(percent, "mfu"),
         "last loss": loss,
         "same losses": same,
-    }
-    if not study.calculated:
-        columns["planned memory"] = lambda cell: (
-            size(max(cell.planned.peak)) if cell.planned.peak else None
-        )
-        columns["planned step"] = lambda cell: (
+        "planned memory": lambda cell: size(max(cell.planned.peak)) if cell.planned.peak else None,
+        "planned step": lambda cell: (
             seconds(cell.planned.step_seconds) if cell.planned.step_seconds else None
-        )
-    columns["repeats"] = runs
+        ),
+        "repeats": runs,
+    }
     marks = ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()]
     return _table(columns, cells.values(), marks)
 
@@ -111,7 +95,7 @@ def _shown(text: Callable[[float], str], name: str) -> Column:
     return value
 
 
-def split_table(study: Study, cells: Mapping[str, Summary]) -> Table | None:
+def split_table(cells: Mapping[str, Summary]) -> Table | None:
     """Return where the time of a step goes, or None where runs tell fewer than two parts."""
     parts = parts_of(cells.values())
     if len(parts) < 2:
@@ -120,7 +104,7 @@ def split_table(study: Study, cells: Mapping[str, Summary]) -> Table | None:
     def column(part: str) -> Column:
         return lambda cell: seconds(cell.split[part]) if part in cell.split else None
 
-    columns = {part_name(part, study): column(part) for part in parts}
+    columns = {PARTS.get(part, part): column(part) for part in parts}
     columns["a step"] = _shown(seconds, "step_seconds")
     return _table(columns, [cell for cell in cells.values() if cell.split])
 
@@ -130,26 +114,6 @@ def parts_of(cells: Iterable[Summary]) -> list[str]:
     splits = [cell.split for cell in cells]
     parts = dict.fromkeys(part for split in splits for part in split)
     return [part for part in parts if any(split.get(part) for split in splits)]
-
-
-def part_name(part: str, study: Study) -> str:
-    if part == "data" and study.calculated:  # not the reading of samples
-        return "data parallel"
-    return PARTS.get(part, part)
-
-
-def own_table(cells: Mapping[str, Summary]) -> Table | None:
-    """Return speeds as the systems of origin define them, or None where no cell has one."""
-
-    def column(figure: str) -> Column:
-        return lambda cell: (
-            f"{cell.own_figures[figure]:,.4g}" if figure in cell.own_figures else None
-        )
-
-    columns = {name: column(name) for cell in cells.values() for name in cell.own_figures}
-    return (
-        _table(columns, [cell for cell in cells.values() if cell.own_figures]) if columns else None
-    )
 
 
 def _table(
@@ -168,9 +132,9 @@ def _table(
 # ---- CSV ----
 
 
-def as_csv(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> str:
+def as_csv(cells: Mapping[str, Summary], verdict: Verdict) -> str:
     """Return every figure of every cell in base units, without rounding. Empty: not known."""
-    rows = [_flat(study, cell, verdict) for cell in cells.values()]
+    rows = [_flat(cell, verdict) for cell in cells.values()]
     head = dict.fromkeys(name for row in rows for name in row)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(head), restval="", lineterminator="\n")
@@ -179,7 +143,7 @@ def as_csv(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> str:
     return text.getvalue()
 
 
-def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
+def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
     cell, expected, first = found.result.cell, found.planned, found.first
     different = verdict.different.get(cell.id)
     failed = next((run for run in reversed(found.failures)), None)
@@ -191,8 +155,7 @@ def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
         "peer": cell.peer or "",
         "ranks": cell.ranks,
         "hosts": cell.hosts,
-        "calculated": study.calculated,
-        "state": found.state or ("" if study.calculated else "not run yet"),
+        "state": found.state or "not run yet",
         "repeats_finished": len(found.runs),
         "tokens_per_second": found.tokens_per_second,
         "tokens_per_second_lowest": found.lowest,
@@ -206,7 +169,6 @@ def _flat(study: Study, found: Summary, verdict: Verdict) -> dict[str, object]:
         "baseline": cell.baseline or "",
         "peak_memory_bytes": max(found.peak_memory, default=None),
         "mfu": found.mfu,
-        **{f"own:{name}": value for name, value in found.own_figures.items()},
         "last_loss": first.loss[-1] if first and first.loss else None,
         "last_gradient_norm": (first.gradient_norm[-1] if first and first.gradient_norm else None),
         "validation_loss": first.validation_loss if first else None,

@@ -24,7 +24,6 @@ class Ranking:
     """Fastest first."""
     behind: Mapping[str, Comparison]
     """Speed of the first beside each of the others."""
-    calculated: bool = False
 
     @property
     def equal(self) -> tuple[str, ...]:
@@ -84,14 +83,10 @@ def judge(study: Study) -> Verdict:
     cells = summarize(study)
     families = _families(cells)
     return Verdict(
-        groups=() if study.calculated else tuple(judge_groups(cells, study.tolerance)),
-        rankings=tuple(
-            _rank(family, families, calculated=study.calculated)
-            for family in families
-            if len(family) > 1
-        ),
-        memory=() if study.calculated else tuple(_memory(cells)),
-        order=None if study.calculated else _order(families),
+        groups=tuple(judge_groups(cells, study.tolerance)),
+        rankings=tuple(_rank(family, families) for family in families if len(family) > 1),
+        memory=tuple(_memory(cells)),
+        order=_order(families),
     )
 
 
@@ -111,9 +106,7 @@ def _families(cells: Mapping[str, Summary]) -> list[list[Summary]]:
     return list(families.values())
 
 
-def _rank(
-    family: Sequence[Summary], families: Sequence[Sequence[Summary]], *, calculated: bool
-) -> Ranking:
+def _rank(family: Sequence[Summary], families: Sequence[Sequence[Summary]]) -> Ranking:
     ordered = sorted(family, key=lambda cell: -(cell.tokens_per_second or 0))
     noise, comparisons = noise_of(ordered), len(ordered) * (len(ordered) - 1) // 2
     others = [cell.result.cell.axes for each in families if each is not family for cell in each]
@@ -130,7 +123,6 @@ def _rank(
             cell.id: compare(ordered[0], cell, noise=noise, comparisons=comparisons)
             for cell in ordered[1:]
         },
-        calculated=calculated,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from common.config.hints import schema_keys
 from common.config.load import (
     Fill,
+    Sources,
     apply_overrides,
     build_config,
     dump_config,
@@ -24,8 +25,7 @@ from common.dialects.mindformers import PARTS
 from common.dialects.rules import Table, has_rule
 from common.errors import ConfigError
 from common.systems import gpt2_chinese
-from common.systems.bases import Sources, read_with_bases
-from common.systems.dialect import Dialect, Translation, read_word
+from common.systems.dialect import Dialect, Translation, read_foreign, read_word
 from common.systems.flags import COMMAND_LINE, check_values, read_command, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
@@ -173,7 +173,7 @@ class ConfigFile:
         if dialect is None:
             tree, sources = read_own_config(path, text)
         else:
-            tree, sources = read_with_bases(path, dialect.base, _sections(dialect), text=text)
+            tree, sources = read_foreign(path, dialect.base, _sections(dialect), text)
         return cls(
             path=path,
             fill=fill,

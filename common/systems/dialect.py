@@ -5,12 +5,13 @@ result. A key without a rule is refused.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from common.config.hints import schema_defaults
-from common.config.load import flatten, read_value
+from common.config.load import Sources, flatten, read_value, read_with_bases, read_yaml
 from common.dialects.rules import ByHand, Defaults, Fixed, Ignored, MapTo, Rule, Table, is_number
 from common.errors import ConfigError
 from common.structured_files import kind_of
@@ -25,6 +26,40 @@ def read_word(word: str, rule: Rule | None, where: str) -> Any:
 
 _LIKE = 0.9
 """Least likeness (difflib's ratio) of a typing error to a key with a rule of its own."""
+_LIKE_SECTION = 0.75
+"""Least likeness of a key at the top to a misspelled section."""
+
+
+def read_foreign(
+    path: Path, base: str, sections: Collection[str] = (), text: str | None = None
+) -> tuple[dict[str, Any], Sources]:
+    """Return a file of another system merged over the files that its key ``base`` names, section
+    by section. Raises ConfigError.
+
+    sections: keys at the top that the system has. Another one is left out if aliases use its
+    anchors. text: content of the file, if it has been read.
+    """
+
+    def read(path: Path, text: str | None) -> tuple[dict[str, Any], Sources]:
+        carriers: set[str] = set()
+        own, sources = read_yaml(path, carriers, text=text)
+        for name in carriers if sections else ():
+            if not difflib.get_close_matches(name, sections, n=1, cutoff=_LIKE_SECTION):
+                own.pop(name, None)
+        return own, sources
+
+    return read_with_bases(path, base, read, _merge, text)
+
+
+def _merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Merge sections; FleetX's ``_inherited_: False`` in a section replaces the base's section."""
+    for key, value in other.items():
+        if not isinstance(value, Mapping):
+            target[key] = value
+            continue
+        if value.get("_inherited_") is False or not isinstance(target.get(key), dict):
+            target[key] = {}
+        _merge(target[key], {name: item for name, item in value.items() if name != "_inherited_"})
 
 
 @dataclass
@@ -307,9 +342,13 @@ class Dialect:
     """Name of the system, for messages."""
     table: Table
     defaults: Defaults
-    translate: Callable[[Mapping[str, Any], Mapping[tuple[str | int, ...], str]], Translation]
-    """Returns our configuration of its keys, from their values and places. Raises ConfigError for
-    what this project cannot follow.
+    defaults_of: Callable[[Mapping[str, Any]], Defaults] | None = None
+    """Returns the defaults that count for these keys, where they are not ``defaults``."""
+    begin: Mapping[str, Any] = field(default_factory=dict)
+    """Values of our keys in every run of the system."""
+    parts: tuple[Callable[[ForeignKeys, Translation], None], ...] = ()
+    """Functions that translate what the table leaves to them, in this order. They raise ConfigError
+    for what this project cannot follow.
     """
     settle: Callable[[Translation], None] = _settle_nothing
     """Removes keys without effect, once overrides have chosen backend, device and engine."""
@@ -321,3 +360,19 @@ class Dialect:
     """Programs that take its flags."""
     other_programs: Mapping[str, str] = field(default_factory=dict)
     """Programs of the system that take other flags, and what to do instead."""
+
+    def translate(self, tree: Mapping[str, Any], sources: Sources) -> Translation:
+        """Return our configuration of its keys, from their values and places. Raises ConfigError
+        for what this project cannot follow.
+        """
+        defaults = self.defaults if self.defaults_of is None else self.defaults_of(tree)
+        flags = defaults if self.programs else ()
+        places: Sources = {(name,): f"default: --{name}" for name in flags}
+        theirs, ours = ForeignKeys(self.system, tree, places | sources, defaults), Translation()
+        for key, value in self.begin.items():
+            ours.set(key, value)
+        for part in self.parts:
+            part(theirs, ours)
+        apply(self.table, theirs, ours)
+        require_all_taken(theirs, self.table)
+        return ours

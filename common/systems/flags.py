@@ -94,11 +94,6 @@ def write_flag_file(file: IO[str], program: str, words: Sequence[str]) -> None:
     file.write(f"{_WRITTEN}{program}\n{shlex.join(words)}\n")
 
 
-def read_flag_file(path: Path) -> list[str]:
-    """Return the flags in a file: the last part of ``read_command``."""
-    return read_command(path)[2]
-
-
 def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[str, str, list[str]]:
     """Return where the flags of a file come from, the program that it starts, empty where it does
     not say, and the words of its flags. The file is a script, or has one or several flags a line.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from common.errors import TokenizerError
 from common.log import LOG
-from common.packages import require_package
+from common.paths import require_package
 from common.systems.name_map import name_map
 from common.systems.weights import Weights, arrays_of, export_names, require_blocks
 from common.tensor_files.arrays import contiguous

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.config.load import Sources
 from common.dialects.gpt2_chinese import (
     DATA,
     EVAL,
@@ -45,34 +46,33 @@ _START = "[CLS]"
 """Token before each text of the later generate.py."""
 
 
-def _file(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of a model_config.json. Raises ConfigError for one without a
-    vocabulary, and for another model.
-    """
-    ours = Translation()
-    _begin(ours)
-    apply(TRAIN, ForeignKeys(SYSTEM, {}, {}, TRAIN_DEFAULTS), ours)
-    _take_sizes(tree, next(iter(sources.values()), SYSTEM).rpartition(":")[0], ours)
-    ours.set("data.stride", min(TRAIN_DEFAULTS["stride"], ours.get("model.seq_length")))
-    return ours
+class _Files(Dialect):
+    def translate(self, tree: Mapping[str, Any], sources: Sources) -> Translation:
+        """Return our configuration of a model_config.json. Raises ConfigError for one without a
+        vocabulary, and for another model.
+        """
+        ours = Translation()
+        for key, value in TRAINING.begin.items():
+            ours.set(key, value)
+        apply(TRAIN, ForeignKeys(SYSTEM, {}, {}, TRAIN_DEFAULTS), ours)
+        _take_sizes(tree, next(iter(sources.values()), SYSTEM).rpartition(":")[0], ours)
+        ours.set("data.stride", min(TRAIN_DEFAULTS["stride"], ours.get("model.seq_length")))
+        return ours
 
 
-def _train(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of train.py's flags, by name and value. Raises ConfigError for flags
-    that this project cannot follow, and for a model_config.json that cannot be read.
+def _train(theirs: ForeignKeys, ours: Translation) -> None:
+    """Translate train.py's flags. Raises ConfigError for a model_config.json that cannot be read.
 
     Windows are cut from the whole corpus. The original loses the remainders of pieces, and
     gradients that are accumulated for a step that never comes.
     """
-    if later := [name for name in SINCE_2021 if name in tree]:
+    if later := [name for name in SINCE_2021 if name in theirs.names]:
         raise ConfigError(
-            f"{sources[later[0],]}: a flag of GPT2-Chinese's train.py since April 2021 (PyTorch"
+            f"{theirs.where(later[0])}: a flag of GPT2-Chinese's train.py since April 2021 (PyTorch"
             " Lightning), and the flags before that are taken here; write "
             + ", ".join(f"{SINCE_2021[name]} for --{name}" for name in later)
             + "; its data file, one JSON string a line, can stay"
         )
-    theirs, ours = _flags_of(tree, sources, TRAIN_DEFAULTS), Translation()
-    _begin(ours)
     _take_model(Path(str(theirs.take("model_config"))), theirs.where("model_config"), ours)
     _take_tokenizer(theirs, ours)
     _take_data(theirs, ours)
@@ -87,23 +87,6 @@ def _train(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]
     lines = -(-theirs.take_count("log_step") // theirs.peek_count("gradient_accumulation"))
     ours.set("logging.interval", lines, theirs.where("log_step"), "log_step")
     _take_data_flags(theirs, ours)
-    apply(TRAIN, theirs, ours)
-    require_all_taken(theirs, TRAIN)
-    return ours
-
-
-def _begin(ours: Translation) -> None:
-    """Set what train.py does with any flags: AdamW of transformers 2.1.1, a learning rate that
-    falls to 0, all documents for training, and a model after each epoch.
-    """
-    for key, value in (
-        ("seed", 1234), ("precision", "float32"),
-        ("optimizer.name", "adamw"), ("optimizer.schedule", "linear"),
-        ("optimizer.beta1", 0.9), ("optimizer.beta2", 0.999), ("optimizer.epsilon", 1e-6),
-        ("optimizer.weight_decay", 0.0), ("data.split", "1,0,0"),
-        ("checkpoint.epoch_models", True), ("logging.style", "gpt2-chinese"),
-    ):  # fmt: skip
-        ours.set(key, value)
 
 
 def _take_data(theirs: ForeignKeys, ours: Translation) -> None:
@@ -118,23 +101,17 @@ def _take_data(theirs: ForeignKeys, ours: Translation) -> None:
     ours.set("data.stride", stride, theirs.where("stride"), "stride")
 
 
-def _evaluate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of eval.py's flags, by name and value. Raises ConfigError for flags
-    that this project cannot follow.
+def _evaluate(theirs: ForeignKeys, ours: Translation) -> None:
+    """Translate eval.py's flags.
 
     Each token is scored once here, except a remainder of less than a window at the end of the
     corpus. The original leaves out the remainder of each piece and the last windows that fill no
     batch. Its writing of result.txt fails.
     """
-    theirs, ours = _flags_of(tree, sources, EVAL_DEFAULTS), Translation()
     if theirs.peek("pretrained_model") is None:
         raise ConfigError(
             "--pretrained_model is not given; name the trained model, such as model/final_model"
         )
-    for key, value in (
-        ("seed", 1234), ("optimizer.learning_rate", 1.5e-4), ("logging.style", "gpt2-chinese"),
-    ):  # fmt: skip
-        ours.set(key, value)
     _take_model(Path(str(theirs.take("model_config"))), theirs.where("model_config"), ours)
     _take_tokenizer(theirs, ours)
     folder = Path(str(theirs.take("tokenized_data_path")))
@@ -142,38 +119,29 @@ def _evaluate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
     prefix = folder / f"{TOKENS}_text_document"
     ours.set("data.validation", str(prefix), where, "tokenized_data_path")
     _take_data_flags(theirs, ours)
-    apply(EVAL, theirs, ours)
-    require_all_taken(theirs, EVAL)
-    return ours
 
 
-def _generate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of the flags, by name and value. With flags of titles, it is that of
-    generate_texts.py. Raises ConfigError for flags that this project cannot follow.
-
-    --batch_size k gives k equal samples in the original, and different ones here. --nsamples must
-    be a multiple of it. A text has --length tokens and continues after [CLS] with another one, as
-    in the original; predict.stop_at_end_of_text=true ends it.
+def _defaults_of_generation(tree: Mapping[str, Any]) -> Defaults:
+    """Return the defaults of the program that has these flags.
 
     --n_ctx, or Lightning's .ckpt as --model_path, is the generate.py since April 2021. It has
     defaults of its own and begins each text with [CLS].
     """
-    by_titles = bool(OF_TITLES.keys() & tree.keys())
     later = "n_ctx" in tree or str(tree.get("model_path", "")).endswith(_LIGHTNING)
-    defaults = GENERATE_DEFAULTS | (OF_TITLES if by_titles else OF_SAMPLES)
-    defaults |= OF_LATER if later else {}
-    theirs, ours = _flags_of(tree, sources, defaults), Translation()
-    for key, value in (
-        ("seed", 1234), ("optimizer.learning_rate", 1.5e-4), ("logging.style", "gpt2-chinese"),
-        ("predict.strategy", "sampling"), ("predict.stop_at_end_of_text", False),
-    ):  # fmt: skip
-        ours.set(key, value)
+    defaults = GENERATE_DEFAULTS | (OF_TITLES if OF_TITLES.keys() & tree.keys() else OF_SAMPLES)
+    return defaults | (OF_LATER if later else {})
+
+
+def _generate(theirs: ForeignKeys, ours: Translation) -> None:
+    """Translate the flags of generate.py, and with flags of titles of generate_texts.py.
+
+    --batch_size k gives k equal samples in the original, and different ones here. --nsamples must
+    be a multiple of it. A text has --length tokens and continues after [CLS] with another one, as
+    in the original; predict.stop_at_end_of_text=true ends it.
+    """
     _take_lengths(theirs, ours)
     _take_tokenizer(theirs, ours)
-    (_take_titles if by_titles else _take_prefix)(theirs, ours)
-    apply(GENERATE, theirs, ours)
-    require_all_taken(theirs, GENERATE)
-    return ours
+    (_take_titles if OF_TITLES.keys() & set(theirs.names) else _take_prefix)(theirs, ours)
 
 
 def _take_lengths(theirs: ForeignKeys, ours: Translation) -> None:
@@ -223,15 +191,6 @@ def _take_titles(theirs: ForeignKeys, ours: Translation) -> None:
     ):
         value = theirs.take(flag)
         ours.set(key, value if flag != "save_path" else str(Path(value)), theirs.where(flag), flag)
-
-
-def _flags_of(
-    tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], defaults: Defaults
-) -> ForeignKeys:
-    """Return their flags. The place of one that is left out is its default."""
-    left_out: dict[tuple[str | int, ...], str]
-    left_out = {(name,): f"default: --{name}" for name in defaults}
-    return ForeignKeys(SYSTEM, tree, {**left_out, **sources}, defaults)
 
 
 def _take_model(path: Path, where: str, ours: Translation) -> None:
@@ -302,21 +261,36 @@ def _take_data_flags(theirs: ForeignKeys, ours: Translation) -> None:
         ours.note_given(theirs, flag, "the data are made before the run")
 
 
-FILES = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=_file, base="_base_config",
+TRAINING = Dialect(
+    system=SYSTEM, table=TRAIN, defaults=TRAIN_DEFAULTS,
+    # AdamW of transformers 2.1.1, a learning rate that falls to 0, all documents for training, and
+    # a model after each epoch
+    begin={
+        "seed": 1234, "precision": "float32",
+        "optimizer.name": "adamw", "optimizer.schedule": "linear",
+        "optimizer.beta1": 0.9, "optimizer.beta2": 0.999, "optimizer.epsilon": 1e-6,
+        "optimizer.weight_decay": 0.0, "data.split": "1,0,0", "checkpoint.epoch_models": True,
+        "logging.style": "gpt2-chinese",
+    },
+    parts=(_train,), programs=("train.py", "train_single.py"),
+)  # fmt: skip
+GENERATION = Dialect(
+    system=SYSTEM, table=GENERATE, defaults=GENERATE_DEFAULTS, defaults_of=_defaults_of_generation,
+    begin={
+        "seed": 1234, "optimizer.learning_rate": 1.5e-4, "logging.style": "gpt2-chinese",
+        "predict.strategy": "sampling", "predict.stop_at_end_of_text": False,
+    },
+    parts=(_generate,), programs=("generate.py", "generate_texts.py"),
+)  # fmt: skip
+EVALUATION = Dialect(
+    system=SYSTEM, table=EVAL, defaults=EVAL_DEFAULTS,
+    begin={"seed": 1234, "optimizer.learning_rate": 1.5e-4, "logging.style": "gpt2-chinese"},
+    parts=(_evaluate,), programs=("eval.py",),
+)  # fmt: skip
+FILES = _Files(
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS, base="_base_config",
     marks=frozenset({"n_ctx", "n_embd", "n_head", "n_layer", "model_type"}),
 )  # fmt: skip
 """model_config.json, with the defaults of train.py. Data, tokenizer and run folder are given with
 keys of this project.
 """
-TRAINING = Dialect(
-    system=SYSTEM, table=TRAIN, defaults=TRAIN_DEFAULTS, translate=_train,
-    programs=("train.py", "train_single.py"),
-)  # fmt: skip
-GENERATION = Dialect(
-    system=SYSTEM, table=GENERATE, defaults=GENERATE_DEFAULTS, translate=_generate,
-    programs=("generate.py", "generate_texts.py"),
-)  # fmt: skip
-EVALUATION = Dialect(
-    system=SYSTEM, table=EVAL, defaults=EVAL_DEFAULTS, translate=_evaluate, programs=("eval.py",)
-)

@@ -28,18 +28,15 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 
 
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
-_PAIRS = list[Annotated[list[_COUNT], Field(min_length=2, max_length=2)]]
 _RAMP = (
     Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=3, max_length=3)]
-    | _PAIRS
+    | list[Annotated[list[_COUNT], Field(min_length=2, max_length=2)]]
 )
 _TYPES: dict[str, Any] = {
     "state": {
         "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
         "skipped_in_a_row": _COUNT, "updated_samples": _COUNT,
-        "losses?": list[float], "grad_norms?": list[float], "is_outlier?": bool,
-        "left_out?": _PAIRS, "rewinds?": _COUNT,
-        "rate_factor?": Annotated[float, Field(gt=0, le=1)],
+        "losses?": list[float], "grad_norms?": list[float],
     },
     "engine": {
         "optimizer_steps": _COUNT,

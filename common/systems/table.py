@@ -50,10 +50,6 @@ class WeightFormat:
     """Whether the format holds the optimizer's state and the position of training."""
     hugging_face_config: bool = False
     """Whether transformers' config.json belongs beside what ``write`` writes."""
-    missing_config: Callable[[Path], str | None] | None = None
-    """Returns a shell command that writes the missing config of a folder from its shapes, None
-    where there is a config.
-    """
     open_as: Callable[[Path, ResolvedModel], AbstractContextManager[Weights]] | None = None
     """Opens weights whose files do not describe their model, with a given model."""
     open_to_compute: Callable[[Path], AbstractContextManager[Weights]] | None = None
@@ -80,7 +76,6 @@ def _of_mindformers(name: str, title: str) -> WeightFormat:
         partial(mindformers.detects, format=name),
         partial(mindformers.open_mindformers, format=name),
         partial(to_mindformers.write_mindformers, format=name),
-        missing_config=partial(mindformers.missing_config, format=name),
         open_as=lambda path, model: mindformers.open_mindformers(path, name, model),
     )
 

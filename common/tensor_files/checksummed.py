@@ -23,7 +23,6 @@ _BUFFERS = 3
 _REFUSALS = errno.EINVAL, errno.EOPNOTSUPP
 """Errors by which a file system refuses a direct write."""
 _AT_ONCE = 2**18
-_BEFORE_SYNC = 2**27
 
 
 class ChecksummedFile:
@@ -32,7 +31,7 @@ class ChecksummedFile:
 
     Bytes are gathered in buffers. Two threads write full ones past the page cache (O_DIRECT), so
     that neither a copy in the kernel nor a sync at the end is waited for. A file system that
-    refuses this gets usual writes, and begins to sync early.
+    refuses this gets usual writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,10 +41,8 @@ class ChecksummedFile:
         self._buffers = np.frombuffer(pages, np.uint8).reshape(_BUFFERS, _BUFFER)
         self._written: list[Future[None] | None] = [None] * _BUFFERS
         self._current, self._filled = 0, 0
-        self._writing, self._syncing = ThreadPoolExecutor(_BUFFERS - 1), ThreadPoolExecutor(1)
+        self._writing = ThreadPoolExecutor(_BUFFERS - 1)
         self._is_direct: bool | None = None
-        self._synced: Future[None] | None = None
-        self._unsynced = 0
         self.checksum = 0
         self.position = 0
 
@@ -107,8 +104,6 @@ class ChecksummedFile:
             self._write_out, buffer, self.position - _BUFFER
         )
         self._current, self._filled = (self._current + 1) % _BUFFERS, 0
-        if not self._is_direct:
-            self._sync_early()
 
     def _write_out(self, buffer: Bytes, offset: int) -> None:
         descriptor, done = self._file.fileno(), 0
@@ -124,16 +119,8 @@ class ChecksummedFile:
                 self._is_direct = False
                 _set_direct(descriptor, False)
 
-    def _sync_early(self) -> None:
-        self._unsynced += _BUFFER
-        if self._unsynced > _BEFORE_SYNC and (self._synced is None or self._synced.done()):
-            if self._synced is not None:
-                self._synced.result()
-            self._synced = self._syncing.submit(os.fdatasync, self._file.fileno())
-            self._unsynced = 0
-
     def _finish(self) -> None:
-        for waited in (*self._written, self._synced):
+        for waited in self._written:
             if waited is not None:
                 waited.result()
         if self._is_direct:  # the last bytes do not fill a block of the disk
@@ -158,7 +145,6 @@ class ChecksummedFile:
                     self._finish()
             finally:
                 self._writing.shutdown()
-                self._syncing.shutdown()
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckpointError, UserError
-from common.file_kinds import HEAD_BYTES, foreign_kind
+from common.files import HEAD_BYTES, foreign_kind
 from common.structured_files import read_json_mapping
 from common.tensor_files.arrays import Bytes, TensorFile, map_file
 from common.tensor_files.mindspore_ckpt import read_mindspore

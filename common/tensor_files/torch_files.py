@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from common.errors import CheckpointError
 from common.interrupts import ending_at_interrupts
-from common.packages import require_package
+from common.paths import require_package
 from common.tensor_files.arrays import (
     NUMPY_TYPES,
     Bytes,

@@ -5,21 +5,18 @@ import.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.config.tokenizer_kinds import kind_named
 from common.errors import TokenizerError
 from common.paths import looked_in
-from common.tokenizer.base import Framing, PackedIds, TextStream, Tokenizer, TokenizerLoader
+from common.tokenizer.base import Framing, PackedIds, TextStream
 from common.tokenizer.folder import Folder
 from common.tokenizer.recognise import file_in, kind_of_files
-from common.tokenizer.text_tokenizer import MarkedTokenizer
-
-if TYPE_CHECKING:
-    from common.tokenizer.text_tokenizer import TextTokenizer
+from common.tokenizer.text_tokenizer import TextTokenizer, Tokenizer
 
 __all__ = [
     "TOKENIZERS",
@@ -27,7 +24,6 @@ __all__ = [
     "PackedIds",
     "TextStream",
     "Tokenizer",
-    "TokenizerLoader",
     "load_tokenizer",
     "require_files",
 ]
@@ -61,7 +57,7 @@ def _load_file(
     return loader.from_file(file_in(vocab_file, kind), kind)
 
 
-TOKENIZERS: dict[str, TokenizerLoader] = {
+TOKENIZERS: dict[str, Callable[[Path, Path | None, str], Tokenizer]] = {
     "GPT2BPETokenizer": _load_gpt2_bpe,
     **{
         kind: partial(_load_file, kind, class_name)
@@ -120,7 +116,7 @@ def load_tokenizer(
             f" {', '.join(sorted(TOKENIZERS))}"
         )
     tokenizer = loader(vocab_file, merge_file, backend)
-    if model is not None and isinstance(tokenizer, MarkedTokenizer):
+    if model is not None:
         folder = Folder(Path(model) if Path(model).is_dir() else Path(model).parent)
         tokenizer.ends = folder.ids("eos_token_id", tokenizer.vocab_size) or tokenizer.ends
     return tokenizer

@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Self
 
 from common.tokenizer.base import PackedIds, TokenIds
-from common.tokenizer.bert_files import CONTINUES, SPECIAL, BertVocabulary, read_bert_vocabulary
 from common.tokenizer.characters import CharacterEncoder, is_chinese
-from common.tokenizer.checks import checked_ids
 from common.tokenizer.folder import Folder
 from common.tokenizer.marks import framing_of, read_marks
-from common.tokenizer.text_tokenizer import TextTokenizer
-from common.tokenizer.words import WordLevelEncoder
+from common.tokenizer.text_tokenizer import TextTokenizer, checked_ids
+from common.tokenizer.words import (
+    CONTINUES,
+    SPECIAL,
+    BertVocabulary,
+    WordLevelEncoder,
+    read_bert_vocabulary,
+)
 
 _SPOKEN = {"[MASK]": "", "[PAD]": "", "[CLS]": "\n\n", "[SEP]": "\n"}
 

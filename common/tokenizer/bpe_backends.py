@@ -23,8 +23,7 @@ from common.errors import TokenizerError
 from common.interrupts import holding_signals
 from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bpe_files import BPEVocabulary
-from common.tokenizer.bpe_self_check import SELF_CHECK
-from common.tokenizer.unicode_drift import is_disputed
+from common.tokenizer.unicode_drift import SELF_CHECK, is_disputed
 from common.whole_numbers import whole_number
 
 # Content hash of the vocabulary that OpenAI published. It is known to pass the checks of other

@@ -18,9 +18,15 @@ from pathlib import Path
 from common.errors import TokenizerError
 from common.structured_files import MalformedError, parse_json
 from common.tokenizer.base import Framing
-from common.tokenizer.folder import Folder, added_in, begin_of, read_tokenizer_json, version_of
+from common.tokenizer.folder import (
+    Folder,
+    added_in,
+    begin_of,
+    read_tokenizer_json,
+    read_vocabulary_text,
+    version_of,
+)
 from common.tokenizer.marks import Marks, framing_of, read_marks
-from common.tokenizer.text_files import read_vocabulary_text
 
 END_OF_TEXT = "<|endoftext|>"
 # Tokens added by hand, which no merge makes: "<pad>", "<|im_start|>", "[MASK]".

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.tokenizer.base import PackedIds
-from common.tokenizer.bert_files import BertVocabulary
-from common.tokenizer.words import WordEncoder
+from common.tokenizer.words import BertVocabulary, WordEncoder
 
 _CHINESE = (
     *((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2CEAF)),

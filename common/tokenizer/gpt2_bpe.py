@@ -17,11 +17,10 @@ from common.errors import TokenizerError
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
 from common.tokenizer.bpe_files import byte_level_parts, read_vocabulary
-from common.tokenizer.checks import checked_ids
 from common.tokenizer.folder import TOKENIZER_JSON
 from common.tokenizer.recognise import BPE_FILES
 from common.tokenizer.streams import ByteStream
-from common.tokenizer.text_tokenizer import MarkedTokenizer
+from common.tokenizer.text_tokenizer import Tokenizer, checked_ids
 
 
 def files_in(folder: Path) -> tuple[Path, Path | None]:
@@ -48,7 +47,7 @@ def files_in(folder: Path) -> tuple[Path, Path | None]:
     )
 
 
-class GPT2BPETokenizer(MarkedTokenizer):
+class GPT2BPETokenizer(Tokenizer):
     """Tokenizer of a byte-level BPE. GPT-2's ``<|endoftext|>`` begins and ends.
 
     Pickling stores its file names, so a worker process builds its own.
@@ -122,9 +121,3 @@ class GPT2BPETokenizer(MarkedTokenizer):
 
     def __reduce__(self) -> tuple[type[GPT2BPETokenizer], tuple[Path, Path | None, str]]:
         return type(self), (self.vocab_file, self.merge_file, self.backend)
-
-    def __repr__(self) -> str:
-        return (
-            f"GPT2BPETokenizer({self.vocab_size} ids, backend={self.backend},"
-            f" vocab_file={str(self.vocab_file)!r})"
-        )

@@ -12,11 +12,10 @@ from common.errors import TokenizerError
 from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import pack
-from common.tokenizer.checks import checked_ids
 from common.tokenizer.folder import Folder, begin_of
 from common.tokenizer.marks import FRAME, Mark, framing_of, read_marks
 from common.tokenizer.streams import WindowStream
-from common.tokenizer.text_tokenizer import TextTokenizer
+from common.tokenizer.text_tokenizer import TextTokenizer, checked_ids
 
 
 class HuggingFaceTokenizer(TextTokenizer):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.tokenizer.base import Ids, PackedIds, Tokenizer
+from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.marks import encode_around
+from common.tokenizer.text_tokenizer import Tokenizer
 
 _LINE_END = re.compile("\n")
 

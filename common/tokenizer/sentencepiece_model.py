@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import TokenizerError
-from common.packages import install
+from common.paths import install
 from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import pack
-from common.tokenizer.checks import checked_ids
 from common.tokenizer.folder import Folder
 from common.tokenizer.marks import FRAME, framing_of, read_marks
 from common.tokenizer.streams import WindowStream
-from common.tokenizer.text_tokenizer import TextTokenizer
+from common.tokenizer.text_tokenizer import TextTokenizer, checked_ids
 
 
 class SentencePieceTokenizer(TextTokenizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-from common.tokenizer.base import Tokenizer
+from common.tokenizer.text_tokenizer import Tokenizer
 
 _PART = "\ufffd"
 _CONTEXT = 16

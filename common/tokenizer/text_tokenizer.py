@@ -1,4 +1,4 @@
-"""Bases of tokenizers: encoding with marks, and tokenizers whose ids stand for text instead of
+"""Base of all tokenizers: text in, int32 ids out. And of those whose ids stand for text instead of
 bytes.
 """
 
@@ -7,15 +7,62 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
+import numpy as np
+
+from common.errors import TokenizerError
 from common.tokenizer.base import Framing, Ids, PackedIds, TextStream, TokenIds
-from common.tokenizer.checks import refuse_surrogate
 from common.tokenizer.marks import Marks, encode_around
 
 
-class MarkedTokenizer(ABC):
-    """Tokenizer of a vocabulary and of marks. It can be shared between threads."""
+def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
+    """Return ids to decode as a list.
+
+    Raises TokenizerError for an id outside 0 .. vocab_size - 1, with its position.
+    """
+    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+    if array.size == 0:
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TokenizerError(
+            f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of"
+            " integer ids"
+        )
+    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if wrong.size:
+        at = int(wrong[0])
+        raise TokenizerError(
+            f"decode: id {array[at]} at position {at} is outside 0..{vocab_size - 1}; were"
+            " these ids made by another tokenizer, or drawn from the padded part of the"
+            " vocabulary?"
+        )
+    found: list[int] = array.tolist()
+    return found
+
+
+class Tokenizer(ABC):
+    """Tokenizer of a vocabulary and of marks, for preprocessing, evaluation and generation.
+
+    It can be shared between threads. ``encode*`` adds no frame: the builder of documents does
+    (``common.tokenizer.lines`` for line ends).
+    kind: key in ``TOKENIZERS``, written into the header of a dataset. backend: library that
+    encodes. sha256: digest of the vocabulary's content: equal digests give equal ids. unknown_id:
+    id for text that the vocabulary lacks, which is never generated; None if all text has ids.
+    """
+
+    vocab_size: int
+    """Number of ids up to the last added one, before any padding of the embedding."""
+    eod_id: int
+    """The id that ends a document."""
+    ends: tuple[int, ...]
+    """The ids at which a continuation stops: those of the model's generation_config.json, else of
+    its config.json, else ``eod_id``.
+    """
+    bos_id: int | None
+    """The id that begins a text, if a file names one."""
+    pad_id: int | None
+    """The id that fills rows, if a file names one."""
 
     def __init__(
         self,
@@ -43,14 +90,19 @@ class MarkedTokenizer(ABC):
 
     @property
     def special(self) -> dict[str, int]:
+        """Ids of special tokens by their text."""
         return self.marks.special
 
     @property
     def added(self) -> dict[str, int]:
+        """Ids of the tokens that are whole texts: special tokens and added words."""
         return self.marks.added
 
     @property
     def has_marks(self) -> bool:
+        """Whether documents are expected to hold special tokens: some mark more than the ends and
+        the filling of a text.
+        """
         beyond = self.special.keys() - self.marks.implied
         return self.framing.newline is not None or any(
             self._ids[text] != self.eod_id for text in beyond
@@ -74,19 +126,16 @@ class MarkedTokenizer(ABC):
         Special tokens in the text are ordinary text, unless ``allow_special``; added words are
         tokens. Raises TokenizerError for a lone surrogate, with its position.
         """
-        return self._encode_strings([text], allow_special).ids
+        return self.encode_packed([text], allow_special).ids
 
     def encode_packed(self, texts: Sequence[str], allow_special: bool = False) -> PackedIds:
         """Encode like ``encode``, into one buffer with offsets. Raises TokenizerError for a lone
         surrogate, with the text and the position.
         """
-        return self._encode_strings(list(texts), allow_special)
-
-    def _encode_strings(self, texts: list[str], allow_special: bool) -> PackedIds:
         try:
-            return self._encode_marked(texts, allow_special)
+            return self._encode_marked(list(texts), allow_special)
         except (TypeError, UnicodeError) as error:
-            refuse_surrogate(texts, error)
+            _refuse_surrogate(texts, error)
 
     @abstractmethod
     def decode(self, ids: TokenIds) -> str:
@@ -97,18 +146,41 @@ class MarkedTokenizer(ABC):
         """Return the bytes of ``ids``. Raises TokenizerError like ``decode``."""
 
     @abstractmethod
-    def stream(self, after: Sequence[int] = ()) -> TextStream: ...
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """Return a decoder of ids that follow ``after``, such as those of a prompt.
+
+        A character that ``after`` begins and does not end is part of the new text.
+        """
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one id. Raises TokenizerError for an id outside the vocabulary."""
         return self.decode_bytes([token_id])
 
 
-class TextTokenizer(MarkedTokenizer):
+def _refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
+    """Raise TokenizerError with the place of the surrogate that a library rejected.
+
+    Without one, raise ``error``.
+    """
+    for number, text in enumerate(texts):
+        at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if at is None:
+            continue
+        name = "the text" if len(texts) == 1 else f"text {number} of the batch"
+        line = text.count("\n", 0, at) + 1
+        raise TokenizerError(
+            f"{name}, character {at} (line {line}): the surrogate U+{ord(text[at]):04X} is"
+            " half a character and has no UTF-8; read the source with its right encoding, or"
+            " replace it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        ) from None
+    raise error
+
+
+class TextTokenizer(Tokenizer):
     """Tokenizer of a single file. Pickling stores its name, so a worker process builds its own."""
 
     def __init__(self, file: Path, **settings: Any) -> None:
-        """settings: those of ``MarkedTokenizer``."""
+        """settings: those of ``Tokenizer``."""
         super().__init__(**settings)
         self.file = file
 
@@ -120,16 +192,9 @@ class TextTokenizer(MarkedTokenizer):
         return self.decode(ids).encode()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.file, self.kind)
+        return type(self).from_file, (self.file, self.kind)
 
     @classmethod
     @abstractmethod
     def from_file(cls, file: Path, kind: str) -> Self:
         """Build from the file of a kind. Raises TokenizerError."""
-
-    def __repr__(self) -> str:
-        return f"{self.kind}({self.vocab_size} ids, file={str(self.file)!r})"
-
-
-def _rebuild(cls: type[TextTokenizer], file: Path, kind: str) -> TextTokenizer:
-    return cls.from_file(file, kind)

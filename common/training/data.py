@@ -81,9 +81,7 @@ class TrainingData:
     def batches(self, state: TrainState) -> Iterator[Batch]:
         """Return batches from ``state`` on, read when needed."""
         assert self.sampler is not None
-        return self.sampler.batches(
-            state.consumed_samples, state.sample_hash or None, state.left_out
-        )
+        return self.sampler.batches(state.consumed_samples, state.sample_hash or None)
 
     def training_batches(
         self, state: TrainState, prepare: Callable[[Batch], Batch] = lambda batch: batch

@@ -46,8 +46,7 @@ class Engine(ABC):
         """Fill weights, optimizer and random generators; return the state to train from.
 
         They come from the checkpoint to resume. Without one, the weights are those of
-        ``start.weights`` or the initial ones, and no samples are read yet. A run that goes back to
-        a checkpoint calls it again. Raises CheckpointError.
+        ``start.weights`` or the initial ones, and no samples are read yet. Raises CheckpointError.
         """
 
     def identity(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from common.log import LOG, progress_bar
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.training.report import make_report
-from common.training.rewind import require_no_rewind
 from common.training.saving import Saver
 from common.training.steps import Agreements, Steps, TrainingParts, ends_epoch
 from common.training.stop import StopSignal
@@ -40,9 +39,8 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
     ``seconds``, ``median_tokens_per_second``, ``samples_per_second_at_end`` (mean of the last 100
     steps) and ``best_validation_perplexity``.
     It returns earlier, after saving, where train.exit_interval or train.exit_minutes says so.
-    Raises StopRequested after saving when a signal asked for a stop, RewindNeeded after an outlier
-    if train.on_outlier says so, and DivergedError after ``train.max_skipped_steps`` skipped steps
-    in a row.
+    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after
+    ``train.max_skipped_steps`` skipped steps in a row.
     """
     config = run.config
     last_step = config.train.steps
@@ -81,7 +79,6 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
                 bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
                 report.step(row)
                 saver.step(row)
-                require_no_rewind(config, state, row, has_saved=saver.saved_step is not None)
                 _check_divergence(config, state)
 
         while state.step < last_step and not stopping:

@@ -1,5 +1,5 @@
-"""Metrics of a run: ``metrics.jsonl``, copies for TensorBoard and other trackers, and the count of
-FLOPs.
+"""Metrics of a run: ``metrics.jsonl``, copies for TensorBoard and other trackers, and the memory
+that each rank used, in ``memory.json``.
 """
 
 from __future__ import annotations
@@ -7,17 +7,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from common.errors import ConfigError, StorageError
 from common.files import atomic_write
 from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
-from common.training.tensorboard import EventFile
 from common.training.trackers import Trackers
+
+if TYPE_CHECKING:  # --help of tools/plot.py loads neither
+    from common.device import Device
+    from common.parallel.world import WorldBase
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -167,3 +171,93 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _finite(value: Any) -> Any:
     """Replace NaN and infinity by null, because JSON has neither."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+SECONDS_BETWEEN_FLUSHES = 10.0
+
+
+class EventFile:
+    """Scalars by step for TensorBoard, without torch. New events replace older ones after
+    ``step``.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._event_type = Event
+        self._flushed = time.monotonic()
+        self._writer: Any = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(folder / "events"))
+            if step:
+                self._writer.write_event(
+                    Event(
+                        step=step + 1,
+                        wall_time=time.time(),
+                        session_log=SessionLog(status=SessionLog.START),
+                    )
+                )
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        if self._writer is None:
+            return
+        event = self._event_type(step=step, wall_time=time.time())
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        try:
+            self._writer.write_event(event)
+            if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        LOG.warning(f"TensorBoard events end here: {error}; metrics.jsonl has every step")
+        with suppress(OSError, AttributeError):
+            # otherwise it fails again, with a traceback, when it is collected
+            self._writer._py_recordio_writer.close()
+        self._writer = None
+
+
+MEMORY_FILE = "memory.json"
+
+
+def record_memory(
+    folder: Path,
+    world: WorldBase,
+    device: Device,
+    *,
+    state_bytes: int,
+    resident_at_start: int,
+    step_seconds: float | None,
+) -> None:
+    """Gather the bytes of all ranks, and write them on rank 0, one object a rank.
+
+    ``peak`` is the maximum held by the device, or on a CPU by the process. ``at_start`` is the
+    memory of a process on a CPU before the model was created, else 0. ``state`` counts the weights
+    and the optimizer's state. step_seconds: median time of a full step, if one was measured.
+    Every rank calls it after the last step. Raises StorageError.
+    """
+    ranks = world.gather(
+        {
+            "peak": device.peak_memory(),
+            "at_start": resident_at_start if device.kind == "cpu" else 0,
+            "state": state_bytes,
+        }
+    )
+    if world.rank == 0:
+        with atomic_write(folder / MEMORY_FILE, "w") as file:
+            found = {"device": device.kind, "name": device.name, "step_seconds": step_seconds}
+            json.dump(found | {"ranks": ranks}, file, indent=1)

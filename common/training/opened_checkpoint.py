@@ -87,10 +87,6 @@ class Checkpoint:
         if self._format is None:
             self._own = read_or_name_older(self.path, key, self._own)
 
-    def in_spike(self) -> bool:
-        """Return whether the last update of a checkpoint of ours was an outlier."""
-        return bool(self._own_manifest().get("state", {}).get("is_outlier"))
-
     def holds_weights_alone(self, model: ResolvedModel) -> bool:
         """Return whether these are foreign weights without the state of a run."""
         return self.is_foreign and OPTIMIZER_FILE not in self.manifest(model)["files"]

@@ -1,6 +1,4 @@
-"""Choice of the steps to trace, and of the trace's file. A backend's ``profile.py`` does the
-tracing.
-"""
+"""Choice of the steps to trace, and of the trace's file. A backend's ``train.py`` traces them."""
 
 from __future__ import annotations
 

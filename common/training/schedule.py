@@ -12,8 +12,6 @@ class Schedule:
 
     def __init__(self, optimizer: ResolvedOptimizer, state: TrainState) -> None:
         self._optimizer = optimizer
-        self.factor = state.rate_factor
-        """Factor of the learning rate, lowered by rewinds."""
         self._position = optimizer.schedule_start + (
             state.updated_samples if self._by_samples else state.step - state.skipped_steps
         )
@@ -30,7 +28,7 @@ class Schedule:
         """Return the rates of the next ``count`` updates, each with so many samples."""
         step = samples if self._by_samples else 1
         return [
-            self.factor * learning_rate(self._optimizer, self._position + number * step)
+            learning_rate(self._optimizer, self._position + number * step)
             for number in range(count)
         ]
 

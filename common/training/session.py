@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,29 @@ from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.config.load import flatten
+from common.dataset import Blend
 from common.device import Device, resident_bytes
-from common.errors import StopRequested
-from common.log import LOG
+from common.errors import CheckpointError, StopRequested
+from common.log import LOG, listed
+from common.parallel.learning_rate import describe_schedule, schedule_warnings
+from common.parallel.ramp import describe_ramp
 from common.parallel.run import Run
 from common.parallel.world import WorldBase
 from common.training.agreement import check_everywhere
-from common.training.data import TrainingData
+from common.training.data import TrainingData, named_parts
 from common.training.engine import Engine
 from common.training.loop import train as train_loop
-from common.training.memory import record_memory
-from common.training.metrics import MetricsWriter
+from common.training.metrics import MetricsWriter, record_memory
 from common.training.opened_checkpoint import Checkpoint
+from common.training.plot import plot_loss
 from common.training.profile import ProfileWindow, Trace
-from common.training.rewind import RewindNeeded, checkpoint_before, go_back
+from common.training.report import bits_a_byte, use_style
 from common.training.saving import write_epoch_models
 from common.training.start import Start, record_start, where_to_start
 from common.training.steps import TrainingParts
-from common.training.summary import announce, draw, finish
+from common.training.stop import StopSignal
 from common.training.trackers import Trackers
+from common.weights.names import count_parameters
 
 
 @dataclass(kw_only=True)
@@ -63,20 +68,12 @@ class Session:
         announce(config, self.data, device.name, self.start, state)
         if state.step < config.train.steps:  # a token that the model lacks is found here
             next(self.data.batches(state))
-        while True:
-            try:
-                summary = self._train_from(state, engine, device, trace)
-                break
-            except StopRequested:
-                if is_first:
-                    draw(config)
-                raise
-            except RewindNeeded as needed:
-                engine.finish()
-                self.start = self._start_before(needed.state)
-                state = engine.begin(self.start)
-                go_back(config, state, needed.state)
-                engine.schedule.factor = state.rate_factor
+        try:
+            summary = self._train_from(state, engine, device, trace)
+        except StopRequested:
+            if is_first:
+                draw(config)
+            raise
         speed = summary.get("median_tokens_per_second")
         tokens = config.train.global_batch_size * config.model.seq_length
         record_memory(
@@ -92,12 +89,6 @@ class Session:
             checkpoint = find_checkpoint(folder)
             if config.checkpoint.epoch_models and checkpoint:  # an earlier run may have been killed
                 write_epoch_models(checkpoint, missing=True)
-
-    def _start_before(self, state: TrainState) -> Start:
-        """Return the checkpoint to go back to after an outlier, the same on every rank."""
-        folder = Path(self.config.output_dir) / "checkpoints"
-        step = state.step - self.config.train.rewind_batches
-        return Start(resume=self.world.decide_on_rank_0(lambda: checkpoint_before(folder, step)))
 
     def _train_from(
         self, state: TrainState, engine: Engine, device: Device, trace: Trace
@@ -182,3 +173,108 @@ def agree_on_start(
             " the run"
         )
     return Session(config=config, data=data, world=world, start=start, holders=holders)
+
+
+def announce(
+    config: Run,
+    data: TrainingData,
+    device_name: str,
+    start: Start,
+    state: TrainState,
+) -> None:
+    """Log the arithmetic of the run before its first step, in the style of its log."""
+    use_style(config)
+    model, train = config.model, config.train
+    rows = config.vocab_rows
+    padding = f", padded to {rows}" if rows != model.vocab_size else ""
+    LOG.info(
+        f"model: {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads,"
+        f" {count_parameters(model):,} parameters, vocabulary {model.vocab_size}{padding}"
+    )
+    batch = train.global_batch_size
+    LOG.info(
+        f"batch: global {batch} = micro {train.micro_batch_size} x data parallel"
+        f" {config.parallel.data_parallel} x accumulation {train.accumulation_steps} samples;"
+        f" {batch * model.seq_length:,} tokens a step"
+    )
+    if train.rampup_batch_size is not None:
+        LOG.info(f"batch ramp: {describe_ramp(config.batch_sizes)}")
+    stride = config.data.stride or model.seq_length
+    overlap = f", one every {stride} tokens" if stride != model.seq_length else ""
+    epochs = config.batch_sizes.samples_after(train.steps) / data.samples_per_epoch
+    LOG.info(
+        f"length: {train.steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
+        f" samples{overlap}"
+    )
+    blend = _describe_blend(config, data)
+    if blend is not None:
+        LOG.info(f"blend: {blend}")
+    LOG.info(f"schedule: {describe_schedule(config.optimizer)}")
+    for warning in schedule_warnings(config):
+        LOG.warning(warning)
+    LOG.info(
+        f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
+    )
+    for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # known only on rank 0
+        LOG.warning(remark)
+    if data.no_validation is not None:
+        LOG.info(f"no validation: {data.no_validation}")
+    if start.resume is not None:
+        LOG.info(
+            f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples"
+        )
+    elif start.weights is not None:
+        LOG.info(f"starting from the weights of {start.weights}")
+    else:
+        LOG.info(f"starting from initial weights of seed {config.seed}")
+
+
+def _describe_blend(config: Run, data: TrainingData) -> str | None:
+    """Return the share of each data set of a blend, and how often the run reads it."""
+    blend = data.sampler.samples if data.sampler is not None else None
+    if not isinstance(blend, Blend):
+        return None
+    samples = config.batch_sizes.samples_after(config.train.steps)
+    parts = []
+    for name, weight, part in zip(
+        named_parts(config.data.train), blend.weights, blend.datasets, strict=True
+    ):
+        epochs = float(f"{samples * weight / part.samples_per_epoch:.3g}")
+        parts.append(f"{name} {weight:.4g} -> {epochs:g} epochs")
+    return listed(parts)
+
+
+def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
+    """Log the summary at the end, and draw the plot."""
+    draw(config)
+    end = "finished" if state.step >= config.train.steps else "ended early"
+    parts = [f"{end}: step {state.step}, {state.consumed_samples:,} samples"]
+    if "loss" in summary:
+        parts.append(f"loss {summary['loss']:.4f}")
+    if "validation_loss" in summary:
+        parts.append(
+            f"validation loss {summary['validation_loss']:.4f}, perplexity"
+            f" {summary['validation_perplexity']:.2f}{bits_a_byte(summary)}"
+        )
+    if "seconds" in summary:
+        parts.append(
+            f"{summary['seconds']:.0f} s, median {summary['median_tokens_per_second']:.0f} tokens/s"
+        )
+    parts.append(f"{state.skipped_steps} skipped steps, peak memory {peak_memory / 2**30:.2f} GiB")
+    LOG.info("; ".join(parts))
+    try:
+        checkpoint = find_checkpoint(Path(config.output_dir))
+    except CheckpointError as error:  # all saves are done here
+        LOG.warning(str(error))
+        checkpoint = None
+    LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")
+
+
+def draw(config: Run) -> None:
+    """Draw loss.png, if it is wanted. A further signal does not cut it short."""
+    if config.logging.plot:
+        with StopSignal():
+            try:
+                plot_loss(Path(config.output_dir))
+            except OSError as error:
+                LOG.warning(f"no plot: {error}")

@@ -25,7 +25,6 @@ from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
 from common.training.data import TrainingData
 from common.training.model_match import multiple_that_keeps, require_same_model
 from common.training.opened_checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
-from common.training.rewind import checkpoint_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +93,6 @@ def _choose(config: Run, data: TrainingData, named: Checkpoint | None) -> Start:
             " begin with its weights"
         )
     resume, weights = _checkpoint_to_resume(_resume_setting(config), folder, named), None
-    if resume is not None and resume.path.parent == folder / "checkpoints":
-        resume = _prefer_healthy(resume, config)
     if resume is not None and resume.holds_weights_alone(config.model):
         LOG.warning(
             f"checkpoint.resume={resume}: holds only weights, not the state of a run; it is"
@@ -130,27 +127,6 @@ def _refuse_integers(key: str, found: Checkpoint, config: Run) -> None:
         f" give the weights they were made from ({source}), or convert them to float32: python"
         f" tools/convert_weight.py --to torch_gpt2 --input {path} --output FOLDER"
     )
-
-
-def _prefer_healthy(checkpoint: Checkpoint, config: Run) -> Checkpoint:
-    """Return an older checkpoint where the last update of this one was an outlier, if rewinds are
-    allowed; else the same one, with a warning.
-    """
-    try:
-        if not checkpoint.in_spike():
-            return checkpoint
-        step = step_of(checkpoint.path.name)
-        older = checkpoint_before(checkpoint.path.parent, step)
-        if step_of(older.path.name) >= step or older.in_spike():
-            return checkpoint
-    except CheckpointError:  # reported where the checkpoint is read, with a remedy
-        return checkpoint
-    text = f"{checkpoint}: its last update was an outlier"
-    if config.train.on_outlier == "rewind":
-        LOG.warning(f"{text}; {older} is resumed instead (train.on_outlier=rewind)")
-        return older
-    LOG.warning(f"{text}; if the loss does not recover, set checkpoint.resume={older}")
-    return checkpoint
 
 
 def _resume_setting(config: Run) -> str:
@@ -288,7 +264,7 @@ def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> N
     silent = {"predict", "evaluation", "serve", "logging", "profile", "checkpoint"}
     decisive = (
         {"logging.outlier_deviations", "logging.outlier_window"}
-        if config.train.on_outlier != "warn"
+        if config.train.on_outlier == "skip"
         else set()
     )
     for key, value in now.items():

@@ -143,7 +143,6 @@ class Steps:
             outlier = record_outlier(
                 state, config.logging, result.loss, result.grad_norm, skipped=result.skipped
             )
-            state.is_outlier = outlier and not result.skipped
             seconds = result.seconds or seen
             speed = batch.samples / seconds
             yield {

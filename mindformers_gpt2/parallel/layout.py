@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.utils import no_init_parameters
 from numpy.typing import NDArray
 
-from common.parallel.loss_rows import loss_rows
+from common.parallel.kernels import loss_rows
 from common.parallel.run import Run
 from common.parallel.sharding import owns
 from common.parallel.topology import GroupKind

@@ -1,13 +1,11 @@
 """The plan beside every published figure, with the errors of docs/plan_accuracy.md as bounds."""
 
-import math
-from collections import Counter
 from collections.abc import Callable
 from statistics import median
 
 import pytest
 
-from benchmarks.published import Figure, errors, plan_row, read_rows
+from benchmarks.published import Figure, errors, loss, plan_row, read_rows
 from common.planner import timing
 from common.planner.timing import RANGES
 
@@ -22,7 +20,7 @@ def times(figures: list[Figure], of: Callable[[Figure], bool]) -> list[Figure]:
 
 
 def test_every_row_has_a_source_and_a_basis(figures: list[Figure]) -> None:
-    assert len(figures) == 425
+    assert len(figures) == 438
     for each in figures:
         assert each.row["source"] and each.row["place"]
         assert each.row["basis"] in ("published", "assumed", "measured here", "left out")
@@ -40,59 +38,57 @@ def test_the_half_to_which_nothing_was_fitted(figures: list[Figure]) -> None:
 )
 def test_errors_of_a_family(figures: list[Figure], family: str, most: float, share: float) -> None:
     """Median, and part of the rows within 25 %."""
-    middle, _, within = errors(times(figures, lambda each: each.family == family))
+    middle, _, within = errors(times(figures, lambda each: each.device.family == family))
     assert middle <= most and within >= share
 
 
 @pytest.mark.parametrize("family", RANGES)
 def test_the_range_of_a_family_holds_eight_of_ten(figures: list[Figure], family: str) -> None:
-    found, (low, high) = times(figures, lambda each: each.family == family), RANGES[family]
+    found = times(figures, lambda each: each.device.family == family)
+    low, high, count = RANGES[family]
+    assert len(found) == count
     assert 0.8 <= sum(low <= 1 / each.ratio <= high for each in found) / len(found) < 0.85
-
-
-def loss_of_the_fit(fitted: list[Figure]) -> float:
-    """Huber loss of the logarithm, by the half to which the factors were fitted."""
-    rows = times(fitted, lambda _: True)
-    counts = Counter(each.row["source"] for each in rows)
-    total = 0.0
-    for each in rows:
-        error = abs(math.log(each.ratio))
-        huber = error**2 / 2 if error < 0.1 else 0.1 * (error - 0.05)
-        total += huber / math.sqrt(counts[each.row["source"]])
-    return total
 
 
 def test_the_products_factor_is_what_the_fitted_half_gives(
     figures: list[Figure], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted = times(figures, lambda each: not each.is_test)
-    best = loss_of_the_fit(fitted)
+    best = loss(fitted)
     for other in (timing.PRODUCTS - 0.01, timing.PRODUCTS + 0.01):
         monkeypatch.setattr(timing, "PRODUCTS", other)
-        assert best < loss_of_the_fit([plan_row(each.row) for each in fitted])
+        assert best < loss(fitted)
 
 
 @pytest.mark.parametrize(
-    ("source", "rows", "most"), [("Megatron SC21", 10, 0.1505), ("this project", 4, 0.09)]
+    ("source", "rows", "most"), [("Megatron SC21", 10, 0.15), ("this project", 4, 0.09)]
 )
 def test_rows_that_are_all_near(figures: list[Figure], source: str, rows: int, most: float) -> None:
+    """As near as the published digits tell: Megatron's 137 TFLOP/s are 136.5 to 137.5."""
     found = times(figures, lambda each: each.row["source"] == source)
-    assert len(found) == rows and all(each.error <= most for each in found)
+    assert len(found) == rows
+    assert all(each.error <= most + each.ratio * each.rounding for each in found)
+    assert sum(each.error > 0.1 for each in found) <= 1
 
 
 def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> None:
-    """14336 x 72 on 384 A100, measured in twelve ways on one day."""
+    """14336 x 72 on 384 A100, measured in 17 ways on one day."""
     found = times(
-        figures, lambda each: (each.row["source"], each.row["note"]) == ("BLOOM tuning", "02-25")
+        figures,
+        lambda each: (
+            each.row["note"].startswith("02-25")
+            and int(each.row["layers"]) == 72
+            and int(each.row["global"]) > 2000
+        ),
     )
     first = min(found, key=lambda each: each.planned)
-    assert len(found) == 12
+    assert len(found) == 17
     assert first.measured <= 1.03 * min(each.measured for each in found)
 
 
 @pytest.mark.parametrize(
     ("source", "most", "beyond"),
-    [("BLOOM tuning", 0.1, 3), ("PaddleFleetX", 0.1, 0), ("this project", 0.04, 0)],
+    [("BLOOM tuning", 0.1, 1), ("PaddleFleetX", 0.1, 0), ("this project", 0.04, 0)],
 )
 def test_memory(figures: list[Figure], source: str, most: float, beyond: int) -> None:
     found = [each for each in figures if each.is_memory and each.row["source"] == source]

@@ -65,3 +65,10 @@ def test_a_device_without_figures_is_refused_with_those_that_have() -> None:
     message = "abacus: no figures are known for it; choose H200, H100 PCIe, .*, Ascend 910A$"
     with pytest.raises(ConfigError, match=f"--accelerator {message}"):
         require_accelerator("abacus")
+
+
+@pytest.mark.parametrize("name", ["910B", "ascend 910b", "Ascend910B"])
+def test_a_name_of_two_generations_is_asked_for(name: str) -> None:
+    """The first one calls a chip of itself so, and people the chips of Atlas A2."""
+    with pytest.raises(ConfigError, match=f"--accelerator {name}: .*910B3 or 910B4.*910A for the"):
+        require_accelerator(name)

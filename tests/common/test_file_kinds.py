@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from common.dataset.corpus import CorpusFormat, open_corpus
+from common.dataset.documents import read_texts
 from common.dataset.fleetx import FleetXDataset
 from common.dataset.indexed import IndexedDataset
 from common.dataset.mindrecord_file import MindRecordFile
-from common.dataset.texts import read_texts
 from common.errors import UserError
 from common.generation.prompts import read_prompts
 from common.systems.hugging_face.weights import read_config

@@ -11,8 +11,7 @@ pytest.importorskip("transformers")
 
 from common.config.load import build_config
 from common.config.schema import ModelConfig
-from common.inference.from_checkpoint import fill_model
-from common.run_config import load_config
+from common.run_config import fill_model, load_config
 from run_gpt2 import main
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary
 from tests.tiny import tiny_run

@@ -258,6 +258,7 @@ def test_a_step_beyond_the_limits_changes_nothing(limits: Limits | None) -> None
 STEPS_OF_TWO_MODELS = """
 import os, sys
 os.environ |= {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": sys.argv[1]}
+os.environ["MS_DEV_DUMP_IR_PASSES"] = "type_inference"
 from tests.mindformers_gpt2.test_engine import base_config, batches, make_engine
 for layers in (1, 2):
     make_engine(base_config(model__num_layers=layers)).run(iter(batches(1)), 1)

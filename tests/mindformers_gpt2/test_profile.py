@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from mindformers_gpt2.profile import make_trace
+from mindformers_gpt2.train import make_trace
 from tests.mindformers_gpt2.test_engine import batches, bits, make_config, make_engine
 
 

@@ -48,5 +48,5 @@ def inputs_of(command: str, files: dict[str, Path]) -> Iterator[str]:
     for key, value in flatten(tree):
         if _INPUTS.fullmatch(key) and value is not None:
             for entry in value if isinstance(value, list) else [value]:
-                if isinstance(entry, str):
+                if isinstance(entry, str) and not entry.startswith("hf://"):
                     yield entry.removeprefix(f"{ROOT}/")

@@ -122,9 +122,11 @@ class Reader:
             return ""
         if self.project.server is not None and command.startswith("curl "):
             return self.project.run(command)
-        if found := re.match(r"hf download \S+ --local-dir (\S+)", command):
+        if found := re.search(r"^hf download \S+ --local-dir (\S+)|hf://\S+", command):
             vocabulary = write_vocabulary(self.project.folder / "gpt2_vocabulary", MERGES)
-            save_model(self.project.folder / found[1], vocabulary, 262)  # in place of the model
+            folder = found[1] or "model_by_name"  # with a small model in place of GPT-2
+            save_model(self.project.folder / folder, vocabulary, 262)
+            command = re.sub(r"hf://\S+", folder, command)
         if exemptions.reason_elsewhere(command):
             return ""
         if exemptions.shorter(self.page, command):

@@ -107,7 +107,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], int]] = {
     ),
 }
 """Section optimizer, and steps."""
-MARKS = {"adamw": pytest.mark.campaign, "sgd": pytest.mark.long}
+MARKS = dict.fromkeys(("adamw", "sgd"), pytest.mark.campaign)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_sgd_resumes_with_and_without_momentum(
 
 
 def test_a_run_moves_between_frameworks(tmp_path: Path, corpus_prefix: Path) -> None:
-    """10 steps on torch, 10 on MindSpore and 10 on torch equal 30 on MindSpore within 1e-4."""
+    """10 steps on torch, 10 on MindSpore and 10 on torch equal 30 on torch within 1e-4."""
 
     def go(folder: str, backend: str, steps: int) -> Path:
         changes = {"optimizer__decay_steps": 30, "backend": backend}
         return train(tmp_path / folder, corpus_prefix, steps, **changes)
 
-    whole = go("whole", "mindspore", 30)
+    whole = go("whole", "torch", 30)
     begun: list[Any] = []
     for step, backend in ((10, "torch"), (20, "mindspore"), (30, "torch")):
         mixed = go("mixed", backend, step)

@@ -33,11 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "graph") for name in CASES), ("all", "pynative")]
-)
-def test_losses_and_gradients_are_torchs(name: str, mode: str) -> None:
-    """float32: 1e-6 of the loss, 1e-5 of the gradients, as without the keys."""
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_torchs(name: str) -> None:
+    """float32: 1e-6 of the loss, 1e-5 of the gradients, as without the keys. Two single keys
+    operator by operator: each graph takes its compiler seconds.
+    """
+    alone = ("data__reset_position_ids", "data__eod_mask_loss")
+    mode = "pynative" if name in alone else "graph"
     one = make_model(make_config(**CASES[name]))
     other = make_twin(one, **CASES[name])
     ids, targets = split(windows(), one.packing)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.layouts import PIPELINE, TENSOR, TORCH, averages, figures
 from tests.ranks import run_ranks
+from tests.tiny import train_here
 
 pytestmark = pytest.mark.long
 
@@ -38,8 +39,7 @@ def on_mindspore(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def torch_run(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
     folder = tmp_path_factory.mktemp("quantized")
-    run_ranks(1, [job(folder, corpus_prefix, checkpoint__interval=2)])
-    return folder
+    return train_here(job(folder, corpus_prefix, checkpoint__interval=2))
 
 
 def equals(expected: Path, found: Path) -> None:
@@ -64,5 +64,5 @@ def test_a_run_moves_between_the_frameworks(
     torch_run: Path, tmp_path: Path, corpus_prefix: Path
 ) -> None:
     second = torch_run / "checkpoints" / "step_00000002"
-    run_ranks(1, [on_mindspore(tmp_path, corpus_prefix, checkpoint__resume=str(second))])
+    train_here(on_mindspore(tmp_path, corpus_prefix, checkpoint__resume=str(second)))
     equals(torch_run, tmp_path)

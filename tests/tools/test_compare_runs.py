@@ -76,6 +76,16 @@ def test_two_frameworks_have_a_wider_tolerance(
     assert code == 1 and "backend: torch -> mindspore" in text and "step 3" in text
 
 
+def test_with_no_tolerance_the_last_bit_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = run_folder(tmp_path / "one")
+    other = run_folder(tmp_path / "other", loss_3=9.7 * (1 + 2**-52))
+    assert said(capsys, one, other)[0] == 0
+    code, text = said(capsys, one, other, "--tolerance", "0")
+    assert code == 1 and "the loss differs from step 3" in text
+
+
 def test_a_folder_that_cannot_be_read_is_found_before_anything_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

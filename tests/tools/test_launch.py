@@ -18,8 +18,7 @@ import pytest
 
 from common.cluster import hccn, rank_table_files
 from common.launcher import launch as launching
-from common.launcher.attempts import Outcome
-from common.launcher.supervisor import Job
+from common.launcher.supervisor import Job, Outcome
 from common.run_config import load_config
 from common.run_folder import owned_folder
 from tests.cluster_tables import table_1, write_tutorial_table
@@ -43,7 +42,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
 
     def run_attempts(make_job: Callable[[int], Job], **_: object) -> Outcome:
         found.append(make_job(0))
-        return Outcome(code=7, failure="rank 0 failed")
+        return Outcome(code=7)
 
     monkeypatch.setattr(launching, "run_attempts", run_attempts)
     monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)

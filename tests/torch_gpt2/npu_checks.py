@@ -52,8 +52,7 @@ Start = Callable[..., Path]
 
 SGD = {"optimizer": tiny.SGD}
 BITWISE: dict[str, dict[str, Any]] = {
-    "sgd": SGD,
-    # the norms lie between 3.1 and 1.8: acts on some steps
+    # the norms lie between 3.1 and 1.8: acts on some steps, and not on others
     "sgd with clip": SGD | {"optimizer__clip_grad": 2.1},
     "recompute": SGD | {"train__recompute": "selective"},
     "bf16": SGD | {"precision": "bf16"},
@@ -207,26 +206,36 @@ def without_adam_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchDevice, "adam_kernel", False)
 
 
-@pytest.mark.parametrize("kernel", [True, False], ids=["one kernel", "lists of tensors"])
 @pytest.mark.parametrize("name", ADAMS)
-def test_adam(start: Start, name: str, kernel: bool, request: pytest.FixtureRequest) -> None:
+def test_adam(start: Start, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU torch's fused kernel, which rounds otherwise, on the NPU its own kernel, or loops
     over lists of tensors (foreach).
 
-    Each rounds the update of a weight at other places, 1e-7 of it, which 8 steps carry on.
+    Each rounds the update of a weight at other places, 1e-7 of it, which 8 steps carry on. No step
+    waits for the host, but for Adam's kernel, which must not start before it is known that the
+    step counts.
     """
     from torch_npu import adamw
 
-    if not kernel:
-        request.getfixturevalue("without_adam_kernel")
-    adamw.calls.clear()
-    folders = [start(device, device, **ADAMS[name]) for device in ("npu", "cpu")]
-    taken = [row for row in rows_of(folders[0]) if row.get("skipped") is False]
-    probe = [1] * 3
-    groups = 2  # with and without decay
-    assert len(adamw.calls) == (len(probe) + groups * len(taken)) * kernel
-    assert len(taken) == 8 or (name == "adamw that overflows" and 3 <= len(taken) < 8)
-    tiny.require_equal(folders[0], folders[1], 1e-6)
+    cpu = start("cpu", "cpu", **ADAMS[name])
+    for kernel in (True, False):
+        if not kernel:
+            monkeypatch.setattr(TorchDevice, "adam_kernel", False)
+        adamw.calls.clear()
+        with counted() as waits:
+            npu = start(f"npu, {kernel}", "npu", **ADAMS[name])
+        taken = [row for row in rows_of(npu) if row.get("skipped") is False]
+        probe = [1] * 3
+        groups = 2  # with and without decay
+        assert len(adamw.calls) == (len(probe) + groups * len(taken)) * kernel
+        assert len(taken) == 8 or (name == "adamw that overflows" and 3 <= len(taken) < 8)
+        tiny.require_equal(npu, cpu, 1e-6)
+        if name == "adamw":
+            first, *found, last = waits.steps
+            assert first and last and len(found) == 7
+            assert [each.total() for each in found] == [int(kernel)] * len(found)
+            assert all(key.startswith("_local_scalar_dense") for each in found for key in each)
+            assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
 
 
 @pytest.mark.parametrize(("kernel", "most"), [(True, 8), (False, 6 * 36 + 14 + 50)])
@@ -339,23 +348,6 @@ def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found(), "an old torch_npu"
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_no_step_waits_for_the_host(
-    start: Start, kernel: bool, request: pytest.FixtureRequest
-) -> None:
-    """But for Adam's kernel, which the host must not start before it knows that the step counts."""
-    if not kernel:
-        request.getfixturevalue("without_adam_kernel")
-    with counted() as waits:
-        start("run", "npu")
-    steps = range(1, 8)
-    found = [waits.steps[number] for number in steps]
-    assert waits.steps[0] and waits.steps[8]
-    assert [each.total() for each in found] == [int(kernel)] * len(steps)
-    assert all(key.startswith("_local_scalar_dense") for each in found for key in each)
-    assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
-
-
 @pytest.mark.parametrize("activations", ["none", "abs_max", "dynamic", "moving_average_abs_max"])
 def test_rounding_to_few_bits_copies_nothing_from_the_host(activations: str) -> None:
     device = select_device("npu").torch_device
@@ -429,10 +421,9 @@ def test_the_counter_of_waits_sees_the_threads_of_the_backward_pass() -> None:
     assert found.startswith("_local_scalar_dense waits for the device")
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start, recompute: str) -> None:
+def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start) -> None:
     """With dropout, whose masks are drawn on the device; recomputation draws them twice."""
-    settings = {"model__dropout": 0.1, "train__recompute": recompute}
+    settings = {"model__dropout": 0.1, "train__recompute": "full"}
     whole = start("whole", "npu", **settings)
     parts = start("parts", "npu", train__max_steps=4, **settings)
     [states] = manifest_of(parts)["engine"]["rng"]["torch"]
@@ -441,15 +432,15 @@ def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start, recompute: 
     assert_same_run(whole, start("parts", "npu", **settings))
 
 
-@pytest.mark.parametrize("kernel", [True, False])
 def test_adam_s_kernel_resumes_its_lists_of_tensors_and_they_it(
-    start: Start, kernel: bool, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = start("whole", "npu")
-    for steps, takes in ((4, kernel), (8, not kernel)):
-        monkeypatch.setattr(TorchDevice, "adam_kernel", takes)
-        parts = start("parts", "npu", train__max_steps=steps)
-    tiny.require_equal(parts, whole, 1e-6)
+    for kernel in (True, False):
+        for steps, takes in ((4, kernel), (8, not kernel)):
+            monkeypatch.setattr(TorchDevice, "adam_kernel", takes)
+            parts = start(f"{kernel} first", "npu", train__max_steps=steps)
+        tiny.require_equal(parts, whole, 1e-6)
 
 
 def test_a_run_moves_between_the_devices(start: Start) -> None:

@@ -1,5 +1,5 @@
-"""Runs whose batch grows, beside a plain loop over the same samples: resumed, sent back, and in
-several layouts.
+"""Runs whose batch grows, beside a plain loop over the same samples: resumed, and in several
+layouts.
 """
 
 from pathlib import Path
@@ -15,7 +15,6 @@ from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.training.start import Start
 from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here
-from tests.torch_gpt2.test_rewind import REWINDS, state, write_corpus
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import GPT2
@@ -119,23 +118,6 @@ def test_lengths_count_the_growing_batches(start: Any, tmp_path: Path, corpus_pr
     assert steps(32, train__max_epochs=2) == 8
     assert steps(38, train__max_epochs=2) == 9
     assert steps(1000, train__max_tokens=64 * 16 + 15) == 8
-
-
-def test_a_rewind_leaves_out_the_batch_of_its_own_size(tmp_path: Path) -> None:
-    """Batches of 4 samples up to the outlier, step 17, while the full one has 8."""
-    corpus = write_corpus(tmp_path / "corpus", 17)
-    batches: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8}
-    length: dict[str, Any] = {"max_steps": 24, "rampup_batch_size": [4, 4, 72]}
-    train = batches | length | {"on_outlier": "rewind"}
-    run = train_here(
-        tiny_run(tmp_path / "run", **REWINDS | {"data__train": str(corpus), "train": train})
-    )
-    found = state(run)
-    assert found["left_out"] == [[64, 68]] and found["rewinds"] == 1
-    # 16 batches to sample 64, then from 68 on: 68, 72 and, beyond sample 72, the full ones
-    sizes = [row["global_batch_size"] for row in rows_of(run)]
-    assert sizes == [4] * 16 + [4, 8, *[8] * 6]
-    assert found["consumed_samples"] == 64 + 4 + 4 + 7 * 8
 
 
 INTERLEAVED: dict[str, Any] = {

@@ -29,8 +29,8 @@ from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process, torch_variables
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError
-from common.packages import install
 from common.parallel.run import Run
+from common.paths import install
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
 from common.training.engine import StepResult

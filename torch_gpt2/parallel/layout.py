@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from common.parallel.loss_rows import loss_rows
+from common.parallel.kernels import loss_rows
 from common.parallel.run import Run
 from common.parallel.sharding import Role, owns, role_of
 from common.parallel.topology import GroupKind

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import ConfigError
-from common.packages import install
 from common.parallel.run import Run
+from common.paths import install
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.data_parallel import DataParallel, LossSum

@@ -22,7 +22,7 @@ from common.dialects.fleetx import (
 from common.dialects.rules import Defaults, Ignored
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
-from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 from common.systems.fleetx import quantization
 
 _CHECKOUT = "ppfleetx"
@@ -54,25 +54,6 @@ _OTHER_MODELS = {
 }
 
 
-def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of a whole YAML of FleetX. Raises ConfigError for what cannot be
-    obeyed.
-    """
-    theirs, ours = ForeignKeys(SYSTEM, tree, sources, _defaults(tree)), Translation()
-    ours.set("logging.style", "fleetx")
-    ours.set("data.eod_mask_loss", True)  # GPTDataset: no loss where the input is the end of text
-    if theirs.peek("Optimizer.lr.name", COSINE) == COSINE:
-        ours.set("optimizer.schedule_start", 1)
-    for section in (
-        _checkpoint, _layout, _validation, _batch, _precision, _model, _evaluation, _profile,
-        quantization.translate,
-    ):  # fmt: skip
-        section(theirs, ours)
-    apply(TABLE, theirs, ours)
-    require_all_taken(theirs, TABLE)
-    return ours
-
-
 def require_checkout(path: Path) -> None:
     """Raise ConfigError for a file of FleetX's repository that is not there, with the way that
     works.
@@ -99,6 +80,11 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
     if str(name) in _WITHOUT_DECAY:
         found["Optimizer.weight_decay"] = 0.0
     return found
+
+
+def _schedule(theirs: ForeignKeys, ours: Translation) -> None:
+    if theirs.peek("Optimizer.lr.name", COSINE) == COSINE:
+        ours.set("optimizer.schedule_start", 1)
 
 
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:
@@ -327,6 +313,12 @@ def settle(ours: Translation) -> None:
 
 
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, settle=settle, base=BASE,
-    marks=MARKS,
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
+    # GPTDataset: no loss where the input is the end of text
+    begin={"logging.style": "fleetx", "data.eod_mask_loss": True},
+    parts=(
+        _schedule, _checkpoint, _layout, _validation, _batch, _precision, _model, _evaluation,
+        _profile, quantization.translate,
+    ),
+    settle=settle, base=BASE, marks=MARKS,
 )  # fmt: skip

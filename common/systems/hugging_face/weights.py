@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
-from common.dialects.hugging_face import FIXED, other_function
+from common.dialects.hugging_face import DEFAULTS, FIXED, TABLE, other_function
+from common.dialects.rules import MapTo
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping, shown
@@ -60,19 +61,12 @@ NAME_MAPS = (_names("transformer."), _names(""))
 
 
 CONFIG = "config.json"
-_SIZES = {
-    "num_layers": "n_layer",
-    "hidden_size": "n_embd",
-    "num_heads": "n_head",
-    "vocab_size": "vocab_size",
+_FIELDS = {
+    name: rule.key.removeprefix("model.") for name, rule in TABLE.items() if isinstance(rule, MapTo)
 }
-_RATES = {
-    "embedding_dropout": ("embd_pdrop", 0.1), "attention_dropout": ("attn_pdrop", 0.1),
-    "hidden_dropout": ("resid_pdrop", 0.1),
-    "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5),
-    "initializer_range": ("initializer_range", 0.02),
-}  # fmt: skip
-"""Our key -> theirs, and their default."""
+"""Their field -> our key."""
+_SIZES = ("n_layer", "n_embd", "n_head", "vocab_size")
+_RATES = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "layer_norm_epsilon", "initializer_range")
 
 
 def read_config(path: Path) -> ResolvedModel:
@@ -86,7 +80,7 @@ def read_config(path: Path) -> ResolvedModel:
         )
     fields = read_json_mapping(path)
     positions = fields.get("n_positions") or fields.get("n_ctx")
-    missing = [name for name in _SIZES.values() if fields.get(name) is None] + (
+    missing = [name for name in _SIZES if fields.get(name) is None] + (
         [] if positions else ["n_positions"]
     )
     if missing:
@@ -97,13 +91,13 @@ def read_config(path: Path) -> ResolvedModel:
     for name, values in FIXED.items():
         if fields.get(name, values[0]) not in values:
             raise ConfigError(f"{path}: {name}={shown(fields[name])}; {other_function(name)}")
-    section = {ours: fields[theirs] for ours, theirs in _SIZES.items()}
+    names = (*_SIZES, *_RATES)
+    section = {_FIELDS[name]: fields.get(name, DEFAULTS.get(name)) for name in names}
     section |= {
         "seq_length": positions,
         "max_positions": positions,
         "ffn_hidden_size": fields.get("n_inner") or None,
     }
-    section |= {ours: fields.get(theirs, default) for ours, (theirs, default) in _RATES.items()}
     return checked_model(path, section)
 
 
@@ -124,13 +118,13 @@ def write_config(
         "model_type": "gpt2",
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,
-        **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+        **{name: getattr(model, _FIELDS[name]) for name in _SIZES},
         "n_positions": model.max_positions,
         "n_ctx": window or model.max_positions,
         "n_inner": None
         if model.ffn_hidden_size == 4 * model.hidden_size
         else model.ffn_hidden_size,
-        **{theirs: getattr(model, ours) for ours, (theirs, _) in _RATES.items()},
+        **{name: getattr(model, _FIELDS[name]) for name in _RATES},
         "torch_dtype": dtype,
         **ids,
     }

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from common.dialects.rules import Fixed, Ignored, MapTo, Rule, listed, number, w
 from common.errors import ConfigError
 from common.parallel.batch import pad_vocabulary
 from common.structured_files import read_json_mapping
-from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
 _OF_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
@@ -73,27 +72,7 @@ GPT2_VOCABULARY = 50257
 _NOTHING_LOADED = "nothing is loaded"
 
 
-def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of Megatron's flags, by name and value. Raises ConfigError for flags
-    that this project cannot follow.
-    """
-    theirs, ours = ForeignKeys(SYSTEM, tree, sources, DEFAULTS), Translation()
-    ours.set("logging.style", "megatron")
-    ours.set("output_dir", "output")
-    ours.set("model.vocab_size", GPT2_VOCABULARY)  # Megatron counts the tokenizer's
-    parts = (
-        _deepspeed, _precision, _recompute, _lengths, _validation, _data, _folders, _layout, _zero,
-        _trackers,
-    )  # fmt: skip
-    for part in parts:
-        part(theirs, ours)
-    _check_sizes(theirs)
-    apply(TABLE, theirs, ours)
-    require_all_taken(theirs, TABLE)
-    return ours
-
-
-def _check_sizes(theirs: ForeignKeys) -> None:
+def _check_sizes(theirs: ForeignKeys, ours: Translation) -> None:
     """Check sizes that follow from others here. Raises ConfigError for another value."""
     names = ("kv_channels", "hidden_size", "num_attention_heads")
     channels, width, heads = (theirs.peek_count(name) for name in names)
@@ -293,6 +272,14 @@ def settle(ours: Translation) -> None:
 
 
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, settle=settle,
-    programs=(PROGRAM,), other_programs=OTHER_PROGRAMS,
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS,
+    begin={
+        "logging.style": "megatron", "output_dir": "output",
+        "model.vocab_size": GPT2_VOCABULARY,  # Megatron counts the tokenizer's
+    },
+    parts=(
+        _deepspeed, _precision, _recompute, _lengths, _validation, _data, _folders, _layout, _zero,
+        _trackers, _check_sizes,
+    ),
+    settle=settle, programs=(PROGRAM,), other_programs=OTHER_PROGRAMS,
 )  # fmt: skip

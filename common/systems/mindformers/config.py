@@ -20,7 +20,7 @@ from common.dialects.mindformers import (
 )
 from common.dialects.rules import Defaults, Ignored, MapTo
 from common.resolve.auto_device import sees_ascend
-from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
 _COMPILED = (
     "parallel.vocab_emb_dp", "parallel.gradient_aggregation_group", "parallel.full_batch",
@@ -56,24 +56,6 @@ END_OF_TEXT = 50256
 """Id of the end of text of GPT2Config."""
 _MAX_SUNK = 100
 """Largest train.sink_size."""
-
-
-def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of a whole YAML of MindFormers. Raises ConfigError for keys that
-    this project cannot follow.
-    """
-    theirs, ours = ForeignKeys(SYSTEM, tree, sources, _defaults(tree)), Translation()
-    ours.set("backend", "mindspore")
-    ours.set("logging.style", "mindformers")
-    ours.set("data.split", "1,0,0")  # train_dataset is for training, all of it
-    for section in (
-        _kind, _model, _length, _scale, _parallel, _callbacks, _checkpoint, _profile, _validation,
-        _columns,
-    ):  # fmt: skip
-        section(theirs, ours)
-    apply(TABLE, theirs, ours)
-    require_all_taken(theirs, TABLE)
-    return ours
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
@@ -356,6 +338,14 @@ def _unused_on_device(device: str) -> dict[str, str]:
 
 
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, settle=settle, base=BASE,
-    marks=MARKS,
+    system=SYSTEM, table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
+    begin={
+        "backend": "mindspore", "logging.style": "mindformers",
+        "data.split": "1,0,0",  # train_dataset is for training, all of it
+    },
+    parts=(
+        _kind, _model, _length, _scale, _parallel, _callbacks, _checkpoint, _profile, _validation,
+        _columns,
+    ),
+    settle=settle, base=BASE, marks=MARKS,
 )  # fmt: skip

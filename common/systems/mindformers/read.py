@@ -4,7 +4,6 @@ holds heads and vocabulary. Before release 0.6 the names differed.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +15,8 @@ from common.config.resolved import ResolvedModel
 from common.config.update_rules import RuleName, rule_keeping
 from common.dialects.mindformers import BASE
 from common.errors import CheckpointError, ConfigError
-from common.systems.bases import read_with_bases
-from common.systems.mindformers.config import translate
+from common.systems.dialect import read_foreign
+from common.systems.mindformers.config import DIALECT
 from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
 from common.systems.run_state import (
@@ -104,14 +103,14 @@ def _is_theirs(path: Path) -> bool:
 
 
 def _read(path: Path) -> ResolvedModel:
-    tree, sources = read_with_bases(path, BASE)
+    tree, sources = read_foreign(path, BASE)
     section = tree.get("model")
     if not isinstance(section, dict) or "model_config" not in section:
         raise ConfigError(
             f"{path}: has no model.model_config, nor have the files of its {BASE}; put the YAML"
             " with the model beside the weights"
         )
-    ours = translate({"model": section}, sources)
+    ours = DIALECT.translate({"model": section}, sources)
     return checked_model(path, ours.tree["model"])
 
 
@@ -273,44 +272,3 @@ def _run_of(file: Path, counters: Mapping[str, float], optimizer: RuleName) -> d
     return new_run(
         optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale
     )
-
-
-_HEAD_WIDTH = 64
-"""Width of a head in OpenAI's models."""
-
-
-def missing_config(path: Path, format: str) -> str | None:
-    """Return a shell command that writes the sizes beside the weights; None where they are. Raises
-    CheckpointError and ConfigError.
-    """
-    found = _find(path)
-    assert found is not None, "it was detected"
-    folders = _folders(path, found)
-    if find_model(found.root if isinstance(found, Slices) else found, folders) is not None:
-        return None
-    sizes = ", ".join(f"{key}: {value}" for key, value in _sizes(found, format).items())
-    return f"echo 'model: {{{sizes}}}' > {shlex.quote(str(folders[0] / MODEL_YAML))}"
-
-
-def _sizes(found: Path | Slices, format: str) -> dict[str, Any]:
-    """Return the part of the section model that follows from shapes. Raises CheckpointError."""
-    with _open(found) as stored:
-        where = found.root if isinstance(found, Slices) else found
-        name_map = match_name_map(where, format, NAME_MAPS[format], stored)
-        layers = 0
-        while any(row.theirs.format(layer=layers) in stored for row in name_map.layer_rows):
-            layers += 1
-        shapes = {
-            row.ours[0]: stored[row.theirs].shape
-            for row in name_map.rows(1)
-            if row.theirs in stored
-        }
-        vocabulary, hidden = shapes.get(EMBEDDING, (0, 0))
-        inner = shapes.get("h.0.mlp.c_fc.bias", (0,))[0]
-    sizes = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_heads": max(1, hidden // _HEAD_WIDTH),
-    }
-    sizes |= {"seq_length": shapes.get(POSITIONS, (0, 0))[0], "vocab_size": vocabulary}
-    return sizes | ({} if inner == 4 * hidden else {"ffn_hidden_size": inner})

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from common.cluster.environment import find_process
 from common.dialects.megatron import STATIC
@@ -20,23 +19,11 @@ from common.dialects.oneflow import (
     above_zero,
 )
 from common.errors import ConfigError
-from common.systems.dialect import (
-    Dialect,
-    ForeignKeys,
-    Translation,
-    apply,
-    require_all_taken,
-)
+from common.systems.dialect import Dialect, ForeignKeys, Translation
 from common.whole_numbers import MAX_RANKS, argument
 
 
-def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str]) -> Translation:
-    """Return our configuration of OneFlow's flags, by name and value. Raises ConfigError for flags
-    that this project cannot follow.
-    """
-    theirs, ours = ForeignKeys(SYSTEM, tree, sources, DEFAULTS), Translation()
-    ours.set("output_dir", "output")
-    ours.set("validation.interval", "never")
+def _translate(theirs: ForeignKeys, ours: Translation) -> None:
     scale, flag = theirs.take("loss_scale"), "initial_loss_scale"
     if scale is not None:
         try:
@@ -61,13 +48,15 @@ def translate(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], s
         ours.put("output_dir", str(save), theirs, "save")
     if load is not None and load != save:
         ours.put("checkpoint.resume", str(load), theirs, "load")
-    apply(TABLE, theirs, ours)
-    require_all_taken(theirs, TABLE)
-    return ours
 
 
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, translate=translate, programs=(PROGRAM,)
+    system=SYSTEM,
+    table=TABLE,
+    defaults=DEFAULTS,
+    begin={"output_dir": "output", "validation.interval": "never"},
+    parts=(_translate,),
+    programs=(PROGRAM,),
 )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
-from common.packages import require_package
+from common.paths import require_package
 from common.systems.weights import Weights, require_blocks
 from common.tensor_files.checksummed import ChecksummedFile
 

@@ -13,7 +13,7 @@ from common.cluster.environment import (
     first_node,
     torch_variables,
 )
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError
 
 
 def process(
@@ -172,6 +172,8 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
     assert find_process({"RANK_TABLE_FILE": table, "RANK_ID": "9"}) == expected
     assert find_process({"RANK_TABLE_FILE": table, **ASCEND, "DEVICE_ID": "1"}) == expected
     assert announced_world_size({"RANK_TABLE_FILE": table}) == 16
+    with pytest.raises(ConfigError, match=r"the ranks in RANK_TABLE_FILE differ: 8, 16; make"):
+        announced_world_size({"RANK_TABLE_FILE": table, "RANK_SIZE": "8"})
 
 
 @pytest.mark.parametrize(
@@ -219,11 +221,17 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
             " 64 for a run of 16; give srun --ntasks-per-node=1",
         ),
         ({**SRUN, "SLURM_STEP_NODELIST": "[3"}, "SLURM_STEP_NODELIST=[3: expected names such as"),
+        (env("RANK_TABLE_FILE=TABLE"), "holds 16 ranks, but RANK_ID is not set"),
+        (env("RANK_TABLE_FILE=TABLE RANK_ID=16"), "RANK_ID=16, but there are 16 processes"),
+        (env("RANK_TABLE_FILE=TABLE RANK_ID=0 RANK_SIZE=8"), "RANK_SIZE=8, but RANK_TABLE_FILE="),
     ],
 )
-def test_impossible_values_are_refused(environ: dict[str, str], message: str) -> None:
+def test_impossible_values_are_refused(
+    samples: Path, environ: dict[str, str], message: str
+) -> None:
+    found = {name: value.replace("TABLE", str(samples / TABLE)) for name, value in environ.items()}
     with pytest.raises(ConfigError) as caught:
-        find_process(environ)
+        find_process(found)
     assert message in str(caught.value) and str(caught.value).startswith("environment: ")
 
 
@@ -242,28 +250,11 @@ def test_tasks_with_a_torchrun_each_may_be_separate_runs() -> None:
     assert find_process(one_each).remarks == ()
 
 
-def test_contradictions_of_the_rank_table_are_refused(samples: Path) -> None:
-    table = {"RANK_TABLE_FILE": str(samples / TABLE)}
-    for environ, message in (
-        (table, "holds 16 ranks, but RANK_ID is not set"),
-        ({**table, "RANK_ID": "16"}, "RANK_ID=16, but there are 16 processes"),
-        ({**table, "RANK_ID": "0", "RANK_SIZE": "8"}, "RANK_SIZE=8, but RANK_TABLE_FILE="),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            find_process(environ)
-        assert message in str(caught.value)
-    with pytest.raises(ConfigError, match=r"the ranks in RANK_TABLE_FILE differ: 8, 16; make"):
-        announced_world_size({**table, "RANK_SIZE": "8"})
-    with pytest.raises(DataError, match=r"hccl\.json: no such file"):
-        find_process({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"})
-
-
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
         ("gpu03", "gpu03"),
         ("gpu[03-05,9],login1", "gpu03"),
-        ("gpu[7,9]", "gpu7"),
         ("login1,gpu[03-05]", "login1"),
         ("rack[1-2]node[03-04]", "rack1node03"),
         ("tux-[001-128].cluster", "tux-001.cluster"),

@@ -33,16 +33,6 @@ def test_the_file_of_eight_devices(samples: Path) -> None:
     )
 
 
-def test_a_gap_is_named(samples: Path) -> None:
-    assert device_addresses([1], samples / "hccn_hixl_gap.conf") == {1: "192.168.1.11"}
-    with pytest.raises(
-        DataError,
-        match=r"hccn_hixl_gap\.conf: no line address_0=\.\.\.; devices with an address there: 1;"
-        r" add the line",
-    ):
-        device_addresses([0, 1], samples / "hccn_hixl_gap.conf")
-
-
 def test_ipv4_goes_before_ipv6(samples: Path, tmp_path: Path) -> None:
     assert device_addresses([0], samples / "hccn_hixl_mixed.conf") == {0: "192.168.1.10"}
     text = (samples / "hccn_hixl_mixed.conf").read_text().replace("address_0=192.168.1.10\n", "")
@@ -58,6 +48,10 @@ def test_ipv4_goes_before_ipv6(samples: Path, tmp_path: Path) -> None:
         (
             "address_0=10.0.0.1\naddress_0=10.0.0.2",
             r"conf, line 2: address_0 has two addresses, 10\.0\.0\.1 and 10\.0\.0\.2; keep one",
+        ),
+        (
+            "address_1=192.168.1.11",
+            r"no line address_0=\.\.\.; devices with an address there: 1; add the line",
         ),
         ("", "no line address_0=.*; devices with an address there: none"),
         ("#address_0=10.0.0.1", "no line address_0="),

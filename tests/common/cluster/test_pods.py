@@ -59,20 +59,16 @@ TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **PO
             (3, 0, socket.gethostname(), 23456),
         ),
         ({**TRAINER, "PET_MASTER_PORT": "29400"}, (2, 0, "a", 29400)),
+        # one host; outside pods, variables of an earlier launch in a shell mean nothing
+        *((environ, None) for environ in ({}, POD, OLD, {**NEW, "PET_NNODES": "1"})),
+        ({**POD, **OLD, "WORLD_SIZE": "1"}, None),
     ],
 )
-def test_hosts_of_a_job(environ: dict[str, str], expected: tuple[int, int, str, int]) -> None:
+def test_hosts_of_a_job(
+    environ: dict[str, str], expected: tuple[int, int, str, int] | None
+) -> None:
     place = place_of_pod(environ)
-    assert place is not None
-    assert (place.world_size, place.rank, place.master, place.port) == expected
-
-
-@pytest.mark.parametrize(
-    "environ", [{}, POD, OLD, {**NEW, "PET_NNODES": "1"}, {**POD, **OLD, "WORLD_SIZE": "1"}]
-)
-def test_one_host(environ: dict[str, str]) -> None:
-    """Outside pods, variables of an earlier launch in a shell mean nothing."""
-    assert place_of_pod(environ) is None
+    assert (place and (place.world_size, place.rank, place.master, place.port)) == expected
 
 
 @pytest.mark.parametrize(

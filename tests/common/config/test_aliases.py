@@ -66,16 +66,6 @@ def test_an_alias_says_what_our_key_says(theirs: str, ours: str) -> None:
     assert build(theirs) == build(ours)
 
 
-def test_a_config_that_was_written_with_the_aliases_reads_as_before() -> None:
-    """They were keys of the schema once, so manifests and config.yaml of older runs have them."""
-    old = build().model_dump()
-    old["parallel"] |= {"micro_batch_num": None, "enable_parallel_optimizer": None}
-    old["parallel"]["gradients_mean"] = True
-    old["parallel"]["parallel_optimizer_config"]["gradient_accumulation_shard"] = False
-    old["context"]["device_target"] = None
-    assert build_config(old) == build()
-
-
 @pytest.mark.parametrize(
     ("train", "words", "steps"),
     [

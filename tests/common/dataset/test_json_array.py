@@ -69,7 +69,7 @@ def test_an_error_names_its_item(
 
 @pytest.mark.parametrize("before", ["", r"\\", r"\"", "]]"])
 def test_brackets_of_a_text_are_no_depth_and_those_of_items_are(before: str) -> None:
-    text = f'["a{before}", "{before}{"[{" * 20_000}"]'
+    text = f'["a{before}", "{before}{"[{" * 20_000}", {{"text": "{"[0,1)" * 20_000}"}}]'
     assert list(array_items(io.BytesIO(text.encode()), PATH)) == [*enumerate(json.loads(text), 1)]
     deep = f'["a{before}", {"[" * 70_000}'
     with pytest.raises(DataError, match=r"a\.json: item \d is nested too deeply"):

@@ -171,14 +171,6 @@ def test_validation_reads_in_order(write_pair, limit, rows) -> None:
         assert starts.tolist() == [4 * n for n in range(len(starts))]
 
 
-def test_spans_that_are_left_out_are_skipped_by_whole_batches(samples) -> None:
-    """Where one ends within a batch, the next batch begins at its end."""
-    sampler = ShardedSampler(samples, global_batch_size=4)
-    for start, ends in ((0, [4, 14, 18]), (8, [14, 18, 22]), (4, [14, 18, 22]), (12, [16, 20, 24])):
-        found = itertools.islice(sampler.batches(start, left_out=[(7, 10)]), 3)
-        assert [batch.consumed_samples for batch in found] == ends
-
-
 def test_ranks_that_validate_read_each_window_once(write_pair) -> None:
     options = {"split": "train", "split_weights": (1, 0, 0), "seq_length": 6, "seed": 5}
     dataset = GPTDataset(write_pair([9] * 20), **options, shuffle=False)

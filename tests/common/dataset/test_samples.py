@@ -118,6 +118,11 @@ def test_the_order_is_frozen(write_pair) -> None:
     assert dataset.read(np.arange(3)).tolist() == FROZEN_ROWS
 
 
+def test_a_misspelled_setting_is_refused(write_pair) -> None:
+    with pytest.raises(TypeError, match="suffle"):
+        open_all(write_pair([11] * 40), 4, suffle=False)
+
+
 def test_the_stride_is_part_of_what_a_data_set_is(write_pair) -> None:
     """A stride of seq_length is none; another one has another fingerprint."""
     prefix = write_pair([11] * 40)

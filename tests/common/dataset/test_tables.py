@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from common.dataset.documents import read_texts
 from common.dataset.merge import merge_datasets
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.shards import Shard
-from common.dataset.texts import read_texts
 from common.dataset.workers import TokenizerChoice
 from common.errors import ConfigError, DataError
 

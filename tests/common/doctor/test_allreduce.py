@@ -12,9 +12,8 @@ import pytest
 from common.cluster.places import Placement, RankPlacement
 from common.doctor.allreduce import MARK, STAGES, AllReduceTrial, judge, try_all_reduce
 from common.doctor.report import Check, State
-from common.launcher.attempts import Outcome
 from common.launcher.rank_process import ProcessSpec
-from common.launcher.supervisor import Job
+from common.launcher.supervisor import Job, Outcome
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEED = {"first": 0.5, "seconds": 0.01, "ready": 1.0, "bytes": 10**9}

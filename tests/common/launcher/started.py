@@ -64,7 +64,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def log(folder: Path, rank: int) -> str:
     path = folder / f"mf_parallel{rank}" / "mindformer.log"
-    return path.read_text() if path.exists() else ""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def until_ready(folder: Path, ranks: Sequence[int]) -> None:

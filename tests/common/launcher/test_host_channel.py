@@ -27,7 +27,7 @@ from common.launcher.host_channel import Host, HostChannel, Hosts, Message
 from common.launcher.nodes import find_node
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.supervisor import Job, run_attempts
-from common.processes.channel import connect
+from common.processes.addresses import free_port
 from tests.common.launcher.started import (
     BEAT,
     IGNORE,
@@ -46,14 +46,14 @@ TWO = (("127.0.0.1", (0, 1)), ("127.0.0.2", (2, 3)))
 Launch = Callable[..., Started]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.fixture
 def port() -> int:
     return free_port()
+
+
+def listens(address: str, port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex((address, port)) == 0
 
 
 def gather(channel: HostChannel, attempt: int, limit: float) -> int | None:
@@ -73,10 +73,8 @@ def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
             times: Mapping[str, float] = MappingProxyType({}),
             **options: Any,
         ) -> Started:
-            ranks = tuple(
-                replace(rank, environment={"HCCL_CONNECT_TIMEOUT": str(connect)})
-                for rank in children(*programs, ranks=among[own][1])
-            )
+            more = {"DEVICE_ID": "", "HCCL_CONNECT_TIMEOUT": str(connect)}
+            ranks = children(*programs, ranks=among[own][1], **more)
             all_hosts = tuple(Host(address=address, ranks=held) for address, held in among)
             hosts = Hosts(all=all_hosts, own=own, port=port)
             times = {"LIFE_SECONDS": 0.5, **times}
@@ -203,31 +201,24 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("own", "reminder", "reason"),
+    ("own", "other", "why"),
     [
-        (
-            0,
-            r"waiting for host 127.0.0.2 \(ranks 2-3\): its launcher has not come to port \d+; this"
-            r" port must be open too",
-            r"host 127.0.0.2 \(ranks 2-3\) has not come within 1 s: its launcher has",
-        ),
+        (0, r"host 127.0.0.2 \(ranks 2-3\)", r"its launcher has not come to port \d+"),
         (
             1,
-            r"waiting for host 127.0.0.1 \(ranks 0-1\): its port \d+ cannot be reached \(Connection"
-            r" refused\); this port must be open too",
-            r"host 127.0.0.1 \(ranks 0-1\) has not come within 1 s: its port \d+ cannot be reached"
-            r" \(Connection refused\); look",
+            r"host 127.0.0.1 \(ranks 0-1\)",
+            r"its port \d+ cannot be reached \(Connection refused\)",
         ),
     ],
 )
 def test_a_host_that_does_not_come_is_spoken_of_early(
-    launch: Launch, own: int, reminder: str, reason: str
+    launch: Launch, own: int, other: str, why: str
 ) -> None:
-    code, output = launch(
-        own, "pass", "pass", connect=1, times={"REMIND_SECONDS": 0.2, "PATIENCE_SECONDS": 0.0}
-    ).end()
+    times = {"REMIND_SECONDS": 0.2, "PATIENCE_SECONDS": 0.0}
+    code, output = launch(own, "pass", "pass", connect=1, times=times).end()
     assert code == 1
-    assert re.search(reminder, output) and re.search(reason, output)
+    assert re.search(f"waiting for {other}: {why}; this port must be open too", output)
+    assert re.search(f"{other} has not come within 1 s: {why}; look", output)
 
 
 def hosts(own: int, port: int, first: str = "127.0.0.1") -> Hosts:
@@ -256,8 +247,7 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
 ) -> None:
     """127.0.0.3 stands for another address of this host than that by which the others know it."""
     control = HostChannel(hosts(0, port, first), queue.SimpleQueue(), restarts=False)
-    with socket.socket() as caller:
-        assert (caller.connect_ex(("127.0.0.3", port)) == 0) is is_open
+    assert listens("127.0.0.3", port) is is_open
     control.close()
 
 
@@ -385,15 +375,23 @@ def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path
         assert "ready 0\n" in log(tmp_path, rank)
 
 
-def test_a_failure_that_comes_with_the_begin_is_heard(launch: Launch, port: int) -> None:
+UNREADABLE = "host 0 sent a message 'end' that this version cannot read"
+
+
+@pytest.mark.parametrize(("program", "said"), [(SLEEP, "rank 0 has failed"), ("pass", UNREADABLE)])
+def test_what_comes_with_the_begin_is_heard(
+    launch: Launch, port: int, program: str, said: str
+) -> None:
+    """A failure; and an end that cannot be read, for which nobody waits."""
     control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
-    second = launch(1, SLEEP)
+    second, failure = launch(1, program), {"text": said, "code": 7, "ranks": [0]}
     gather(control, 0, 30.0)
-    failure = {"text": "rank 0 has failed", "code": 7, "ranks": [0]}
-    control.tell("failed", **failure)
-    control.tell("end", code=7, again=False, failure=failure)
-    assert second.end()[0] == 7
+    if said != UNREADABLE:
+        control.tell("failed", **failure)
+    control.tell("end", code=7, **({} if said == UNREADABLE else {"again": 0, "failure": failure}))
     control.close()
+    code, output = second.end()
+    assert code == (0 if said == UNREADABLE else 7) and said in output
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -427,19 +425,6 @@ def test_what_host_0_says_while_ranks_are_ended_is_heard(
     assert output.count("\nrestart ") == again and "\nnot restarted: " in output
 
 
-def test_an_end_that_cannot_be_read_is_spoken_of_and_not_waited_for(
-    launch: Launch, port: int
-) -> None:
-    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
-    second = launch(1, "pass")
-    gather(control, 0, 30.0)
-    control.tell("end", code=0)
-    control.close()
-    code, output = second.end()
-    assert code == 0
-    assert "host 0 sent a message 'end' that this version cannot read" in output
-
-
 @pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
 def test_a_signal_after_host_0_has_decided(
     launch: Launch, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, code: int
@@ -458,7 +443,7 @@ def test_a_signal_after_host_0_has_decided(
     assert (outcome.code, second.end()[0]) == (code, code)
 
 
-@pytest.mark.parametrize("during", ["make_job", "when_met", "ranks"])
+@pytest.mark.parametrize("during", ["make_job", "when_met"])
 def test_signals_are_noted_only_while_the_launcher_looks(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
@@ -476,10 +461,9 @@ def test_signals_are_noted_only_while_the_launcher_looks(
 
     def make_job(number: int) -> Job:
         work("make_job", number)
-        program = BEAT + "os.kill(os.getppid(), 15); time.sleep(600)" if number else FAILS
         only = Hosts(all=(Host(address="127.0.0.1", ranks=(0,)),), own=0, port=port)
         return Job(
-            children=children(program),
+            children=children(FAILS),
             log_folder=tmp_path,
             stall_limit=NEVER,
             hosts=only,
@@ -489,11 +473,8 @@ def test_signals_are_noted_only_while_the_launcher_looks(
     monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
     before = signal.signal(signal.SIGTERM, end)
     try:
-        if during == "ranks":
-            assert run_attempts(make_job, most=1, folder=tmp_path).code == 143
-        else:
-            with pytest.raises(Ended):
-                run_attempts(make_job, most=1, folder=tmp_path)
+        with pytest.raises(Ended):
+            run_attempts(make_job, most=1, folder=tmp_path)
         assert signal.getsignal(signal.SIGTERM) is end
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -511,15 +492,7 @@ def call(port: int, *devices: int, nodes: int = 3, limit: float = LIMIT) -> int:
 def start_master(pool: ThreadPoolExecutor, port: int, *devices: int) -> Future[int]:
     """Start the master and wait until it listens."""
     master = pool.submit(call, port, *devices)
-
-    def listens() -> bool:
-        try:
-            connect("127.0.0.1", port, 1.0).close()
-        except OSError:
-            return False
-        return True
-
-    until(listens)
+    until(lambda: listens("127.0.0.1", port))
     return master
 
 
@@ -572,7 +545,7 @@ def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
         for start_it, why in wrong:
             with pytest.raises(ConfigError, match=why):
                 start_it()
-        connect("127.0.0.1", port, 1.0).close()
+        assert listens("127.0.0.1", port)
         others = [pool.submit(call, port, *devices) for devices in ((2, 3), (4, 5))]
         assert master.result(LIMIT) == 0
         assert sorted(other.result(LIMIT) for other in others) == [1, 2]

@@ -2,17 +2,24 @@
 then starts.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.cluster.places import RankPlacement, places_of_table
 from common.cluster.rank_table_files import read_table
 from common.errors import ConfigError
 from common.launcher.host_list import divide, host_command, parse_hosts
+from common.launcher.nodes import settle_nodes
+from common.launcher.request import LaunchRequest
 from tests.cluster_tables import write_tutorial_table
+from tests.common.launcher.started import ROOT, until
 
 ADDRESSES = [f"10.155.111.{140 + server}" for server in range(4)]
 
@@ -113,3 +120,67 @@ def test_settings_of_network_and_memory_reach_every_host() -> None:
         f"{name}={given[name]}" for name in sorted(given)
     ]
     assert text.endswith("""/scripts/run_distribute.sh none 'it'"'"'s'""")
+
+
+def test_ssh_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    ssh, told = tmp_path / "ssh", tmp_path / "told"
+    ssh.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    program = "from common.launcher.host_list import run_over_ssh; run_over_ssh('a', 'true')"
+    caller = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    until(lambda: told.exists() and told.read_text())
+    caller.kill()
+    caller.wait()
+    until(lambda: not psutil.pid_exists(int(told.read_text())))
+
+
+# ---- hosts that a step of Slurm tells ----
+
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "MASTER_PORT": "29512",
+}
+"""Variables that srun(1) lists, of the second of two tasks on two nodes."""
+REQUEST = LaunchRequest(
+    argv=(), config=Path("run.yaml"), mode="train", numbers=range(8), overrides=()
+)
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "PET_")):
+            monkeypatch.delenv(name)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_step_with_one_task_a_node_tells_its_hosts_unless_the_command_does(
+    step: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = settle_nodes(REQUEST, meet=True)
+    assert (found.nnodes, found.node_rank, found.master) == (2, 1, "gpu03:29512")
+    given = replace(REQUEST, master="10.0.0.1:29500", nnodes=4, node_rank=3)
+    assert settle_nodes(given, meet=True) == given
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert settle_nodes(REQUEST, meet=True) == REQUEST, "one task is a shell of srun --pty"
+
+
+def test_several_tasks_on_a_node_are_refused(step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    with pytest.raises(ConfigError, match=r"started 4 tasks on this node.*--ntasks-per-node=1"):
+        settle_nodes(REQUEST, meet=True)

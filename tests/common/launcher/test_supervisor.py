@@ -2,13 +2,16 @@
 is left of them.
 """
 
+import json
 import math
 import os
 import pty
 import re
 import shlex
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,8 +21,9 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, signal_name
-from common.launcher.rank_process import ProcessSpec
-from common.launcher.supervisor import Job, run_attempts
+from common.launcher import supervisor
+from common.launcher.rank_process import ProcessSpec, RankLog
+from common.launcher.supervisor import Failure, Job, Outcome, pause, run_attempts, why_not
 from tests.common.launcher.started import (
     BEAT,
     IGNORE,
@@ -68,26 +72,40 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 def test_all_ranks_end_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables of an earlier run, which would mislead them, are not handed on."""
+    """Variables of an earlier run, which would mislead them, are not handed on. Each keeps to its
+    cores. The other name of a log is renewed; another program's file of this name stays.
+    """
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    show = "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')))"
+    show = (
+        "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')),"
+        " *os.sched_getaffinity(0))"
+    )
+    all_cores = os.sched_getaffinity(0)
     ranks = tuple(
-        replace(child, environment={**child.environment, "RANK_ID": str(child.rank)})
+        replace(
+            child,
+            environment={**child.environment, "RANK_ID": str(child.rank)},
+            cores=(max(all_cores),),
+            log_link=f"workerlog.{child.rank}",
+        )
         for child in children(show, show)
     )
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "workerlog.0").symlink_to("mf_parallel7/mindformer.log")
+    (logs / "workerlog.1").write_text("Paddle's")
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
     before = [signal.getsignal(number) for number in numbers]
-    assert supervise(tmp_path / "logs", ranks) == 0
+    assert supervise(logs, ranks) == 0
     assert [signal.getsignal(number) for number in numbers] == before
-    assert [log(tmp_path / "logs", rank).splitlines()[1:] for rank in (0, 1)] == [
-        ["rank 0 4 None"],
-        ["rank 1 5 None"],
-    ]
+    assert os.sched_getaffinity(0) == all_cores
+    found = [log(logs, rank).splitlines()[1:] for rank in (0, 1)]
+    assert found == [[f"rank {rank} {rank + 4} None {max(all_cores)}"] for rank in (0, 1)]
+    assert (logs / "workerlog.0").read_text() == log(logs, 0)
+    assert (logs / "workerlog.1").read_text() == "Paddle's"
     said = capsys.readouterr()
-    assert "started ranks 0-1" in said.out
-    assert str(tmp_path / "logs") in said.out
-    assert "all ranks ended well" in said.out
-    assert said.err == ""
+    assert "started ranks 0-1" in said.out and str(logs) in said.out
+    assert "all ranks ended well" in said.out and said.err == ""
 
 
 def test_the_first_failure_ends_all_and_what_they_started(
@@ -317,29 +335,26 @@ def test_on_a_terminal_progress_is_shown_below_what_is_copied(
     assert re.search(rb"\r\x1b\[Kstep 3 of 40, computing\r\x1b\[KSIGTERM: the ranks save", seen)
 
 
-def test_very_much_output_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_very_much_output_is_copied_also_to_a_late_reader(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
     """A character that was cut by a look waits for its other half."""
-    program = (
-        "import os, time; os.write(1, '训'.encode()[:1]); time.sleep(1.2); os.write(1,"
-        " '训'.encode()[1:]); print(('y' * 99 + '\\n') * 30_000 + '练 the end')"
-    )
-    assert supervise(tmp_path, children(program, "print('not this')"), follow=True) == 0
-    out = capsys.readouterr().out
-    assert "练 the end\n" in out and out.count("y" * 99) == 30_000
-    assert "�" not in out and "not this" not in out
-
-
-def test_another_name_of_a_log_leads_to_it(tmp_path: Path) -> None:
-    """A link of an earlier run is renewed; another program's file of this name stays."""
-    (tmp_path / "workerlog.0").symlink_to("mf_parallel7/mindformer.log")
-    (tmp_path / "workerlog.1").write_text("Paddle's")
-    ranks = tuple(
-        replace(child, log_link=f"workerlog.{child.rank}")
-        for child in children("print('rank 0 speaks')", "pass")
-    )
-    assert supervise(tmp_path, ranks) == 0
-    assert "rank 0 speaks" in (tmp_path / "workerlog.0").read_text()
-    assert (tmp_path / "workerlog.1").read_text() == "Paddle's"
+    program = f"""
+import os, time
+os.write(1, "训".encode()[:1])
+time.sleep(1.2)
+os.write(1, "训".encode()[1:])
+print("y" * 30_000_000 + "练 the end", flush=True)
+while not os.path.exists({str(tmp_path / "now")!r}):
+    time.sleep(.01)
+"""
+    run = start(program, "print('not this')", follow=True)
+    until(lambda: "the end" in log(tmp_path, 0))
+    time.sleep(1.5)  # the launcher looks meanwhile
+    out = run.until_said("练 the end\n")
+    (tmp_path / "now").touch()
+    assert run.end()[0] == 0 and "y" * 30_000_000 in out
+    assert "训" in out and "�" not in out and "not this" not in out
 
 
 def test_hosts_over_ssh_are_named_as_hosts(
@@ -405,15 +420,6 @@ def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -
     assert os.stat("/dev/full").st_mode == before  # not made private, as a file of env.log is
 
 
-def test_a_rank_keeps_to_its_cores_and_the_launcher_does_not(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    core = max(before)
-    (child,) = children("import os; print(os.sched_getaffinity(0))")
-    assert supervise(tmp_path, (replace(child, cores=(core,)),)) == 0
-    assert f"{{{core}}}" in log(tmp_path, 0)
-    assert os.sched_getaffinity(0) == before
-
-
 def test_a_helper_is_not_waited_for_but_its_failure_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,3 +431,148 @@ def test_a_helper_is_not_waited_for_but_its_failure_counts(
     assert (tmp_path / "mf_parallel_scheduler" / "mindformer.log").is_file()
     assert supervise(tmp_path, (*children(SLEEP), broken)) == 5
     assert "scheduler ended with exit code 5" in capsys.readouterr().err
+
+
+# ---- attempts ----
+
+
+WORK = f"""{BEAT}
+import json
+number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+first, last, code = json.loads(sys.argv[1])[number]
+for step in range(first, last + 1):
+    beat(step, "computing")
+print("attempt", number, flush=True)
+sys.exit(code)
+"""
+"""Rank that works on steps and exits, by the triple of its attempt."""
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "attempts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(folder: Path, attempts: list[tuple[int, int, int]], most: int) -> int:
+    ranks = children(WORK, arguments=(json.dumps(attempts),))
+    job = Job(children=ranks, log_folder=folder, stall_limit=NEVER)
+    return run_attempts(lambda number: job, most=most, folder=folder).code
+
+
+def test_attempts_until_one_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "pause", lambda failures: failures / 10)
+    assert run(tmp_path, [(1, 9, 1), (6, 12, 3), (11, 20, 0)], most=2) == 0
+    found = lines(tmp_path)
+    names = ("attempt", "first_step", "last_step", "exit_code", "then")
+    assert [tuple(line[name] for name in names) for line in found] == [
+        (1, 1, 9, 1, "restarted"),
+        (2, 6, 12, 3, "restarted"),
+        (3, 11, 20, 0, "ended"),
+    ]
+    assert "rank 0 (device 4) ended with exit code 3" in found[1]["failure"]
+    logs = tmp_path / "mf_parallel0"
+    for name, number in (("mindformer.log.1", 0), ("mindformer.log.2", 1), ("mindformer.log", 2)):
+        text = (logs / name).read_text()
+        assert f"attempt {number}\n" in text and text.count("attempt") == 1
+    assert "restart 2 of 2 in 0.2 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attempts", "most", "count", "told"),
+    [
+        ([(1, 9, 2)], 5, 1, "exit code 2"),
+        ([(1, 1, 1)], 5, 1, "before it had finished a step"),
+        ([(1, 9, 1), (6, 9, 1)], 5, 2, "step 9 failed twice"),
+        ([(1, 9, 1), (6, 10, 1), (6, 11, 1)], 2, 3, "max_restarts=2 restarts are used up"),
+        ([(1, 9, 143)], 5, 1, "ended"),
+        # a start that fails after steps is tried again once
+        ([(1, 9, 1), (6, 6, 1), (6, 20, 0)], 5, 3, "ended"),
+        ([(1, 9, 1), (6, 6, 1), (6, 6, 1)], 5, 3, "step 6 failed twice"),
+        ([(1, 9, 1)], 0, 0, ""),
+    ],
+)
+def test_failures_that_end_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: list[tuple[int, int, int]],
+    most: int,
+    count: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert run(tmp_path, attempts, most) == attempts[-1][2]
+    found = lines(tmp_path)
+    assert len(found) == count and all(told in line["then"] for line in found[-1:])
+
+
+def test_a_stuck_terminal_delays_neither_a_restart_nor_a_signal(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    program = (
+        BEAT
+        + """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    [beat(step, "computing") for step in range(9)]
+    print("y" * 200_000)
+    sys.exit(1)
+signal.signal(15, lambda *_: sys.exit(143))
+print("ready")
+time.sleep(600)
+"""
+    )
+    run = start(program, follow=True, most=3)
+    logs = tmp_path / "mf_parallel0"
+    until(lambda: (logs / "mindformer.log.1").exists() and "ready" in log(tmp_path, 0))
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(timeout=30) == 143
+
+
+def test_what_a_stuck_reader_lost_is_told_on_standard_error(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    run = start("print('y' * 6_000_000); raise SystemExit(3)", follow=True, stderr=subprocess.PIPE)
+    assert run.process.wait(timeout=30) == 3
+    assert run.process.stderr is not None
+    said = run.process.stderr.read()
+    assert "rank 0 (device 4) ended with exit code 3" in said
+    assert f"the rest of the output is in {tmp_path / 'mf_parallel0' / 'mindformer.log'}" in said
+
+
+def test_a_log_that_is_emptied_is_shown_from_its_start(tmp_path: Path) -> None:
+    shown = RankLog(tmp_path / "mindformer.log")
+    shown.file.write(b"first, and long")
+    assert shown.new_output() == "first, and long"
+    os.truncate(shown.path, 0)
+    shown.file.write(b"second")
+    assert shown.new_output() == "second"
+    shown.file.close()
+
+
+def test_a_signal_ends_a_restarted_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making its job puts the handlers before back for a while."""
+    stops = BEAT + "os.kill(os.getppid(), 15); time.sleep(600)"
+    fails = BEAT + "beat(1, 'computing'); beat(2, 'computing'); sys.exit(7)"
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+
+    def make_job(number: int) -> Job:
+        ranks = children(stops if number else fails)
+        return Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("not noted"))
+    try:
+        assert run_attempts(make_job, most=1).code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_lost_host_is_waited_for_even_before_the_first_step_and_at_the_same_step() -> None:
+    gone = Failure(text="gone", code=1, lost_host=True)
+    lost = Outcome(code=1, failure=gone, first_step=5, last_step=5)
+    assert why_not(lost, [], 1) == ""
+    assert why_not(lost, [lost], 2) == ""
+    assert "used up" in why_not(lost, [lost], 1)
+    assert [pause(number) for number in (*range(9), 10**6)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]

@@ -17,16 +17,9 @@ from common.modelarts.stores import StoredFile, join
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds for which a copy would have waited before it was tried again."""
-    waited: list[float] = []
-    monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=waited.append))
-    return waited
-
-
 @pytest.fixture
-def bucket(tmp_path: Path) -> Path:
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(stores, "_PAUSES", (0.0, 0.0))
     folder = tmp_path / "bucket"
     (folder / "data" / "inner").mkdir(parents=True)
     (folder / "data" / "a.bin").write_bytes(b"abc")
@@ -100,6 +93,7 @@ def test_an_upload_that_is_cut_off_never_looks_whole(
             stores.Folders.copy(source, target)
 
     monkeypatch.setattr(stores, "find_store", lambda url: CutOff)
+    monkeypatch.setattr(stores, "_PAUSES", (0.0, 0.0))
     here = run_folder(tmp_path / "out")
     for allowed in range(len(UPLOAD_ORDER)):
         there = tmp_path / f"bucket_{allowed}"
@@ -111,25 +105,29 @@ def test_an_upload_that_is_cut_off_never_looks_whole(
         assert not (there / "checkpoints" / "latest").exists()
 
 
+@pytest.mark.parametrize("failures", [2, 3])
 def test_a_file_of_the_output_is_tried_three_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    class Shaky(stores.Folders):
-        failures = ["dead"] * 2
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("1")
+    copy, tries = stores.Folders.copy, []
 
-        @staticmethod
-        def copy(source: str, target: str) -> None:
-            if Shaky.failures:
-                raise StorageError(Shaky.failures.pop())
-            stores.Folders.copy(source, target)
+    def fails_first(source: str, target: str) -> None:
+        tries.append(target)
+        if len(tries) <= failures:
+            raise OSError("the mount was away")
+        copy(source, target)
 
-    monkeypatch.setattr(stores, "find_store", lambda url: Shaky)
-    here, there = run_folder(tmp_path / "out"), tmp_path / "bucket"
-    stores.push(here, f"file://{there}")
-    assert list(files(there)) == sorted(UPLOAD_ORDER) and pauses == [5.0, 10.0]
-    Shaky.failures = ["dead"] * 3
-    with pytest.raises(StorageError, match="dead"):
-        stores.push(here, f"file://{there}")
+    monkeypatch.setattr(stores.Folders, "copy", fails_first)
+    url = f"file://{bucket}/out"
+    if failures == 3:
+        with pytest.raises(StorageError, match="the mount was away"):
+            stores.push(tmp_path / "run", url)
+    else:
+        stores.push(tmp_path / "run", url)
+        assert (bucket / "out" / "metrics.jsonl").read_text() == "1"
+    assert len(tries) == 3
 
 
 def test_a_push_adds_and_deletes_nothing(bucket: Path, tmp_path: Path) -> None:

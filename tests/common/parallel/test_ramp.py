@@ -84,16 +84,13 @@ def test_steps_and_samples_are_those_of_counting(case: str) -> None:
     assert sizes.steps_of_ramp == next(
         step for step, position in enumerate(positions) if sizes.at(position) == full
     )
-    for end in range(1, len(positions)):
-        for count in (1, 2, end):
-            assert sizes.start_of_batches(positions[end], count) == positions[max(0, end - count)]
 
 
 def test_a_constant_size_is_a_product() -> None:
     sizes = batch_sizes(12, None)
     assert list(sizes.all) == [12] and sizes.at(0) == sizes.at(10**12) == 12
     assert sizes.samples_after(7) == 84 and sizes.steps_within(95) == 7
-    assert sizes.start_of_batches(84, 2) == 60 and sizes.steps_of_ramp == 0
+    assert sizes.steps_of_ramp == 0
 
 
 def test_a_huge_ramp_is_counted_without_walking_through_it() -> None:

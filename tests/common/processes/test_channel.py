@@ -32,14 +32,6 @@ def test_objects_arrive_whole_and_in_order(ends: Ends) -> None:
     assert other.recv(100) == b'{"c": "\\u00e9\\n"}\n'
 
 
-def test_a_line_that_is_not_an_object_ends_the_channel(ends: Ends) -> None:
-    channel, other = ends
-    other.sendall(b"[1, 2]\n")
-    with pytest.raises(ChannelEndedError, match="is not an object"):
-        channel.receive(5.0)
-    assert channel.ended.is_set()
-
-
 def test_the_end_of_the_other_side_and_its_silence(ends: Ends) -> None:
     channel, other = ends
     with pytest.raises(TimeoutError):

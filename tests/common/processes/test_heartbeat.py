@@ -21,38 +21,37 @@ START = "import os, subprocess, sys; from common.processes.heartbeat import beat
 
 
 def run(
-    program: str, *, launcher: int | str | None = None, pipe: int | str | None = None
-) -> subprocess.CompletedProcess[str]:
-    variables = {"GPT2_LAUNCHER_PID": launcher, "GPT2_HEARTBEAT_FD": pipe}
-    return subprocess.run(
+    program: str, launcher: int | str | None = os.getpid(), pipe: str | None = None
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run a program with a heartbeat, and return what it has told. pipe: the number it is given."""
+    reading, writing = os.pipe()
+    variables = {"GPT2_LAUNCHER_PID": launcher, "GPT2_HEARTBEAT_FD": pipe or writing}
+    done = subprocess.run(
         [sys.executable, "-c", START + program],
         cwd=ROOT,
-        env={
-            **os.environ,
-            **{name: str(value) for name, value in variables.items() if value is not None},
-        },
-        pass_fds=[pipe] if isinstance(pipe, int) else [],
+        env={**os.environ, **{name: str(value) for name, value in variables.items() if value}},
+        pass_fds=[writing],
         start_new_session=True,
         capture_output=True,
         text=True,
         timeout=60,
     )
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        return done, file.read()
 
 
 def told(program: str) -> str:
-    reading, writing = os.pipe()
-    done = run(program, launcher=os.getpid(), pipe=writing)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        text = file.read()
+    done, text = run(program)
     assert done.returncode == 0, done.stderr
     return text
 
 
 def test_beats_and_signs_of_life() -> None:
-    lines = told("start_heartbeat(); beat(3, 'reading data'); beat(3, 'computing')").splitlines()
+    beats = "beat(3, 'reading data'); beat(3, 'computing')"
+    lines = told(f"import time; start_heartbeat(); {beats}; time.sleep(.5)").splitlines()
     assert [line for line in lines if line != "alive"] == ["3 reading data", "3 computing"]
-    assert "alive" in told("import time; start_heartbeat(); time.sleep(.5)").splitlines()
+    assert "alive" in lines
 
 
 def test_children_of_a_rank_do_not_speak_for_it() -> None:
@@ -72,12 +71,9 @@ if pid == 0:
     os._exit(0)
 os.waitpid(pid, 0)
 """
-    reading, writing = os.pipe()
-    done = run("\n" + program, launcher=os.getpid(), pipe=writing)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        assert set(file.read().splitlines()) <= {"alive"}
+    done, text = run("\n" + program)
     assert done.returncode == 0, done.stderr
+    assert set(text.splitlines()) <= {"alive"}
     assert done.stdout.split() == ["False", "False"]
 
 
@@ -95,17 +91,15 @@ def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher(tmp_path: Path) -
     (package / "communication.py").write_text(f"def init():\n    {ASK}\n")
     scheduler = f"; sys.path.insert(0, {str(tmp_path)!r}); {SCHEDULER[2]}"
     for program in (f"start_heartbeat(); {ASK}", f"pass{scheduler}"):
-        reading, writing = os.pipe()
-        done = run(program, launcher=os.getpid(), pipe=writing)
+        done, _ = run(program)
         assert done.stdout.split() == [str(int(signal.SIGKILL))], done.stderr
-        os.close(reading)
-        os.close(writing)
 
 
 def test_programs_of_others_die_with_the_tool(tmp_path: Path) -> None:
     mark = f"60.{os.getpid()}"
     program = (
-        f"from common.processes.programs import run_program; run_program(['sleep', {mark!r}], 60)"
+        "from common.processes.process_tree import run_program;"
+        f" run_program(['sleep', {mark!r}], 60)"
     )
     tool = subprocess.Popen([sys.executable, "-c", program, "tool"], cwd=ROOT)
 
@@ -119,28 +113,16 @@ def test_programs_of_others_die_with_the_tool(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
-    reading, writing = os.pipe()
-    done = run("start_heartbeat(); print('went on')", launcher=1, pipe=writing)
+    done, _ = run("start_heartbeat(); print('went on')", launcher=1)
     assert (done.returncode, done.stdout) == (1, "")
     assert "the launcher of this rank, process 1, is gone" in done.stderr
-    os.close(reading)
-    # nobody can read it
-    done = run(
-        "start_heartbeat(); beat(1, 'computing'); print('went on')",
-        launcher=os.getpid(),
-        pipe=writing,
-    )
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
-    os.close(writing)
 
 
 @pytest.mark.parametrize(
     ("launcher", "pipe"),
-    [(None, None), ("own", None), (None, "77"), ("x", "77"), ("own", "77"), ("own", "1")],
+    [("", "x"), ("own", "x"), ("", "77"), ("x", "77"), ("own", "77"), ("own", "1")],
 )
-def test_a_process_that_was_not_launched_does_nothing(
-    launcher: str | None, pipe: str | None
-) -> None:
+def test_a_process_that_was_not_launched_does_nothing(launcher: str, pipe: str) -> None:
     """77 is not an open file, and 1 is made a file that is not a pipe."""
     program = """
 import tempfile, threading
@@ -151,20 +133,13 @@ beat(1, "computing")
 assert threading.active_count() == 1
 assert os.fstat(1).st_size == 0
 """
-    done = run("\n" + program, launcher=os.getpid() if launcher == "own" else launcher, pipe=pipe)
+    done, _ = run("\n" + program, os.getpid() if launcher == "own" else launcher, pipe)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_full_pipe_does_not_hold_the_rank_up() -> None:
-    reading, writing = os.pipe()
-    done = run(
-        "start_heartbeat(); [beat(step, 'computing') for step in range(100000)]",
-        launcher=os.getpid(),
-        pipe=writing,
-    )
-    assert done.returncode == 0, done.stderr
-    os.close(reading)
-    os.close(writing)
+    """Nobody reads before it has ended."""
+    assert "alive" in told("start_heartbeat(); [beat(n, 'computing') for n in range(100000)]")
 
 
 def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:

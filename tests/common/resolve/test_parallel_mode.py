@@ -12,7 +12,6 @@ import pytest
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.operator_plan import splits_vocabulary
 from common.resolve.derive import resolve_config, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
@@ -82,21 +81,6 @@ def test_golden(name: str, ranks: int, rank: int) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text(), "if that change is wanted: make golden"
-
-
-def test_mindformers_own_file(tmp_path: Path) -> None:
-    path = tmp_path / "tutorial.yaml"
-    path.write_text(TUTORIAL.format(folder=FOLDER))
-    found = resolve_config(load_config(path), world_size=32)
-    shipped = resolve_config(load_config(FOLDER / "run_gpt2_13b.yaml"), world_size=32)
-    said = {"parallel_mode": "semi_auto_parallel", "full_batch": True, "vocab_emb_dp": True}
-    assert found.parallel == shipped.parallel.model_copy(update=said)
-    assert found.train == shipped.train and found.train.global_batch_size == 192
-    assert found.train.recompute == "full" and found.train.recompute_slice_activation
-    assert found.parallel.zero_stage == 1 and found.device == "npu"
-    assert splits_vocabulary(found), (
-        "with a pipeline vocab_emb_dp is false in r0.3, whatever the file says"
-    )
 
 
 def test_names_of_mindformers(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ def measured(speed: float = 10_000.0, **changes: Any) -> Measured:
             "communication": 0.2 * seconds,
             "update": 0.08 * seconds,
         },
-        "own_figure": {"samples/s": speed / 128},
     }
     return Measured(**values | changes)
 
@@ -90,10 +89,7 @@ def prediction(peak: int = 300 * MIB, step_seconds: float | None = None) -> Pred
     return Prediction(
         memory=[{"weights": peak // 2, "activations": peak - peak // 2}] * 2,
         peak=[peak] * 2,
-        tokens_per_step=TOKENS,
-        samples_per_step=TOKENS // 128,
         step_seconds=step_seconds,
-        step_parts={} if step_seconds is None else {"products": 0.8 * step_seconds},
     )
 
 
@@ -102,7 +98,6 @@ def study(cells: Sequence[CellResult], **changes: Any) -> Study:
         "name": "layouts",
         "title": "Layouts of two ranks",
         "definition": {"title": "Layouts of two ranks", "axes": {"layout": ["dp2", "tp2"]}},
-        "axes": {"layout": [each.cell.id for each in cells]},
         "warmup_steps": WARMUP,
         "measured_steps": STEPS,
         "repeats": max([len(each.repeats) for each in cells], default=3),

@@ -115,23 +115,6 @@ def test_figures_that_were_not_recorded_are_not_guessed(tmp_path: Path) -> None:
     assert measure(cell(1), folder, warmup_steps=2).split["communication"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("style", "figure"),
-    [
-        ("gpt2", {}),
-        ("megatron", {"samples/s": 8 / 1.1}),
-        ("fleetx", {"ips_total": 128 / 1.1, "ips": 64 / 1.1}),
-        ("oneflow-normal", {"throughput": 8 / 1.1, "latency": 1.1}),
-        ("mindformers", {"time": 1100.0}),
-    ],
-)
-def test_the_figure_of_the_system_of_origin(
-    tmp_path: Path, style: str, figure: dict[str, float]
-) -> None:
-    found = measure(cell(2), make_run(tmp_path / "run", style), warmup_steps=2)
-    assert found.own_figure == pytest.approx(figure)
-
-
 def test_a_run_that_ended_too_early(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl: .*; the run wrote no metrics"):
         measure(cell(1), tmp_path, warmup_steps=2)

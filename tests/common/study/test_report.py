@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import dataclasses
 import math
 import os
 import re
@@ -18,12 +17,12 @@ from common.errors import ConfigError
 from common.run_folder import LOCK
 from common.structured_files import read_json
 from common.study.command import StudyRequest, run_study
-from common.study.report import MAX_EXAMPLE_BYTES, copy_example, write_outcome
+from common.study.report import write_outcome
 from common.study.results import State, Study, read_study, write_study
 from tests.common.study.synthetic import cell, losses, measured, prediction, speeds, study
 from tests.html_page import Page
 
-WRITTEN = {"table.md", "table.csv", "report.md", "report_zh.md", "report.html"}
+WRITTEN = {"table.csv", "report.md", "report_zh.md", "report.html"}
 CELLS = 24
 
 
@@ -89,14 +88,13 @@ def test_the_page_holds_every_picture_whole(folder: Path) -> None:
     inlined = [base64.b64decode(each) for each in re.findall(r"image/png;base64,([^\"]+)", text)]
     files = {path.name: path.read_bytes() for path in (folder / "plots").glob("*.png")}
     assert {path.removesuffix(".png") for path in files} == {
-        "throughput", "efficiency", "split", "memory", "loss", "loss_difference", "prediction",
+        "throughput", "efficiency", "split", "memory", "loss", "loss_difference",
     }  # fmt: skip
     assert sorted(inlined) == sorted(files.values())
     for name, content in files.items():
         assert content[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = struct.unpack(">II", content[16:24])
         assert 600 < width < 1500 and 200 < height < 1500, (name, width, height)
-        assert len(content) <= MAX_EXAMPLE_BYTES
 
 
 def test_the_sheet_holds_exact_figures(folder: Path) -> None:
@@ -118,16 +116,12 @@ def test_the_sheet_holds_exact_figures(folder: Path) -> None:
     assert rows["todo"]["state"] == "not run yet"
 
 
-def test_making_it_again_gives_the_same(folder: Path, tmp_path: Path) -> None:
+def test_making_it_again_gives_the_same(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    request = StudyRequest(
-        config=Path("layouts.yaml"), output_dir=folder, report_only=True, example=tmp_path
-    )
+    request = StudyRequest(config=Path("layouts.yaml"), output_dir=folder, report_only=True)
     assert run_study(request, str) == 0
     (folder / LOCK).unlink()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    with pytest.raises(ConfigError, match="--example needs --report_only"):
-        run_study(dataclasses.replace(request, report_only=False), str)
 
 
 def test_a_study_without_results_has_a_report(tmp_path: Path) -> None:
@@ -137,47 +131,6 @@ def test_a_study_without_results_has_a_report(tmp_path: Path) -> None:
     write_outcome(found, tmp_path)
     assert not list((tmp_path / "plots").iterdir())
     Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-
-
-def test_a_calculated_study_is_marked_everywhere(tmp_path: Path) -> None:
-    cells = [
-        cell(name, [], baseline="dp2", prediction=prediction(step_seconds=seconds))
-        for name, seconds in (("dp2", 0.5), ("tp2", 0.4))
-    ]
-    found = study(cells, calculated=True, accelerator="Ascend 910A")
-    (ranking,) = write_outcome(found, tmp_path).rankings
-    assert ranking.calculated and ranking.cells == ("tp2", "dp2")
-    said = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "Calculated for Ascend 910A: nothing ran." in said
-    assert "by calculation: `tp2`" in said and "25 % faster" in said
-    for name in WRITTEN - {"table.csv"}:
-        text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "calculated" in text or "计算值" in text, name
-    with (tmp_path / "table.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["calculated"], row["step_seconds"]) for row in rows] == [
-        ("True", "0.5"), ("True", "0.4"),
-    ]  # fmt: skip
-    assert [row["speed_up"] for row in rows] == ["1.0", "1.25"]
-    assert not (tmp_path / "plots" / "loss.png").exists()
-
-
-def test_the_example_keeps_pictures_and_table_without_paths(folder: Path, tmp_path: Path) -> None:
-    place = copy_example(read_study(folder), folder, tmp_path)
-    assert place == tmp_path / "layouts"
-    pictures = {path.name for path in (folder / "plots").iterdir()}
-    assert {path.name for path in place.iterdir()} == pictures | {"README.md", "README_zh.md"}
-    for name in ("README.md", "README_zh.md"):
-        text = (place / name).read_text(encoding="utf-8")
-        assert "2026-11-20" in text and "A processor, 2 cores" in text
-        assert "node-7" not in text and "run_gpt2.py" not in text and str(folder) not in text
-        linked = set(re.findall(r"\]\(\./(\w+\.png)\)", text))
-        assert linked == pictures
-
-
-def test_an_example_needs_a_report(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no report yet; give --report_only"):
-        copy_example(many(), tmp_path, tmp_path / "docs")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from common.study.command import StudyRequest, run_study
 from common.study.results import State, Study, read_study
 from common.study.running import missing
 from common.study.starting import Launch, Where, launches, reason_not_started
-from common.study.this_machine import Rates
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDY = f"""title: Seeds
@@ -76,8 +75,6 @@ class Fixture:
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fixture:
     made = Fixture(tmp_path)
     monkeypatch.setattr(running, "launches", made.launches)
-    rates = Rates(flops=1e11, bandwidth=1e10, messages=1e9)
-    monkeypatch.setattr(command, "measure_rates", lambda: rates)
     # test_outcome.py looks at tables, plots and reports
     monkeypatch.setattr(command, "write_outcome", lambda study, folder: None)
     return made

@@ -18,13 +18,14 @@ import run_gpt2
 from common.config.load import dump_config, flatten
 from common.errors import ConfigError
 from common.parallel.learning_rate import learning_rate
+from common.parallel.operator_plan import splits_vocabulary
 from common.resolve.derive import resolve_config, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.run_config import load_config
 from common.systems.config import open_config, open_flags
-from common.systems.flag_scripts import main_with_flags
-from common.systems.flags import read_command, read_flag_file
+from common.systems.flags import read_command
 from common.systems.oneflow.flags import start_nodes_devices
+from compat.programs import main_with_flags
 from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
 
@@ -171,11 +172,16 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path) 
     parts = {"data_parallel", "model_parallel", "pipeline_stage", "zero_stage"}
     assert found.parallel.model_dump(include=parts) == shipped.parallel.model_dump(include=parts)
     assert found.train.global_batch_size == 192 and found.train.recompute == "full"
+    # with a pipeline vocab_emb_dp is false in r0.3, whatever the file says
+    assert splits_vocabulary(found)
     if words:
         assert "parallel.full_batch" in opened.yaml
         assert "have no effect here" in (opened.remark or "")
     else:  # on Ascends all of it acts
-        assert (opened.yaml, opened.remark) == ("", None)
+        assert (opened.yaml, opened.remark, found.device) == ("", None, "npu")
+        said = {"parallel_mode": "semi_auto_parallel", "full_batch": True, "vocab_emb_dp": True}
+        assert found.parallel == shipped.parallel.model_copy(update=said)
+        assert found.train == shipped.train
     (tmp_path / "again.yaml").write_text(opened.yaml or dump_config(opened.config))
     assert load_config(tmp_path / "again.yaml") == opened.config
 
@@ -276,7 +282,7 @@ def modelzoo_flags(preset: str) -> str:
 def test_the_modelzoos_flags_are_the_presets(preset, tmp_path) -> None:
     file, text = tmp_path / "flags.txt", modelzoo_flags(preset).replace("\n", " \\\n")
     file.write_text(f"python3 run.py pretrain_gpt.py {text}")
-    opened = open_flags("megatron", read_flag_file(file), where=str(file))
+    opened = open_flags("megatron", read_command(file)[2], where=str(file))
     assert opened.system == "Megatron"
     assert differences(opened.config, preset, 8) == {}
     assert opened.config.data.train == ["data/my-gpt_text_sentence"]
@@ -480,6 +486,9 @@ def test_merge_keys_and_sections_with_only_anchors(system: str, tmp_path: Path) 
     path.write_text(MERGED[system] + "x-more: 3\n")
     with pytest.raises(ConfigError, match=r"own.yaml:7?6?: x-more: unknown key"):
         open_config(path)
+    *lines, last = MERGED[system].splitlines()
+    path.write_text("\n".join((f"x-more: &more {{{last}}}", "<<: *more", *lines)))
+    assert open_config(path).config.optimizer.learning_rate == 1e-4
 
 
 @pytest.mark.parametrize(("system", "rate"), [("Megatron", "--lr"), ("OneFlow", "--learning-rate")])
@@ -495,9 +504,9 @@ def test_a_file_of_flags_is_a_configuration(system, rate, tmp_path) -> None:
 def test_lines_around_the_flags_are_skipped(tmp_path) -> None:
     text = "set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
     (tmp_path / "run.sh").write_text(f"{text}  --split 9,1,0 2>&1 | tee log --flush\necho done\n")
-    assert read_flag_file(tmp_path / "run.sh") == ["--lr", "-1e-4", "--split", "9,1,0"]
+    assert read_command(tmp_path / "run.sh")[2] == ["--lr", "-1e-4", "--split", "9,1,0"]
     (tmp_path / "run.sh").write_text("python -m oneflow_gpt.training --seed 1 &\nwait\n")
-    assert read_flag_file(tmp_path / "run.sh") == ["--seed", "1"]
+    assert read_command(tmp_path / "run.sh")[2] == ["--seed", "1"]
 
 
 @pytest.mark.parametrize("detached", ["", "1"])

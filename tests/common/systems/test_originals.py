@@ -24,10 +24,9 @@ from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.systems import config as systems
-from common.systems.bases import read_with_bases
 from common.systems.config import COMMAND_LINES, DIALECTS, Opened, open_config, open_flags
-from common.systems.dialect import Dialect
-from common.systems.flags import read_flag_file, read_flags
+from common.systems.dialect import Dialect, read_foreign
+from common.systems.flags import read_command, read_flags
 from common.weights.names import count_parameters
 from tools import convert_config
 
@@ -230,13 +229,13 @@ def trees() -> Iterator[tuple[str, Dialect, dict[str, Any], dict[Any, str]]]:
     for name in FIGURES:
         path = ORIGINALS / name
         if path.suffix == ".sh":
-            words = read_flag_file(path)
+            words = read_command(path)[2]
             dialect = COMMAND_LINES[systems.find_command_line(words)]
             yield name, dialect, *read_flags(words, str(path), dialect.table)[:2]
         else:
             found = systems.ConfigFile.read(path).dialect
             assert found is not None
-            tree, sources = read_with_bases(path, found.base)
+            tree, sources = read_foreign(path, found.base)
             yield name, found, tree, sources
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from common.errors import TokenizerError
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.tokenizer.bert_files import SPECIAL
 from common.tokenizer.lines import encode_documents, encode_prompt
+from common.tokenizer.words import SPECIAL
 
 transformers = pytest.importorskip("transformers")
 

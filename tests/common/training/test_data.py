@@ -31,8 +31,8 @@ from common.tokenizer import load_tokenizer
 from common.tokenizer.bpe_files import byte_alphabet
 from common.training import data as module
 from common.training.data import TrainingData, open_corpus, open_data, open_tokenizer
+from common.training.session import announce
 from common.training.start import Start
-from common.training.summary import announce
 from tests.tiny import tiny_run
 
 SIZE = 101

@@ -149,11 +149,11 @@ def test_ends_and_another_start() -> None:
 
 
 def test_a_resumed_run_continues() -> None:
-    state = TrainState(step=12, skipped_steps=5, updated_samples=60, rate_factor=0.5)
+    state = TrainState(step=12, skipped_steps=5, updated_samples=60)
     run = make_run({"rampup_batch_size": RAMP}, **BY_SAMPLES)
-    assert Schedule(run.optimizer, state).rate() == 0.5 * learning_rate(run.optimizer, 60)
+    assert Schedule(run.optimizer, state).rate() == learning_rate(run.optimizer, 60)
     run = make_run(**BY_STEPS)
-    assert Schedule(run.optimizer, state).rate() == 0.5 * learning_rate(run.optimizer, 7)
+    assert Schedule(run.optimizer, state).rate() == learning_rate(run.optimizer, 7)
 
 
 def test_text() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["GLOG_v"] = "4"  # noqa: SIM112
+os.environ["MS_DEV_DUMP_IR_PASSES"] = "validate"  # or 150 files of 100 MB are written
 
 import mindspore as ms
 import numpy as np

@@ -78,6 +78,7 @@ SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 All resume under their own too.
 """
 EXPORTED = ("dp2 tp2 pp2", "zero3 on 4", "zero3 tp2", "zero3 on 2")
+UNSAVED = "zero3 tp2"
 if importlib.util.find_spec("deepspeed") is None:
     SAVED = {name: each for name, each in SAVED.items() if not name.startswith("deepspeed")}
     SAVED["zero3 on 2"] = (ADAMW, (), ())
@@ -88,32 +89,40 @@ PAIRS = [
 ]
 
 
+def half_of(run: Path) -> Path:
+    return run / "checkpoints" / "step_00000004"
+
+
 @pytest.fixture(scope="module")
 def folder(
     tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
 ) -> Path:
-    """whole NAME: eight steps; NAME: four; NAME, OTHER: from there to step eight under another
-    layout, or the same; NAME, copied: read and written again by one process.
+    """NAME: eight steps; NAME, OTHER: from the fourth to the eighth under another layout, or the
+    same; NAME, copied: the fourth, read and written again by one process; NAME, unsaved: eight
+    steps that are saved at their end only.
     """
     folder = tmp_path_factory.mktemp("changes")
     jobs = []
 
-    def add(name: str, place: str, numerics: dict[str, Any], steps: int, saved: str = "") -> None:
+    def add(
+        name: str, place: str, numerics: dict[str, Any], steps: int, saved: str = "", every: int = 4
+    ) -> None:
         ranks, settings = PLACES[place]
-        resume = {"checkpoint__resume": str(folder / saved)} if saved else {}
+        resume = {"checkpoint__resume": str(half_of(folder / saved))} if saved else {}
         changes = {**numerics, **settings, **resume, "train__max_steps": steps, "ranks": ranks}
+        changes["checkpoint__interval"] = every
         jobs.append(TORCH.job(folder / name, corpus_prefix, **changes))
 
     chosen = params_of(request, "saved", "resumed")
     for saved, (numerics, suite, campaign) in SAVED.items():
-        add(f"whole {saved}", saved, numerics, 8)
-        add(saved, saved, numerics, 4)
+        add(saved, saved, numerics, 8)
         if saved in EXPORTED:
             add(f"{saved}, copied", "one", numerics, 4, saved)
         for name in ("same", *suite, *campaign):
             if (saved, name) in chosen:
                 place = saved if name == "same" else name
                 add(f"{saved}, {name}", place, numerics, 8, saved)
+    add(f"{UNSAVED}, unsaved", UNSAVED, ADAMW, 8, every=8)
     run_ranks(8, jobs, seconds=4.0)
     return folder
 
@@ -121,12 +130,16 @@ def folder(
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_a_run_resumes_under_another_layout(folder: Path, saved: str, resumed: str) -> None:
     """Against the run that was never stopped, under the layout of the checkpoint."""
-    whole, later = folder / f"whole {saved}", folder / f"{saved}, {resumed}"
+    whole, later = folder / saved, folder / f"{saved}, {resumed}"
     assert [row["step"] for row in rows_of(later)] == [5, 6, 7, 8]
     tolerance = 0.0 if resumed == "same" else TOLERANCE
     require_equal(later, whole, tolerance, last=len(read_metrics(later / "metrics.jsonl")))
     if resumed == "same":
         require_same_bits(later, whole, last=4)
+
+
+def test_a_save_does_not_change_the_run(folder: Path) -> None:
+    require_same_bits(folder / UNSAVED, folder / f"{UNSAVED}, unsaved", last=8)
 
 
 @pytest.mark.parametrize("saved", EXPORTED)
@@ -135,7 +148,7 @@ def test_an_export_is_the_file_that_one_process_writes(
 ) -> None:
     """Byte for byte, whoever wrote the checkpoint and however many rows padded its vocabulary."""
     copied = require_checkpoint(folder / f"{saved}, copied", "test")
-    words = TORCH.job(tmp_path, tmp_path, checkpoint__load=str(folder / saved))
+    words = TORCH.job(tmp_path, tmp_path, checkpoint__load=str(half_of(folder / saved)))
     run, inputs = make_run(build_config(words), "export")
     assert inputs.checkpoint is not None
     export(run, inputs.checkpoint)
@@ -172,7 +185,8 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_
     """Three ranks, since two would sum alike in any order; dropout, since each rank draws masks of
     its own.
     """
-    settings = DROPS | {"train__max_steps": 60, "checkpoint__interval": 25}
+    settings = DROPS | {"model__num_layers": 1}
+    settings |= {"train__max_steps": 60, "checkpoint__interval": 25}
     whole, halves = (
         TORCH.job(tmp_path / name, corpus_prefix, **settings) for name in ("whole", "halves")
     )

@@ -65,7 +65,9 @@ SMALL: dict[str, Any] = {
     "train__max_steps": 5,
     "optimizer__clip_grad": 1.0,
 }
-COMPILED = {"tp2 sp": SEQUENCE, "zero3": SPLIT}
+ASYNC: dict[str, Any] = {**SEQUENCE, "parallel__async_tensor_parallel": True}
+# the last one, since its stand-ins for kernels stay
+COMPILED = {"tp2 sp": SEQUENCE, "zero3": SPLIT, "async": ASYNC | {"watched": "joined_products"}}
 QUANTIZING = SMALL | FEW_BITS | {"quantization": {"weights": "abs_max", "weight_bits": 4}}
 
 
@@ -183,14 +185,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> P
         pytest.skip("no C++ compiler, which torch.compile needs on a CPU: neither g++ nor CXX")
     folder = tmp_path_factory.mktemp("compiled")
     compiled = {"train__compile": True, "train__micro_batch_size": 6}
-    jobs = [
-        TORCH.job(folder / name, corpus_prefix, **SMALL, **layout, **compiled)
-        for name, layout in COMPILED.items()
-    ]
-    jobs.append(TORCH.job(folder / "one", corpus_prefix, ranks=1, **SMALL))
+    jobs = [TORCH.job(folder / "one", corpus_prefix, ranks=1, **SMALL)]
     for name, compile in (("few bits", False), ("few bits compiled", True)):
         changes = QUANTIZING | {"ranks": 1, "train__compile": compile}
         jobs.append(TORCH.job(folder / name, corpus_prefix, **changes))
+    jobs += [
+        TORCH.job(folder / name, corpus_prefix, **SMALL, **layout, **compiled)
+        for name, layout in COMPILED.items()
+    ]
     # in the ranks, without processes of its own
     run_ranks(2, jobs, variables={"TORCHINDUCTOR_COMPILE_THREADS": "1"}, seconds=90.0)
     return folder
@@ -200,6 +202,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> P
 def test_a_compiled_layout_trains_as_one_process(compiled: Path, graph: str) -> None:
     assert len(rows_of(compiled / "one")) == 5
     require_equal(compiled / graph, compiled / "one", TOLERANCE)
+    if graph == "async":
+        for rank in range(2):
+            # two micro batches a step; two regions a pass, with a gather and a scatter each
+            assert set(joined_products(compiled / graph, rank)) == {2 * 2 * 2 * 5}
+
+
+def joined_products(run: Path, rank: int) -> list[int]:
+    """Return the numbers of gathers and of scatters that were joined with a product."""
+    counts = json.loads((run / f"watched_{rank}.json").read_text())
+    assert counts.keys() == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
+    return list(counts.values())
 
 
 def test_a_compiled_step_rounds_to_few_bits_alike(compiled: Path) -> None:

@@ -19,6 +19,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import deepspeed.runtime.engine
 import torch
+import torch._dynamo  # once, and not by each rank for its optimizer
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec

@@ -66,3 +66,13 @@ _base_: {ORIGINALS}/pretrain_gpt_345M_single_card.yaml
     assert "Compress.Quantization.activation_preprocess_type" in opened.ours.without_effect
     disabled = open_config(tmp_path / "run.yaml", ["Compress.Quantization.enable=False"])
     assert disabled.config.quantization is None
+
+
+def test_a_section_that_inherits_nothing(tmp_path: Path) -> None:
+    """Its base clips gradients; Paddle's optimizer without grad_clip does not."""
+    text = f"_base_: {ORIGINALS}/pretrain_gpt_345M_single_card.yaml\nOptimizer:\n"
+    for inherited, norm in ((True, 1.0), (False, 0.0)):
+        own = f"  _inherited_: {inherited}\n  lr: {{max_lr: 1.0e-3}}\n"
+        (tmp_path / "run.yaml").write_text(text + own)
+        found = open_config(tmp_path / "run.yaml").config.optimizer
+        assert (found.learning_rate, found.clip_grad) == (1e-3, norm)

@@ -71,7 +71,7 @@ def test_a_yaml_of_r03_with_its_base(folder: Path) -> None:
     (folder / "run_gpt2.yaml").write_text(run)
     assert sizes_of(folder) == SIZES
     base.unlink()
-    with pytest.raises(ConfigError, match=r"gpt2\.yaml: no such file; copy it beside"):
+    with pytest.raises(ConfigError, match=r"gpt2\.yaml: no such file"):
         sizes_of(folder)
 
 

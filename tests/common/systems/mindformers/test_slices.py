@@ -323,11 +323,11 @@ def test_incomplete_slices_give_one_message(slices: Path, message: str, capsys: 
 @pytest.mark.parametrize(
     "record",
     [
-        {"dev_matrix": [2, 2], "tensor_map": [2], "field": 0},
-        {"dev_matrix": [2, 2], "tensor_map": [0, 0], "field": 0},
+        {"dev_matrix": [2, 2], "tensor_map": [2]},
+        {"dev_matrix": [2, 2], "tensor_map": [0, 0]},
         {"dev_matrix": [2], "tensor_map": [-1], "param_split_shape": [3, 4]},
+        {"dev_matrix": [2], "tensor_map": [-1], "field": 1},
         {"dev_matrix": [2**40], "tensor_map": [-1]},
-        {"tensor_map": [-1]},
     ],
 )
 def test_layouts_that_nothing_has(record: dict[str, Any], tmp_path: Path) -> None:

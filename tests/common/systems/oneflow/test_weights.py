@@ -1,5 +1,5 @@
 """OneFlow-Benchmark's snapshots, written here by its own rules out of transformers' weights, with
-meta files of google's protobuf.
+meta files as google's protobuf prints its messages.
 """
 
 import re
@@ -13,14 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("google.protobuf")
-
-from google.protobuf import (  # noqa: E402
-    descriptor_pb2,
-    descriptor_pool,
-    message_factory,
-    text_format,
-)
 
 from common.conversion.convert import convert  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
@@ -31,39 +23,15 @@ SECTION = (
     f"{{num_layers: {LAYERS}, hidden_size: {WIDTH}, num_heads: {HEADS}, seq_length: {POSITIONS},"
     f" vocab_size: {VOCABULARY}}}"
 )
-TYPES = {"float32": 2, "float64": 3, "int64": 6}
-
-
-def meta_class() -> Any:
-    """Return the message VariableMetaInfo, with the numbers of oneflow's .proto files."""
-    file = text_format.Parse(
-        """name: "meta.proto" package: "oneflow" syntax: "proto2"
-        enum_type { name: "DataType"
-            value { name: "kInvalidDataType" number: 0 } value { name: "kFloat" number: 2 }
-            value { name: "kDouble" number: 3 } value { name: "kInt64" number: 6 } }
-        message_type { name: "ShapeProto" field { name: "dim" number: 1 label: LABEL_REPEATED
-            type: TYPE_INT64 } }
-        message_type { name: "VariableMetaInfo"
-            field { name: "shape" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE
-                type_name: ".oneflow.ShapeProto" }
-            field { name: "data_type" number: 3 label: LABEL_OPTIONAL type: TYPE_ENUM
-                type_name: ".oneflow.DataType" } }""",
-        descriptor_pb2.FileDescriptorProto(),
-    )
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("oneflow.VariableMetaInfo"))
-
-
-META = meta_class()
+TYPES = {"float32": "kFloat", "float64": "kDouble", "int64": "kInt64"}
 
 
 def save(snapshot: Path, name: str, array: np.ndarray) -> None:
     (snapshot / name).mkdir(parents=True)
     (snapshot / name / "out").write_bytes(array.tobytes())
-    meta = META(data_type=TYPES[array.dtype.name])
-    meta.shape.dim[:] = array.shape
-    (snapshot / name / "meta").write_text(text_format.MessageToString(meta))
+    dims = "".join(f"  dim: {size}\n" for size in array.shape)
+    meta = f"shape {{\n{dims}}}\ndata_type: {TYPES[array.dtype.name]}\n"
+    (snapshot / name / "meta").write_text(meta)
 
 
 def by_head(array: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Attention by one kernel that keeps no scores: where a framework has it on a device.
+"""What a device decides of the computation: the kernel of attention, and rows of the loss at once.
 
-MindSpore has one on Ascends (FlashAttentionScore). torch chooses such kernels by itself, with and
-without a mask, where they are:
+MindSpore has a kernel that keeps no scores on Ascends (FlashAttentionScore). torch chooses such
+kernels by itself, with and without a mask, where they are:
 
 - torch_npu has none for the first Ascend 910 (op-plugin's ScaledDotProductAttentionKernelNpuOpApi);
 - a CPU's has no dropout (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp).
@@ -58,3 +58,22 @@ def _has_kernel(config: Run, hardware: Hardware) -> bool:
         return not config.model.attention_dropout
     accelerator = find_accelerator(hardware.name) if hardware.name else None
     return accelerator is None or accelerator.name != FIRST_ASCEND
+
+
+MIN_ROWS, MAX_ROWS = 1024, 16_384
+_SHARE = 24
+"""Float32 logits take at most this part of an accelerator's memory: 3.3 of 80 GB."""
+
+
+def loss_rows(config: Run, memory: int | None) -> int:
+    """Return how many positions have logits at one time: ``train.loss_rows`` if given.
+
+    The head's gradient is added up once for each such part, so fewer parts move fewer bytes.
+    memory: bytes of the accelerator, None on a CPU, where more rows are not faster.
+    """
+    if config.train.loss_rows is not None:
+        return config.train.loss_rows
+    if memory is None:
+        return MIN_ROWS
+    fitting = memory // (_SHARE * 4 * (config.vocab_rows // config.parallel.model_parallel))
+    return min(MAX_ROWS, max(MIN_ROWS, 1 << fitting.bit_length() >> 1))
