@@ -62,7 +62,7 @@ class Terminal:
         self.say(("\n" if self._in_a_line else "") + self._rest())
 
     def _rest(self) -> str:
-        return f"the rest of the output is in {self.log} (or the .N beside it after a restart)"
+        return f"the rest of the output is in {self.log}; a restart adds a number to that name"
 
     def close(self, limit: float = 2.0) -> None:
         """Wait at most ``limit`` seconds until all is written, then write what stderr still takes.

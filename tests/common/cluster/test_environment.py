@@ -52,6 +52,7 @@ HOROVOD = env(
     " HOROVOD_GLOO_RENDEZVOUS_PORT=41000 HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo"
     " HOROVOD_GLOO_IFACE=eth0 NCCL_SOCKET_IFNAME=eth0"
 )
+LEFT_BY_HOROVOD = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "x", "HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}
 HOROVOD_PORT = 61440 + 41000 % 4095
 # a batch script's, after `env | grep SLURM` of a public job of 4 nodes x 1 task: no SLURM_STEP_*
 BATCH_SCRIPT = env(
@@ -197,7 +198,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         (env("RANK_ID=0 MA_NUM_HOSTS=2"), "RANK_ID=0, but RANK_SIZE is not set; set both"),
         ({**MSRUN, "MS_NODE_ID": ""}, "MS_NODE_ID is not set; give msrun --node_rank"),
         ({**MSRUN, "MS_WORKER_NUM": ""}, "MS_WORKER_NUM is not set: expected the number of"),
-        ({**OPEN_MPI, **MPI_ALONE}, "mpirun -x MASTER_ADDR=HOST_OF_RANK_0"),
+        (OPEN_MPI | MPI_ALONE, "mpirun -x MASTER_ADDR=HOST_OF_RANK_0"),
         (env("PMI_RANK=1 PMI_SIZE=2"), "PMI_SIZE=2, but not which of these processes this one is"),
         (env("MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=4"), "unset MV2_COMM_WORLD_SIZE for one"),
         (
@@ -206,6 +207,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
             " start them with Open MPI's mpirun, srun or torchrun, or unset OMPI_COMM_WORLD_SIZE",
         ),
         ({**HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR": ""}, "set MASTER_ADDR to the address"),
+        (OPEN_MPI | MPI_ALONE | LEFT_BY_HOROVOD, "1 of them here, and MASTER_ADDR is not set"),
         (
             {**HOROVOD, "RANK": "0", "WORLD_SIZE": "8"},
             "RANK=0 of WORLD_SIZE=8, but HOROVOD_RANK=5 of HOROVOD_SIZE=8; unset RANK",
