@@ -119,6 +119,7 @@ def job_of_ranks(
     children = make_children(
         places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
     )
+    children = tuple(replace(child, folder=request.folder) for child in children)
     if config.logging.style == "fleetx":  # names of Paddle's launcher
         children = tuple(
             child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
