@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, OWN_PORTS, is_loopback
 from common.whole_numbers import MAX_RANKS, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def _of_mpi(prefix: str, launcher: str, variables: _Variables) -> Process | None
         )
     # simultaneous runs have different ports of horovodrun
     meeting = variables.number("HOROVOD_GLOO_RENDEZVOUS_PORT", 0) if of_horovod else 0
-    port = _own_port(meeting) if meeting else DEFAULT_PORT
+    port = OWN_PORTS[meeting % len(OWN_PORTS)] if meeting else DEFAULT_PORT
     local = variables.number(f"{prefix}LOCAL_RANK")
     return variables.process(launcher, pair, local, here, master=master, port=port)
 
@@ -459,7 +459,7 @@ def _srun(variables: _Variables) -> Process | None:
         )
     here, master = variables.tasks_here() or local + 1, variables.master or first_node(nodes)
     # steps of one job that run at the same time have different numbers
-    port = _own_port(variables.number("SLURM_JOB_ID", 0) + step)
+    port = OWN_PORTS[(variables.number("SLURM_JOB_ID", 0) + step) % len(OWN_PORTS)]
     return variables.process("srun", pair, local, here, master=master, port=port)
 
 
@@ -473,8 +473,3 @@ def first_node(nodes: str) -> str:
             " set MASTER_ADDR"
         )
     return name
-
-
-def _own_port(number: int) -> int:
-    """Return a port for a run of this number, above those that the system assigns."""
-    return 61440 + number % 4095

@@ -59,7 +59,7 @@ def test_a_free_port_on_one_host_and_a_known_one_on_several() -> None:
     first, second = (int(variables(find_places(range(2)), 0)["MASTER_PORT"]) for _ in range(2))
     with socket.socket() as free:
         free.bind(("127.0.0.1", second))
-    assert first > 1023
+    assert first > 61439  # a connection of another program would take a lower one meanwhile
     several = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=0)
     assert variables(several, 0)["MASTER_PORT"] == "29500"
     assert variables(several, 0, MASTER_PORT="4000")["MASTER_PORT"] == "4000"
