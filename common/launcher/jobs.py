@@ -26,7 +26,7 @@ from common.launcher.request import LaunchRequest, absolute
 from common.launcher.supervisor import Job
 from common.launcher.terminal import tell
 from common.parallel.run import Run
-from common.planner.cluster import layout_warnings
+from common.planner.show import layout_warnings
 from common.processes.addresses import is_own
 from common.processes.process_tree import cores_of_ranks
 from common.resolve.auto_device import sees_accelerator

@@ -36,7 +36,7 @@ from common.launcher.terminal import tell
 from common.log import show
 from common.parallel.run import Run
 from common.paths import TOOLS
-from common.planner.cluster import describe_cluster
+from common.planner.show import describe_cluster
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK
 from common.resolve.derive import resolve_mode
 from common.run_folder import require_free_folder
