@@ -28,6 +28,18 @@ def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def small_tree(**changes: Any) -> dict[str, Any]:
+    """Ten steps on four layers of width 32."""
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 16, "seq_length": 8}
+    tree: dict[str, Any] = {
+        "output_dir": "out",
+        "model": sizes | {"vocab_size": 100},
+        "train": {"max_steps": 10, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    return changed(tree, changes)
+
+
 def blended(corpus: Path) -> list[str | float]:
     """data.train of a blend of the session's corpus and the one beside it."""
     return [0.7, str(corpus), 0.3, str(corpus.with_name("other"))]

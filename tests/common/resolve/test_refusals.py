@@ -10,12 +10,15 @@ import yaml
 from common.config.load import build_config
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
+from tests.config_overrides import small_tree
 
 BASES: dict[str, dict[str, Any]] = {
-    "plain": {"ranks": 1, "heads": 16},
-    "deepspeed": {"ranks": 4, "engine": "deepspeed", "accumulation": 3},
-    "mindspore": {"ranks": 4, "backend": "mindspore", "device": "npu", "accumulation": 4},
-}
+    "plain": {"ranks": 1},
+    "deepspeed": {"ranks": 4, "engine": "deepspeed", "train__accumulation_steps": 3},
+    "mindspore": {
+        "ranks": 4, "backend": "mindspore", "device": "npu", "train__accumulation_steps": 4,
+    },
+}  # fmt: skip
 
 
 def rows() -> Iterator[Any]:
@@ -27,19 +30,7 @@ def rows() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("base", "words", "said"), [*rows()])
 def test_refused(base: str, words: list[str], said: list[str]) -> None:
-    own = dict(BASES[base])
-    ranks, heads = own.pop("ranks"), own.pop("heads", 4)
-    train = {"max_steps": 10, "micro_batch_size": 2}
-    if accumulation := own.pop("accumulation", None):
-        train["accumulation_steps"] = accumulation
-    sizes = {"num_layers": 4, "hidden_size": 32, "seq_length": 8, "vocab_size": 100}
-    tree: dict[str, Any] = {
-        "output_dir": "out",
-        "model": {**sizes, "num_heads": heads},
-        "train": train,
-        "optimizer": {"learning_rate": 0.1},
-        **own,
-    }
+    tree = small_tree(**BASES[base])
     for word in words:
         dotted, _, value = word.partition("=")
         *sections, key = dotted.split(".")
@@ -47,7 +38,7 @@ def test_refused(base: str, words: list[str], said: list[str]) -> None:
         for section in sections:
             at = at.setdefault(section, {})
         at[key] = yaml.safe_load(value)
-    ranks = tree.pop("ranks", ranks)
+    ranks = tree.pop("ranks")
     with pytest.raises(ConfigError) as caught:
         resolve_config(build_config(tree), world_size=ranks)
     assert [words for words in said if words not in str(caught.value)] == []
