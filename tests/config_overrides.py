@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 GPT2_124M = tuple(
     f"model.{key}"
     for key in ("num_layers=12", "hidden_size=768", "num_heads=12", "seq_length=1024",
@@ -38,6 +40,18 @@ def small_tree(**changes: Any) -> dict[str, Any]:
         "optimizer": {"learning_rate": 0.1},
     }
     return changed(tree, changes)
+
+
+def with_words(tree: dict[str, Any], words: str) -> dict[str, Any]:
+    """``tree`` with words ``section.key=value`` put in, whose values are YAML."""
+    for word in words.split():
+        dotted, _, value = word.partition("=")
+        *sections, key = dotted.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = yaml.safe_load(value)
+    return tree
 
 
 def blended(corpus: Path) -> list[str | float]:

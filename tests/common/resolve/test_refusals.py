@@ -10,7 +10,7 @@ import yaml
 from common.config.load import build_config
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
-from tests.config_overrides import small_tree
+from tests.config_overrides import small_tree, with_words
 
 BASES: dict[str, dict[str, Any]] = {
     "plain": {"ranks": 1},
@@ -25,20 +25,13 @@ def rows() -> Iterator[Any]:
     table = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
     for base, listed in table.items():
         for words, *said in listed:
-            yield pytest.param(base, words.split(), said, id=f"{base}: {words}")
+            yield pytest.param(base, words, said, id=f"{base}: {words}")
 
 
 @pytest.mark.parametrize(("base", "words", "said"), [*rows()])
-def test_refused(base: str, words: list[str], said: list[str]) -> None:
-    tree = small_tree(**BASES[base])
-    for word in words:
-        dotted, _, value = word.partition("=")
-        *sections, key = dotted.split(".")
-        at = tree
-        for section in sections:
-            at = at.setdefault(section, {})
-        at[key] = yaml.safe_load(value)
+def test_refused(base: str, words: str, said: list[str]) -> None:
+    tree = with_words(small_tree(**BASES[base]), words)
     ranks = tree.pop("ranks")
     with pytest.raises(ConfigError) as caught:
         resolve_config(build_config(tree), world_size=ranks)
-    assert [words for words in said if words not in str(caught.value)] == []
+    assert [each for each in said if each not in str(caught.value)] == []
