@@ -64,10 +64,9 @@ def test_the_products_factor_is_what_the_fitted_half_gives(
     ("source", "rows", "most"), [("Megatron SC21", 10, 0.15), ("this project", 4, 0.09)]
 )
 def test_rows_that_are_all_near(figures: list[Figure], source: str, rows: int, most: float) -> None:
-    """As near as the published digits tell: Megatron's 137 TFLOP/s are 136.5 to 137.5."""
     found = times(figures, lambda each: each.row["source"] == source)
     assert len(found) == rows
-    assert all(each.error <= most + each.ratio * each.rounding for each in found)
+    assert all(each.error <= most for each in found)
     assert sum(each.error > 0.1 for each in found) <= 1
 
 
@@ -87,10 +86,10 @@ def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "most", "beyond"),
-    [("BLOOM tuning", 0.1, 1), ("PaddleFleetX", 0.1, 0), ("this project", 0.04, 0)],
+    ("source", "rows", "most"),
+    [("BLOOM tuning", 32, 0.1), ("PaddleFleetX", 2, 0.1), ("this project", 3, 0.04)],
 )
-def test_memory(figures: list[Figure], source: str, most: float, beyond: int) -> None:
+def test_memory(figures: list[Figure], source: str, rows: int, most: float) -> None:
     found = [each for each in figures if each.is_memory and each.row["source"] == source]
-    assert sum(each.error > most for each in found) == beyond
+    assert len(found) == rows and all(each.error <= most for each in found)
     assert median(each.error for each in found) <= most / 2
