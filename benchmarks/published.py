@@ -212,7 +212,9 @@ def loss(figures: Sequence[Figure]) -> float:
 
 
 def fit(figures: Sequence[Figure], start: Sequence[float]) -> list[float]:
-    """Return the five factors with the least loss, to two digits, and set them."""
+    """Return the five factors with the least loss, to two digits, and set them. One on which no row
+    depends keeps its start.
+    """
     from scipy.optimize import minimize
 
     def of(factors: Sequence[float]) -> float:
@@ -220,8 +222,11 @@ def fit(figures: Sequence[Figure], start: Sequence[float]) -> list[float]:
         return loss(figures) if min(factors) > 0 else math.inf
 
     options = {"xatol": 0.002, "fatol": 1e-4}
-    found = minimize(of, start, method="Nelder-Mead", options=options).x
-    factors = [round(float(value), 2) for value in found]
+    best = minimize(of, start, method="Nelder-Mead", options=options)
+    factors = [round(float(value), 2) for value in best.x]
+    for at, first in enumerate(start):
+        if of([*best.x[:at], first, *best.x[at + 1 :]]) == best.fun:
+            factors[at] = first  # no row depends on it
     set_factors(factors)
     return factors
 
