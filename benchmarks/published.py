@@ -126,9 +126,8 @@ class Figure:
 def widened(config: Run, stage: StagePlan) -> int:
     """Return the bytes that nvidia-smi shows beyond the peak of a step of DeepSpeed's ZeRO.
 
-    Its update makes one float32 tensor of a rank's gradients (stage_1_and_2.py, ``step``).
-    Activations have left smaller pieces of memory, so torch's allocator takes new memory for it,
-    and keeps both. With too little it would free the pieces, so the plan counts the larger one.
+    Its update makes one float32 tensor of a rank's gradients (stage_1_and_2.py, ``step``). The
+    pieces that activations left are smaller, so torch takes new memory, and keeps both.
     """
     part = -(-stage.parameters // shard_ranks(config))
     return 4 * part * has_low_gradients(config)
@@ -277,16 +276,7 @@ def report(figures: Iterable[Figure]) -> list[str]:
     for each in figures:
         if each.is_memory:
             groups.setdefault(f"memory: {each.row['source']}", []).append(each)
-    head = (
-        "rows",
-        "n",
-        "median error",
-        "within 15 %",
-        "25 %",
-        "planned / measured",
-        "least",
-        "most",
-    )
+    head = ("rows", "n", "median error", "within 15 %", "25 %", "plan / measured", "least", "most")
     return table(head, [_row(name, some) for name, some in groups.items()])
 
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.published import Figure, errors, fit, loss, plan_row, read_rows
+from benchmarks.published import Figure, errors, loss, plan_row, read_rows
 from common.planner import timing
 from common.planner.timing import RANGES
 
@@ -58,17 +58,6 @@ def test_the_products_factor_is_what_the_fitted_half_gives(
     for other in (timing.PRODUCTS - 0.01, timing.PRODUCTS + 0.01):
         monkeypatch.setattr(timing, "PRODUCTS", other)
         assert best < loss(fitted)
-
-
-def test_a_factor_on_which_no_row_depends_keeps_its_start(
-    figures: list[Figure], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Attention is written out in the runs of 2021. A free factor would drift, to 0 too."""
-    for name in ("PRODUCTS", "ATTENTION", "ATTENTION_OF_HOPPER", "NETWORK"):
-        monkeypatch.setattr(timing, name, getattr(timing, name))
-    monkeypatch.setitem(timing.ELEMENTS, "eager", timing.ELEMENTS["eager"])
-    found = times(figures, lambda each: each.row["source"] == "Megatron SC21")
-    assert fit(found, [0.6, 0.5, 0.4, 0.5, 0.5])[1:3] == [0.5, 0.4]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from common.errors import DataError, UserError
 from common.inputs import _paths_here, check_inputs
 from common.resolve.derive import resolve_config
 from run_gpt2 import main
-from tests.config_overrides import small_tree, with_words
+from tests.common.resolve.test_refusals import small_tree, with_words
 
 
 def config(words: str = "") -> RunConfig:

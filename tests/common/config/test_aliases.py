@@ -17,7 +17,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
-from tests.config_overrides import with_words
+from tests.common.resolve.test_refusals import with_words
 
 MODEL = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 16, "vocab_size": 100}
 TREE: dict[str, Any] = {"output_dir": "out", "model": MODEL, "optimizer": {"learning_rate": 0.1}}

@@ -11,7 +11,7 @@ from common.config.load import build_config
 from common.config.schema import EvaluationConfig, RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import fitting_vocabulary, resolve_config, resolve_mode
-from tests.config_overrides import small_tree
+from tests.common.resolve.test_refusals import small_tree
 
 
 def config(**changes: Any) -> RunConfig:

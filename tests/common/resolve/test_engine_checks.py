@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
-from tests.config_overrides import small_tree
+from tests.common.resolve.test_refusals import small_tree
 
 GOLDEN = Path(__file__).parent / "golden" / "deepspeed"
 ORIGINALS = Path(__file__).parents[1] / "systems" / "originals"

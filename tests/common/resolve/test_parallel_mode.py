@@ -17,7 +17,7 @@ from common.resolve.engine_checks import check_here
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import semi_auto_settings
 from common.run_config import load_config
-from tests.config_overrides import small_tree
+from tests.common.resolve.test_refusals import small_tree
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 GOLDEN = Path(__file__).parent / "golden" / "semi_auto"

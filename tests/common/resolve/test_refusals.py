@@ -10,7 +10,7 @@ import yaml
 from common.config.load import build_config
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
-from tests.config_overrides import small_tree, with_words
+from tests.config_overrides import changed
 
 BASES: dict[str, dict[str, Any]] = {
     "plain": {"ranks": 1},
@@ -19,6 +19,30 @@ BASES: dict[str, dict[str, Any]] = {
         "ranks": 4, "backend": "mindspore", "device": "npu", "train__accumulation_steps": 4,
     },
 }  # fmt: skip
+
+
+def small_tree(**changes: Any) -> dict[str, Any]:
+    """Ten steps on four layers of width 32."""
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 16, "seq_length": 8}
+    tree: dict[str, Any] = {
+        "output_dir": "out",
+        "model": sizes | {"vocab_size": 100},
+        "train": {"max_steps": 10, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    return changed(tree, changes)
+
+
+def with_words(tree: dict[str, Any], words: str) -> dict[str, Any]:
+    """``tree`` with words ``section.key=value`` put in, whose values are YAML."""
+    for word in words.split():
+        dotted, _, value = word.partition("=")
+        *sections, key = dotted.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = yaml.safe_load(value)
+    return tree
 
 
 def rows() -> Iterator[Any]:
