@@ -1,6 +1,6 @@
 """Shipped configs, as golden files of what differs from the defaults, which have one too. A
 changed default shows as one line of diff. Sizes, batches, layouts and rates are also compared with
-those of the systems they come from.
+those of the systems they come from, and hyper-parameters with files of these systems.
 """
 
 import os
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,8 +17,9 @@ import yaml
 from common.config.load import build_config, flatten
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.resolve.derive import resolve_config
+from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import load_config
+from common.systems.config import open_config
 from common.weights.names import count_parameters
 from tests.config_overrides import sizes_of
 from tools.config_schema import config_schema
@@ -109,6 +111,42 @@ SHAPES = {
     "run_gpt2_chinese_106m": (12, 768, 12, 512, 1024, 26679),
     "run_gpt2_chinese_82m": (10, 768, 12, 1024, 1024, 13317),
 }
+
+# Files of other systems, and the presets that have their hyper-parameters.
+ORIGINALS = {
+    "mindformers_r0.3/run_gpt2.yaml": ("run_gpt2",),
+    "mindformers_r0.3/run_gpt2_13b.yaml": ("run_gpt2_13b", "run_gpt2_13b_dp4_mp8"),
+    "mindformers_r0.3/run_gpt2_52b.yaml": ("run_gpt2_52b",),
+    "modelzoo/train_345M.sh": (
+        "run_gpt2_345m_modelzoo", "run_gpt2_345m_modelzoo_without_mp", "run_gpt2_1.3b_modelzoo",
+        "run_gpt2_2.7b", "run_gpt2_3.7b",
+    ),
+    "oneflow/pretrain_345M.sh": (
+        "run_gpt2_117m", "run_gpt2_345m", "run_gpt2_1536x16", "run_gpt2_2304x24",
+    ),
+    "fleetx/pretrain_gpt_345M_single_card.yaml": ("run_gpt2_345m_fleetx",),
+    "fleetx/pretrain_gpt_345M_mp8_qat.yaml": ("run_gpt2_345m_fleetx_qat",),
+    "fleetx/pretrain_gpt_1.3B_dp8.yaml": ("run_gpt2_1.3b_fleetx",),
+    "fleetx/pretrain_gpt_6.7B_sharding16.yaml": ("run_gpt2_6.7b",),
+    "fleetx/pretrain_gpt_175B_mp8_pp16.yaml": ("run_gpt2_175b",),
+}  # fmt: skip
+# What a preset's source gives otherwise: a second script, or for Chinese models no file at all.
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "run_gpt2_345m_modelzoo_without_mp": {
+        "loss_scale.mode": "static", "loss_scale.initial": 65536.0, "train.recompute": "none",
+    },
+    "run_gpt2_13b_dp4_mp8": {"train.recompute_slice_activation": False},
+    "run_gpt2_345m_fleetx_qat": {
+        "model.embedding_dropout": 0.0, "model.attention_dropout": 0.0, "model.hidden_dropout": 0.0,
+        "optimizer.decay_steps": 72_000, "optimizer.weight_decay": 0.02,
+        "train.max_steps": 100_000, "train.recompute": "none",
+    },
+}  # fmt: skip
+CHINESE = {
+    "model.embedding_dropout": 0.1, "model.attention_dropout": 0.1, "model.hidden_dropout": 0.1,
+    "optimizer.name": "adamw", "optimizer.schedule": "linear", "optimizer.warmup_steps": 2000,
+    "optimizer.epsilon": 1e-6, "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0,
+}  # fmt: skip
 
 
 @cache
@@ -225,6 +263,41 @@ def test_batch_layout_and_rates_are_those_of_the_source(name: str) -> None:
         assert config.vocab_rows == {1: 50304, 2: 50432, 4: 50688, 8: 51200}[tensor]
     rates = (config.optimizer.learning_rate, config.optimizer.min_learning_rate)
     assert rates == expected.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file, names in ORIGINALS.items() for name in names]
+)
+def test_hyper_parameters_are_those_of_the_systems_own_file(
+    file: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ROOT / "tests/common/systems/originals"
+    monkeypatch.chdir(folder / "modelzoo")  # beside its ds_config.json
+    words = ["engine=native"] if "modelzoo" in file else []
+    own = open_config(folder / file, words).config
+    theirs = dict(flatten(resolve_config(own, world_size=written_ranks(own)).model_dump()))
+    ours = dict(flatten(resolved(name).model_dump()))
+    keys = re.compile(
+        r"seed|logging\.style|(precision|loss_scale|quantization)\..*|model\.\w+_dropout"
+        r"|optimizer\.(?!.*learning_rate).*|train\.(max_|recompute).*|parallel\.zero_stage"
+    )
+    compared = [key for key in theirs | ours if keys.fullmatch(key)]
+    assert len(compared) > 40
+    wanted = {key: theirs.get(key) for key in compared} | OTHERWISE.get(name, {})
+    assert {key: ours.get(key) for key in compared} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("106m", {"precision.parameters": "float16", "train.max_epochs": 800.0}),
+        ("82m", {"precision.parameters": "float32", "train.max_epochs": 5.0, "data.stride": 768}),
+    ],
+)
+def test_hyper_parameters_of_the_chinese_models(name: str, own: dict[str, Any]) -> None:
+    found = dict(flatten(resolved(f"run_gpt2_chinese_{name}").model_dump()))
+    wanted = CHINESE | own
+    assert {key: found[key] for key in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", PRESETS)
