@@ -86,7 +86,7 @@ def schedule_warnings(config: Run) -> list[str]:
     if optimizer.decay > 1.5 * length:
         return [
             f"{where} is far beyond the run ({length:,} {unit}): its last update has {share} of the"
-            f" peak rate; {fix}"
+            f" peak rate; unless the run goes on later, {fix}"
         ]
     if optimizer.decay < 0.5 * length:
         return [

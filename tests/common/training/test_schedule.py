@@ -171,7 +171,7 @@ def test_text() -> None:
 
 
 BEFORE = "is before the end of the run (3,000 steps): the last 2,700 steps train at 1% of the peak"
-BEYOND = "is far beyond the run (60 steps): its last update has 96% of the peak rate; set optimizer"
+BEYOND = "is far beyond the run (60 steps): its last update has 96% of the peak rate; unless"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,8 @@ BEYOND = "is far beyond the run (60 steps): its last update has 96% of the peak 
          f"optimizer.decay_steps=300 {BEFORE} rate; set optimizer.decay_steps=3000, or null for"
          " the end of the run"),
         (60, {"decay_steps": 480},
-         f"optimizer.decay_steps=480 {BEYOND}.decay_steps=60, or null for the end of the run"),
+         f"optimizer.decay_steps=480 {BEYOND} the run goes on later, set optimizer.decay_steps=60,"
+         " or null for the end of the run"),
         (40, {"decay_samples": 300}, "the last 340 samples train at 1% of"),
         (30, {"warmup_samples": 480}, "the rate reaches 97% of its peak"),
         (300, {"decay_steps": 300, "warmup_steps": 299}, None),
