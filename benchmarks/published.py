@@ -126,8 +126,8 @@ class Figure:
 def widened(config: Run, stage: StagePlan) -> int:
     """Return the bytes that nvidia-smi shows beyond the peak of a step of DeepSpeed's ZeRO.
 
-    Its update makes one float32 tensor of a rank's gradients (stage_1_and_2.py, ``step``). The
-    pieces that activations left are smaller, so torch takes new memory, and keeps both.
+    Its update makes one float32 tensor of a rank's gradients (stage_1_and_2.py, ``step``). We take
+    it that torch keeps the smaller pieces that activations left, and gets new memory for it.
     """
     part = -(-stage.parameters // shard_ranks(config))
     return 4 * part * has_low_gradients(config)
