@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ def as_weights(
     moments = named(more.pop("moments", {}), "float32")
     fields = {"path": Path("made.here"), "format": "random", "moments": moments} | more
     return Weights(model=model, tensors=named(arrays, dtype), **fields)
+
+
+def resave(file: Path, edit: Callable[[Any], object]) -> None:
+    """Change the tree in a file of torch's."""
+    torch = pytest.importorskip("torch")
+    tree = torch.load(file, weights_only=False)
+    edit(tree)
+    torch.save(tree, file)
 
 
 def refused(

@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
-from tests.common.systems.tiny_weights import refused  # noqa: E402
+from tests.common.systems.tiny_weights import refused, resave  # noqa: E402
 from tests.ranks import ROOT  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -190,16 +190,14 @@ def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
     with FORMATS["deepspeed"].open(folder / "global_step3") as found:
         assert {tensor.dtype for tensor in found.tensors.values()} == {"bfloat16"}
         assert found.run is None and not found.moments
-        assert found.ignored["global_steps"] == "where training stood, without moments"
+        assert (
+            found.ignored["global_steps"]
+            == "where training stood, without the state of the optimizer"
+        )
 
 
 def changed(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def spoil(file: Path) -> None:
-        tree = torch.load(file, weights_only=False)
-        edit(tree)
-        torch.save(tree, file)
-
-    return spoil
+    return lambda file: resave(file, edit)
 
 
 def shorten(tree: Any) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.systems.gguf import FILE, write_gguf
-from common.systems.weights import Weight, Weights
+from common.systems.weights import Weights
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from common.weights.initial import initial_rows
 from common.weights.names import parameter_shapes
+from tests.common.systems.tiny_weights import as_weights
 from tests.peers import peer_python
 from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
@@ -142,12 +142,9 @@ json.dump({"kinds": answer, "ids": ids, "texts": texts, "dialogue": marked}, sys
 """
 
 
-def our_weights(folder: Path) -> Weights:
-    tensors = {
-        name: Weight(dtype="float32", shape=shape, load=partial(value_of, name, shape))
-        for name, shape in parameter_shapes(MODEL).items()
-    }
-    return Weights(path=folder, format="hf", model=MODEL, tensors=tensors)
+def our_weights() -> Weights:
+    shapes = parameter_shapes(MODEL)
+    return as_weights(MODEL, {name: value_of(name, shape) for name, shape in shapes.items()})
 
 
 @pytest.mark.campaign
@@ -163,7 +160,7 @@ def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) 
     for dtype, kind in KINDS.items():
         folder = tmp_path / kind
         folder.mkdir()
-        write_gguf(folder, our_weights(folder), dtype)
+        write_gguf(folder, our_weights(), dtype)
         asked["files"][kind] = str(folder / FILE)
         asked["known"][kind] = PROMPT + tokens[kind]
     asked["tokenizer"] = str(with_tokenizer(tmp_path / "bpe", gpt2_vocab_files))
@@ -227,13 +224,6 @@ def with_marks(folder: Path, files: tuple[Path, Path]) -> Path:
 def written(folder: Path, rows: int, values: dict[str, np.ndarray]) -> Path:
     """Write the file of a model whose other weights are 0."""
     model = MODEL.model_copy(update={"vocab_size": rows})
-    tensors = {
-        name: Weight(
-            dtype="float32",
-            shape=shape,
-            load=partial(values.get, name, np.zeros(shape, np.float32)),  # type: ignore[arg-type]
-        )
-        for name, shape in parameter_shapes(model).items()
-    }
-    write_gguf(folder, Weights(path=folder, format="hf", model=model, tensors=tensors), "float32")
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model).items()}
+    write_gguf(folder, as_weights(model, zeros | values), "float32")
     return folder / FILE
