@@ -21,7 +21,6 @@ from common.systems.run_state import (
     MODEL_YAML,
     checked_run,
     read_model_yaml,
-    reading_counters,
     require_moments,
     require_one_run,
 )
@@ -138,8 +137,13 @@ def weights_of_ranks(
     if run is not None:
         require_one_run(first.path, counter, step, run["state"]["step"])
     elif state:
-        with reading_counters(first.path):
+        try:
             run = new_run()
+        except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
+            raise ConfigError(
+                f"{first.path}: its counters or its loss scale are not numbers ({error}); copy it"
+                " again"
+            ) from None
         run = checked_run(first.path, run)
     else:
         stood = {counter: "where training stood, without the state of the optimizer"}

@@ -132,11 +132,11 @@ class Saved:
     """Tree of the optimizer, which holds the loss scale."""
 
 
-def read_optimizers(there: Checkpoint) -> list[Saved]:
-    """Return the optimizer of each model-parallel rank; nothing where none was saved.
+def read_optimizers(there: Checkpoint) -> tuple[list[Saved], str]:
+    """Return the optimizer of each model-parallel rank, or nothing and why not.
 
-    Raises CheckpointError where the files do not fit the weights or each other, ConfigError for
-    ZeRO-3.
+    Raises CheckpointError where files of partitions do not fit the weights, and where ranks do not
+    fit each other. Raises ConfigError for ZeRO-3.
     """
     if there.optimizers:
         found = [
@@ -145,7 +145,11 @@ def read_optimizers(there: Checkpoint) -> list[Saved]:
         ]
         paths = [files[0].path for files in there.optimizers]
     else:
-        found = _read_all_whole(there)
+        try:
+            found = _read_all_whole(there)
+        except (*_OTHER_FORMS, CheckpointError) as error:
+            why = f"state of the optimizer: of no form that is known ({error!r}): only weights"
+            return [], why
         paths = [model.path for model in there.models]
     for one, path in zip(found, paths, strict=False):
         if one.steps != found[0].steps:
@@ -153,7 +157,7 @@ def read_optimizers(there: Checkpoint) -> list[Saved]:
                 f"{path}: its optimizer has made {one.steps} updates, and that of {paths[0].name}"
                 f" {found[0].steps}: these files are of several checkpoints; copy one whole"
             )
-    return found
+    return found, ""
 
 
 def _read_all_whole(there: Checkpoint) -> list[Saved]:
@@ -173,22 +177,13 @@ def _read_all_whole(there: Checkpoint) -> list[Saved]:
     return [found[t * by_stage + s] for s in range(by_stage) for t in range(there.tensor)]
 
 
-@contextmanager
-def _refused(path: Path, remedy: str) -> Iterator[None]:
-    """Turn the errors of a tree of another form into a CheckpointError."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(
-            f"{path}: its optimizer is not of these weights, or of an unknown form: {reason};"
-            f" {remedy}"
-        ) from None
+_OTHER_FORMS = (KeyError, IndexError, TypeError, AttributeError, ValueError)
+"""Errors of reading a tree of another form."""
 
 
 def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Checkpoint) -> Saved:
     path = files[0].path
-    with _refused(path, f"copy all {len(files)} of its files again, or take them away"):
+    try:
         states = [file.tree["optimizer_state_dict"] for file in files]
         for file, state in zip(files, states, strict=True):
             stage = state.get("zero_stage", 1)  # BF16_Optimizer names none, and cuts as 1 does
@@ -228,6 +223,12 @@ def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Chec
             steps=steps[0],
             state=states[0],
         )
+    except _OTHER_FORMS as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(
+            f"{path}: its optimizer is not of these weights, or of an unknown form: {reason}; copy"
+            f" all {len(files)} of its files again, or take them away"
+        ) from None
 
 
 def _records(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -254,31 +255,30 @@ def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_la
     layers: parameters of the layers after the earlier stages. Those of this stage are removed from
     it.
     """
-    with _refused(path, "say --weights_only, which leaves the optimizer out"):
-        inner = tree.get("optimizer_state_dict", tree)
-        ids = [number for group in inner["param_groups"] for number in group["params"]]
-        records = [inner["state"][number] for number in ids if number in inner["state"]]
-        copies = [copy for group in tree.get("fp32_groups", ()) for copy in group]
-        flat = list(tree.get("fp32_groups_flat", ()))
-        lists = {
-            part: [one[part] for one in records]
-            for part in STATE_PARTS
-            if records and part in records[0]
-        }
-        own = copies or flat or next(iter(lists.values()), [])
-        shapes = _of_stage(layers, _elements(one.shape for one in own), is_last=is_last)
+    inner = tree.get("optimizer_state_dict", tree)
+    ids = [number for group in inner["param_groups"] for number in group["params"]]
+    records = [inner["state"][number] for number in ids if number in inner["state"]]
+    copies = [copy for group in tree.get("fp32_groups", ()) for copy in group]
+    flat = list(tree.get("fp32_groups_flat", ()))
+    lists = {
+        part: [one[part] for one in records]
+        for part in STATE_PARTS
+        if records and part in records[0]
+    }
+    own = copies or flat or next(iter(lists.values()), [])
+    shapes = _of_stage(layers, _elements(one.shape for one in own), is_last=is_last)
 
-        def named(values: Sequence[FileTensor]) -> dict[str, FileTensor]:
-            if flat:
-                return own_parameters(values, shapes)
-            return name_in_order(path, shapes, _own(values, shapes))
+    def named(values: Sequence[FileTensor]) -> dict[str, FileTensor]:
+        if flat:
+            return own_parameters(values, shapes)
+        return name_in_order(path, shapes, _own(values, shapes))
 
-        return Saved(
-            masters=named(copies or flat) if copies or flat else {},
-            moments={part: named(values) for part, values in lists.items()},
-            steps=_steps(records, inner),
-            state=tree,
-        )
+    return Saved(
+        masters=named(copies or flat) if copies or flat else {},
+        moments={part: named(values) for part, values in lists.items()},
+        steps=_steps(records, inner),
+        state=tree,
+    )
 
 
 def _of_stage(layers: list[Shapes], elements: int, *, is_last: bool) -> Shapes:
@@ -327,7 +327,7 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
             {name: tensor for layer in layers for name, tensor in layer.items()}
             for layers in there.layers
         ]
-        saved = read_optimizers(there)
+        saved, why_not = read_optimizers(there)
         notes = {}
         masters: Ranks = []
         if saved and all(one.masters for one in saved):
@@ -341,7 +341,8 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
         yield weights_of_ranks(
             path, "deepspeed", first, there.folder, name_map, ranks,
             masters=masters, moments=moments, notes=notes, counter="global_steps", step=step,
-            new_run=lambda: _run_of(first, saved[0], step), without_run={},
+            new_run=lambda: _run_of(first, saved[0], step),
+            without_run={"optimizer": why_not} if why_not else {},
         )  # fmt: skip
 
 

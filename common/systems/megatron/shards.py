@@ -88,7 +88,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 def find_folder(path: Path) -> Path | None:
     """Return the folder that holds the ranks' folders, None where ``path`` is not Megatron's.
 
-    path: the folder, the root above it, a rank's folder or its file. Raises ConfigError for a
+    path: the folder, the root above it, a rank's folder or its file. Raises CheckpointError for a
     tracker file that names no folder.
     """
     if path.is_file():
@@ -103,18 +103,14 @@ def find_folder(path: Path) -> Path | None:
             else None
         )
     word = read_bytes(tracker, limit=1000, error=CheckpointError).decode(errors="replace").strip()
-    if word != "release" and whole_number(word) is None:
-        raise ConfigError(
-            f"{tracker}: {word[:40]!r} is neither a number nor release; fix it, or give the folder"
-            " iter_... itself"
-        )
-    folder = path / (word if word == "release" else f"iter_{int(word):07d}")
-    if not folder.is_dir():
+    number = whole_number(word)
+    name = word if number is None else f"iter_{number:07d}"
+    if (number is None and word != "release") or not (path / name).is_dir():
         raise CheckpointError(
-            f"{tracker}: names {folder.name}, and no such folder is beside it; copy it there, or"
+            f"{tracker}: names {name[:60]!r}, and no such folder is beside it; copy it there, or"
             " give another one"
         )
-    return folder
+    return path / name
 
 
 def rank_files(folder: Path) -> dict[tuple[int, ...], Path]:

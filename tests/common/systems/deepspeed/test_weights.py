@@ -196,6 +196,16 @@ def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
         )
 
 
+def test_an_optimizer_of_an_unknown_form_leaves_the_weights(saved: Path, tmp_path: Path) -> None:
+    """It is in the files of the weights, so that nobody can take it away."""
+    shutil.copytree(saved / "float32_zero0_pp1_tp1", tmp_path / "run")
+    for file in tmp_path.glob("run/*/mp_rank_*"):
+        resave(file, lambda tree: tree["optimizer"].pop("param_groups"))
+    with FORMATS["deepspeed"].open(tmp_path / "run") as found:
+        assert found.run is None and not found.moments
+        assert "of no form that is known" in found.ignored["optimizer"]
+
+
 def changed(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
     return lambda file: resave(file, edit)
 

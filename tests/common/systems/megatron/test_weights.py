@@ -478,7 +478,7 @@ BAD: dict[str, Callable[[Path], object]] = {
         with_args(vocab_size=None, make_vocab_size_divisible_by="8"),
     "training had 2 tensor x 1000000000000 pipeline ranks; copy":
         with_args(pipeline_model_parallel_size=10**12),
-    "names iter_0000040, and no such folder is beside it":
+    "names 'iter_0000040', and no such folder is beside it":
         lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("40"),
     "Megatron's format torch_dist.*--ckpt-format torch":
         lambda folder: [shutil.rmtree(rank) for rank in folder.glob("release/*")]
