@@ -37,6 +37,7 @@ from tests.common.systems.tiny_weights import (  # noqa: E402
     as_weights,
     random_arrays,
     refused,
+    require_arrays,
     resave,
 )
 from tests.reference import hugging_face_model  # noqa: E402
@@ -59,14 +60,6 @@ FILE = "model_optim_rng.pt"
 def load(file: Path) -> Any:
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(file, weights_only=True)
-
-
-def equal(folder: Path, format: str, arrays: dict[str, Any]) -> Weights:
-    with FORMATS[format].open(folder) as found:
-        assert found.tensors.keys() == arrays.keys()
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
-        return found
 
 
 def fused_by_hand(parts: list[Any], heads: range, version: int) -> Any:
@@ -129,11 +122,11 @@ def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, versio
         torch.save(saved, folder / FILE)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert detect(tmp_path) == detect(tmp_path / "iter_0000007") == "megatron"
-    found = equal(tmp_path, "megatron", {**arrays, "wte.weight": table})
+    found = require_arrays(tmp_path, "megatron", {**arrays, "wte.weight": table})
     assert found.model.vocab_size == 112
     assert "all 112 rows are kept" in found.ignored["padded_vocab_size"]
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": MODEL.model_dump()}))
-    found = equal(tmp_path / "iter_0000007", "megatron", arrays)
+    found = require_arrays(tmp_path / "iter_0000007", "megatron", arrays)
     assert "rows that pad the vocabulary" in found.ignored.values()
 
 
@@ -282,7 +275,7 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
         assert state["step"] == 4
         near(state["exp_avg"], 2 * parameter.data, rtol=0, atol=0, msg=name)
         near(state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name)
-    found = equal(tmp_path, "megatron_core", arrays)
+    found = require_arrays(tmp_path, "megatron_core", arrays)
     assert found.run == half_run(form) and found.tensors["ln_f.bias"].dtype == "float32"
 
 
@@ -361,7 +354,7 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
         content["args"].pipeline_model_parallel_size = 2
         torch.save(content, file)
     assert detect(tmp_path) == "megatron_core"
-    equal(tmp_path, "megatron_core", arrays)
+    require_arrays(tmp_path, "megatron_core", arrays)
 
 
 def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -> None:
@@ -369,7 +362,7 @@ def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -
     file = tmp_path / "release" / "mp_rank_00" / FILE
     optimizer = {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}}
     resave(file, lambda saved: saved.update(optimizer=optimizer, iteration=9))
-    found = equal(tmp_path, "megatron", random_arrays(MODEL))
+    found = require_arrays(tmp_path, "megatron", random_arrays(MODEL))
     assert "by the distributed optimizer" in found.ignored["optimizer"]
 
 
@@ -518,7 +511,7 @@ def test_ranks_of_the_target(good: Path, tmp_path: Path, capsys: Any) -> None:
     assert main([*words, "--to", "megatron_core", "--verify"]) == 0
     ranks = sorted((tmp_path / "out" / "release").iterdir())
     assert [path.name for path in ranks] == ["mp_rank_00", "mp_rank_01"]
-    equal(tmp_path / "out", "megatron_core", random_arrays(MODEL))
+    require_arrays(tmp_path / "out", "megatron_core", random_arrays(MODEL))
     assert detect(ranks[1]) == "megatron_core", "a rank's folder stands for all"
 
 
