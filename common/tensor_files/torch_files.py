@@ -178,7 +178,12 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
     def placed(value: Any) -> Any:
         if isinstance(value, TensorLeaf):
             if value.name not in tensors:  # memory that is never touched, and so never taken
-                tensors[value.name] = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
+                tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
+                tensors[value.name] = tensor
+                # torch takes a tensor that begins as _AFTER_RECORD for the mark, and adds what
+                # follows to the serialization_id. Only memory that was in use begins so.
+                if (first := tensor.view(-1)[:4].view(torch.uint8)).any():
+                    first.zero_()
             return tensors[value.name]
         if isinstance(value, TorchName):
             return getattr(torch, value.removeprefix("torch."))
