@@ -128,21 +128,21 @@ def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[
 
 
 def name_in_order(
-    where: Path, shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]
+    shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]
 ) -> dict[str, FileTensor]:
     """Name the tensors of an optimizer with one group, or with one of matrices and one of vectors.
 
-    shapes: those of the parameters by name, in the order of the modules. Raises CheckpointError
-    where ``values`` do not fit them.
+    shapes: those of the parameters by name, in the order of the modules. Raises ValueError where
+    ``values`` do not fit them.
     """
     found: dict[str, FileTensor] = {}
     for dims in (1, 2):
         named = {name: shape for name, shape in shapes.items() if len(shape) == dims}
         there = [tensor for tensor in values if len(tensor.shape) == dims]
         if [*named.values()] != [tensor.shape for tensor in there]:
-            raise CheckpointError(
-                f"{where}: the state of the optimizer is not of these weights: other shapes, or"
-                " another number of them"
+            raise ValueError(
+                "the state of the optimizer is not of these weights: other shapes, or another"
+                " number of them"
             )
         found.update(zip(named, there, strict=True))
     return {name: found[name] for name in shapes if name in found}

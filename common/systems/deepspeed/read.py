@@ -147,9 +147,8 @@ def read_optimizers(there: Checkpoint) -> tuple[list[Saved], str]:
     else:
         try:
             found = _read_all_whole(there)
-        except (*_OTHER_FORMS, CheckpointError) as error:
-            why = f"state of the optimizer: of no form that is known ({error!r}): only weights"
-            return [], why
+        except _OTHER_FORMS as error:
+            return [], f"not of these weights, or of an unknown form ({error!r}): only weights"
         paths = [model.path for model in there.models]
     for one, path in zip(found, paths, strict=False):
         if one.steps != found[0].steps:
@@ -171,8 +170,7 @@ def _read_all_whole(there: Checkpoint) -> list[Saved]:
         ]
         stages = trees[tensor :: there.tensor]
         for stage, tree in enumerate(stages):
-            path = there.models[stage * there.tensor + tensor].path
-            found.append(_read_whole(path, tree, layers, is_last=stage == len(stages) - 1))
+            found.append(_read_whole(tree, layers, is_last=stage == len(stages) - 1))
     by_stage = len(trees) // there.tensor
     return [found[t * by_stage + s] for s in range(by_stage) for t in range(there.tensor)]
 
@@ -249,7 +247,7 @@ def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> in
     return None if found is None else whole(first_number(found))
 
 
-def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:
+def _read_whole(tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:
     """Read an optimizer without partitions.
 
     layers: parameters of the layers after the earlier stages. Those of this stage are removed from
@@ -271,7 +269,7 @@ def _read_whole(path: Path, tree: Mapping[str, Any], layers: list[Shapes], is_la
     def named(values: Sequence[FileTensor]) -> dict[str, FileTensor]:
         if flat:
             return own_parameters(values, shapes)
-        return name_in_order(path, shapes, _own(values, shapes))
+        return name_in_order(shapes, _own(values, shapes))
 
     return Saved(
         masters=named(copies or flat) if copies or flat else {},

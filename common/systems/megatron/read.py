@@ -124,15 +124,18 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
             megatron-core whose groups are in the order of their first parameters, on all but the
             first stage: both are read.
             """
-            return join_stages(
-                [
+            try:
+                return join_stages(
                     [
-                        name_in_order(folder, {name: rank[name].shape for name in rank}, pick(one))
-                        for rank, one in zip(*stage, strict=True)
+                        [
+                            name_in_order({name: rank[name].shape for name in rank}, pick(one))
+                            for rank, one in zip(*stage, strict=True)
+                        ]
+                        for stage in zip(stored, saved, strict=True)
                     ]
-                    for stage in zip(stored, saved, strict=True)
-                ]
-            )
+                )
+            except ValueError as error:
+                raise CheckpointError(f"{folder}: {error}") from None
 
         ranks, state = join_stages(stored), saved[0][0]
         has_copies = all(one.copies for stage in saved for one in stage)

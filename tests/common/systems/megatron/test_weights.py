@@ -457,6 +457,8 @@ BAD: dict[str, Callable[[Path], object]] = {
         lambda folder: torch.save({"model": Evil()}, folder / "release" / LAST),
     f"{LAST}: iteration in the file is 7, and mp_rank_00_000 says 0":
         changed(lambda saved: saved.update(iteration=7), LAST),
+    "checkpoint_version is 2.0, and mp_rank_00_000 says 3.0":
+        changed(lambda saved: saved.update(checkpoint_version=2.0), LAST),
     "hidden_size is 48, and mp_rank_00_000 says 24":
         changed(lambda saved: vars(saved["args"]).update(hidden_size=48), LAST),
     "unexpected language_model.encoder.layers.100000001.x": changed(
