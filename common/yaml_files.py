@@ -131,7 +131,7 @@ def parse_yaml(
             carriers |= {
                 key.value
                 for key, child in root.value
-                if bisect_left(places, child.start_mark.index)
+                if bisect_left(places, key.end_mark.index)  # an alias stands for a place before it
                 < bisect_right(places, child.end_mark.index)
             }
         return None if root is None else _Plain(lines, is_text).value(root, ())
