@@ -134,20 +134,16 @@ class QuantizedReader:
         return LayerScheme(scales=scales, input_scale=input_scale)
 
     def _read_scale(self, name: str, shape: list[int]) -> NDArray[np.float32]:
-        if name not in self._stored:
+        absent: NDArray[np.float32] = np.empty(0, np.float32)
+        scales = self._reader.get_tensor(name) if name in self._stored else absent
+        if (
+            list(scales.shape) != shape
+            or scales.dtype != np.float32
+            or not (np.isfinite(scales) & (scales > 0)).all()
+        ):
             raise CheckpointError(
-                f"{self._path}: lacks {name}, without which the integers mean nothing; {_REMEDY}"
-            )
-        scales: NDArray[np.float32] = self._reader.get_tensor(name)
-        if list(scales.shape) != shape or scales.dtype != np.float32:
-            raise CheckpointError(
-                f"{self._path}: {name} is {scales.dtype} {list(scales.shape)}; expected float32"
-                f" {shape}; {_REMEDY}"
-            )
-        if not (np.isfinite(scales) & (scales > 0)).all():
-            wrong = scales[~(np.isfinite(scales) & (scales > 0))][0]
-            raise CheckpointError(
-                f"{self._path}: {name} holds {wrong}; expected finite numbers above 0; {_REMEDY}"
+                f"{self._path}: {name} is missing or wrong; expected finite numbers above 0 of"
+                f" float32 {shape}; {_REMEDY}"
             )
         return scales
 

@@ -16,7 +16,6 @@ from common.errors import TokenizerError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
-from common.tensor_files.arrays import Bytes
 from common.tensor_files.protobuf import read_fields
 from common.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 from common.tokenizer.copies import companions_in, ids_in, vocabulary_in
@@ -92,18 +91,14 @@ def _read(model: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], d
     """
     pieces: list[tuple[str, float, int]] = []
     specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
-    for number, value in read_fields(_bytes(model)):
-        if number == _PIECE and not isinstance(value, int):
-            fields: dict[int, Any] = dict(read_fields(value))
+    for number, value in read_fields(np.frombuffer(model, np.uint8)):
+        if number == _PIECE:
+            fields = dict(read_fields(value))
             score = float(np.frombuffer(fields[2].tobytes(), "<f4")[0]) if 2 in fields else 0.0
             pieces.append((fields[1].tobytes().decode(), score, fields.get(3, 1)))
-        elif number in specs and not isinstance(value, int):
+        elif number in specs:
             specs[number] = dict(read_fields(value))
     return pieces, specs[_TRAINER], specs[_NORMALIZER]
-
-
-def _bytes(raw: bytes) -> Bytes:
-    return np.frombuffer(raw, dtype=np.uint8)
 
 
 def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> list[tuple[str, str]]:

@@ -252,7 +252,7 @@ def test_the_true_vocabulary_of_a_model_yaml_comes_first(tmp_path: Path) -> None
     )
     table = "gpt.embeddings.word_embeddings.weight"
     result = convert(source, tmp_path / "hf", target_format="hf", verify=True)
-    assert result.ignored == {f"{table}[7:11]": "rows that pad the vocabulary"}
+    assert result["ignored"] == {f"{table}[7:11]": "rows that pad the vocabulary"}
     with open_tensors(tmp_path / "hf" / "model.safetensors") as found:
         np.testing.assert_array_equal(found["transformer.wte.weight"].read(), arrays()[table][:7])
 

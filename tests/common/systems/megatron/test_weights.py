@@ -316,7 +316,7 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
     torch.save(saved, folder / FILE)
     (tmp_path / "in" / "latest_checkpointed_iteration.txt").write_text("2\n")
     result = convert(tmp_path / "in", tmp_path / "out", target_format="torch_gpt2", verify=True)
-    assert (result.source_format, result.step) == ("megatron_core", 2)
+    assert (result["from"], result["step"]) == ("megatron_core", 2)
     with FORMATS["torch_gpt2"].open(tmp_path / "out") as found:
         assert found.run is not None
         state, engine = found.run["state"], found.run["engine"]
