@@ -295,9 +295,9 @@ FAULTS: dict[str, Callable[[Path], object]] = {
         lambda folder: shutil.rmtree(folder / "rank_6"),
     "the file of rank 4 is missing":
         lambda folder: [shutil.rmtree(folder / f"rank_{rank}") for rank in range(4, 8)],
-    r"here are the files of ranks 0, .*give the strategy files of this run":
+    r"describes the stages 0 of .4. ranks, and here are the files of ranks 0, .*; give the strat":
         lambda folder: (folder / STRATEGY_1).unlink(),
-    "no strategy of pipeline stage 0, expected those of 2 stages":
+    r"describes the stages 1 of .4. ranks, and here are the files of ranks 0, ":
         lambda folder: (folder / STRATEGY_0).unlink(),
     "the files of 8 ranks, and no strategy file .*put ckpt_strategy.ckpt there":
         lambda folder: shutil.rmtree(folder / "strategy"),
