@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,7 +75,9 @@ class QuantizedReader:
         """
         self._path = path
         self._reader = reader
-        self._has_said = False
+        self.says_once = cache(
+            lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32")
+        )
         names = list(reader.keys())  # safe_open is not a mapping
         self._stored = set(names)
         integers = [name for name in names if reader.get_slice(name).get_dtype() == "I8"]
@@ -113,12 +116,6 @@ class QuantizedReader:
             return stored
         assert layer.scales is not None
         return _Slice(self, stored, layer.scales)
-
-    def say_once(self) -> None:
-        """Log once that weights are taken as float32."""
-        if not self._has_said:
-            self._has_said = True
-            LOG.info(f"{self._path}: its weights of 8 bits are taken as float32")
 
     def _read_layer(self, name: str) -> LayerScheme:
         shape = self._reader.get_slice(name).get_shape()
@@ -161,7 +158,7 @@ class _Slice:
         return shape
 
     def __getitem__(self, spans: Any) -> NDArray[np.float32]:
-        self.file.say_once()
+        self.file.says_once()
         rows = spans[0] if isinstance(spans, tuple) else spans
         values: NDArray[np.float32] = self.stored[spans] * self.scales[rows, None]
         return values
