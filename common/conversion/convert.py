@@ -33,7 +33,6 @@ from common.systems.hugging_face.tokenizer import (
     put_tokenizer,
     special_ids,
     tokenizer_of,
-    without_tokenizer,
 )
 from common.systems.hugging_face.weights import CONFIG, open_without_config, write_config
 from common.systems.mindformers.write import write_file
@@ -128,8 +127,9 @@ def convert(
         is_float = dtype is None or dtype in FLOATS
         if weights_only or not FORMATS[target_format].holds_run or not is_float:
             weights = weights.without_run()
-        put_tokenizer(temporary, weights)
-        weights = replace(weights, ignored={**weights.ignored, **without_tokenizer(weights)})
+        if (why := put_tokenizer(temporary, weights)) is not None:
+            left_out = {"tokenizer": f"files of the tokenizer: {why}"}
+            weights = replace(weights, ignored={**weights.ignored, **left_out})
         size = sum(
             tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values())
         )

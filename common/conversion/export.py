@@ -33,7 +33,7 @@ from common.log import LOG, progress_bar
 from common.parallel.run import Run
 from common.paths import require_package
 from common.systems.gguf import write_gguf
-from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, without_tokenizer
+from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids
 from common.systems.hugging_face.weights import CONFIG, write_config
 from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, write_onnx
 from common.systems.table import FORMATS, detect
@@ -216,9 +216,8 @@ def export_program(
         opened(path) as weights,
         export_folder(folder) as temporary,
     ):
-        put_tokenizer(temporary, weights)
-        for reason in without_tokenizer(weights).values():
-            LOG.warning(f"the export lacks the {reason}")
+        if (why := put_tokenizer(temporary, weights)) is not None:
+            LOG.warning(f"the export lacks the files of the tokenizer: {why}")
         size = sum(weight.nbytes for weight in weights.tensors.values())
         LOG.info(f"{folder}: writing {size / 1e6:.1f} MB of weights as {config.export.weights}")
         with progress_bar(total=size, unit="B", description=folder.name) as bar:

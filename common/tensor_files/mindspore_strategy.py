@@ -96,13 +96,10 @@ class Layout:
         holds are left out.
         """
         places = _places(self)
-        seen = {places[rank] for rank in without}
-        found = []
+        held, first = {places[rank] for rank in without}, dict[tuple[int, ...], int]()
         for rank in ranks:
-            if places[rank] not in seen:
-                seen.add(places[rank])
-                found.append(rank)
-        return found
+            first.setdefault(places[rank], rank)
+        return [rank for place, rank in first.items() if place not in held]
 
     def spans(self, rank: int, part: tuple[int, ...]) -> Spans:
         """Return the rectangle that a rank holds; its shape is ``part``."""

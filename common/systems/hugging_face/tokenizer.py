@@ -205,28 +205,23 @@ _WRITERS = {
 }
 
 
-def put_tokenizer(folder: Path, weights: Weights) -> None:
-    """Write the tokenizer's files into ``folder``, where there are any. Raises StorageError, and
-    TokenizerError for files that cannot be read.
+def put_tokenizer(folder: Path, weights: Weights) -> TokenizerError | None:
+    """Write the tokenizer's files into ``folder``, where there are any. Return why that of the run
+    cannot be written. Raises StorageError, and TokenizerError for files that cannot be read.
     """
     source = _folder_of(weights)
+    why: TokenizerError | None = None
     files = vocabulary_in(source) | companions_in(source)
-    tokenizer = _of_run(weights)
-    if tokenizer is not None and not isinstance(tokenizer, TokenizerError):
+    try:
+        tokenizer = _of_run(weights)
+    except TokenizerError as error:
+        tokenizer, why = None, error
+    if tokenizer is not None:
         files |= files_of(tokenizer, weights.model.max_positions or weights.model.seq_length)
     for name, content in files.items():
         with atomic_write(folder / name) as copy:
             copy.write(content)
-
-
-def without_tokenizer(weights: Weights) -> dict[str, str]:
-    """Return why the run's tokenizer cannot be written, None where it can."""
-    tokenizer = _of_run(weights)
-    return (
-        {"tokenizer": f"files of the tokenizer: {tokenizer}"}
-        if isinstance(tokenizer, TokenizerError)
-        else {}
-    )
+    return why
 
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
@@ -235,8 +230,9 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
     """
     if vocabulary_in(folder := _folder_of(weights)):
         return load_tokenizer(None, folder)
-    tokenizer = _of_run(weights)
-    return None if isinstance(tokenizer, TokenizerError) else tokenizer
+    with suppress(TokenizerError):
+        return _of_run(weights)
+    return None
 
 
 def special_ids(weights: Weights) -> dict[str, Any]:
@@ -265,16 +261,13 @@ def _folder_of(weights: Weights) -> Path:
     return weights.path if weights.path.is_dir() else weights.path.parent
 
 
-def _of_run(weights: Weights) -> Tokenizer | TokenizerError | None:
-    """Return the run's tokenizer, or the reason why its files cannot be used. None: the run had
-    none, or there are files beside the weights.
+def _of_run(weights: Weights) -> Tokenizer | None:
+    """Return the run's tokenizer. None: it had none, or there are files beside the weights. Raises
+    TokenizerError.
     """
     if weights.tokenizer is None or vocabulary_in(_folder_of(weights)):
         return None
-    try:
-        return read_tokenizer(weights.tokenizer)
-    except TokenizerError as error:
-        return error
+    return read_tokenizer(weights.tokenizer)
 
 
 def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
