@@ -328,9 +328,10 @@ def test_incomplete_slices_give_one_message(slices: Path, message: str, capsys: 
         {"dev_matrix": [2], "tensor_map": [-1], "param_split_shape": [3, 4]},
         {"dev_matrix": [2], "tensor_map": [-1], "field": 1},
         {"dev_matrix": [2**40], "tensor_map": [-1]},
+        3,
     ],
 )
-def test_layouts_that_nothing_has(record: dict[str, Any], tmp_path: Path) -> None:
+def test_layouts_that_nothing_has(record: Any, tmp_path: Path) -> None:
     path = tmp_path / "ckpt_strategy.json"
     tree = {"parallel_strategy_item": {}, "parallel_layout_item": {"x": record}}
     path.write_text(json.dumps(tree))
