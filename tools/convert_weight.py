@@ -14,7 +14,6 @@ if __name__ == "__main__":
     import as_script  # noqa: F401
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -112,15 +111,13 @@ def main(request: Request) -> None:
     _say(report, source, target)
 
 
-def _say(report: Mapping[str, Any], source: Path | str, target: Path) -> None:
+def _say(report: dict[str, Any], source: Path | str, target: Path) -> None:
     how = ", read back and equal bit for bit" if "sha256" in report else ""
     tensors, logits = report["tensors"], report.get("logits")
-    run = (
-        ""
-        if report["step"] is None
-        else f" and the run at step {report['step']} with {tensors['optimizer']} tensors of the"
-        " optimizer"
-    )
+    run = ""
+    if report["step"] is not None:
+        moments = f"{tensors['optimizer']} tensors of the optimizer"
+        run = f" and the run at step {report['step']} with {moments}"
     print(f"{target}: {tensors['weights']} parameters of {source} ({report['from']}){run}{how}")
     if logits and logits["compared"]:
         print(
