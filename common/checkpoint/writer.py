@@ -44,7 +44,7 @@ from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
 from common.log import LOG
 from common.run_folder import LostFolderError
-from common.structured_files import parse_json
+from common.structured_files import MalformedError, parse_json
 from common.tensor_files.safetensors_file import Tensors, write_safetensors
 from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
@@ -214,7 +214,7 @@ class CheckpointWriter:
                 self._prune(target)
         except LostFolderError:
             raise
-        except (OSError, StorageError) as error:
+        except (OSError, StorageError, MalformedError) as error:
             self.require_folder()
             _remove(temporary, snapshot.part)
             reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -203,6 +203,13 @@ def assert_parts_load(folder: Path, step: int) -> None:
         assert (stored.read("w", TensorSlice(rows=(0, 3), columns=(0, 2))) == step).all()
 
 
+def test_a_part_that_is_not_whole_is_an_error_of_storage(tmp_path: Path) -> None:
+    (tmp_path / ".step_00000010.tmp").mkdir()
+    (tmp_path / ".step_00000010.tmp" / "rank_00001.json").touch()
+    with pytest.raises(StorageError, match="step_00000010: the checkpoint could not be written"):
+        CheckpointWriter(tmp_path, active=False, asynchronous=False).save(part(10, 0))
+
+
 _DIE_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
