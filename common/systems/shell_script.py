@@ -18,7 +18,7 @@ def _nested(opening: str, closing: str) -> str:
     """Return a pattern of a text in brackets, in which are others; what is not closed goes on."""
     inside = rf"[^{opening}{closing}]"
     pattern = rf"{opening}{inside}*+{closing}"
-    for _ in range(4):
+    for _ in range(24):
         pattern = rf"{opening}(?:{inside}|{pattern})*+{closing}"
     return rf"{pattern}|{opening}.*"
 
@@ -33,7 +33,7 @@ _EXPANSION = (
 _INSIDE = re.sub(r"\?P<\w+>", "?:", _EXPANSION)
 _TOKEN = re.compile(
     r"(?P<blank>[ \t\r]+)|(?P<newline>\n)|(?P<end>[;|()]|&(?!>))|(?P<comment>#)"
-    r"|(?P<place><[^<>=(\s][^<>\n]*>)|<<-?[ \t\r]*['\"]?(?P<heredoc>\w+)['\"]?"
+    r"|(?P<place><[^<>=(\s][^<>\n]*>)|<<-?[ \t\r]*(?P<mark>['\"]?)(?P<heredoc>\w+)(?P=mark)"
     r"|(?P<redirection>&?[<>]+[&|]?[ \t\r]*(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s;|&()<>]*))"
     r"|\\(?:(?P<continued>\r?\n)|(?P<escaped>.?))|'(?P<single>[^']*)'"
     rf"|\"(?P<double>(?:[^\"\\$`]|\\.|{_INSIDE}|\$)*+)\""
@@ -207,7 +207,9 @@ class _Reader:
         name, more, value = match.groups()
         known, values = self.variables.get(name, []), self.lists.pop(name, None)
         old = known if more else []
-        is_mixed = len(known) > 1 or any(_MIXED in each.unknown for each in known)
+        is_mixed = len(known) > 1 or any(
+            f"{name} is assigned {_MIXED}" in each.unknown for each in known
+        )
         where = "inside a condition, loop or function" if self.depth else ""
         where = _MIXED if is_mixed and values is None else where
         if where:
@@ -240,8 +242,8 @@ class _Reader:
                 values = [_word(match["default"], self.line)]
             elif values is not None and not is_list:
                 values = values[:1]
-        elif raw.startswith("$(("):
-            why, values = "only integers are calculated", self._calculate(raw[3:-2])
+        elif raw.startswith("$((") and raw.endswith("))"):
+            why, values = "only integers from 0 are calculated", self._calculate(raw[3:-2])
         is_assigned = _HEAD.match(self.part or "") and all(
             word in _EXPORTS or _ASSIGNMENT.fullmatch(word) for word in self.fields
         )
