@@ -52,7 +52,7 @@ LIMIT = 200.0
 PYTHON = "3.12"
 CARRIED = (
     *("pydantic", "annotated-types", "typing-inspection", "isal", "tensorboardX"),
-    *("uvicorn", "click", "h11", "starlette", "torchao", "ijson", "filelock"),
+    *("uvicorn", "click", "h11", "starlette", "torchao", "filelock"),
 )
 """Packages that GPU images lack, of requirements.txt and for the server and float8. Those that they
 need in an exact version, such as pydantic-core, are fetched too.
