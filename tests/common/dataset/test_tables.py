@@ -190,7 +190,7 @@ for name in sys.argv[1:]:
     blocks = read_table(
         path, path.stat().st_size, ("text",), block_bytes=1 << 20, document_bytes=1 << 20
     )
-    print(sum(len(block.texts) for block in blocks), pyarrow.default_memory_pool().max_memory())
+    print(sum(len(texts) for texts, _ in blocks), pyarrow.default_memory_pool().max_memory())
 """
     names = [str(tmp_path / name) for name in ("a.parquet", "b.arrow")]
     done = subprocess.run(
