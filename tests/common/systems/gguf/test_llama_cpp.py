@@ -102,7 +102,7 @@ def test_tokens_of_text_are_those_of_llama_cpp(gpt2_vocab_files: tuple[Path, Pat
 
 def test_marks_are_those_of_llama_cpp(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
     copy_tokenizer(tmp_path, gpt2_vocab_files)
-    tokenizer = GPT2BPETokenizer.from_folder(tmp_path)
+    tokenizer = GPT2BPETokenizer(tmp_path)
     ids = tokenizer.encode(DIALOGUE, allow_special=True).tolist()
     end = tokenizer.eod_id
     assert json.loads(ANSWERS.read_text())["dialogue"] == {
