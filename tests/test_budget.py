@@ -116,14 +116,12 @@ USERS = {
     },
     "struct": {
         "common/dataset/indexed.py": "header of .idx",
-        "common/dataset/mindrecord_file.py": "MindRecord",
         "common/dataset/token_files.py": "header of token files",
         "common/processes/channel.py": "time limit of a socket",
     },
     "threading.Thread": {
         "benchmarks/data.py": "watches memory",
         "common/checkpoint/writer.py": "writes while training continues",
-        "common/dataset/prefetch.py": "reads the next batches",
         "common/dataset/workers.py": "ends a worker with its parent",
         "common/doctor/machine.py": "a name server that may hang",
         "common/launcher/host_channel.py": "one listener for each host",
