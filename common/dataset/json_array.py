@@ -17,6 +17,8 @@ _READ_BYTES = 1 << 20
 _NEAR = 16
 """Characters at the end of what was read in which a number, a word or an escape may be cut."""
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
+_COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*(?=[^ \t\n\r])")
+"""What is between two items, with the next one's first character behind it."""
 _DECODER = json.JSONDecoder()
 
 
@@ -49,7 +51,8 @@ class _Text:
                 is_cut = place > len(self.held) - _NEAR or problem.startswith("Unterminated")
                 if is_cut and self._more():
                     continue
-                raise self.wrong(problem.partition(";")[0]) from None
+                problem = problem.partition(";")[0].removesuffix(" at").removesuffix(" starting")
+                raise self.wrong(problem) from None
             self.at, self.number = end, self.number + 1
             return found
 
@@ -93,15 +96,20 @@ def array_items(
     if text.sign() != "[":
         raise DataError(f"{path}: expected a JSON array, which begins with '['")
     text.at += 1
-    sign = "," if text.sign() != "]" else ""
-    while sign != "]":
-        if sign:
-            text.sign()
-            item = text.item()
-            yield text.number, item
+    is_empty = text.sign() == "]"
+    text.at += is_empty
+    while not is_empty:
+        item = text.item()
+        yield text.number, item
+        if found := _COMMA.match(text.held, text.at):
+            text.at = found.end()
+            continue
         sign = text.sign()
         text.at += 1
-        if sign not in (",", "]"):
+        if sign == "]":
+            break
+        if sign != ",":
             raise text.wrong("expected ',' or ']'")
+        text.sign()
     if text.sign():
         raise text.wrong("the array has ended, and more text follows")
