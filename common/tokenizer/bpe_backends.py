@@ -34,6 +34,9 @@ _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++
 # 1,000,000 of them.
 _LONG_SPACE = re.compile(r"(?<!\s)\s{200000}")
 
+# Stands between the texts of one call. Texts that hold it are encoded one by one.
+_BORDER = "<|\x00border between texts\x00|>"
+
 
 class Backend(Protocol):
     """Encoder of ordinary text, without special tokens.
@@ -112,19 +115,39 @@ class _Tiktoken:
             for token, token_id in vocabulary.ids.items()
             if len(token) == 1 or token in made
         }
+        self._border = len(vocabulary.token_bytes)  # an id that no text has
         self._encoding = library.Encoding(
-            "gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={}
+            "gpt2-local",
+            pat_str=_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={_BORDER: self._border},
         )
 
     def encode_one(self, text: str) -> Ids:
         if len(text) >= 200_000 and _LONG_SPACE.search(text):
             return self._exact.encode_one(text)
-        if not text.isascii():
-            text.encode()  # raises for a lone surrogate, which tiktoken would replace silently
-        return _as_int32(self._encoding.encode_to_numpy(text, disallowed_special=()))
+        return self._encode(text, frozenset())
 
     def encode_many(self, texts: list[str]) -> PackedIds:
-        return pack(list(map(self.encode_one, texts)))
+        """Encode all texts in one call, with a special token between them, which is twice as fast.
+
+        tiktoken encodes the text between special tokens separately.
+        """
+        joined = _BORDER.join(texts)
+        is_long = max(map(len, texts), default=0) >= 200_000
+        if is_long or joined.count(_BORDER) != len(texts) - 1:
+            return pack(list(map(self.encode_one, texts)))
+        ids = self._encode(joined, frozenset({_BORDER}))
+        borders = np.flatnonzero(ids == self._border)
+        ends = np.append(borders - np.arange(len(borders)), len(ids) - len(borders))
+        return PackedIds(ids=np.delete(ids, borders), offsets=np.insert(ends, 0, 0))
+
+    def _encode(self, text: str, allowed: frozenset[str]) -> Ids:
+        if not text.isascii():
+            text.encode()  # raises for a lone surrogate, which tiktoken would replace silently
+        return _as_int32(
+            self._encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
+        )
 
 
 def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:

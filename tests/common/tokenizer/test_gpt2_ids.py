@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from common.tokenizer.bpe_backends import _BORDER
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from common.tokenizer.unicode_drift import DISPUTED, is_disputed
 from tests.common.tokenizer.conftest import SmallVocabulary
@@ -233,3 +234,15 @@ def test_a_megabyte_without_a_border(
     assert np.array_equal(ids, oracle_of_long_text(name))
     if name == "spaces, a word" and tokenizer.backend != "tokenizers":
         assert np.array_equal(within(120, lambda: tokenizer.encode(text)), ids)
+
+
+def test_texts_that_hold_the_border_between_texts(
+    tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode
+) -> None:
+    """tiktoken gets many texts in one call, with a border between them; a text may hold that
+    border.
+    """
+    texts = ["a", "", f"b{_BORDER}c", _BORDER, "d " * 5, "", _BORDER[:-1], _BORDER[1:]]
+    for some in (texts, texts[:2], texts[4:]):
+        for text, ids in zip(some, tokenizer.encode_packed(some).rows(), strict=True):
+            assert ids.tolist() == list(tiktoken_ids(text)), text
