@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO
 from common.dataset.encodings import advice
 from common.dataset.limits import DOCUMENT_BYTES
 from common.errors import DataError
+from common.structured_files import MalformedError, parse_json_item
 
 _READ_BYTES = 1 << 20
 _NEAR = 16
@@ -19,7 +19,6 @@ _NEAR = 16
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
 _COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*(?=[^ \t\n\r])")
 """What is between two items, with the next one's first character behind it."""
-_DECODER = json.JSONDecoder()
 
 
 class _Text:
@@ -42,19 +41,25 @@ class _Text:
     def item(self) -> Any:
         while True:
             try:
-                found, end = _DECODER.raw_decode(self.held, self.at)
-                # the number 12 may be the begin of 12e3
-                if end > len(self.held) - _NEAR and self._more():
+                found, end = parse_json_item(self.held, self.at)
+            except MalformedError as error:
+                if self._is_cut(error) and self._more():
                     continue
-            except (ValueError, RecursionError) as error:
-                place, problem = getattr(error, "pos", 0), str(getattr(error, "msg", error))
-                is_cut = place > len(self.held) - _NEAR or problem.startswith("Unterminated")
-                if is_cut and self._more():
-                    continue
-                problem = problem.partition(";")[0].removesuffix(" at").removesuffix(" starting")
+                problem = error.problem.removesuffix(" at").removesuffix(" starting")
                 raise self.wrong(problem) from None
+            # the number 12 may be the begin of 12e3
+            if end > len(self.held) - _NEAR and self._more():
+                continue
             self.at, self.number = end, self.number + 1
             return found
+
+    def _is_cut(self, error: MalformedError) -> bool:
+        """Return whether the end of what was read may be at fault."""
+        place = 0
+        for _ in range(error.line - 1):
+            place = self.held.index("\n", place) + 1
+        near = bool(error.line) and place + error.column > len(self.held) - _NEAR
+        return near or error.problem.startswith("Unterminated")
 
     def wrong(self, problem: str) -> DataError:
         return DataError(
