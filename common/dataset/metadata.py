@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.files import atomic_write, reading
-from common.structured_files import read_json_mapping
+from common.structured_files import read_json_mapping, require_mapping
 
 METADATA_EXTENSION = ".meta.json"
 SHARD_OPTION = "shard"
@@ -80,10 +80,12 @@ def read_metadata(path: Path) -> Metadata | None:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
         metadata = Metadata(**raw)
         counts = (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents)
-        for number in (*counts, metadata.vocab_size, metadata.eod_id or 0):
-            if type(number) is not int or number < 0:
+        eod = () if metadata.eod_id is None else (metadata.eod_id,)
+        for number in (*counts, metadata.vocab_size, *eod):
+            if type(number) is not int or not 0 <= number < 2**63:
                 raise TypeError(f"{str(number)[:40]!r} where a whole number is expected")
-        hash(metadata.tokenizer_sha256)
+        "".join((metadata.tokenizer, metadata.tokenizer_sha256))  # raises for anything but texts
+        options = require_mapping(metadata.options, f"{path}: options", error=DataError)
         files: list[Any] = list(metadata.sources)
         sources = tuple(SourceFile(**each) for each in files)
     except (DataError, TypeError) as error:
@@ -92,4 +94,4 @@ def read_metadata(path: Path) -> Metadata | None:
             f"{where}{str(error)[:200]}; the file does not describe token files: delete it (it is"
             " optional) or preprocess again"
         ) from None
-    return replace(metadata, sources=sources, options=dict(metadata.options))
+    return replace(metadata, sources=sources, options=options)

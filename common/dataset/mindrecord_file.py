@@ -219,6 +219,8 @@ class MindRecordFile:
             with closing(
                 sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
             ) as connection:
+                if connection.execute("SELECT 1 FROM sqlite_master WHERE type='view'").fetchone():
+                    raise ValueError("it has views, whose rows may have no end")
                 names = [name for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
                 chunks = iter(partial(connection.execute(query).fetchmany, _CHUNK), [])
                 parts = [np.array(chunk, dtype=np.int64) for chunk in chunks]
@@ -293,7 +295,7 @@ def read_header(path: Path) -> Header:
         schema, pages = raw["schema"][0], raw["page"] or []
         columns, fields = schema["schema"], tuple(schema["blob_fields"])
         kinds = {name: column["type"] for name, column in columns.items()}
-        header_size, page_size = int(raw["header_size"]), int(raw["page_size"])
+        header_size, page_size = (int(np.int64(raw[name])) for name in ("header_size", "page_size"))
         header = Header(
             header_size=header_size,
             page_size=page_size,
@@ -310,7 +312,7 @@ def read_header(path: Path) -> Header:
                 (header_size + page["page_id"] * page_size + page["page_size"] for page in pages),
                 default=0,
             ),
-            shards=tuple(Path(name).name for name in raw["shard_addresses"]),
+            shards=tuple(path.with_name(Path(name).name).name for name in raw["shard_addresses"]),
         )
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise DataError(

@@ -152,7 +152,10 @@ def test_headers_of_mindrecord(tmp_path: Path, changes: dict[str, Any], problem:
         ("vocab_size", None, "'None' where a whole number is expected"),
         ("tokens", -1, "'-1' where a whole number is expected"),
         ("sources", [1], "does not describe token files"),
+        ("tokenizer", 5, "does not describe token files"),
         ("tokenizer_sha256", [], "does not describe token files"),
+        ("eod_id", [], "'..' where a whole number is expected"),
+        ("options", "ab", "options: expected keys and values, found text"),
         ("more", 1, "unexpected keyword argument 'more'"),
     ],
 )

@@ -361,6 +361,16 @@ def _moved_rows(path: Path) -> None:
         connection.execute("UPDATE INDEXES SET PAGE_ID_BLOB = 99 WHERE ROW_ID = 3")
 
 
+def _endless_index(path: Path) -> None:
+    with closing(sqlite3.connect(f"{path}.db")) as connection, connection:
+        connection.execute("DROP TABLE INDEXES")
+        connection.execute(
+            "CREATE VIEW INDEXES AS WITH RECURSIVE n(ROW_ID) AS (SELECT 0 UNION ALL SELECT ROW_ID +"
+            " 1 FROM n) SELECT ROW_ID, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 0 AS"
+            " PAGE_OFFSET_BLOB_END FROM n"
+        )
+
+
 def _overwrite(path: Path, at: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek((64 << 10) + at)
@@ -395,6 +405,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index is text": (
         lambda path: Path(f"{path}.db").write_text("no database " * 50),
         "is not the index of a MindRecord",
+    ),
+    "a page beyond 64 bits": (
+        lambda path: _edit_header(path, lambda header: header.update(page_size=2**70, page=[])),
+        "a header that is not a MindRecord's .OverflowError",
+    ),
+    "a shard without a name": (
+        lambda path: _edit_header(
+            path, lambda header: header.update(shard_addresses=[path.name, ""])
+        ),
+        "a header that is not a MindRecord's .ValueError",
+    ),
+    "index is a view without end": (
+        _endless_index,
+        "is not the index of a MindRecord .it has views",
     ),
     "index of other rows": (
         _other_rows,
