@@ -105,6 +105,11 @@ class _Tiktoken:
     def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
         self._exact = exact
         library = _load_library("tiktoken", "'tiktoken>=0.13'")
+        if (version := _version("tiktoken")) < (0, 13):
+            raise _PassedOver(
+                f"tiktoken {'.'.join(map(str, version))} takes minutes for 1 MB without a space;"
+                " install a later one with: pip install 'tiktoken>=0.13'"
+            )
         if vocabulary.content_sha256 != GPT2_SHA256:
             _check_ranks(vocabulary, exact)
         # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from

@@ -163,6 +163,13 @@ def test_an_inexact_backend_is_not_used(
         GPT2BPETokenizer(*gpt2_vocab_files, backend="gigatoken")
 
 
+def test_an_old_tiktoken_is_passed_over(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tiktoken")
+    monkeypatch.setattr(bpe_backends, "_version", lambda name: (0, 12, 0))
+    with pytest.raises(TokenizerError, match=r"tiktoken 0.12.0 takes minutes.*tiktoken>=0.13"):
+        small.build("tiktoken")
+
+
 @pytest.mark.parametrize("backend", ["gigatoken", "tiktoken", "tokenizers"])
 def test_a_foreign_vocabulary(small, backend: str) -> None:
     pytest.importorskip(backend)
