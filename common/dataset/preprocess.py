@@ -363,6 +363,8 @@ def _record(
     options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], key: str
 ) -> dict[str, Any]:
     """Return the fields of Metadata that are known before a document is read."""
+    # shards of tables were once divided by rows: the two divisions have other borders
+    division = " by blocks" if any(corpus.format in TABLES for corpus in corpora) else ""
     return {
         "tokenizer": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -380,7 +382,7 @@ def _record(
             "keep_newlines": options.keep_newlines,
             **({"special_tokens": "tokens"} if options.special_tokens == "tokens" else {}),
             **({"min_length": str(options.min_length)} if options.min_length else {}),
-            **({SHARD_OPTION: str(options.shard)} if options.shard else {}),
+            **({SHARD_OPTION: f"{options.shard}{division}"} if options.shard else {}),
         },
     }
 
