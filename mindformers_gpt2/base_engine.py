@@ -20,7 +20,6 @@ from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.schedule import Schedule
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
 from mindformers_gpt2.checkpoint import (
@@ -71,7 +70,7 @@ class BaseEngine(engine.Engine):
         self.world = world or World()
         self.manifest_extra = dict(manifest_extra or {})
         self.step = 0
-        self.schedule = Schedule(config.optimizer, TrainState())
+        self.schedule = engine.Schedule(config.optimizer, TrainState())
         self.steps_per_run = config.train.sink_size
 
     @property
@@ -113,7 +112,7 @@ class BaseEngine(engine.Engine):
         self.world.meet()  # the next line communicates with ZeRO
         self.master.write_back()
         self.step = state.step
-        self.schedule = Schedule(self.config.optimizer, state)
+        self.schedule = engine.Schedule(self.config.optimizer, state)
         return state
 
     def kernels(self) -> dict[str, str]:

@@ -100,7 +100,6 @@ USERS = {
         "common/processes/channel.py": "messages over a connection",
         "common/serving/server.py": "the address of the service",
         "common/study/command.py": "name of this host",
-        "common/training/agreement.py": "name of this host",
         "tools/hccl_tools.py": "name and address of this host",
     },
     "subprocess.Popen": {

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import ConfigError, StorageError
+from common.errors import StorageError
 from common.files import atomic_write
 from common.parallel.run import Run
 from common.parallel.topology import Coordinates, Topology
-from common.structured_files import MalformedError, parse_json
+from common.structured_files import parse_json
 from common.tensor_files.safetensors_file import write_safetensors
 from common.weights.names import parameter_shapes
 from common.weights.pieces import Rectangle, TensorSlice, to_rectangle
@@ -59,22 +59,6 @@ class RecordRequest:
             {"step": self.step, "samples": self.samples, "folder": str(self.folder.absolute())}
         )
         return {VARIABLE: text}
-
-
-def find_request(environ: Mapping[str, str]) -> RecordRequest | None:
-    """Return what the environment asks for; None if nothing. Raises ConfigError."""
-    text = environ.get(VARIABLE)
-    if not text:
-        return None
-    try:
-        found = parse_json(text.encode())
-        return RecordRequest(
-            step=int(found["step"]), samples=int(found["samples"]), folder=Path(found["folder"])
-        )
-    except (MalformedError, LookupError, TypeError, ValueError):
-        raise ConfigError(
-            f"{VARIABLE}={text}: is not a request of tools/compare_runs.py --layers; unset it"
-        ) from None
 
 
 def activation_names(layers: int) -> Iterator[str]:
@@ -293,6 +277,10 @@ class RecorderBase(ABC):
 def open_recorder(
     recorder: Callable[[StepRecord], R], config: Run, topology: Topology, rank: int
 ) -> R | None:
-    """Return the recorder that the environment asks for. Raises ConfigError."""
-    request = find_request(os.environ)
-    return recorder(StepRecord(request, config, topology, rank)) if request else None
+    """Return the recorder that the environment asks for."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    found = parse_json(text)
+    request = RecordRequest(**found | {"folder": Path(found["folder"])})
+    return recorder(StepRecord(request, config, topology, rank))

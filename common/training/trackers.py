@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -78,6 +78,8 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        from common.config.load import flatten
+
         offline = f"sqlite:///{folder / 'mlflow.db'}"
         uri = os.environ.get("MLFLOW_TRACKING_URI", offline)
         self._client = client = MlflowClient(uri)
@@ -90,7 +92,7 @@ class MLflow:
                 else client.create_experiment(job["project"], artifact_location=place)
             )
             run = str(client.create_run(experiment, run_name=job["name"]).info.run_id)
-            params = [Param(key, str(value)) for key, value in _leaves(job["config"])]
+            params = [Param(key, str(value)) for key, value in flatten(job["config"])]
             for start in range(0, len(params), 100):  # as many as one call takes
                 client.log_batch(run, params=params[start : start + 100])
         else:
@@ -237,11 +239,3 @@ def _move_aside(folder: Path) -> None:
     while (target := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
         number += 1
     folder.rename(target)
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        yield prefix, tree
-        return
-    for name, value in tree.items():
-        yield from _leaves(value, f"{prefix}.{name}" if prefix else name)

@@ -11,7 +11,7 @@ import pytest
 from common.checkpoint.state import TrainState
 from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
 from common.parallel.run import Run
-from common.training.schedule import Schedule
+from common.training.engine import Schedule
 from tests.tiny import tiny_config
 
 UPDATES = 30
