@@ -73,9 +73,7 @@ def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
     apply_overrides(tree, {}, words)
     settings = checked_settings(tree["predict"])
     config = resolve_other(model.config, world_size=1, predict=settings)
-    prompts = encode_prompts(config, model.tokenizer)
-    decoder = model.runner.decoder(rows_at_once(settings, len(prompts)))
-    write_continuations(decoder, prompts, config, model.tokenizer)
+    continue_prompts(config, model.tokenizer, lambda _: model.runner)
 
 
 def program_to_use(config: Run) -> Source | None:
