@@ -130,9 +130,8 @@ class Session:
                 data=self.data,
                 checkpoints=checkpoints,
                 metrics=metrics,
-                peak_flops=device.peak_flops(config.precision.compute) * self.world.size,
+                device=device,
                 resumed=self.start.in_folder(folder),
-                peak_memory=device.peak_memory,
                 profile=profile,
                 world=self.world,
             )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.dataset import Batch
-from common.device import peak_resident_bytes
+from common.device import Device
 from common.log import LOG
 from common.parallel.ramp import epochs_done
 from common.parallel.run import Run
@@ -35,12 +35,9 @@ class TrainingParts:
     data: TrainingData
     checkpoints: CheckpointWriter
     metrics: MetricsWriter
-    peak_flops: float
-    """Peak FLOP/s of all devices together; 0 if unknown."""
+    device: Device
     resumed: bool = False
     """Whether the run resumes a checkpoint of its own folder, which need not be saved again."""
-    peak_memory: Callable[[], int] = peak_resident_bytes
-    """Function that returns the peak memory in bytes."""
     profile: ProfileWindow
     world: WorldBase
 
@@ -112,7 +109,9 @@ class Steps:
         seen, self._since = (now - self._since) / len(results), now
         if len(results) == self.under_way:
             run.profile.end(self._asked)
-        memory = run.peak_memory()
+        memory, flops = run.device.peak_memory(), flops_per_token(config.model)
+        # of all devices together; 0 if unknown
+        peak = run.device.peak_flops(config.precision.compute) * run.world.size
         read = [self._batches.read.popleft() for _ in results]
         waited = sum(batch.waited for batch in read) / len(results)
         for result, batch in zip(results, read, strict=True):
@@ -137,12 +136,7 @@ class Steps:
                 "samples_per_second": speed,
                 "step_time": seconds,
                 "data_wait": waited,
-                "mfu": flops_per_token(config.model)
-                * speed
-                * config.model.seq_length
-                / run.peak_flops
-                if run.peak_flops
-                else None,
+                "mfu": flops * speed * config.model.seq_length / peak if peak else None,
                 "peak_memory": memory,
                 "loss_scale": result.loss_scale,
                 "consumed_samples": state.consumed_samples,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,8 +152,7 @@ def start(
                 ),
                 checkpoints=checkpoints,
                 metrics=metrics,
-                peak_flops=1e9,
-                peak_memory=lambda: 12345,
+                device=SimpleNamespace(peak_flops=lambda name: 1e9, peak_memory=lambda: 12345),
                 profile=ProfileWindow(config, state, lambda path: nullcontext()),
                 resumed=found is not None,
                 world=Told(),
