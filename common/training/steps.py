@@ -47,7 +47,9 @@ class Steps:
 
     def __init__(self, run: TrainingParts, state: TrainState) -> None:
         self._run, self._state = run, state
-        self._batches = _WatchedBatches(run.batches, state.step)
+        self._batches = self._watched(run.batches, state.step)
+        self._read: deque[_Read] = deque()
+        """Batches whose results are not known."""
         self._asked = state.step
         self._since = 0.0
         """Time of the last result, or of the first request after all were known."""
@@ -101,6 +103,19 @@ class Steps:
             found = max(found, self._answers.popleft()())
         return found
 
+    def _watched(self, batches: Iterator[Batch], step: int) -> Iterator[Batch]:
+        """Yield batches on their way to the engine."""
+        while True:
+            start = time.perf_counter()
+            step += 1
+            beat(step, "reading data")
+            batch = next(batches)
+            beat(step, "computing")
+            waited = time.perf_counter() - start
+            read = _Read(batch.samples, batch.consumed_samples, batch.sample_hash, waited)
+            self._read.append(read)
+            yield batch
+
     def _rows(self, results: list[StepResult]) -> Iterator[dict[str, Any]]:
         if not results:
             return
@@ -112,7 +127,7 @@ class Steps:
         memory, flops = run.device.peak_memory(), flops_per_token(config.model)
         # of all devices together; 0 if unknown
         peak = run.device.peak_flops(config.precision.compute) * run.world.size
-        read = [self._batches.read.popleft() for _ in results]
+        read = [self._read.popleft() for _ in results]
         waited = sum(batch.waited for batch in read) / len(results)
         for result, batch in zip(results, read, strict=True):
             state.step += 1
@@ -154,29 +169,6 @@ class _Read(NamedTuple):
     consumed_samples: int
     sample_hash: str
     waited: float
-
-
-class _WatchedBatches:
-    """Batches on their way to the engine."""
-
-    def __init__(self, batches: Iterator[Batch], step: int) -> None:
-        self._batches = batches
-        self._step = step
-        self.read: deque[_Read] = deque()
-        """Batches whose results are not known."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        start = time.perf_counter()
-        self._step += 1
-        beat(self._step, "reading data")
-        batch = next(self._batches)
-        beat(self._step, "computing")
-        waited = time.perf_counter() - start
-        self.read.append(_Read(batch.samples, batch.consumed_samples, batch.sample_hash, waited))
-        return batch
 
 
 def _steps_to_boundary(run: TrainingParts, step: int, last_step: int) -> int:
