@@ -20,7 +20,7 @@ from common.errors import ConfigError, RunError
 from common.evaluation.rows import ScoredRow, Scorer, score_tokens, sliding_windows
 from common.generation.generate import Decoder, rows_at_once
 from common.generation.output import continuations, read_text, unused_by_greedy
-from common.generation.prompts import Given, Prompt, encode_given
+from common.generation.prompts import Given, Prompt, encode_prompts
 from common.generation.sampling import ScoredToken
 from common.inference.runner import Runner
 from common.inference.source import Source
@@ -198,7 +198,7 @@ class LanguageModel:
             LOG.warning(remark)
         is_one = isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt)
         given = [prompt] if is_one else prompt
-        return config, encode_given(cast("Sequence[Given]", given), config, self.tokenizer)
+        return config, encode_prompts(config, self.tokenizer, cast("Sequence[Given]", given))
 
     def _settings(self, settings: dict[str, Any]) -> PredictConfig:
         """Return the section predict. Raises ConfigError for unknown keys and forbidden values."""

@@ -121,7 +121,10 @@ def run_program(
         return open_program(source, config)
 
     if run_mode == "eval":
-        _evaluate(config, opener, source.path, corpus, tokenizer)
+        task = open_task(config, corpus=corpus, tokenizer=tokenizer)
+        scorer = opener(task.tokenizer_record).scorer()
+        result = run_task(task, config, partial(_sum_losses, scorer), lambda: scorer)
+        report(config, source.path, result)
         return
     assert tokenizer is not None
     if run_mode == "predict":
@@ -133,18 +136,6 @@ def run_program(
             f" {source.format}; give the checkpoint from which it was exported"
         )
     serve_completions(config, tokenizer, opener, source.format)
-
-
-def _evaluate(
-    config: Run,
-    opener: Callable[[dict[str, Any] | None], Runner],
-    path: Path,
-    corpus: Corpus | None,
-    tokenizer: Tokenizer | None,
-) -> None:
-    task = open_task(config, corpus=corpus, tokenizer=tokenizer)
-    scorer = opener(task.tokenizer_record).scorer()
-    report(config, path, run_task(task, config, partial(_sum_losses, scorer), lambda: scorer))
 
 
 def _sum_losses(scorer: Scorer, batches: Iterable[Tokens]) -> tuple[float, int]:
