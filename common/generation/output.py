@@ -35,21 +35,14 @@ def write_continuations(
     Raises StorageError when the file cannot be written.
     """
     settings = config.predict
-    if (
-        settings.output_file
-        and Path(settings.output_file).exists()
-        and not Path(settings.output_file).is_file()
-    ):
+    output = Path(settings.output_file) if settings.output_file else None
+    if output and output.exists() and not output.is_file():
         raise ConfigError(
-            f"predict.output_file={settings.output_file}: is not a regular file; give the name of"
-            " a file"
+            f"predict.output_file={output}: is not a regular file; give the name of a file"
         )
-    if settings.prompt_file and settings.output_file:
-        refuse_to_overwrite(
-            [Path(settings.prompt_file)],
-            [Path(settings.output_file)],
-            "give another predict.output_file",
-        )
+    if settings.prompt_file and output:
+        given = [Path(settings.prompt_file)]
+        refuse_to_overwrite(given, [output], "give another predict.output_file")
     for remark in _remarks(settings):
         LOG.warning(remark)
     window = sliding_window(config)
@@ -58,7 +51,7 @@ def write_continuations(
             f"a text may grow beyond {window} tokens: from there on each token is chosen after the"
             f" last {window - 1}, and costs a pass over all of them"
         )
-    as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
+    as_text = output is not None and output.suffix.lower() == ".txt"
     kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
     printer = kind(numbered=settings.num_sequences > 1)
     folder = (
@@ -69,11 +62,7 @@ def write_continuations(
     if folder and folder.done:
         LOG.info(f"{settings.output_folder}: {len(folder.done)} texts are there already")
     with ExitStack() as stack:
-        file = (
-            stack.enter_context(atomic_write(Path(settings.output_file), "w"))
-            if settings.output_file
-            else None
-        )
+        file = stack.enter_context(atomic_write(output, "w")) if output else None
         found = continuations(
             decoder,
             prompts,
