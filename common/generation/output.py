@@ -153,15 +153,13 @@ class Printer:
         self._shown: int | None = None
         """Characters of the current sequence that are printed; None before its first line."""
 
-    def show(self, sequence: Continuation, final: bool = False) -> None:
+    def show(self, sequence: Continuation) -> None:
         """Print the new part of ``sequence``."""
         text = ""
         if self._shown is None:
             self._shown = 0
             text = self.begin(sequence)
-        assert sequence.growing is not None
-        sequence.growing.advance(sequence.tokens, final)
-        text += sequence.text[self._shown :]
+        text += sequence.read()[self._shown :]
         self._shown = len(sequence.text)
         # a terminal that cannot show a character gets a question mark
         encoding = sys.stdout.encoding or "utf-8"
@@ -176,7 +174,7 @@ class Printer:
 
     def finish(self, sequence: Continuation, *, last: bool) -> None:
         """Print the rest of ``sequence`` and end its line. last: it is the last of its prompt."""
-        self.show(sequence, final=True)
+        self.show(sequence)
         _say("\n\n" if last else "\n")
         self._shown = None
 
@@ -245,13 +243,3 @@ def continuations(
         stepwise=stepwise,
         **limits,
     )
-
-
-def read_text(sequence: Continuation) -> str:
-    """Return the part that can no longer change of the text that a sequence adds to its prompt.
-
-    It is the whole text once the sequence is finished.
-    """
-    assert sequence.growing is not None
-    sequence.growing.advance(sequence.tokens, final=sequence.finish_reason is not None)
-    return sequence.text

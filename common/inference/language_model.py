@@ -19,7 +19,7 @@ from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.evaluation.rows import ScoredRow, Scorer, score_tokens, sliding_windows
 from common.generation.generate import Decoder, rows_at_once
-from common.generation.output import continuations, read_text, unused_by_greedy
+from common.generation.output import continuations, unused_by_greedy
 from common.generation.prompts import Given, Prompt, encode_prompts
 from common.generation.sampling import ScoredToken
 from common.inference.runner import Runner
@@ -158,7 +158,7 @@ class LanguageModel:
             return Generations(
                 Generation(
                     prompt=each.prompt.text,
-                    text=read_text(each),
+                    text=each.read(),
                     prompt_tokens=each.prompt.ids,
                     tokens=each.tokens,
                     finish_reason=str(each.finish_reason),
@@ -185,7 +185,7 @@ class LanguageModel:
         with self._working():
             decoder = self._decoder_for(config, prompts)
             for each in continuations(decoder, prompts, config, self.tokenizer, stepwise=True):
-                text = read_text(each)
+                text = each.read()
                 if text[shown:]:
                     yield text[shown:]
                 shown = len(text)

@@ -74,13 +74,11 @@ class CompletionJob:
             sequence.finish_reason = "length"
         else:
             grow(sequence, logits, self._settings, self._rules, self._tokenizer.ends)
-        is_finished = sequence.finish_reason is not None
-        assert sequence.growing is not None
-        sequence.growing.advance(sequence.tokens, final=is_finished)
+        sequence.read()
         if sequence.end is not None and self._settings.logprobs is not None:
             sequence.scored.append(score_token(logits, sequence.end, self._settings.logprobs))
         self._say(len(sequence.tokens) - tokens)
-        return is_finished
+        return sequence.finish_reason is not None
 
     def fail(self, error: Exception) -> None:
         self._emit(Piece(choice=self._choice, error=error))

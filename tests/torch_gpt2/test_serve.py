@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("prometheus_client", reason="not installed: pip install '.[serve]'")
 
 from common.config.schema import PredictConfig
-from common.generation.output import continuations, read_text
+from common.generation.output import continuations
 from common.generation.prompts import Prompt
 from common.serving.app import App
 from common.serving.completions import CompletionService
@@ -106,7 +106,7 @@ class Server:
         prompts = [Prompt(text=prompt, ids=ids, new_tokens=new)]
         decoder = Decoder(self.model, select_device("cpu"), 1)
         return [
-            (read_text(each), "length" if each.finish_reason == "length" else "stop")
+            (each.read(), "length" if each.finish_reason == "length" else "stop")
             for each in continuations(decoder, prompts, run, self.tokenizer)
         ]
 
