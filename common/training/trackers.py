@@ -17,11 +17,11 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
@@ -37,18 +37,9 @@ Row = tuple[int, dict[str, float]]
 """Step and figures."""
 
 
-class Store(Protocol):
-    run: str
-    """The tracker's name of the run, by which it is continued."""
-
-    def log(self, rows: list[Row]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class InitStore:
     """W&B and SwanLab: a folder for each start, which ``wandb sync`` or ``swanlab sync`` uploads
-    as one run.
+    as one run. ``run``: the tracker's name of the run, by which it is continued.
     """
 
     def __init__(self, name: str, folder: Path, job: Mapping[str, Any], run: str | None) -> None:
@@ -72,7 +63,7 @@ class InitStore:
 
 
 class MLflow:
-    """MLflow: one SQLite file, which ``mlflow ui --backend-store-uri`` opens."""
+    """MLflow: one SQLite file, which ``mlflow ui --backend-store-uri`` opens. ``run``: its id."""
 
     def __init__(self, name: str, folder: Path, job: Mapping[str, Any], run: str | None) -> None:
         from mlflow import MlflowClient
@@ -113,11 +104,8 @@ class MLflow:
         self._client.set_terminated(self.run)
 
 
-STORES: dict[str, Callable[[str, Path, Mapping[str, Any], str | None], Store]] = {
-    "wandb": InitStore,
-    "mlflow": MLflow,
-    "swanlab": InitStore,
-}
+STORES: dict[str, type[InitStore] | type[MLflow]]
+STORES = {"wandb": InitStore, "mlflow": MLflow, "swanlab": InitStore}
 
 
 class Trackers:
