@@ -29,6 +29,7 @@ from common.parallel.run import Run
 from common.resolve.derive import resolve_other
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt, encode_words
+from common.training.export import OF_A_COMMAND
 from common.weights.names import count_parameters
 
 
@@ -95,10 +96,6 @@ class Score:
     @property
     def perplexity(self) -> float:
         return float(np.exp(self.loss))
-
-
-_NOT_HERE = ("prompt", "prompt_file", "output_file", "output_folder", "stream")
-"""Settings of predict that belong to the command."""
 
 
 class LanguageModel:
@@ -202,7 +199,7 @@ class LanguageModel:
 
     def _settings(self, settings: dict[str, Any]) -> PredictConfig:
         """Return the section predict. Raises ConfigError for unknown keys and forbidden values."""
-        if wrong := [name for name in _NOT_HERE if name in settings]:
+        if wrong := [name for name in (*OF_A_COMMAND, "stream") if name in settings]:
             raise ConfigError(f"{wrong[0]}: belongs to --run_mode predict; leave it out here")
         return checked_settings({"batch_size": self.config.predict.batch_size, **settings})
 

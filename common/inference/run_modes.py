@@ -29,10 +29,8 @@ from common.serving.server import serve
 from common.systems.table import FORMATS
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, describe_tokenizer
+from common.training.export import OF_A_COMMAND
 from common.training.model_match import multiple_for, require_same_model
-
-_OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
-"""Settings of predict that a command does not take over from the run of the model."""
 
 Opener: TypeAlias = Callable[[dict[str, Any]], Runner]
 """Opens the model of a run. Takes the record of the tokenizer."""
@@ -68,7 +66,7 @@ def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
     Other settings are those of the model's folder. Raises ConfigError.
     """
     own = model.source.run.get("predict") or {}
-    known = PredictConfig.model_fields.keys() - set(_OF_A_COMMAND)
+    known = PredictConfig.model_fields.keys() - set(OF_A_COMMAND)
     tree = {"predict": {key: value for key, value in own.items() if key in known}}
     apply_overrides(tree, {}, words)
     settings = checked_settings(tree["predict"])

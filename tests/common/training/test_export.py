@@ -226,7 +226,7 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
         (files, here),
         ({"folder": str(tmp_path / "gone")}, {}),
     ):
-        prompts = {"prompt": ["a"], "top_k": 5, "strategy": "sampling"}
+        prompts = {"prompt": ["a"], "output_folder": "texts", "top_k": 5, "strategy": "sampling"}
         export(*to_export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts)))
         found = {path.name: path.read_bytes() for path in (tmp_path / "weights").iterdir()}
         settings = yaml.safe_load(found.pop("model.yaml"))
@@ -235,7 +235,8 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
             name: f"content of {source}" for name, source in names.items()
         }
         assert ("tokenizer" in settings.get("data", {})) == bool(names)
-        assert settings["predict"]["top_k"] == 5 and "prompt" not in settings["predict"]
+        assert settings["predict"]["top_k"] == 5
+        assert not settings["predict"].keys() & {"prompt", "output_folder"}
     assert f"{tmp_path / 'gone'} is not there; the export holds no tokenizer" in caplog.text
 
 
