@@ -55,11 +55,20 @@ def require_writable(checkpoints: Path) -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=checkpoints):
             pass
+        with os.scandir(checkpoints) as entries:
+            wrong = [
+                entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()
+            ]
     except OSError as error:
         raise ConfigError(
             f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a"
             " folder that this user can write, or choose another output_dir"
         ) from None
+    if wrong:  # a checkpoint would take its place
+        raise ConfigError(
+            f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or"
+            " choose another output_dir"
+        )
 
 
 def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = None) -> Start:

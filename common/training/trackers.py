@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from common.config.load import flatten
 from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
 
@@ -68,8 +69,6 @@ class MLflow:
     def __init__(self, name: str, folder: Path, job: Mapping[str, Any], run: str | None) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
-
-        from common.config.load import flatten
 
         offline = f"sqlite:///{folder / 'mlflow.db'}"
         uri = os.environ.get("MLFLOW_TRACKING_URI", offline)

@@ -103,6 +103,8 @@ DAMAGE: list[tuple[list[Callable[[Path], Any]], str]] = [
      "latest: is not a file, expected one"),
     ([shutil.rmtree, Path.touch],
      r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir"),
+    ([lambda folder: (folder / "step_00000010").touch()],
+     "step_00000010: is not a folder, and has the name of a checkpoint"),
 ]  # fmt: skip
 
 
