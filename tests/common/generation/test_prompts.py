@@ -108,6 +108,7 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         ("a.jsonl", b"", r"a\.jsonl: holds no prompt"),
         ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: not JSON"),
         ("a.jsonl", b'{"question": "b"}', r"line 1: expected an object with the text field prompt"),
+        ("a.jsonl", b'["a"]', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'{"prompt": ""}', r"a\.jsonl, line 1 is empty"),
         ("a.jsonl", b'{"ids": [1]}\n{"ids": [257]}', r"a\.jsonl, line 2: id 257 is outside"),
         ("a.jsonl", b'{"prompt": [1, 2.0]}', r"a\.jsonl, line 1: expected .* or a list of ids"),
