@@ -2,8 +2,7 @@
 transformers, and llama.cpp where llama-cpp-python is installed.
 
 All have the same random weights and prompts, and keep keys and values. A turn is a whole call, the
-prompt's pass included, after turns to warm up. The greedy tokens of systems in float32 must be
-equal.
+prompt's pass included, after turns to warm up. Greedy tokens in float32 must be equal.
 """
 
 from __future__ import annotations
@@ -59,21 +58,22 @@ def resolve(task: Task | None = None, precision: str = "float32") -> Any:
     from common.resolve.derive import resolve_config
     from common.run_config import load_config
 
-    words = [f"device={task.device if task else 'cpu'}", "output_dir=unused"]
-    words += [f"precision={precision}"]
+    words = [f"device={task.device if task else 'cpu'}", f"precision={precision}"]
     words += [f"runtime.threads={task.threads}"] if task and task.threads else []
-    return resolve_config(load_config(CONFIG, words))
+    return resolve_config(load_config(CONFIG, ["output_dir=unused", *words]))
 
 
 def from_torch(precision: str, make: Callable[..., Turn]) -> Callable[..., Turn]:
     def prepare(task: Task, prompts: Any) -> Turn:
+        from common.parallel.sharding import initial_values
+        from torch_gpt2.checkpoint import fill_weights
         from torch_gpt2.device import open_device
-        from torch_gpt2.model import build_model, initialise
+        from torch_gpt2.model import build_model
 
         config = resolve(task, precision)
         device = open_device(config)
         model = build_model(config, device)
-        initialise(dict(model.named_parameters()), config)
+        fill_weights(dict(model.named_parameters()), initial_values(config))
         return make(model, device, prompts, task)
 
     return prepare

@@ -16,6 +16,7 @@ from common.checkpoint.state import TrainState
 from common.checkpoint.writer import Part, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run
+from common.parallel.sharding import initial_values
 from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.engine import StepResult
@@ -30,7 +31,7 @@ from mindformers_gpt2.checkpoint import (
     weights_on_host,
 )
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.model import initialise, takes_fused_attention
+from mindformers_gpt2.model import takes_fused_attention
 from mindformers_gpt2.optimizer import (
     DeviceLossScale,
     MasterWeights,
@@ -92,13 +93,12 @@ class BaseEngine(engine.Engine):
 
     def begin(self, start: Start) -> TrainState:
         reader = start.checkpoint
-        loss_scale, weights = self.loss_scale.read(), self.master.tensors
+        config, loss_scale = self.config, self.loss_scale.read()
         states = reader.states(self.config, loss_scale) if reader and start.resume else None
         self.device.seed(self.config.seed)
-        if reader is None:
-            initialise(weights, self.config, self.pieces)
-        else:
-            fill_weights(weights, reader.weights(self.config.model, self.pieces))
+        pieces = self.pieces
+        values = reader.weights(config.model, pieces) if reader else initial_values(config, pieces)
+        fill_weights(self.master.tensors, values)
         if reader is not None and self.quantization is not None:
             self.quantization.load(reader)
         state = TrainState()

@@ -157,7 +157,7 @@ def starts(tmp_path: Path) -> dict[str, Path]:
 def test_mindspores_parameters_are_those_of_the_run(
     starts: dict[str, Path], tmp_path: Path, mindspore: ModuleType
 ) -> None:
-    from mindformers_gpt2.checkpoint import load_weights
+    from mindformers_gpt2.checkpoint import fill_weights
     from mindformers_gpt2.device import select_device
     from mindformers_gpt2.model import build_model
 
@@ -165,7 +165,7 @@ def test_mindspores_parameters_are_those_of_the_run(
     for path in (tmp_path / "run" / "checkpoints" / "step_00000004", *starts.values()):
         net = build_model(config, select_device("cpu"))
         parameters = {parameter.name: parameter for parameter in net.get_parameters()}
-        load_weights(parameters, config.model, open_checkpoint(path, "x"))
+        fill_weights(parameters, open_checkpoint(path, "x").weights(config.model))
         values.append({name: tensor.asnumpy() for name, tensor in parameters.items()})
     for name, expected in values[0].items():
         assert all(np.array_equal(found[name], expected) for found in values), name
