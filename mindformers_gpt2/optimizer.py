@@ -284,8 +284,8 @@ class Optimizer(nn.Cell):
         elif decays:
             gradient = gradient + config.weight_decay * parameter
         if self.kernel == "Adam":
-            zero, rates = self.no_power, (self.beta1, self.beta2)
-            self.adam(parameter, first, second, zero, zero, step_size, *rates, epsilon, gradient)
+            zero, betas = self.no_power, (self.beta1, self.beta2)
+            self.adam(parameter, first, second, zero, zero, step_size, *betas, epsilon, gradient)
         elif self.kernel == "ApplyMomentum":
             self.descend_with_momentum(parameter, first, rate, gradient, self.momentum)
         else:
