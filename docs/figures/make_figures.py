@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -162,13 +163,16 @@ def flow(name: str, language: str) -> Figure:
     return figure
 
 
+DRAWN: dict[str, Callable[[str], Figure]] = {
+    "parts": parts,
+    "layout": layout,
+    **{name: partial(flow, name) for name in LABELS["flows"]},
+}
 FIGURES = {
     f"{name}{ending}.svg": partial(draw, language)
-    for name, draw in {
-        "parts": parts, "layout": layout, **{name: partial(flow, name) for name in LABELS["flows"]}
-    }.items()
+    for name, draw in DRAWN.items()
     for ending, language in ENDINGS.items()
-}  # fmt: skip
+}
 """File name -> the function that draws it."""
 
 
