@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,8 +35,7 @@ def _turn(name: str, child: subprocess.Popen[str]) -> Answer:
     """
     assert child.stdin is not None and child.stdout is not None
     try:
-        child.stdin.write("turn\n")
-        child.stdin.flush()
+        os.write(child.stdin.fileno(), b"turn\n")  # a buffer would fail again when it is closed
         answer: Answer = json.loads(child.stdout.readline())
     except (OSError, ValueError):
         raise RunError(f"{name} ended; its message is above") from None

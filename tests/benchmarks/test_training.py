@@ -12,6 +12,7 @@ from benchmarks import run
 from benchmarks.measure import Row, take_turns
 from benchmarks.run import main, why_no_gpu
 from benchmarks.training import PREDICTED, rows_of
+from common.errors import RunError
 from common.study.cells import expand
 from common.study.loading import load_definition
 from common.study.results import Machine, State
@@ -92,6 +93,13 @@ def test_the_plan_names_every_part_and_starts_nothing(
     assert not (tmp_path / "none").exists()
     assert main(["--parts", "loader,wheels"]) == 2
     assert "--parts wheels: expected some of training, generation," in capsys.readouterr().err
+
+
+def test_a_system_that_ends_before_its_turn_is_named() -> None:
+    """What it does not read must not fail a second time when its input is closed."""
+    slow = ["-c", "import time; input(); time.sleep(2); print(1, flush=True); input()"]
+    with pytest.raises(RunError, match="b ended; its message is above"):
+        take_turns({"a": slow, "b": ["-c", ""]}, 1)
 
 
 @pytest.mark.parametrize("way", ["program", "turns"])
