@@ -170,7 +170,8 @@ def merged(searched: Iterable[list[Found]]) -> list[Found]:
 def read_ends(path: Path, most: int) -> tuple[str, int]:
     """Return the text of a file, and how many bytes of it are left out.
 
-    A file of more than ``most`` bytes has whole lines at its start and its end. Raises DataError.
+    A file of more than ``most`` bytes has whole lines at its start and its end; the states of a
+    progress bar are lines too. Raises DataError.
     """
     try:
         with path.open("rb") as file:
@@ -178,8 +179,8 @@ def read_ends(path: Path, most: int) -> tuple[str, int]:
             data = file.read(most if left_out <= 0 else most // 2)
             if left_out > 0:
                 file.seek(-(most // 2), os.SEEK_END)
-                end = file.read(most // 2).partition(b"\n")[2]
-                data = data.rpartition(b"\n")[0] + b"\n[...]\n" + end
+                end = re.sub(rb"\A[^\r\n]*", b"", file.read(most // 2))
+                data = data[: max(data.rfind(b"\r"), data.rfind(b"\n")) + 1] + b"[...]" + end
     except OSError as error:
         raise DataError(f"{path}: {unreadable(error)}") from None
     return data.decode("utf-8", "replace"), max(0, left_out)
