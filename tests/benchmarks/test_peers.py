@@ -73,6 +73,7 @@ def test_nanogpt_style(tmp_path: Path, corpus_prefix: Path) -> None:
     ("word", "named"),
     [
         ("precision=fp16", "precision.compute=float16"),
+        ("optimizer.name=sgd", "optimizer.name=sgd"),
         ("train.recompute=selective", "train.recompute=selective"),
     ],
 )
