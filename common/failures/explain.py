@@ -170,8 +170,7 @@ def merged(searched: Iterable[list[Found]]) -> list[Found]:
 def read_ends(path: Path, most: int) -> tuple[str, int]:
     """Return the text of a file, and how many bytes of it are left out.
 
-    A file of more than ``most`` bytes has whole lines at its start and its end; the states of a
-    progress bar are lines too. Raises DataError.
+    Of more than ``most`` bytes, whole lines or states of a progress bar stay. Raises DataError.
     """
     try:
         with path.open("rb") as file:
