@@ -12,8 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from benchmarks.measure import Row, compared
+from benchmarks.measure import Row, compared, initial_weights
+from common.errors import RunError
 
 # Peer of preprocessing: one process, one document after the other, ids written as uint16.
 BASELINE = """
@@ -66,7 +66,7 @@ def _one_core(command: list[str]) -> float:
 
 
 def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) -> Iterator[Row]:
-    """Raises SystemExit where a library makes other tokens than the peer."""
+    """Raises RunError where a library makes other tokens than the peer."""
     size = corpus.stat().st_size / 1e6
     with tempfile.TemporaryDirectory() as name:
         folder, files = Path(name), [str(corpus), str(vocab), str(merges)]
@@ -88,7 +88,7 @@ def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) ->
         expected = (folder / "baseline.bin").read_bytes()
         for name in ours:
             if (folder / f"{name}_text_document.bin").read_bytes() != expected:
-                sys.exit(f"{name}: other tokens than the baseline's; speeds mean nothing then")
+                raise RunError(f"{name}: other tokens than the baseline's; speeds mean nothing")
 
     def described(name: str) -> str:
         return f"{name}: {size / statistics.median(seconds[name]):.1f} MB/s"
@@ -126,26 +126,14 @@ def loader_rows(repeats: int, tokens: float = 64e6) -> Iterator[Row]:
 # ---- conversion ----
 
 
-def make_source(config: str, folder: Path, overrides: Sequence[str] = ()) -> None:
+def make_source(config: Path, folder: Path) -> None:
     from common.resolve.derive import resolve_config
     from common.run_config import load_config
     from common.systems.hugging_face.weights import write_hugging_face
-    from common.systems.weights import Weight, Weights
-    from common.weights.names import parameter_shapes
 
-    model = resolve_config(load_config(Path(config), ["output_dir=unused", *overrides])).model
-    generator = np.random.default_rng(0)
-
-    def random(shape: tuple[int, ...]) -> Weight:
-        return Weight(
-            dtype="float32", shape=shape, load=lambda: generator.standard_normal(shape, np.float32)
-        )
-
-    weights = {name: random(shape) for name, shape in parameter_shapes(model).items()}
     folder.mkdir()
-    write_hugging_face(
-        folder, Weights(path=folder, format="random", model=model, tensors=weights), None
-    )
+    run = resolve_config(load_config(config, ["output_dir=unused"]))
+    write_hugging_face(folder, initial_weights(run), None)
 
 
 def anonymous_memory() -> int:
@@ -180,19 +168,9 @@ def convert_here(source: Path, target: Path, wanted: str) -> None:
     print(json.dumps(peak - before))
 
 
-@dataclass(frozen=True)
-class Measured:
-    size: int
-    """Bytes of the source."""
-    seconds: list[float]
-    """Seconds of the whole process that converts, imports included."""
-    copied: list[float]
-    peak: int
-    """Bytes of anonymous memory beyond the imports, at most."""
-
-
-def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Measured:
-    """Converting and copying in turns."""
+def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Row:
+    """Convert and copy in turns. Seconds are those of whole processes, imports included."""
+    size = sum(path.stat().st_size for path in source.iterdir()) / 1e9
     seconds, copied, peaks = [], [], []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -210,8 +188,12 @@ def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Measured:
         seconds.append(time.perf_counter() - start)
         peaks.append(int(answer))
         shutil.rmtree(folder / "target")
-    return Measured(
-        sum(path.stat().st_size for path in source.iterdir()), seconds, copied, max(peaks)
+    return (
+        f"{size:.2f} GB hf to {wanted}",
+        f"{size / statistics.median(seconds):.2f} GB/s, the process whole",
+        f"cp and sync {size / statistics.median(copied):.2f} GB/s",
+        compared(seconds, copied),
+        f"{max(peaks) / 1e6:.0f} MB anonymous, beyond imports",
     )
 
 
@@ -222,22 +204,11 @@ def conversion_rows(config: Path, folder: Path, repeats: int) -> Iterator[Row]:
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="conversion-") as name:
         source = Path(name) / "source"
-        make_source(str(config), source)
+        make_source(config, source)
         heads = json.loads((source / "config.json").read_text())["n_head"]
         tensor = 5 if heads % 2 else 2  # 1558M has 25
         for wanted in (each.format(tensor) for each in FORMATS):
-            yield row(wanted, measure(source, Path(name), wanted, repeats))
-
-
-def row(wanted: str, found: Measured) -> Row:
-    size = found.size / 1e9
-    return (
-        f"{size:.2f} GB hf to {wanted}",
-        f"{size / statistics.median(found.seconds):.2f} GB/s, the process whole",
-        f"cp and sync {size / statistics.median(found.copied):.2f} GB/s",
-        compared(found.seconds, found.copied),
-        f"{found.peak / 1e6:.0f} MB anonymous, beyond imports",
-    )
+            yield measure(source, Path(name), wanted, repeats)
 
 
 if __name__ == "__main__":  # the child that converts

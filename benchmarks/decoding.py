@@ -2,8 +2,7 @@
 transformers, and llama.cpp where llama-cpp-python is installed.
 
 All have the same random weights and prompts, and keep keys and values. A turn is a whole call, the
-prompt's pass included, after turns to warm up. The greedy tokens of systems in float32 must be
-equal.
+prompt's pass included, after turns to warm up. Greedy tokens in float32 must be equal.
 """
 
 from __future__ import annotations
@@ -25,7 +24,16 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.measure import Answer, Row, answer_turns, compared, table, take_turns
+from benchmarks.measure import (
+    Answer,
+    Row,
+    answer_turns,
+    compared,
+    initial_weights,
+    table,
+    take_turns,
+)
+from common.errors import RunError
 
 CONFIG = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
 PROMPT_TOKENS = 32
@@ -59,21 +67,22 @@ def resolve(task: Task | None = None, precision: str = "float32") -> Any:
     from common.resolve.derive import resolve_config
     from common.run_config import load_config
 
-    words = [f"device={task.device if task else 'cpu'}", "output_dir=unused"]
-    words += [f"precision={precision}"]
+    words = [f"device={task.device if task else 'cpu'}", f"precision={precision}"]
     words += [f"runtime.threads={task.threads}"] if task and task.threads else []
-    return resolve_config(load_config(CONFIG, words))
+    return resolve_config(load_config(CONFIG, ["output_dir=unused", *words]))
 
 
 def from_torch(precision: str, make: Callable[..., Turn]) -> Callable[..., Turn]:
     def prepare(task: Task, prompts: Any) -> Turn:
+        from common.parallel.sharding import initial_values
+        from torch_gpt2.checkpoint import fill_weights
         from torch_gpt2.device import open_device
-        from torch_gpt2.model import build_model, initialise
+        from torch_gpt2.model import build_model
 
         config = resolve(task, precision)
         device = open_device(config)
         model = build_model(config, device)
-        initialise(dict(model.named_parameters()), config)
+        fill_weights(dict(model.named_parameters()), initial_values(config))
         return make(model, device, prompts, task)
 
     return prepare
@@ -191,23 +200,9 @@ def write_files(folder: Path, systems: Sequence[str]) -> None:
     """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others
     begin with.
     """
-    from common.parallel.sharding import padded_shapes
     from common.systems.table import FORMATS
-    from common.systems.weights import Weight, Weights
-    from common.weights.initial import initial_rows
-    from common.weights.names import parameter_shapes
 
-    config = resolve()
-    padded = padded_shapes(config)
-
-    def weight(name: str, shape: tuple[int, ...]) -> Weight:
-        def load() -> Any:
-            return initial_rows(config.model, config.seed, name, padded[name], 0, shape[0])
-
-        return Weight(dtype="float32", shape=shape, load=load)
-
-    tensors = {name: weight(name, shape) for name, shape in parameter_shapes(config.model).items()}
-    weights = Weights(path=folder, format="random", model=config.model, tensors=tensors)
+    weights = initial_weights(resolve())
     for system in systems:
         if system in FILES:
             name, dtype = FILES[system]
@@ -257,7 +252,7 @@ def memory(device: str) -> int:
 
 
 def turns_of(tasks: Sequence[Task], repeats: int) -> dict[str, list[Answer]]:
-    """Return each system's turns. Raises SystemExit where tokens differ that must be equal."""
+    """Return each system's turns. Raises RunError where tokens differ that must be equal."""
     first, later = take_turns({task.system: task.command() for task in tasks}, repeats)
     exact = [
         first[task.system]["tokens"]
@@ -265,7 +260,7 @@ def turns_of(tasks: Sequence[Task], repeats: int) -> dict[str, list[Answer]]:
         if task.system in EXACT and task.strategy == "greedy"
     ]
     if any(tokens != exact[0] for tokens in exact):
-        sys.exit(f"batch {tasks[0].rows}: tokens of float32 differ; speeds mean nothing then")
+        raise RunError(f"batch {tasks[0].rows}: tokens of float32 differ; speeds mean nothing")
     return later
 
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
+
+from common.errors import RunError
+from common.parallel.run import Run
+from common.systems.weights import Weight, Weights
+from common.weights.initial import initial_rows
+from common.weights.names import parameter_shapes
 
 HEAD = ("what", "here", "peer", "times as fast (pairs)", "memory, peer's")
 WARM_UP = 2
@@ -16,32 +27,19 @@ Row = Sequence[str]
 Answer = dict[str, Any]
 
 
-class Worker:
-    """A child that does one piece of work for each line on its standard input and answers with one
-    line of JSON.
+def _turn(name: str, child: subprocess.Popen[str]) -> Answer:
+    """Let a child do its piece of work once, for a line on its standard input.
+
+    It answers with one line of JSON. Raises RunError when it has ended; its message is on standard
+    error.
     """
-
-    def __init__(self, command: list[str]) -> None:
-        self.command = command
-        self.process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def turn(self) -> Answer:
-        """Raises SystemExit when the child has ended; its message is on standard error."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write("turn\n")
-            self.process.stdin.flush()
-            answer: Answer = json.loads(self.process.stdout.readline())
-        except (OSError, ValueError):
-            sys.exit(f"{' '.join(self.command)} ended; its message is above")
-        return answer
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        os.write(child.stdin.fileno(), b"turn\n")  # a buffer would fail again when it is closed
+        answer: Answer = json.loads(child.stdout.readline())
+    except (OSError, ValueError):
+        raise RunError(f"{name} ended; its message is above") from None
+    return answer
 
 
 def answer_turns(work: Callable[[], Answer]) -> None:
@@ -57,18 +55,31 @@ def take_turns(
     """The answers of each system's first turn, and of ``repeats`` turns after warming up, all
     systems in turn.
     """
-    workers = {name: Worker(command) for name, command in commands.items()}
-    first = {name: worker.turn() for name, worker in workers.items()}
-    for _ in range(WARM_UP):
-        for worker in workers.values():
-            worker.turn()
-    later: dict[str, list[Answer]] = {name: [] for name in workers}
-    for _ in range(repeats):
-        for name, worker in workers.items():
-            later[name].append(worker.turn())
-    for worker in workers.values():
-        worker.end()
-    return first, later
+    with ExitStack() as stack:
+        children: dict[str, subprocess.Popen[str]] = {}
+        for name, command in commands.items():
+            child = subprocess.Popen([sys.executable, *command], stdin=PIPE, stdout=PIPE, text=True)
+            children[name] = stack.enter_context(child)
+            stack.callback(child.kill)
+        turns = [
+            {name: _turn(name, child) for name, child in children.items()}
+            for _ in range(1 + WARM_UP + repeats)
+        ]
+    later = turns[1 + WARM_UP :]
+    return turns[0], {name: [turn[name] for turn in later] for name in commands}
+
+
+def initial_weights(config: Run) -> Weights:
+    """The weights that training begins with, each made when it is read."""
+    tensors = {
+        name: Weight(
+            dtype="float32",
+            shape=shape,
+            load=partial(initial_rows, config.model, config.seed, name, shape),
+        )
+        for name, shape in parameter_shapes(config.model).items()
+    }
+    return Weights(path=Path("initial"), format="random", model=config.model, tensors=tensors)
 
 
 def compared(seconds: Sequence[float], peer: Sequence[float], digits: int = 2) -> str:

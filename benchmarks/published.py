@@ -10,11 +10,11 @@ rows, and of the sources, and prints the errors on the other halves.
 Columns: v are virtual stages of a rank. graph tells whether the operations between products are
 fused. more are further keys. link and network are GB/s of a device, server its devices, where the
 machine differs from the table's. Memory by nvidia-smi has the context, libraries and cache in it,
-so it is compared with the plan and the reserve that a plan leaves. Of stage 0 it is compared with
-the plan's first stage. basis is published; assumed, where a part of the layout, batch or device was
-not published, or the time was derived; measured here; or left out of the statistics. half was drawn
-by a hash of each row as it was first entered; rows that were corrected later keep it, and rows
-entered after the fit are test rows.
+so it is compared with the plan, the reserve that a plan leaves, and what ``widened`` says. Of stage
+0 it is compared with the plan's first stage. basis is published; assumed, where a part of the
+layout, batch or device was not published, or the time was derived; measured here; or left out of
+the statistics. half was drawn by a hash of each row as it was first entered; rows that were
+corrected later keep it, and rows entered after the fit are test rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from common.flags import make_parser
 from common.parallel.run import Run
 from common.planner import timing
 from common.planner.fitting import resolve_on
-from common.planner.plan import Plan, make_plan, table, time_of
+from common.planner.memory import has_low_gradients, shard_ranks
+from common.planner.plan import Plan, StagePlan, make_plan, table, time_of
 from common.planner.room import usable_memory
 from common.program import command
 from common.resolve.derive import written_ranks
@@ -97,10 +98,12 @@ class Figure:
         """The same by the plan, with the factors of ``timing`` as they are now."""
         if not self.is_memory:
             return time_of(self.plan, self.config, self.device).total
-        how = self.how[1]
-        peak = self.plan.stages[0].memory.peak if how.endswith("of stage 0") else self.plan.peak
-        whole = self.device.memory
-        return peak + (whole - usable_memory(whole) if how.startswith("nvidia-smi") else 0)
+        how, stages, whole = self.how[1], self.plan.stages, self.device.memory
+        stage = max(stages, key=lambda each: each.memory.peak)
+        stage = stages[0] if how.endswith("of stage 0") else stage
+        if not how.startswith("nvidia-smi"):
+            return stage.memory.peak
+        return stage.memory.peak + whole - usable_memory(whole) + widened(self.config, stage)
 
     @property
     def ratio(self) -> float:
@@ -111,15 +114,6 @@ class Figure:
         return abs(self.ratio - 1)
 
     @property
-    def rounding(self) -> float:
-        """Half a unit of the published figure's last digit, as a part of it: no error is known
-        better.
-        """
-        published = self.row["published"]
-        decimals = len(published.partition(".")[2])
-        return 0.5 / 10**decimals / float(published)
-
-    @property
     def counts(self) -> bool:
         return self.row["basis"] != "left out"
 
@@ -127,6 +121,16 @@ class Figure:
     def is_test(self) -> bool:
         """Whether the row belongs to the half to which no factor was fitted."""
         return self.row["half"] == "test"
+
+
+def widened(config: Run, stage: StagePlan) -> int:
+    """Return the bytes that nvidia-smi shows beyond the peak of a step of DeepSpeed's ZeRO.
+
+    Its update makes one float32 tensor of a rank's gradients (stage_1_and_2.py, ``step``). We take
+    it that torch keeps the smaller pieces that activations left, and gets new memory for it.
+    """
+    part = -(-stage.parameters // shard_ranks(config))
+    return 4 * part * has_low_gradients(config)
 
 
 def read_rows() -> list[dict[str, str]]:
@@ -207,7 +211,9 @@ def loss(figures: Sequence[Figure]) -> float:
 
 
 def fit(figures: Sequence[Figure], start: Sequence[float]) -> list[float]:
-    """Return the five factors with the least loss, to two digits, and set them."""
+    """Return the five factors with the least loss, to two digits, and set them. One on which no row
+    depends keeps its start.
+    """
     from scipy.optimize import minimize
 
     def of(factors: Sequence[float]) -> float:
@@ -215,8 +221,11 @@ def fit(figures: Sequence[Figure], start: Sequence[float]) -> list[float]:
         return loss(figures) if min(factors) > 0 else math.inf
 
     options = {"xatol": 0.002, "fatol": 1e-4}
-    found = minimize(of, start, method="Nelder-Mead", options=options).x
-    factors = [round(float(value), 2) for value in found]
+    best = minimize(of, start, method="Nelder-Mead", options=options)
+    factors = [round(float(value), 2) for value in best.x]
+    for at, first in enumerate(start):
+        if of([*best.x[:at], first, *best.x[at + 1 :]]) == best.fun:
+            factors[at] = first  # no row depends on it
     set_factors(factors)
     return factors
 
@@ -267,16 +276,7 @@ def report(figures: Iterable[Figure]) -> list[str]:
     for each in figures:
         if each.is_memory:
             groups.setdefault(f"memory: {each.row['source']}", []).append(each)
-    head = (
-        "rows",
-        "n",
-        "median error",
-        "within 15 %",
-        "25 %",
-        "planned / measured",
-        "least",
-        "most",
-    )
+    head = ("rows", "n", "median error", "within 15 %", "25 %", "plan / measured", "least", "most")
     return table(head, [_row(name, some) for name, some in groups.items()])
 
 

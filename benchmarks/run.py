@@ -102,7 +102,7 @@ def why_no_gpu() -> str:
     return f"torch {torch.__version__} finds no GPU"
 
 
-@command(Request)
+@command(Request, stopped="")
 def main(request: Request) -> int:
     if request.device == "cuda" and not request.plan and (reason := why_no_gpu()):
         advice = "run it on a machine with an NVIDIA GPU, or leave --device out"
@@ -127,7 +127,7 @@ def main(request: Request) -> int:
             for row in PARTS[part](request):
                 rows.append(row)
                 print(*row, sep="; ", flush=True)
-        except (GPT2Error, SystemExit, subprocess.CalledProcessError) as error:
+        except (GPT2Error, subprocess.CalledProcessError) as error:
             failed.append(f"{part}: {error}")
     text = table(rows)
     (request.output_dir / "table.md").write_text(text + "\n", encoding="utf-8")

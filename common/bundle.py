@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import platform
 import re
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from common.doctor.software import installed_versions
 from common.errors import ConfigError, DataError
-from common.failures.explain import explain_log
+from common.failures.explain import explain_log, read_ends
 from common.files import atomic_write
 from common.launcher.rank_process import SHOWN_VARIABLES
 
@@ -191,22 +190,14 @@ def _read(path: Path, name: str, notes: list[str]) -> str | None:
     if path.is_symlink() or not path.is_file():
         notes.append(f"{name}: not a regular file")
         return None
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= MAX_FILE_BYTES:
-                return file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
-            start = file.read(MAX_FILE_BYTES // 2)
-            file.seek(size - MAX_FILE_BYTES // 2)
-            end = file.read(MAX_FILE_BYTES // 2)
-    except OSError as error:
-        notes.append(f"{name}: {error.strerror or error}")
+    try:  # a line that the cut would divide might hide a secret that is not recognised
+        text, left_out = read_ends(path, MAX_FILE_BYTES)
+    except DataError as error:
+        notes.append(f"{name}: {error}")
         return None
-    notes.append(f"{name}: shortened, {size - MAX_FILE_BYTES:,} bytes in its middle are left out")
-    # partial lines at the cut are dropped, as a secret in them might not be recognised
-    return (start.rpartition(b"\n")[0] + b"\n[...]\n" + end.partition(b"\n")[2]).decode(
-        "utf-8", "replace"
-    )
+    if left_out:
+        notes.append(f"{name}: shortened, {left_out:,} bytes in its middle are left out")
+    return text
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:

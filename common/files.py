@@ -61,7 +61,7 @@ def open_input(path: Path | str, error: type[UserError]) -> BufferedReader:
         file = Path(path).open("rb")  # noqa: SIM115
         try:
             head = file.peek(HEAD_BYTES)
-            if is_lfs_pointer(head):
+            if head.startswith(_LFS_POINTER):
                 raise error(f"{path}: {foreign_kind(head)}")
         except BaseException:
             file.close()
@@ -328,8 +328,3 @@ def foreign_kind(head: bytes) -> str | None:
         if head.startswith(magic, place):
             return f"is {kind}; {remedy}"
     return None
-
-
-def is_lfs_pointer(head: bytes) -> bool:
-    """Tell whether a file is a pointer of Git LFS, which stands for a file that was not fetched."""
-    return head.startswith(_LFS_POINTER)

@@ -131,7 +131,8 @@ def parse_yaml(
             carriers |= {
                 key.value
                 for key, child in root.value
-                if bisect_left(places, child.start_mark.index)
+                # an alias, key or value, stands for a place before it
+                if bisect_left(places, max(key.end_mark.index, child.start_mark.index))
                 < bisect_right(places, child.end_mark.index)
             }
         return None if root is None else _Plain(lines, is_text).value(root, ())

@@ -16,11 +16,11 @@ from common.checkpoint.state import TrainState
 from common.checkpoint.writer import Part, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run
+from common.parallel.sharding import initial_values
 from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
-from common.training.schedule import Schedule
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
 from mindformers_gpt2.checkpoint import (
@@ -30,7 +30,7 @@ from mindformers_gpt2.checkpoint import (
     weights_on_host,
 )
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.model import initialise, takes_fused_attention
+from mindformers_gpt2.model import takes_fused_attention
 from mindformers_gpt2.optimizer import (
     DeviceLossScale,
     MasterWeights,
@@ -71,7 +71,7 @@ class BaseEngine(engine.Engine):
         self.world = world or World()
         self.manifest_extra = dict(manifest_extra or {})
         self.step = 0
-        self.schedule = Schedule(config.optimizer, TrainState())
+        self.schedule = engine.Schedule(config.optimizer, TrainState())
         self.steps_per_run = config.train.sink_size
 
     @property
@@ -92,13 +92,12 @@ class BaseEngine(engine.Engine):
 
     def begin(self, start: Start) -> TrainState:
         reader = start.checkpoint
-        loss_scale, weights = self.loss_scale.read(), self.master.tensors
+        config, loss_scale = self.config, self.loss_scale.read()
         states = reader.states(self.config, loss_scale) if reader and start.resume else None
         self.device.seed(self.config.seed)
-        if reader is None:
-            initialise(weights, self.config, self.pieces)
-        else:
-            fill_weights(weights, reader.weights(self.config.model, self.pieces))
+        pieces = self.pieces
+        values = reader.weights(config.model, pieces) if reader else initial_values(config, pieces)
+        fill_weights(self.master.tensors, values)
         if reader is not None and self.quantization is not None:
             self.quantization.load(reader)
         state = TrainState()
@@ -113,7 +112,7 @@ class BaseEngine(engine.Engine):
         self.world.meet()  # the next line communicates with ZeRO
         self.master.write_back()
         self.step = state.step
-        self.schedule = Schedule(self.config.optimizer, state)
+        self.schedule = engine.Schedule(self.config.optimizer, state)
         return state
 
     def kernels(self) -> dict[str, str]:

@@ -9,7 +9,6 @@ from mindspore import Parameter, Tensor, ops
 from numpy.typing import NDArray
 
 from common.checkpoint.snapshot import padded_rows
-from common.config.resolved import ResolvedModel
 from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.pieces import TensorSlice
@@ -39,22 +38,8 @@ def load_model(config: Run, device: MindSporeDevice, checkpoint: Checkpoint) -> 
     """Return the model with the weights of a checkpoint. Raises CheckpointError."""
     model = build_model(config, device)
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    load_weights(parameters, config.model, checkpoint)
+    fill_weights(parameters, checkpoint.weights(config.model))
     return model
-
-
-def load_weights(
-    tensors: Mapping[str, Parameter],
-    model: ResolvedModel,
-    checkpoint: Checkpoint,
-    pieces: Pieces | None = None,
-) -> None:
-    """Fill parameters by name from ``checkpoint``.
-
-    pieces: the part that each parameter is, if not whole. Raises CheckpointError unless every
-    tensor is there with the model's shape.
-    """
-    fill_weights(tensors, checkpoint.weights(model, pieces))
 
 
 def fill_weights(tensors: Mapping[str, Parameter], values: Iterable[tuple[str, Array]]) -> None:

@@ -27,7 +27,7 @@ from mindformers_gpt2.optimizer import (
 from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
-from mindformers_gpt2.quantize import Quantization, quantize_model
+from mindformers_gpt2.quantize import quantize_model
 from mindformers_gpt2.recording import Recorder
 
 
@@ -69,12 +69,8 @@ class Engine(BaseEngine):
         )
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         self._has_met = False
-        dropouts = (
-            config.model.embedding_dropout,
-            config.model.attention_dropout,
-            config.model.hidden_dropout,
-        )
-        self._drops = any(dropouts)
+        model = config.model
+        self._drops = any((model.embedding_dropout, model.attention_dropout, model.hidden_dropout))
         self._limits: Tensor = None
         self._pipeline = (
             Pipeline(self.model, config, self.world, device, self.loss_scale)
@@ -123,7 +119,10 @@ class Engine(BaseEngine):
     def _train_step(self, tokens: Tokens) -> QueuedStep:
         self.step += 1
         if self.quantization is not None:
-            self._begin_quantized_step(self.quantization, tokens)
+            micro = self.config.train.micro_batch_size
+            batch = [tokens[at : at + micro] for at in range(0, len(tokens), micro)]
+            self.quantization.calibrate(partial(self.evaluate, batch))  # it is then trained on
+            self.quantization.begin_step()
         recorder = self.recorder if self.recorder and self.recorder.step == self.step else None
         if recorder is not None:
             recorder.begin(tokens, [self.model], self.loss_scale.read().value)
@@ -152,16 +151,6 @@ class Engine(BaseEngine):
             loss, _, gradients = self._gradient_sync(loss, tuple(gradients))
         return loss, dict(zip(self.master.tensors, gradients, strict=True))
 
-    def _begin_quantized_step(self, quantization: Quantization, tokens: Tokens) -> None:
-        """Measure the scales on the first batch, which is then trained on."""
-        micro = self.config.train.micro_batch_size
-
-        def run() -> None:
-            self.evaluate(tokens[at : at + micro] for at in range(0, len(tokens), micro))
-
-        quantization.calibrate(run)
-        quantization.begin_step()
-
     def _accumulate_gradients(self, tokens: Tokens) -> tuple[Tensor, ...]:
         """This rank's part of the mean loss of the global batch, and of its gradients times the
         loss scale.
@@ -173,7 +162,7 @@ class Engine(BaseEngine):
         ]
         self._set_predicted(tokens)
         keys = partial(self._dropout_keys, accumulation=len(batch))
-        watch = self.recorder.watch if self.recorder is not None else _ignore
+        watch = self.recorder.watch if self.recorder is not None else lambda _: None
         if self._pipeline is not None:
             return self._pipeline.step(batch, keys, watch)
         assert self._gradients is not None
@@ -208,10 +197,6 @@ class Engine(BaseEngine):
             return ()
         keys = own_dropout_keys(self.config, self.world, self.step, number, accumulation)
         return (Tensor(keys),)
-
-
-def _ignore(micro_batch: int | None) -> None:
-    """Do nothing before a micro batch of a step that is not recorded."""
 
 
 def sum_losses(

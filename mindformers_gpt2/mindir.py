@@ -25,12 +25,12 @@ _LENGTHS = 32
 class MindIRModel:
     def __init__(self, folder: Path, config: Run) -> None:
         """Open the graphs. config: with the model's sizes and the precision of the export."""
-        record = read_export(folder)
+        graphs = read_export(folder)["graphs"]
         self._logits, self._decode = (
-            _load(folder / record.graph(name).file) for name in ("model", "decode")
+            _load(folder / graphs[name]["file"]) for name in ("model", "decode")
         )
         self._config = config
-        batch = record.graph("model").inputs[0].shape[0]
+        batch = graphs["model"]["inputs"][0]["shape"][0]
         self._batch = batch if isinstance(batch, int) else None
 
     def decoder(self, rows: int) -> Decoder:

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import FlashAttentionScore
 
-from common.checkpoint.snapshot import padded_rows
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
 from common.parallel.kernels import suits_attention_kernel
 from common.parallel.run import Run
-from common.parallel.sharding import padded_shapes, slice_of
-from common.weights.initial import initial_rows
-from common.weights.pieces import TensorSlice
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.layers import GELU, Dropout, Embedding, empty
 from mindformers_gpt2.loss import CrossEntropySum
@@ -411,24 +406,6 @@ def build_model(config: Run, device: MindSporeDevice) -> GPT2:
     set_fused_attention(model, config, device)
     set_recompute(model, config.train)
     return model
-
-
-def initialise(
-    tensors: Mapping[str, Parameter],
-    config: Run,
-    pieces: Mapping[str, TensorSlice] | None = None,
-) -> None:
-    """Fill parameters by name with the initial weights of ``common.weights.initial``.
-
-    pieces: the part each one is, if not whole.
-    """
-    for name, shape in padded_shapes(config).items():
-        if name in tensors:
-            piece = pieces[name] if pieces else slice_of(name, shape)
-            values = initial_rows(
-                config.model, config.seed, name, shape, *piece.rows, columns=piece.columns
-            )
-            ops.assign(tensors[name], Tensor(padded_rows(values, tensors[name].shape[0])))
 
 
 def set_packing(model: GPT2, config: Run) -> None:

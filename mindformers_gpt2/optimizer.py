@@ -176,9 +176,8 @@ class Optimizer(nn.Cell):
         self.decouples_decay = config.rule.decouples_decay
         match config.name:
             case "adamw" | "adam":
-                self.apply_rule, self.kernel = self._adam, "Adam"
+                self.kernel = "Adam"
             case "sgd":
-                self.apply_rule = self._sgd
                 self.kernel = "ApplyMomentum" if config.momentum else "ApplyGradientDescent"
             case _:
                 assert_never(config.name)
@@ -284,48 +283,16 @@ class Optimizer(nn.Cell):
             self.descend(parameter, decayed, parameter)
         elif decays:
             gradient = gradient + config.weight_decay * parameter
-        self.apply_rule(parameter, first, second, rate, step_size, epsilon, gradient)
-        if has_copy and self.shares is None:
-            ops.assign(rounded, self.cast(parameter, rounded.dtype))
-        return True
-
-    def _adam(
-        self,
-        parameter: Parameter,
-        first: Parameter,
-        second: Parameter,
-        rate: Tensor,
-        step_size: Tensor,
-        epsilon: Tensor,
-        gradient: Tensor,
-    ) -> None:
-        self.adam(
-            parameter,
-            first,
-            second,
-            self.no_power,
-            self.no_power,
-            step_size,
-            self.beta1,
-            self.beta2,
-            epsilon,
-            gradient,
-        )
-
-    def _sgd(
-        self,
-        parameter: Parameter,
-        first: Parameter,
-        second: Parameter,
-        rate: Tensor,
-        step_size: Tensor,
-        epsilon: Tensor,
-        gradient: Tensor,
-    ) -> None:
-        if self.settings.momentum:
+        if self.kernel == "Adam":
+            zero, betas = self.no_power, (self.beta1, self.beta2)
+            self.adam(parameter, first, second, zero, zero, step_size, *betas, epsilon, gradient)
+        elif self.kernel == "ApplyMomentum":
             self.descend_with_momentum(parameter, first, rate, gradient, self.momentum)
         else:
             self.descend(parameter, rate, gradient)
+        if has_copy and self.shares is None:
+            ops.assign(rounded, self.cast(parameter, rounded.dtype))
+        return True
 
 
 def build_optimizer(

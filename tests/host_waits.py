@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_gpt2.deepspeed.engine import DeepSpeedEngine
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.engine import Engine
 
@@ -85,18 +86,21 @@ class HostWaits(TorchDispatchMode):
 @contextmanager
 def counted() -> Iterator[HostWaits]:
     """Count in the trainings of this context. Step n begins with its call of the engine."""
-    waits = HostWaits()
-    step, pin = Engine._train_step, TorchDevice.pin
+    waits, pin = HostWaits(), TorchDevice.pin
 
-    def counted_step(self: Engine, *arguments: Any) -> Any:
-        waits.steps.append(Counter())
-        return step(self, *arguments)
+    def counted_step(step: Any) -> Any:
+        def begin(*arguments: Any) -> Any:
+            waits.steps.append(Counter())
+            return step(*arguments)
+
+        return begin
 
     def noted_pin(self: TorchDevice, tensor: Tensor) -> Tensor:
         return waits.pinned(pin(self, tensor))
 
     with (
-        patch.object(Engine, "_train_step", counted_step),
+        patch.object(Engine, "_train_step", counted_step(Engine._train_step)),
+        patch.object(DeepSpeedEngine, "_train_step", counted_step(DeepSpeedEngine._train_step)),
         patch.object(TorchDevice, "pin", noted_pin),
         waits,
     ):

@@ -82,22 +82,15 @@ def hugging_face_names(
     """Ours -> transformers': fused c_attn, Conv1D (in, out), no padding rows."""
     result = {}
     for name, tensor in tensors.items():
+        theirs = name.replace("q_proj", "c_attn")
         if name == "wte.weight":
-            result["transformer.wte.weight"] = tensor[:vocab_size]
-        elif "_proj.weight" in name and ".q_proj" in name:
-            parts = [
-                tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")
-            ]
-            result["transformer." + name.replace("q_proj", "c_attn")] = torch.cat(parts).t()
-        elif ".q_proj.bias" in name:
-            parts = [
-                tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")
-            ]
-            result["transformer." + name.replace("q_proj", "c_attn")] = torch.cat(parts)
+            tensor = tensor[:vocab_size]
+        elif theirs != name:
+            parts = ("q_proj", "k_proj", "v_proj")
+            tensor = torch.cat([tensors[name.replace("q_proj", part)] for part in parts])
         elif ".k_proj" in name or ".v_proj" in name:
             continue
-        elif name.endswith("weight") and any(part in name for part in ("c_proj", "c_fc")):
-            result["transformer." + name] = tensor.t()
-        else:
-            result["transformer." + name] = tensor
+        if name.endswith("weight") and any(part in theirs for part in ("c_attn", "c_proj", "c_fc")):
+            tensor = tensor.t()
+        result[f"transformer.{theirs}"] = tensor
     return result

@@ -280,8 +280,8 @@ def own_names(folder: Path) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
     return found
 
 

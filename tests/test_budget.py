@@ -100,7 +100,6 @@ USERS = {
         "common/processes/channel.py": "messages over a connection",
         "common/serving/server.py": "the address of the service",
         "common/study/command.py": "name of this host",
-        "common/training/agreement.py": "name of this host",
         "tools/hccl_tools.py": "name and address of this host",
     },
     "subprocess.Popen": {
@@ -116,14 +115,12 @@ USERS = {
     },
     "struct": {
         "common/dataset/indexed.py": "header of .idx",
-        "common/dataset/mindrecord_file.py": "MindRecord",
         "common/dataset/token_files.py": "header of token files",
         "common/processes/channel.py": "time limit of a socket",
     },
     "threading.Thread": {
         "benchmarks/data.py": "watches memory",
         "common/checkpoint/writer.py": "writes while training continues",
-        "common/dataset/prefetch.py": "reads the next batches",
         "common/dataset/workers.py": "ends a worker with its parent",
         "common/doctor/machine.py": "a name server that may hang",
         "common/launcher/host_channel.py": "one listener for each host",

@@ -19,7 +19,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,19 +36,6 @@ ELEMENTS = 4 * 2**20  # float32: 16 MiB
 REPEATS = 3
 FACTS_BYTES = 2048
 LEAVE_SECONDS = 1.0
-
-
-class Network(Protocol):
-    """The ranks' connection."""
-
-    def reduce(self, value: float) -> tuple[float, float, float]:
-        """Fill a tensor with a value and sum it over the ranks.
-
-        Returns the least and the greatest element of the sum, and the seconds it took.
-        """
-
-    def total(self, numbers: list[float]) -> list[float]:
-        """Sum numbers over the ranks, in float32."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +62,7 @@ def main(request: Request) -> int:
     report("started")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ["RANK_SIZE"])
     join = TorchNetwork if backend == "torch" else MindSporeNetwork
-    network: Network = join(device, seconds, rank, world)
+    network = join(device, seconds, rank, world)
     report("group made")
     ready = time.monotonic() - START
     expected = world * (world + 1) / 2
@@ -100,7 +87,7 @@ def main(request: Request) -> int:
 
 
 def exchange_facts(
-    network: Network, rank: int, world: int, speed: dict[str, float]
+    network: "TorchNetwork | MindSporeNetwork", rank: int, world: int, speed: dict[str, float]
 ) -> list[dict[str, Any]]:
     """Return the facts of all ranks, by rank, with their clocks at one moment.
 
@@ -155,6 +142,10 @@ class TorchNetwork:
         self._torch, self._all_reduce = torch, dist.all_reduce
 
     def reduce(self, value: float) -> tuple[float, float, float]:
+        """Fill a tensor with a value and sum it over the ranks.
+
+        Returns the least and the greatest element of the sum, and the seconds it took.
+        """
         tensor = self._torch.full((ELEMENTS,), value, device=self._place)
         tensor[:1].item()  # waits for the device
         start = time.monotonic()
@@ -164,6 +155,7 @@ class TorchNetwork:
         return tensor.min().item(), tensor.max().item(), took
 
     def total(self, numbers: list[float]) -> list[float]:
+        """Sum numbers over the ranks, in float32."""
         tensor = self._torch.tensor(numbers, device=self._place)
         self._all_reduce(tensor)
         return list(tensor.tolist())

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from common import whole_numbers
 from common.compare import layer_report
-from common.compare.live_runs import RecordedSides, Side, Workplace, run_config
+from common.compare.live_runs import Side, Workplace, record_step, run_config
 from common.compare.step_records import compare_records
 from common.compare.two_runs import Comparison, RecordedRun, compare_runs, read_run
 from common.errors import ConfigError
@@ -132,14 +132,15 @@ def compare(arguments: Request, stack: ExitStack) -> int:
         print("no step differs, so there is no layer to look for; --step S compares any step")
         return code
     _require_step(step, runs)
-    recorded = RecordedSides(
-        sides=sides,
-        runs=runs,
+    records = record_step(
+        sides,
+        runs,
+        place,
         step=step,
         samples=arguments.samples,
         own_weights=arguments.own_weights,
     )
-    layers = compare_records(*recorded.record(place), arguments.layer_tolerance)
+    layers = compare_records(*records, arguments.layer_tolerance)
     place.clear("record_a", "record_b")
     layer_report.write_table(layers, place.folder / layer_report.TABLE)
     print("\n".join(layer_report.describe(layers)))

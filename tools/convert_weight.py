@@ -16,9 +16,10 @@ if __name__ == "__main__":
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from common import whole_numbers
-from common.conversion.convert import ConversionResult, convert, convert_as_mindformers_did
+from common.conversion.convert import convert, convert_as_mindformers_did
 from common.conversion.logits import installed_runners
 from common.errors import ConfigError
 from common.flags import flag
@@ -91,11 +92,11 @@ def main(request: Request) -> None:
     source: Path | str
     if request.torch_path and request.mindspore_path:
         source, target = request.torch_path, request.mindspore_path
-        result = convert_as_mindformers_did(request.layers or 12, source, target)
+        report = convert_as_mindformers_did(request.layers or 12, source, target)
     else:
         assert request.input is not None and request.output and request.target_format
         source, target = request.input, request.output
-        result = convert(
+        report = convert(
             Path(source),
             target,
             source_format=request.source_format,
@@ -107,28 +108,26 @@ def main(request: Request) -> None:
             pipeline_stage=request.pipeline_stage,
             runners=installed_runners() if request.verify else None,
         )
-    _say(result, source, target)
+    _say(report, source, target)
 
 
-def _say(result: ConversionResult, source: Path | str, target: Path) -> None:
-    how = ", read back and equal bit for bit" if result.read_back else ""
-    run = (
-        ""
-        if result.step is None
-        else f" and the run at step {result.step} with {result.moments} tensors of the optimizer"
-    )
-    print(
-        f"{target}: {result.parameters} parameters of {source} ({result.source_format}){run}{how}"
-    )
-    if result.logits and result.logits["compared"]:
+def _say(report: dict[str, Any], source: Path | str, target: Path) -> None:
+    how = ", read back and equal bit for bit" if "sha256" in report else ""
+    tensors, logits = report["tensors"], report.get("logits")
+    run = ""
+    if report["step"] is not None:
+        moments = f"{tensors['optimizer']} tensors of the optimizer"
+        run = f" and the run at step {report['step']} with {moments}"
+    print(f"{target}: {tensors['weights']} parameters of {source} ({report['from']}){run}{how}")
+    if logits and logits["compared"]:
         print(
-            f"logits: largest difference {result.logits['largest_difference']:.2g}; largest logit"
-            f" {result.logits['largest_logit']:.3g}"
+            f"logits: largest difference {logits['largest_difference']:.2g}; largest logit"
+            f" {logits['largest_logit']:.3g}"
         )
-    elif result.logits:
-        print(f"logits not compared: {result.logits['reason']}")
-    if result.text:
-        print(f"text: {result.text}")
-    names = {why: name for name, why in result.ignored.items()}
-    for why, count in Counter(result.ignored.values()).items():
+    elif logits:
+        print(f"logits not compared: {logits['reason']}")
+    if "text" in report:
+        print(f"text: {report['text']}")
+    names = {why: name for name, why in report["ignored"].items()}
+    for why, count in Counter(report["ignored"].values()).items():
         print(f"not written: {f'{names[why]} ({why})' if count == 1 else f'{count} x {why}'}")

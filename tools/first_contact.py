@@ -30,9 +30,8 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -50,13 +49,8 @@ NO_TIME = "the budget ended; --resume continues"
 LIMIT = 200.0
 """Seconds that a check may take."""
 PYTHON = "3.12"
-CARRIED = (
-    *("pydantic", "annotated-types", "typing-inspection", "isal", "tensorboardX"),
-    *("uvicorn", "click", "h11", "starlette", "torchao", "ijson", "filelock"),
-)
-"""Packages that GPU images lack, of requirements.txt and for the server and float8. Those that they
-need in an exact version, such as pydantic-core, are fetched too.
-"""
+CARRIED = (*("pydantic", "isal", "tensorboardX", "uvicorn", "starlette", "torchao", "filelock"),)
+"""Packages that GPU images lack, of requirements.txt and for the server and float8."""
 WORDS = {
     "train": "run_gpt2.py --run_mode train backend={backend} device={device}",
     "plan": "run_gpt2.py --run_mode plan backend={backend}",
@@ -116,17 +110,15 @@ class Check:
         return {"loss": loss, "gradient norm": {"find": f"norm{found}"}, **self.figures}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Result of a check. figures: value and expected range of each. commands: of checks.yaml."""
+Row = dict[str, Any]
+"""Result of a check: name, asks, state, reason, seconds, its commands in checks.yaml, and figures
+with value and expected range of each.
+"""
 
-    name: str
-    asks: str
-    state: str
-    reason: str = ""
-    seconds: float = 0.0
-    figures: dict[str, Any] = field(default_factory=dict)
-    commands: list[str] = field(default_factory=list)
+
+def row_of(name: str, check: Check, state: str, reason: str, **found: Any) -> Row:
+    blank = {"seconds": 0.0, "figures": {}, "commands": []}
+    return {"name": name, "asks": check.asks, "state": state, "reason": reason, **blank, **found}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +184,11 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
         shutil.rmtree(folder)
     figures, wrong, slow = judge_figures(check.all_figures(), text, here)
     state = FAILED if reason or wrong else SLOW if slow else PASSED
-    return Row(
-        name=name,
-        asks=check.asks,
-        state=LEFT_OUT if reason == NO_TIME else state,
-        reason=reason or "; ".join(wrong + slow),
+    return row_of(
+        name,
+        check,
+        LEFT_OUT if reason == NO_TIME else state,
+        reason or "; ".join(wrong + slow),
         seconds=round(time.monotonic() - start, 1),
         figures=figures,
         commands=list(check.commands()),
@@ -259,9 +251,9 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield "| check | state | s | figure | found | expected |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for row in rows:
-        state = f"{row.state}: {row.reason}" if row.reason else row.state
-        cells = [f"{row.name}: {row.asks}", state.replace("|", "\\|"), f"{row.seconds:g}"]
-        for name, figure in (row.figures or {"": {}}).items():
+        state = ": ".join(filter(None, (row["state"], row["reason"]))).replace("|", "\\|")
+        cells = [f"{row['name']}: {row['asks']}", state, f"{row['seconds']:g}"]
+        for name, figure in (row["figures"] or {"": {}}).items():
             found = [name, shown(figure.get("value")), shown(figure.get("expected"))]
             yield f"| {' | '.join(cells + found)} |"
             cells = ["", "", ""]
@@ -299,24 +291,24 @@ def run_all(arguments: Request, kind: str) -> int:
         config |= {"base": str(ROOT / config["base"])}
         (out / f"{name}.yaml").write_text(place.fill(dump_yaml(config)))
     saved = (out / ROWS).read_text().splitlines() if (out / ROWS).exists() else []
-    rows = {row.name: row for row in (Row(**parse_json_line(line)) for line in saved)}
-    again = [name for name in checks if name not in rows or rows[name].reason == NO_TIME]
+    rows = {row["name"]: row for row in map(parse_json_line, saved)}
+    again = [name for name in checks if name not in rows or rows[name]["reason"] == NO_TIME]
     try:
         for name in arguments.only or again:
             check, left = checks[name], arguments.budget - (time.monotonic() - start)
             if reason := place.lack(check) or (NO_TIME if left <= 0 else ""):
-                row = Row(name=name, asks=check.asks, state=LEFT_OUT, reason=reason)
+                row = row_of(name, check, LEFT_OUT, reason)
             else:
                 print(f"{name}: {check.asks} ...", flush=True)
                 row = run_check(name, check, place, left)
             with (out / ROWS).open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+                file.write(json.dumps(row) + "\n")
             rows[name] = row
-            print(f"{name}: {': '.join(filter(None, (row.state, row.reason)))}", flush=True)
+            print(f"{name}: {': '.join(filter(None, (row['state'], row['reason'])))}", flush=True)
     finally:
         write_result(place, [rows[name] for name in checks if name in rows])
     print(f"{out / RESULT}, {out / TABLE}")
-    return int(any(row.state == FAILED for row in rows.values()))
+    return int(any(row["state"] == FAILED for row in rows.values()))
 
 
 def ask_device(kind: str, backend: str) -> dict[str, Any]:
@@ -340,7 +332,7 @@ def write_result(place: Place, rows: Sequence[Row]) -> None:
         "backend": place.backend,
         "machine": machine_here().model_dump(exclude={"host"}),
         "versions": versions_here(),
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
     texts = {RESULT: json.dumps(result, indent=1), TABLE: "\n".join(table(rows))}
     for name, text in texts.items():
@@ -349,31 +341,17 @@ def write_result(place: Place, rows: Sequence[Row]) -> None:
 
 
 def fetch(folder: Path, machine: str) -> None:
-    """Fetch the wheels of CARRIED, and what they need in an exact version. Raises RunError."""
+    """Fetch the wheels of CARRIED and of what they need. Raises RunError."""
     from common.doctor.software import wanted_ranges
     from tools.check_wheels import PLATFORMS
 
     ranges = wanted_ranges()
     wanted = [name + ranges.get(name.replace("-", "_"), "") for name in CARRIED]
     options = [f"--platform={name}_{machine}" for name in PLATFORMS]
-    options += ["--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}"]
-    while wanted:
-        pip("download", f"--dest={folder}", *options, *wanted)
-        pins = {pin for wheel in folder.glob("*.whl") for pin in _pins(wheel)}
-        wanted = [pin for pin in pins if not any(folder.glob(_wheels_of(pin)))]
+    options += ["--only-binary=:all:", f"--python-version={PYTHON}"]
+    pip("download", f"--dest={folder}", *options, *wanted)
     sizes = [wheel.stat().st_size for wheel in folder.glob("*.whl")]
     print(f"{folder}: {len(sizes)} wheels, {sum(sizes) / 1e6:.1f} MB, Python {PYTHON}, {machine}")
-
-
-def _pins(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        path = next(name for name in archive.namelist() if name.endswith("-info/METADATA"))
-        text = archive.read(path).decode()
-    return re.findall(r"^Requires-Dist: ([\w.-]+==[\w.]+)\s*$", text, flags=re.M)
-
-
-def _wheels_of(pin: str) -> str:
-    return pin.replace("-", "_").replace("==", "-") + "-*.whl"
 
 
 def install(folder: Path, site: Path) -> None:

@@ -31,7 +31,7 @@ from common.command_line import RUN_MODES
 from common.flags import parse
 from common.inputs import check_before_ranks
 from common.launcher.host_list import run_over_ssh
-from common.launcher.launch import distribute, standalone
+from common.launcher.launch import start
 from common.launcher.request import (
     DistributeOptions,
     Options,
@@ -78,5 +78,4 @@ def launch(kind: str, words: list[str]) -> int:
     if request.mode == "plan" and kind == "standalone":  # needs no process of its own
         words = ["--config", str(request.config), "--run_mode", "plan", *request.overrides]
         return run_gpt2.main(words, file=read(request.config))
-    start = standalone if kind == "standalone" else distribute
     return start(request, lambda words: read(request.config).open(words).config, check_before_ranks)

@@ -35,8 +35,8 @@ from common.dataset.corpus import CorpusFormat
 from common.dataset.encodings import checked_encoding
 from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
+from common.dataset.mindrecord_output import preprocess_mindrecord
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
-from common.dataset.preprocess_mindrecord import preprocess_mindrecord
 from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads

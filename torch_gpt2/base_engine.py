@@ -20,7 +20,6 @@ from common.tensor_files.safetensors_file import Tensors
 from common.training import engine
 from common.training.loss_scale import LossScale
 from common.training.opened_checkpoint import Checkpoint
-from common.training.schedule import Schedule
 from common.training.start import Start
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import attention_kernel
@@ -48,7 +47,7 @@ class BaseEngine(engine.Engine):
         self.world = world or World()
         self.manifest_extra = dict(manifest_extra or {})
         self.step = 0
-        self.schedule = Schedule(config.optimizer, TrainState())
+        self.schedule = engine.Schedule(config.optimizer, TrainState())
         self.loss_scale = LossScale(config.loss_scale)
         self.quantization: Quantization | None = None
 
@@ -67,7 +66,8 @@ class BaseEngine(engine.Engine):
         if reader is not None and self.quantization is not None:
             self.quantization.load(reader)
         self.device.seed(self.config.seed + seed_offset(self.config, self.world))
-        self.schedule = Schedule(self.config.optimizer, states[0] if states else TrainState())
+        begun = states[0] if states else TrainState()
+        self.schedule = engine.Schedule(self.config.optimizer, begun)
         if reader is None or states is None:
             return TrainState()
         state, saved = states

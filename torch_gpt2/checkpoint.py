@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.checkpoint.snapshot import padded_rows
-from common.config.resolved import ResolvedModel
 from common.log import LOG
-from common.training.opened_checkpoint import Checkpoint
 from common.weights.pieces import TensorSlice
 from torch_gpt2.optimizer import local_shard
 
@@ -89,20 +87,6 @@ def moments_on_host(
         if states[name].get(part) is not None
     }
     return moments, steps
-
-
-def load_weights(
-    tensors: Mapping[str, Tensor],
-    model: ResolvedModel,
-    checkpoint: Checkpoint,
-    pieces: Pieces | None = None,
-) -> None:
-    """Fill parameters by name from ``checkpoint``.
-
-    pieces: the part that each parameter is, if not whole. Raises CheckpointError unless every
-    tensor is there with the model's shape.
-    """
-    fill_weights(tensors, checkpoint.weights(model, pieces))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from common.device import (
     peak_resident_bytes,
     processor_name,
 )
-from common.errors import CheckpointError, ConfigError, DeviceError
+from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.parallel.run import Run
 from common.paths import require_package
@@ -271,12 +271,7 @@ class TorchDevice:
         new dropout masks.
         """
         for kind, text in state.items():
-            try:
-                content = bytearray(base64.b64decode(text, validate=True))
-            except ValueError as error:
-                raise CheckpointError(
-                    f"engine.rng.torch.{kind}: {error}; use another checkpoint"
-                ) from None
+            content = bytearray(base64.b64decode(text, validate=True))
             tensor = torch.frombuffer(content, dtype=torch.uint8)
             if kind == "cpu":
                 torch.set_rng_state(tensor)

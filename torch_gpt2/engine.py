@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from common.cluster.environment import ALONE, Process
 from common.dataset import Batch, Tokens
 from common.parallel.packing import Packing
 from common.parallel.run import Run
-from common.parallel.sharding import slices_of_rank
+from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization.scheme import frozen_parameters
 from common.training.engine import StepResult
 from common.training.opened_checkpoint import Checkpoint
@@ -41,7 +42,7 @@ from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
 from torch_gpt2.float8 import convert_linear_layers
-from torch_gpt2.model import GPT2, initialise, round_linear_layers
+from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
     MasterWeights,
@@ -57,7 +58,7 @@ from torch_gpt2.parallel.layout import GradientSync, build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
-from torch_gpt2.quantize import Quantization, quantize_model
+from torch_gpt2.quantize import quantize_model
 from torch_gpt2.recording import Recorder
 
 
@@ -126,8 +127,6 @@ class Engine(BaseEngine):
     def run(
         self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
     ) -> list[StepResult]:
-        for part in self.parts:
-            part.train()
         results = []
         for _ in range(steps):
             results += self._train_step(next(batches), limits)
@@ -239,10 +238,9 @@ class Engine(BaseEngine):
         return state
 
     def _fill_weights(self, reader: Checkpoint | None) -> None:
-        if reader is None:
-            initialise(self.local_weights(), self.config, self.pieces)
-        else:
-            fill_weights(self.master.tensors, reader.weights(self.config.model, self.pieces))
+        config, pieces = self.config, self.pieces
+        values = reader.weights(config.model, pieces) if reader else initial_values(config, pieces)
+        fill_weights(self.master.tensors, values)
         self.master.write_back()
 
     def _fill_moments(self, reader: Checkpoint, optimizer_steps: int) -> None:
@@ -267,7 +265,12 @@ class Engine(BaseEngine):
         scale = self._device_scale.value
         self.optimizer.zero_grad(set_to_none=True)
         if self.quantization is not None:
-            self._begin_quantized_step(self.quantization, tokens)
+            micro = self.config.train.micro_batch_size
+            pieces = [tokens[at : at + micro] for at in range(0, len(tokens), micro)]
+            self.quantization.calibrate(partial(self.evaluate, pieces))  # they are then trained on
+            self.quantization.begin_step()
+        for part in self.parts:
+            part.train()
         recorder = self.recorder if self.recorder and self.recorder.step == self.step else None
         if recorder is not None:
             recorder.begin(tokens, self.parts, scale.item())
@@ -327,24 +330,12 @@ class Engine(BaseEngine):
             loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied
         )
 
-    def _begin_quantized_step(self, quantization: Quantization, tokens: Tokens) -> None:
-        """Measure the scales on the first batch, which is then trained on."""
-        micro = self.config.train.micro_batch_size
-
-        def run() -> None:
-            self.evaluate(tokens[at : at + micro] for at in range(0, len(tokens), micro))
-            for part in self.parts:
-                part.train()
-
-        quantization.calibrate(run)
-        quantization.begin_step()
-
     def _accumulate_gradients(self, tokens: Tokens, scale: Tensor) -> Tensor:
         """Return the mean loss of the global batch, of ``wide_type``. Its gradient, times
         ``scale``, is left in the parameters.
         """
         micro, packing = self.config.train.micro_batch_size, self.config.packing
-        watch = self.recorder.watch if self.recorder is not None else _ignore
+        watch = self.recorder.watch if self.recorder is not None else lambda _: None
         batch = to_device(tokens, self.device)
         predicted = self.predicted(tokens)
         if self._pipeline is not None:
@@ -365,10 +356,6 @@ class Engine(BaseEngine):
                     (loss * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         return self.world.total(total if self._has_loss else torch.zeros_like(total))
-
-
-def _ignore(micro_batch: int | None) -> None:
-    """Do nothing before a micro batch of a step that is not recorded."""
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from common.parallel.sharding import slices_of_rank
 from common.training.agreement import check_everywhere
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
-from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.engine import sum_losses
 from torch_gpt2.int8 import load_integer_model
@@ -71,12 +71,8 @@ def _load_parts(
 ) -> list[GPT2]:
     parts = build_parts(config, device, world)
     parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-    load_weights(
-        parameters,
-        config.model,
-        checkpoint,
-        slices_of_rank(config, config.topology, world.at, parameters),
-    )
+    pieces = slices_of_rank(config, config.topology, world.at, parameters)
+    fill_weights(parameters, checkpoint.weights(config.model, pieces))
     return parts
 
 

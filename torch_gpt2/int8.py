@@ -23,7 +23,7 @@ from common.quantization.scheme import activation_levels
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.quantized import QuantizedWeight
-from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2, Linear, build_model, set_packing
@@ -146,7 +146,7 @@ def load_model(config: Run, device: TorchDevice, checkpoint: Checkpoint) -> GPT2
     if integer is not None:
         return integer
     model = build_model(config, device)
-    load_weights(dict(model.named_parameters()), config.model, checkpoint)
+    fill_weights(dict(model.named_parameters()), checkpoint.weights(config.model))
     return model
 
 
@@ -173,9 +173,8 @@ def load_integer_model(config: Run, device: TorchDevice, checkpoint: Checkpoint)
     model.to_empty(device="cpu")
     shapes = parameter_shapes(config.model)
     floats = dict(model.named_parameters())
-    load_weights(
-        floats, config.model, checkpoint, {name: slice_of(name, shapes[name]) for name in floats}
-    )
+    pieces = {name: slice_of(name, shapes[name]) for name in floats}
+    fill_weights(floats, checkpoint.weights(config.model, pieces))
     return model.eval()
 
 

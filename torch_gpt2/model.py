@@ -8,7 +8,7 @@ outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -23,9 +23,6 @@ from common.config.schema import PrecisionConfig
 from common.parallel.kernels import keeps_no_scores
 from common.parallel.packing import Packing
 from common.parallel.run import Run
-from common.parallel.sharding import padded_shapes, slice_of
-from common.weights.initial import initial_rows
-from common.weights.pieces import TensorSlice
 from torch_gpt2.device import DTYPES, TorchDevice, attention_mask
 from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
 from torch_gpt2.offload import HostMemory
@@ -256,35 +253,11 @@ class GPT2(nn.Module):
 
 def build_model(config: Run, device: TorchDevice) -> GPT2:
     """Build the model on its device, with weights not yet filled in."""
-    return build_meta_model(config).to_empty(device=device.torch_device)
-
-
-def build_meta_model(config: Run) -> GPT2:
-    """Build the model without memory for its weights."""
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
     set_fused_attention(model, config)
     set_recompute(model, config.train.recompute, config.train.recompute_layers)
-    return model.to(DTYPES[config.precision.parameters])
-
-
-@torch.no_grad()
-def initialise(
-    tensors: Mapping[str, Tensor],
-    config: Run,
-    pieces: Mapping[str, TensorSlice] | None = None,
-) -> None:
-    """Fill parameters by name with the initial weights of ``common.weights.initial``.
-
-    pieces: the part each one is, if not whole.
-    """
-    for name, shape in padded_shapes(config).items():
-        if name in tensors:
-            piece = pieces[name] if pieces else slice_of(name, shape)
-            values = initial_rows(
-                config.model, config.seed, name, shape, *piece.rows, columns=piece.columns
-            )
-            tensors[name].copy_(torch.from_numpy(values))
+    return model.to(DTYPES[config.precision.parameters]).to_empty(device=device.torch_device)
 
 
 def attention_kernel(config: Run, device: TorchDevice) -> str:

@@ -20,7 +20,7 @@ from common.inference.runner import Runner
 from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
-from torch_gpt2.checkpoint import load_weights
+from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.decode_step import DecodeStep, Layers
 from torch_gpt2.device import TorchDevice, attention_mask, select_device
 from torch_gpt2.evaluate import make_scorer
@@ -204,7 +204,7 @@ class Slots:
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the logits of a checkpoint folder in our own format."""
     net = build_model(config_of(model, folder), select_device("cpu")).eval()
-    load_weights(dict(net.named_parameters()), model, Checkpoint(folder))
+    fill_weights(dict(net.named_parameters()), Checkpoint(folder).weights(model))
     found: NDArray[np.float32] = net.logits(net(torch.from_numpy(ids))).numpy()
     return found
 

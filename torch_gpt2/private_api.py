@@ -292,32 +292,21 @@ def has_adam_kernel(device: torch.device) -> bool:
     rate, betas, epsilon, decay = 0.01, (0.9, 0.999), 1e-8, 0.1
     weight = torch.linspace(-0.1, 0.1, 64, dtype=torch.float64)
     gradients = [torch.cos(weight * 70.0 + step) for step in range(3)]
-    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
-    held = [tensor.to(device, torch.float32) for tensor in (weight, first, second)]
+    plain = torch.optim.AdamW([weight], rate, betas, epsilon, decay, foreach=False, fused=False)
+    held = [each.to(device, torch.float32) for each in (weight, *[torch.zeros_like(weight)] * 2)]
     try:
         for step, gradient in enumerate(gradients, 1):
-            fused_adam(
-                held[:1],
-                [gradient.to(device, torch.float32)],
-                held[1:2],
-                held[2:],
-                updates=step,
-                betas=betas,
-                epsilon=epsilon,
-                rate=rate,
-                decay=decay,
-            )
+            lists = [[each] for each in (held[0], gradient.to(device, torch.float32), *held[1:])]
+            fused_adam(*lists, updates=step, betas=betas, epsilon=epsilon, rate=rate, decay=decay)
         found = [tensor.cpu().double() for tensor in held]
     except (RuntimeError, TypeError):
         return False
-    for step, gradient in enumerate(gradients, 1):
-        weight *= 1.0 - rate * decay
-        first += (1.0 - betas[0]) * (gradient - first)
-        second += (1.0 - betas[1]) * (gradient * gradient - second)
-        root = (second / (1.0 - betas[1] ** step)).sqrt()
-        weight -= rate * first / (1.0 - betas[0] ** step) / (root + epsilon)
+    for gradient in gradients:
+        weight.grad = gradient
+        plain.step()
+    wanted = weight, plain.state[weight]["exp_avg"], plain.state[weight]["exp_avg_sq"]
     scales = (rate, 1.0, 3.0 * (1.0 - betas[1]))
     return all(
         torch.allclose(one, other, rtol=0.0, atol=_PROBE_TOLERANCE * scale)
-        for one, other, scale in zip(found, (weight, first, second), scales, strict=True)
+        for one, other, scale in zip(found, wanted, scales, strict=True)
     )

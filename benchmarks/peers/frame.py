@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measure import initial_weights
 from common.checkpoint.state import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
@@ -26,14 +29,12 @@ from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run
 from common.processes.heartbeat import start_heartbeat
 from common.run_config import load_config
-from common.systems.hugging_face.weights import NAME_MAPS
-from common.systems.weights import Weight, export_names
+from common.systems.hugging_face.weights import NAME_MAPS, write_config
+from common.systems.weights import export_names
 from common.training import engine
 from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
-from common.weights.initial import initial_rows
-from common.weights.names import parameter_shapes
 from torch_gpt2.compilation import is_compiled
 from torch_gpt2.data import inputs_and_targets
 from torch_gpt2.device import DTYPES, TorchDevice
@@ -150,34 +151,11 @@ def hugging_face_model(config: Run) -> nn.Module:
     """Return transformers' model with our initial weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    ours = config.model
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=ours.num_layers,
-            n_embd=ours.hidden_size,
-            n_head=ours.num_heads,
-            n_inner=ours.ffn_hidden_size,
-            n_positions=ours.max_positions,
-            vocab_size=ours.vocab_size,
-            layer_norm_epsilon=ours.layer_norm_epsilon,
-            embd_pdrop=ours.embedding_dropout,
-            attn_pdrop=ours.attention_dropout,
-            resid_pdrop=ours.hidden_dropout,
-            use_cache=False,
-        )
-    )
-    tensors = {
-        name: Weight(
-            dtype="float32",
-            shape=shape,
-            load=lambda name=name, shape=shape: initial_rows(  # type: ignore[misc]
-                ours, config.seed, name, shape, 0, shape[0]
-            ),
-        )
-        for name, shape in parameter_shapes(ours).items()
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder) / "config.json", config.model, "float32", {})
+        model = GPT2LMHeadModel(GPT2Config.from_pretrained(folder, use_cache=False))
     state = model.state_dict()
-    named = export_names(NAME_MAPS[0], tensors, ours, None)
+    named = export_names(NAME_MAPS[0], initial_weights(config).tensors, config.model, None)
     if set(named) | {"lm_head.weight"} != set(state):
         raise ConfigError("this version of transformers has other parameters; install 5.x")
     with torch.no_grad():

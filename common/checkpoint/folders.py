@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from common.errors import CheckpointError
 from common.files import atomic_write
 from common.log import LOG
 
+Kept = TypeVar("Kept")
 LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,18})")
 
@@ -44,6 +46,18 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     Raises CheckpointError if it cannot be read.
     """
     return [path for path in _step_folders(folder) if _is_file(path / MANIFEST)]
+
+
+def surplus(
+    found: Iterable[Kept], written: Kept, keep: int, order: Callable[[Kept], Any]
+) -> list[Kept]:
+    """Return what to remove, so that ``keep`` of them stay (0: all): the one just written, then the
+    newest before it, then those of later steps.
+    """
+    others = sorted((each for each in found if each != written), key=order)
+    later = [each for each in others if order(each) > order(written)]
+    first = [*later, *others[: len(others) - len(later)]]
+    return first[: max(0, len(others) + 1 - keep)] if keep else []
 
 
 def find_checkpoint(where: Path) -> Path | None:

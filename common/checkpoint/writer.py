@@ -36,6 +36,7 @@ from common.checkpoint.folders import (
     folder_of_step,
     point_latest,
     step_of,
+    surplus,
     whole_checkpoints,
 )
 from common.checkpoint.manifest import MANIFEST, write_manifest
@@ -213,7 +214,7 @@ class CheckpointWriter:
                 self._prune(target)
         except LostFolderError:
             raise
-        except (OSError, StorageError) as error:
+        except (OSError, StorageError, MalformedError) as error:
             self.require_folder()
             _remove(temporary, snapshot.part)
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -256,56 +257,37 @@ class CheckpointWriter:
         """Wait for all ranks, and return their descriptions. Raises StorageError naming missing
         ranks.
         """
+        paths = [temporary / f"rank_{rank:05d}.json" for rank in range(ranks)]
+
+        def absent() -> list[int]:  # what is there is complete: it was renamed
+            return [rank for rank, path in enumerate(paths) if not path.is_file()]
+
+        self._wait(lambda: not absent(), lambda: f"ranks {absent()} have not written their parts")
         files: dict[str, dict[str, Any]] = {}
-        waiting, began = set(range(ranks)), time.monotonic()
-        while True:
-            for rank in sorted(waiting):
-                path = temporary / f"rank_{rank:05d}.json"
-                if path.is_file():  # complete: it was renamed
-                    try:
-                        files |= parse_json(path.read_bytes())
-                    except (MalformedError, TypeError) as error:
-                        raise StorageError(
-                            f"{path}: not what rank {rank} has written ({error})"
-                        ) from None
-                    path.unlink()
-                    waiting.remove(rank)
-            if not waiting:
-                return files
-            if time.monotonic() > began + self._patience:
-                raise StorageError(
-                    f"ranks {sorted(waiting)} have not written their parts within"
-                    f" {self._patience:g} s"
-                )
-            time.sleep(0.05)
+        for path in paths:
+            files |= parse_json(path.read_bytes())
+            path.unlink()
+        return files
 
     def _await_whole(self, temporary: Path, target: Path) -> None:
         """Wait until rank 0 has renamed the folder. Raises StorageError if it does not."""
-        began = time.monotonic()
-        while temporary.exists() or not (target / MANIFEST).is_file():
-            if time.monotonic() > began + self._patience:
-                raise StorageError(
-                    f"{target}: rank 0 has not made it whole within {self._patience:g} s; its log"
-                    " says why"
-                )
+        self._wait(
+            lambda: not temporary.exists() and (target / MANIFEST).is_file(),
+            lambda: f"{target}: rank 0, whose log says why, has not made it whole",
+        )
+
+    def _wait(self, is_done: Callable[[], bool], late: Callable[[], str]) -> None:
+        """Wait, but not longer than the patience. late: what to say then."""
+        end = time.monotonic() + self._patience
+        while not is_done():
+            if time.monotonic() > end:
+                raise StorageError(f"{late()} within {self._patience:g} s")
             time.sleep(0.05)
 
     def _prune(self, written: Path) -> None:
-        """Keep the folder just written, then the newest before it, then those of later steps."""
         self._known.add(written.name)
-        if not self._keep:
-            return
-        others = sorted(
-            (
-                name
-                for name in self._known
-                if name != written.name and (self.folder / name).is_dir()
-            ),
-            key=step_of,
-        )
-        before = [name for name in others if step_of(name) < step_of(written.name)]
-        after = [name for name in others if step_of(name) > step_of(written.name)]
-        for name in [*after, *before][: max(0, len(others) + 1 - self._keep)]:
+        there = [name for name in self._known if (self.folder / name).is_dir()]
+        for name in surplus(there, written.name, self._keep, step_of):
             if step_of(name) == self._newest_good():
                 continue
             # rename first, so that a half-deleted folder never looks complete

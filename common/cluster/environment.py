@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from common.processes.addresses import DEFAULT_PORT, LOOPBACK, is_loopback
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, OWN_PORTS, is_loopback
 from common.whole_numbers import MAX_RANKS, shortened, whole_number
 
 if TYPE_CHECKING:
@@ -238,6 +238,15 @@ class _Variables:
             )
         return rank
 
+    def process(
+        self, launcher: str, pair: tuple[int, int], local: int, here: int, **more: Any
+    ) -> Process:
+        """Return a process. more: fields, of which the variables override master and port."""
+        more["master"] = self.master or more.get("master")
+        more["port"] = self.port() or more.get("port")
+        more |= {"launcher": launcher, "local_rank": local, "local_world_size": here}
+        return Process(rank=pair[0], world_size=pair[1], **more)
+
     def port(self, name: str = "MASTER_PORT") -> int | None:
         port = self.number(name) if self.text(name) else None
         if port is not None and not 0 < port < 65536:
@@ -298,18 +307,11 @@ def _torchrun(variables: _Variables) -> Process | None:
     # DeepSpeed's launcher sets the second
     sizes = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environ.get(name)]
     here = variables.size(sizes[0]) if sizes else 1
-    return Process(
-        rank=pair[0],
-        world_size=pair[1],
-        local_rank=variables.number("LOCAL_RANK", 0),
-        local_world_size=here,
-        # another launcher's DEVICE_ID may be the container's, equal for all its ranks
-        device_id=variables.device("DEVICE_ID") if ours else None,
-        master=variables.master,
-        port=variables.port(),
-        launcher="launch" if ours else "torchrun",
-        remarks=() if ours else _check_step(variables, here, pair[1]),
-    )
+    local, launcher = variables.number("LOCAL_RANK", 0), "launch" if ours else "torchrun"
+    # another launcher's DEVICE_ID may be the container's, equal for all its ranks
+    device = variables.device("DEVICE_ID") if ours else None
+    remarks = () if ours else _check_step(variables, here, pair[1])
+    return variables.process(launcher, pair, local, here, device_id=device, remarks=remarks)
 
 
 def _check_step(variables: _Variables, here: int, world: int) -> tuple[str, ...]:
@@ -350,15 +352,9 @@ def _of_mpi(prefix: str, launcher: str, variables: _Variables) -> Process | None
         )
     # simultaneous runs have different ports of horovodrun
     meeting = variables.number("HOROVOD_GLOO_RENDEZVOUS_PORT", 0) if of_horovod else 0
-    return Process(
-        rank=pair[0],
-        world_size=pair[1],
-        local_rank=variables.number(f"{prefix}LOCAL_RANK"),
-        local_world_size=here,
-        master=master,
-        port=variables.port() or (_own_port(meeting) if meeting else DEFAULT_PORT),
-        launcher=launcher,
-    )
+    port = OWN_PORTS[meeting % len(OWN_PORTS)] if meeting else DEFAULT_PORT
+    local = variables.number(f"{prefix}LOCAL_RANK")
+    return variables.process(launcher, pair, local, here, master=master, port=port)
 
 
 def _msrun(variables: _Variables) -> Process | None:
@@ -380,17 +376,9 @@ def _msrun(variables: _Variables) -> Process | None:
         )
     rank = variables.number("MS_NODE_ID")
     local = variables.number("DEVICE_ID", rank)
-    together = host is not None and is_loopback(host)
-    return Process(
-        rank=rank,
-        world_size=world,
-        local_rank=local,
-        local_world_size=world if together else local + 1,
-        device_id=local,
-        master=host,
-        port=port,
-        launcher="msrun",
-    )
+    here = world if host is not None and is_loopback(host) else local + 1
+    pair, meeting = (rank, world), {"master": host, "port": port}
+    return variables.process("msrun", pair, local, here, device_id=local, **meeting)
 
 
 def _ascend(variables: _Variables) -> Process | None:
@@ -410,23 +398,15 @@ def _ascend(variables: _Variables) -> Process | None:
         return Process(device_id=device, remarks=(remark,))
     pair = variables.rank_and_size("RANK_ID", "RANK_SIZE")
     assert pair is not None
-    rank, world = pair
-    if world % hosts:
+    if pair[1] % hosts:
         raise ConfigError(
-            f"environment: RANK_SIZE={world} ranks cannot be divided equally over"
+            f"environment: RANK_SIZE={pair[1]} ranks cannot be divided equally over"
             f" MA_NUM_HOSTS={hosts} hosts"
         )
-    here = world // hosts
-    return Process(
-        rank=rank,
-        world_size=world,
-        local_rank=rank % here,
-        local_world_size=here,
-        device_id=device,
-        master=variables.master or variables.first_worker() or (LOOPBACK if hosts == 1 else None),
-        port=variables.port() or DEFAULT_PORT,
-        launcher="rank table",
-    )
+    here = pair[1] // hosts
+    master = variables.first_worker() or (LOOPBACK if hosts == 1 else None)
+    meeting = {"master": master, "port": DEFAULT_PORT}
+    return variables.process("rank table", pair, pair[0] % here, here, device_id=device, **meeting)
 
 
 def _in_table(variables: _Variables) -> Process:
@@ -447,16 +427,10 @@ def _in_table(variables: _Variables) -> Process:
     server, device = table.places()[rank]
     assigned = variables.device("DEVICE_ID", "ASCEND_DEVICE_ID")
     first = table.server_list[0].address if len(table.server_list) > 1 else LOOPBACK
-    return Process(
-        rank=rank,
-        world_size=world,
-        local_rank=server.device.index(device),
-        local_world_size=len(server.device),
-        device_id=device.device_id if assigned is None else assigned,
-        master=variables.master or variables.first_worker() or first,
-        port=variables.port() or DEFAULT_PORT,
-        launcher="rank table",
-    )
+    local, here = server.device.index(device), len(server.device)
+    own = device.device_id if assigned is None else assigned
+    meeting = {"master": variables.first_worker() or first, "port": DEFAULT_PORT}
+    return variables.process("rank table", (rank, world), local, here, device_id=own, **meeting)
 
 
 def _srun(variables: _Variables) -> Process | None:
@@ -483,16 +457,10 @@ def _srun(variables: _Variables) -> Process | None:
             f" SLURM_NODEID), and SLURM_STEP_NODELIST={nodes} is sorted, so it does not tell where"
             " rank 0 is; set MASTER_ADDR to the node of rank 0, the first line of the host file"
         )
-    return Process(
-        rank=pair[0],
-        world_size=pair[1],
-        local_rank=local,
-        local_world_size=variables.tasks_here() or local + 1,
-        master=variables.master or first_node(nodes),
-        # steps of one job that run at the same time have different numbers
-        port=variables.port() or _own_port(variables.number("SLURM_JOB_ID", 0) + step),
-        launcher="srun",
-    )
+    here, master = variables.tasks_here() or local + 1, variables.master or first_node(nodes)
+    # steps of one job that run at the same time have different numbers
+    port = OWN_PORTS[(variables.number("SLURM_JOB_ID", 0) + step) % len(OWN_PORTS)]
+    return variables.process("srun", pair, local, here, master=master, port=port)
 
 
 def first_node(nodes: str) -> str:
@@ -505,8 +473,3 @@ def first_node(nodes: str) -> str:
             " set MASTER_ADDR"
         )
     return name
-
-
-def _own_port(number: int) -> int:
-    """Return a port for a run of this number, above those that the system assigns."""
-    return 61440 + number % 4095

@@ -119,20 +119,14 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
     """Return the place of every rank, in order, by a table that names machines (not 2.0)."""
-    local = {
-        device.rank_id: index
+    found = (
+        RankPlacement(
+            rank=device.rank_id, device_id=device.device_id, local_rank=index, host=server.address
+        )
         for server in table.server_list
         for index, device in enumerate(server.device)
-    }
-    return tuple(
-        RankPlacement(
-            rank=device.rank_id,
-            device_id=device.device_id,
-            local_rank=local[device.rank_id],
-            host=server.address,
-        )
-        for server, device in table.places()
     )
+    return tuple(sorted(found, key=lambda place: place.rank))
 
 
 def place_hosts(
@@ -194,16 +188,11 @@ def find_places(
 def _evenly(devices: Sequence[int], size: int, own: int, master: str | None) -> Placement:
     """Place ranks with these devices on hosts of ``size`` ranks each. own: index of this host."""
     hosts = host_names(len(devices) // size, master)
-    return Placement(
-        all=tuple(
-            RankPlacement(
-                rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size]
-            )
-            for rank, device in enumerate(devices)
-        ),
-        own_host=hosts[own],
-        master=hosts[0],
+    places = tuple(
+        RankPlacement(rank=rank, device_id=device, local_rank=rank % size, host=hosts[rank // size])
+        for rank, device in enumerate(devices)
     )
+    return place_hosts(places, hosts[own], hosts[0])
 
 
 def _in_table(

@@ -122,11 +122,8 @@ def rank_variables(
     if rendezvous.table is not None:
         found["RANK_TABLE_FILE"] = str(rendezvous.table)
     if rendezvous.scheduler:
-        found |= {
-            "MS_ROLE": "MS_WORKER",
-            "MS_NODE_ID": str(place.rank),
-            **_scheduler_address(places, rendezvous),
-        }
+        meeting = {**scheduler_variables(places, rendezvous), "RANK_ID": str(place.rank)}
+        found |= {**meeting, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(place.rank)}
     found |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -166,12 +163,6 @@ def scheduler_variables(places: Placement, rendezvous: Rendezvous) -> dict[str, 
         "RANK_ID": "0",
         "RANK_SIZE": str(places.world_size),
         "MS_ROLE": "MS_SCHED",
-        **_scheduler_address(places, rendezvous),
-    }
-
-
-def _scheduler_address(places: Placement, rendezvous: Rendezvous) -> dict[str, str]:
-    return {
         "MS_WORKER_NUM": str(places.world_size),
         "MS_SCHED_HOST": places.master,
         "MS_SCHED_PORT": str(rendezvous.port),

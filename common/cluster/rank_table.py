@@ -24,7 +24,7 @@ from pydantic import (
 
 from common.errors import DataError
 from common.processes.addresses import is_ip, is_loopback
-from common.whole_numbers import spans
+from common.whole_numbers import shortened, spans
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Model = TypeVar("_Model", bound="Record")
@@ -62,7 +62,8 @@ class Record(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
         where = "".join(f"[{at}]" if isinstance(at, int) else f": {at}" for at in first["loc"])
-        found = f": found {shown(first['input'])}; {first['msg'].removeprefix('Value error, ')}"
+        given = shortened(json.dumps(first["input"]))
+        found = f": found {given}; {first['msg'].removeprefix('Value error, ')}"
         found = " is missing" if first["type"] == "missing" else found
         raise DataError(f"{place}{where}{found}; make the table again") from None
 
@@ -154,11 +155,6 @@ class SuperPodTable(RankTable):
     """Table of version 1.2."""
 
     super_pod_list: list[SuperPod]
-
-
-def shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def parse_address(text: str, place: str) -> Address:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from common.cluster.rank_table import (
     SuperPodTable,
     Text,
     check_count,
-    shown,
     validate,
 )
 from common.errors import DataError
 from common.files import atomic_write, reading
+from common.log import LOG
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
+from common.whole_numbers import shortened
 
 _POLL_SECONDS = 1.0
 _SAID_EACH = 30.0
@@ -46,14 +47,12 @@ def read_table(path: Path) -> RankTable:
     return table
 
 
-def wait_for_table(
-    path: Path, limit_seconds: float, on_wait: Callable[[str, float], None] | None = None
-) -> RankTable:
+def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
     """Read a table that a platform fills, looking again each second until it is complete.
 
-    It may be absent, half written or 'initializing' meanwhile. on_wait: called each half minute
-    with the reason and the seconds waited. Raises DataError with the last reason after
-    ``limit_seconds``, and at once for a table that is complete and wrong.
+    It may be absent, half written or 'initializing' meanwhile, which is logged each half minute.
+    Raises DataError with the last reason after ``limit_seconds``, and at once for a table that is
+    complete and wrong.
     """
     started = said = time.monotonic()
     while True:
@@ -64,9 +63,9 @@ def wait_for_table(
             left = started + limit_seconds - now
             if left <= 0:
                 raise DataError(f"{error} (waited {limit_seconds:g} s)") from None
-            if on_wait is not None and now - said >= _SAID_EACH:
-                said = now
-                on_wait(str(error), now - started)
+            if now - said >= _SAID_EACH:
+                said, reason = now, str(error).partition(";")[0]
+                LOG.warning(f"{reason}; waited {now - started:.0f} of {limit_seconds:g} s")
         time.sleep(min(_POLL_SECONDS, left))
 
 
@@ -228,7 +227,7 @@ def parse_table(data: Any, place: str) -> RankTable:
     NotReadyError while the platform is still filling it.
     """
     if not isinstance(data, dict):
-        raise DataError(f"{place}: found {shown(data)}; expected a JSON object")
+        raise DataError(f"{place}: found {shortened(json.dumps(data))}; expected a JSON object")
     status, version = data.get("status"), data.get("version")
     if status == "initializing":
         raise NotReadyError(
@@ -236,7 +235,7 @@ def parse_table(data: Any, place: str) -> RankTable:
             " again later"
         )
     if status != "completed":
-        found = "is missing" if status is None else f"is {shown(status)}"
+        found = "is missing" if status is None else f"is {shortened(json.dumps(status))}"
         raise DataError(
             f"{place}: status {found}; expected 'completed': the table was not finished; make it"
             " again"
@@ -250,8 +249,9 @@ def parse_table(data: Any, place: str) -> RankTable:
     if version == "1.2" and "server_list" in data:
         return SuperPodTable.read(data, place)
     keys = ", ".join(key if key.isprintable() else ascii(key) for key in data)
+    found = shortened(json.dumps(version))
     raise DataError(
-        f"{place}: version {shown(version)} with the keys {keys} is not a known rank table;"
+        f"{place}: version {found} with the keys {keys} is not a known rank table;"
         " expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list; other"
         " clusters start without a table, by msrun"
     )

@@ -108,77 +108,78 @@ def run_config(side: Side, steps: int, place: Workplace) -> Path:
     return folder
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedSides:
-    """Both runs, and the step of which every layer is compared."""
+def record_step(
+    sides: Sequence[Side],
+    runs: Sequence[RecordedRun],
+    place: Workplace,
+    *,
+    step: int,
+    samples: int,
+    own_weights: bool,
+) -> tuple[Path, Path]:
+    """Let both runs make one step, on one set of weights or each on its own. Returns the folders of
+    the records.
 
-    sides: tuple[Side, Side]
-    runs: tuple[RecordedRun, RecordedRun]
-    step: int
-    samples: int
-    own_weights: bool
+    Raises ConfigError, CheckpointError, DataError and RunError.
+    """
+    if own_weights:
+        starts = _common_checkpoints(runs, step)
+    else:
+        starts = [_weights_before(step, sides[0], runs[0], place)] * 2
+    folders = []
+    for side, run, start in zip(sides, runs, starts, strict=True):
+        folder = place.folder / f"record_{side.name}"
+        request = RecordRequest(step=step, samples=samples, folder=folder)
+        keep = ("train.recompute=none", "train.recompute_layers=null")
+        words = (*_resume(start), *keep, *_IN_PYTHON[run.keys.get("backend") or "torch"])
+        own = place.folder / f"step_{side.name}"
+        _train_to(step, side, run, own, words, place, request.variables())
+        folders.append(folder)
+        place.clear(own.name)
+    place.clear("before")
+    return folders[0], folders[1]
 
-    def record(self, place: Workplace) -> tuple[Path, Path]:
-        """Let both runs make the step. Returns the folders of the records.
 
-        Raises ConfigError, CheckpointError, DataError and RunError.
-        """
-        starts = self._own_checkpoints() if self.own_weights else [self._checkpoint(place)] * 2
-        folders = []
-        for side, run, start in zip(self.sides, self.runs, starts, strict=True):
-            folder = place.folder / f"record_{side.name}"
-            request = RecordRequest(step=self.step, samples=self.samples, folder=folder)
-            keep = ("train.recompute=none", "train.recompute_layers=null")
-            words = (*_resume(start), *keep, *_in_python(run))
-            own = place.folder / f"step_{side.name}"
-            self._train_to(self.step, side, run, own, words, place, request.variables())
-            folders.append(folder)
-            place.clear(own.name)
-        place.clear("before")
-        return folders[0], folders[1]
+def _weights_before(step: int, side: Side, run: RecordedRun, place: Workplace) -> Path | None:
+    """Return a run's weights before the step; None for the initial ones.
 
-    def _checkpoint(self, place: Workplace) -> Path | None:
-        """Return the first run's weights before the step; None for the initial ones.
+    Where it has no checkpoint there, it trains up to it again.
+    """
+    before = step - 1
+    if not before:
+        return None
+    earlier = [path for path in _checkpoints(run) if step_of(path.name) <= before]
+    start = earlier[-1] if earlier else None
+    if start is not None and step_of(start.name) == before:
+        return start
+    folder = place.folder / "before"
+    _train_to(before, side, run, folder, _resume(start), place, {})
+    return require_checkpoint(folder, f"the weights before step {step}")
 
-        Where it has no checkpoint there, it trains up to it again.
-        """
-        before = self.step - 1
-        if not before:
-            return None
-        earlier = [path for path in _checkpoints(self.runs[0]) if step_of(path.name) <= before]
-        start = earlier[-1] if earlier else None
-        if start is not None and step_of(start.name) == before:
-            return start
-        folder = place.folder / "before"
-        self._train_to(before, self.sides[0], self.runs[0], folder, _resume(start), place, {})
-        return require_checkpoint(folder, f"the weights before step {self.step}")
 
-    def _own_checkpoints(self) -> list[Path | None]:
-        """Return each run's own checkpoint of the newest step before that both have."""
-        found = [
-            {step: path for path in _checkpoints(run) if (step := step_of(path.name)) < self.step}
-            for run in self.runs
-        ]
-        common = found[0].keys() & found[1].keys()
-        return [each[max(common)] if common else None for each in found]
+def _common_checkpoints(runs: Sequence[RecordedRun], step: int) -> list[Path | None]:
+    """Return each run's own checkpoint of the newest earlier step that all have."""
+    found = [{step_of(path.name): path for path in _checkpoints(run)} for run in runs]
+    common = [at for at in found[0].keys() & found[1].keys() if at < step]
+    return [each[max(common)] if common else None for each in found]
 
-    def _train_to(
-        self,
-        step: int,
-        side: Side,
-        run: RecordedRun,
-        folder: Path,
-        words: Sequence[str],
-        place: Workplace,
-        environment: Mapping[str, str],
-    ) -> None:
-        """Train a run up to a step, in another folder."""
-        given = () if side.is_config else side.words
-        words = (*given, *words, f"train.exit_interval={step}", *_QUIET)
-        config = run.folder / "config.yaml"
-        if not config.is_file():
-            raise ConfigError(f"{config}: no such file; --layers runs a step with it")
-        _train(side, config, folder, words, side.ranks or _ranks(run), place, environment)
+
+def _train_to(
+    step: int,
+    side: Side,
+    run: RecordedRun,
+    folder: Path,
+    words: Sequence[str],
+    place: Workplace,
+    environment: Mapping[str, str],
+) -> None:
+    """Train a run up to a step, in another folder."""
+    given = () if side.is_config else side.words
+    words = (*given, *words, f"train.exit_interval={step}", *_QUIET)
+    config = run.folder / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(f"{config}: no such file; --layers runs a step with it")
+    _train(side, config, folder, words, side.ranks or _ranks(run), place, environment)
 
 
 def _checkpoints(run: RecordedRun) -> list[Path]:
@@ -187,10 +188,6 @@ def _checkpoints(run: RecordedRun) -> list[Path]:
 
 def _resume(checkpoint: Path | None) -> tuple[str, ...]:
     return (f"checkpoint.resume={'never' if checkpoint is None else checkpoint.resolve()}",)
-
-
-def _in_python(run: RecordedRun) -> tuple[str, ...]:
-    return _IN_PYTHON[run.keys.get("backend") or "torch"]
 
 
 def _ranks(run: RecordedRun) -> int:

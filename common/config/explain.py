@@ -87,7 +87,8 @@ def explain_key(asked: str | None) -> str:
     if same and all(key.rpartition(".")[2] == asked for key in same):
         return "\n".join(map(_explained, same))
     raise ConfigError(
-        f"--explain {asked}: unknown key{hint(asked)}; the sections are {', '.join(_sections())}"
+        f"--explain {asked}: unknown key{hint(asked)}; the sections are"
+        f" {', '.join(filter(None, SECTIONS))}"
     )
 
 
@@ -110,10 +111,6 @@ def key_facts(key: str) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def _schema() -> dict[str, Any]:
     return RunConfig.model_json_schema()
-
-
-def _sections() -> list[str]:
-    return [key for key, is_section in schema_keys().items() if is_section and "." not in key]
 
 
 def _explained(key: str) -> str:

@@ -155,34 +155,9 @@ def build_config(
             whole["model"] = model
         fill(whole, places)
     try:
-        config = RunConfig.model_validate(whole)
+        return RunConfig.model_validate(whole)
     except ValidationError as error:
         raise ConfigError("\n".join(explain_all(error.errors(), places))) from None
-    config.optimizer.note_inherited_end(_inherited_end(config, places))
-    return config
-
-
-def _inherited_end(config: RunConfig, sources: Sources) -> str | None:
-    """Return the line of the schedule's end, if another file or the command line gives the length
-    of the run.
-    """
-    end, length = (
-        next(
-            (
-                sources[section, name]
-                for name in names
-                if (section, name) in sources and getattr(values, name) is not None
-            ),
-            None,
-        )
-        for section, values, names in (
-            ("optimizer", config.optimizer, ("decay_steps", "decay_samples")),
-            ("train", config.train, _LENGTHS["train"]),
-        )
-    )
-    if end is None or length is None or end == "command line":
-        return None
-    return end if re.split(r":\d+", end)[0] != re.split(r":\d+", length)[0] else None
 
 
 def dump_config(config: RunConfig) -> str:

@@ -57,14 +57,12 @@ def _title(section: str) -> str:
 
 def _section(section: str) -> str:
     rows = [_row("base", "base", BASE | {"default": "left out"})] if not section else []
-    rows += [_row(key, _short(key, section), key_facts(key)) for key in _keys_of(section)]
+    rows += [
+        _row(key, key.removeprefix(f"{section}."), key_facts(key)) for key in _keys_of(section)
+    ]
     meaning = key_facts(section)["meaning"] if section else ""
     lines = [f"## {_title(section)}", "", *([_cell(meaning), ""] if meaning else [])]
     return "\n".join([*lines, f"{_COLUMNS}|", *rows, ""])
-
-
-def _short(key: str, section: str) -> str:
-    return key.removeprefix(f"{section}.")
 
 
 def _keys_of(section: str) -> Iterator[str]:

@@ -94,10 +94,7 @@ _Run = TypeVar("_Run", bound=RunConfig)
 
 def as_section(kind: type[_Section], section: Section, values: dict[str, Any]) -> _Section:
     """Return the section as this kind, with new values, which are not validated."""
-    made = kind.model_construct(**{**dict(section), **values})
-    if isinstance(made, OptimizerConfig) and isinstance(section, OptimizerConfig):
-        made.note_inherited_end(section.inherited_end)
-    return made
+    return kind.model_construct(**{**dict(section), **values})
 
 
 def as_run(kind: type[_Run], config: RunConfig, **changes: Any) -> _Run:

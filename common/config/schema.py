@@ -7,8 +7,8 @@ A config is data: frozen and strict, and it rejects unknown keys. Values that fo
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -17,7 +17,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     model_validator,
 )
 
@@ -58,8 +57,6 @@ NonNegative32 = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 Fraction = Annotated[
     float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)
 ]
-
-_FLOAT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 PRECISION_PRESETS: dict[str, dict[str, str]] = {
     "float32": dict.fromkeys(
@@ -103,11 +100,16 @@ class Section(BaseModel):
         return found
 
 
-def _float_name(value: Any) -> Any:
-    return _FLOAT_NAMES.get(value, value) if isinstance(value, str) else value
+def _named(names: Mapping[Any, Any], **schema: Any) -> BeforeValidator:
+    """Take other names and numbers of a key's values. schema: what the JSON schema says of them."""
+
+    def meant(value: Any) -> Any:
+        return names.get(value, value) if type(value) in (str, int) else value
+
+    return BeforeValidator(meant, **schema)
 
 
-FloatName = Annotated[Float, BeforeValidator(_float_name)]
+FloatName = Annotated[Float, _named({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})]
 
 
 class PrecisionConfig(Section):
@@ -301,13 +303,6 @@ class LossScaleConfig(Section):
     """Lower limit of the scale."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Origin:
-    """Places of values. Sections that differ in them only are equal."""
-
-    inherited_end: str | None = dataclasses.field(default=None, compare=False)
-
-
 class OptimizerConfig(Section):
     name: RuleName = "adamw"
     """Update rule. adamw decays weights apart from the gradient; adam and sgd add the decay to the
@@ -349,21 +344,12 @@ class OptimizerConfig(Section):
     """Weight decay of matrices and embeddings. Biases and layer norms have none."""
     clip_grad: NonNegative32 = 1.0
     """Largest global gradient norm; 0 is off."""
-    _origin: _Origin = PrivateAttr(default_factory=lambda: _Origin())
 
     @property
     def schedule_unit(self) -> Literal["steps", "samples"]:
         """Unit of the schedule."""
         in_samples = self.warmup_samples or self.decay_samples
         return "samples" if in_samples else "steps"
-
-    @property
-    def inherited_end(self) -> str | None:
-        """Place that gives the end of the schedule, if the length of the run is from elsewhere."""
-        return self._origin.inherited_end
-
-    def note_inherited_end(self, place: str | None) -> None:
-        self._origin = _Origin(inherited_end=place)
 
     @property
     def rule(self) -> UpdateRule:
@@ -505,14 +491,6 @@ PARALLEL_MODES = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybri
 """Names of parallel modes, in the order of MindFormers' numbers from 0."""
 
 
-def _parallel_mode(value: Any) -> Any:
-    return (
-        PARALLEL_MODES[value]
-        if type(value) is int and value in range(len(PARALLEL_MODES))
-        else value
-    )
-
-
 class ParallelOptimizerConfig(Section):
     """Splitting of the optimizer by MindSpore's compiler (zero_stage)."""
 
@@ -533,10 +511,6 @@ class StrategyFileConfig(Section):
     """File of splits that auto_parallel uses instead of ours."""
     only_trainable_params: bool = False
     """Leave out the optimizer's state, so that the file describes weights only."""
-
-
-_STRATEGY_NAMES = {"SPS": "parameter_server", "DPS": "ddp"}
-"""Names of the study DistributedTrainingGPT2 (single and distributed parameter server) and ours."""
 
 
 class ParallelConfig(Section):
@@ -576,8 +550,8 @@ class ParallelConfig(Section):
     """
     strategy: Annotated[
         Literal["ddp", "parameter_server", "horovod"],
-        BeforeValidator(
-            lambda value: _STRATEGY_NAMES.get(value, value) if isinstance(value, str) else value,
+        _named(
+            {"SPS": "parameter_server", "DPS": "ddp"},
             json_schema_input_type=Literal["ddp", "parameter_server", "horovod", "SPS", "DPS"],
         ),
     ] = "ddp"
@@ -588,18 +562,9 @@ class ParallelConfig(Section):
     parallel_mode: Annotated[
         Annotated[
             Literal["data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"],
-            BeforeValidator(
-                _parallel_mode,
-                json_schema_input_type=Literal[
-                    "data_parallel",
-                    "semi_auto_parallel",
-                    "auto_parallel",
-                    "hybrid_parallel",
-                    0,
-                    1,
-                    2,
-                    3,
-                ],
+            _named(
+                dict(enumerate(PARALLEL_MODES)),
+                json_schema_input_type=Literal[*PARALLEL_MODES, 0, 1, 2, 3],  # type: ignore[valid-type]
             ),
         ]
         | None,
@@ -678,14 +643,6 @@ class CheckpointConfig(Section):
     """
 
 
-def _strategy(value: Any) -> Any:
-    return {"greedy_search": "greedy"}.get(value, value) if isinstance(value, str) else value
-
-
-def _early_stopping(value: Any) -> Any:
-    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
-
-
 def _top_p(value: Any) -> Any:
     return 1.0 if type(value) in (int, float) and value == 0 else value
 
@@ -750,7 +707,7 @@ class PredictConfig(Section):
     """Print tokens as they are generated, if standard output is a terminal and one sequence is
     generated at a time.
     """
-    strategy: Annotated[Strategy, BeforeValidator(_strategy)] | None = None
+    strategy: Annotated[Strategy, _named({"greedy_search": "greedy"})] | None = None
     """Choice of the next token. greedy takes the most probable token, sampling draws one, and
     beam_search looks for the most probable sequences. When left out, temperature, top_k, top_p or
     min_p choose sampling, and else it is greedy.
@@ -765,7 +722,9 @@ class PredictConfig(Section):
     """Power of the length by which beam_search divides the sum of log-probabilities. Above 0 it
     favours long sequences.
     """
-    early_stopping: Annotated[Literal["never"] | bool, BeforeValidator(_early_stopping)] = False
+    early_stopping: Annotated[Literal["never"] | bool, _named({"true": True, "false": False})] = (
+        False
+    )
     """End of beam_search: once num_beams sequences have ended (true), once no better one is likely
     (false), or once none is possible (never).
     """
@@ -1072,10 +1031,6 @@ class ProfileConfig(Section):
     """Also record memory allocations. MindSpore cannot do so on a CPU."""
 
 
-def _mode(value: Any) -> Any:
-    return {0: "graph", 1: "pynative"}.get(value, value) if type(value) is int else value
-
-
 def _memory(value: Any) -> Any:
     if (
         not isinstance(value, str)
@@ -1108,7 +1063,9 @@ class ContextConfig(Section):
 
     mode: Annotated[
         Literal["graph", "pynative"],
-        BeforeValidator(_mode, json_schema_input_type=Literal["graph", "pynative", 0, 1]),
+        _named(
+            {0: "graph", 1: "pynative"}, json_schema_input_type=Literal["graph", "pynative", 0, 1]
+        ),
         MINDSPORE,
     ] = "graph"
     """Execution mode. graph (0) compiles a whole step; pynative (1) runs operator by operator, for

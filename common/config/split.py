@@ -33,16 +33,11 @@ def check_weights(weights: Sequence[float]) -> tuple[float, float, float]:
     """
     if (
         len(weights) != 3
-        or not all(math.isfinite(weight) and weight >= 0 for weight in weights)
-        or sum(weights) <= 0
+        or not all(weight >= 0 for weight in weights)
+        or not 0 < sum(weights) < math.inf
     ):
         raise DataError(
             f"split weights {list(weights)}: expected three numbers >= 0, not all 0, for train,"
             " valid and test, like 949,50,1"
-        )
-    if not math.isfinite(sum(weights)):
-        raise DataError(
-            f"split weights {list(weights)}: their sum is beyond the range of a float; give smaller"
-            " numbers, like 949,50,1"
         )
     return float(weights[0]), float(weights[1]), float(weights[2])

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from common.systems.hugging_face.tokenizer import (
     put_tokenizer,
     special_ids,
     tokenizer_of,
-    without_tokenizer,
 )
 from common.systems.hugging_face.weights import CONFIG, open_without_config, write_config
 from common.systems.mindformers.write import write_file
@@ -73,26 +72,6 @@ def _require_source(path: Path) -> None:
     raise ConfigError(f"{path}: does not exist in {parent}; {hint}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConversionResult:
-    source_format: str
-    parameters: int
-    moments: int
-    """Tensors of the optimizer's state."""
-    step: int | None
-    """Step of the run that was converted too; None if only weights were converted."""
-    ignored: Mapping[str, str]
-    """Parts of the source that were left out, and why."""
-    logits: Mapping[str, Any] | None = None
-    """Comparison of the logits of source and target, or the reason for its absence. None if it was
-    not requested.
-    """
-    text: str | None = None
-    """Result of the comparison of a text's tokens. None if it was not requested."""
-    read_back: bool = False
-    """Whether the target was read back and equals the source bit for bit."""
-
-
 def convert(
     source: Path,
     target: Path,
@@ -105,8 +84,9 @@ def convert(
     model_parallel: int = 1,
     pipeline_stage: int = 1,
     runners: Mapping[str, Runner] | None = None,
-) -> ConversionResult:
-    """Convert the weights of ``source`` into ``target`` and return a report.
+) -> dict[str, Any]:
+    """Convert the weights of ``source`` into ``target``. Return what its conversion.json says, and
+    the step of the run that went along: None for weights alone.
 
     source: a path, or a model by name as ``common.hub`` takes it. dtype: type of the weights; the
     optimizer's state keeps its own. weights_only: leave out the optimizer's state and the position
@@ -147,8 +127,9 @@ def convert(
         is_float = dtype is None or dtype in FLOATS
         if weights_only or not FORMATS[target_format].holds_run or not is_float:
             weights = weights.without_run()
-        put_tokenizer(temporary, weights)
-        weights = replace(weights, ignored={**weights.ignored, **without_tokenizer(weights)})
+        if (why := put_tokenizer(temporary, weights)) is not None:
+            left_out = {"tokenizer": f"files of the tokenizer: {why}"}
+            weights = replace(weights, ignored={**weights.ignored, **left_out})
         size = sum(
             tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values())
         )
@@ -161,19 +142,15 @@ def convert(
         if FORMATS[target_format].hugging_face_config:
             write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
         _open_again(temporary, target_format, source)
-        counts = {
-            "weights": len(weights.tensors),
-            "optimizer": len(weights.moments),
-            "left_out": len(weights.ignored),
-        }
         report: dict[str, Any] = {
             "from": source_format,
             "to": target_format,
             "input": str(source),
             "dtype": dtype,
-            "tensors": counts,
+            "tensors": _counts(weights),
+            "ignored": dict(weights.ignored),
+            "crc32": sums,
         }
-        report |= {"ignored": dict(weights.ignored), "crc32": sums}
         if verify:
             with _written(temporary, weights, target_format, dtype) as written:
                 if _is_readable(target_format, dtype):
@@ -184,17 +161,15 @@ def convert(
                 )
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
-        step = None if weights.run is None else weights.run["state"]["step"]
-        return ConversionResult(
-            source_format=source_format,
-            parameters=len(weights.tensors),
-            moments=len(weights.moments),
-            step=step,
-            ignored=weights.ignored,
-            logits=report.get("logits"),
-            text=report.get("text"),
-            read_back="sha256" in report,
-        )
+        return report | {"step": None if weights.run is None else weights.run["state"]["step"]}
+
+
+def _counts(weights: Weights) -> dict[str, int]:
+    return {
+        "weights": len(weights.tensors),
+        "optimizer": len(weights.moments),
+        "left_out": len(weights.ignored),
+    }
 
 
 def _opener(source_format: str) -> Callable[[Path], AbstractContextManager[Weights]]:
@@ -264,9 +239,9 @@ def _writer(
     return lambda folder, weights, dtype: shards(folder, weights, dtype, tensor, stages)
 
 
-def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> ConversionResult:
+def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> dict[str, Any]:
     """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` with MindFormers' names, as
-    MindFormers' convert_weight.py does.
+    MindFormers' convert_weight.py does. Return a report as that of ``convert``.
 
     Raises StorageError, and CheckpointError, also if the file has another number of layers.
     ``target`` is then unchanged.
@@ -294,13 +269,8 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> Conve
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
-        return ConversionResult(
-            source_format="hf",
-            parameters=len(weights.tensors),
-            moments=0,
-            step=None,
-            ignored=weights.ignored,
-        )
+        counts, ignored = _counts(weights), dict(weights.ignored)
+        return {"from": "hf", "tensors": counts, "ignored": ignored, "step": None}
 
 
 _TEXT = "Hello, world! It's 12:30.\n\n  你好，世界 🙂 "

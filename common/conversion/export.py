@@ -33,7 +33,7 @@ from common.log import LOG, progress_bar
 from common.parallel.run import Run
 from common.paths import require_package
 from common.systems.gguf import write_gguf
-from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, without_tokenizer
+from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids
 from common.systems.hugging_face.weights import CONFIG, write_config
 from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, write_onnx
 from common.systems.table import FORMATS, detect
@@ -58,15 +58,6 @@ _MAX_NOISE = 0.5
 """Upper limit of the noise: a wrong order or scale makes an error as large as the logits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Difference between two arrays of logits."""
-
-    largest: float
-    noise: float
-    """Standard deviation of the difference, relative to that of the logits."""
-
-
 def allowed_noise(weights: str, layers: int) -> float | None:
     """Return the largest noise that rounding explains; None for float32, which is not rounded.
 
@@ -83,9 +74,10 @@ def compare(
     ids: NDArray[np.int64],
     expected: NDArray[np.float32],
     allowed: float | None,
-) -> dict[str, Difference]:
-    """Return the differences of logits by case, for ids (B, T) whose logits are ``expected`` (B, T,
-    vocab_size).
+) -> dict[str, tuple[float, float]]:
+    """Return the largest difference of logits and the noise by case, for ids (B, T) whose logits
+    are ``expected`` (B, T, vocab_size). The noise is the standard deviation of the difference,
+    relative to that of the logits.
 
     There are three cases: all tokens at once, a first part and then token by token, and rows of
     different lengths with padding on the left. allowed: the noise that rounding explains; None if
@@ -103,14 +95,15 @@ def compare(
     differences = {}
     for name, (found, compared) in cases.items():
         errors = np.abs(found - expected)[compared]
+        difference = float(errors.max())
         noise = float(np.sqrt((errors**2).mean()) / expected.std())
-        differences[name] = difference = Difference(largest=float(errors.max()), noise=noise)
+        differences[name] = difference, noise
         limit = TOLERANCE * max(1.0, largest / 10)
-        is_right = difference.largest <= limit if allowed is None else noise <= allowed
+        is_right = difference <= limit if allowed is None else noise <= allowed
         if not is_right:
             raise RunError(
                 f"the export, {name}: its logits differ from the model's by"
-                f" {difference.largest:.3g} of {largest:.3g} (noise {noise:.2g}), more than"
+                f" {difference:.3g} of {largest:.3g} (noise {noise:.2g}), more than"
                 " rounding does; nothing was exported, an older export is untouched; try another"
                 " version of what runs it, or export.weights=float32"
             )
@@ -223,9 +216,8 @@ def export_program(
         opened(path) as weights,
         export_folder(folder) as temporary,
     ):
-        put_tokenizer(temporary, weights)
-        for reason in without_tokenizer(weights).values():
-            LOG.warning(f"the export lacks the {reason}")
+        if (why := put_tokenizer(temporary, weights)) is not None:
+            LOG.warning(f"the export lacks the files of the tokenizer: {why}")
         size = sum(weight.nbytes for weight in weights.tensors.values())
         LOG.info(f"{folder}: writing {size / 1e6:.1f} MB of weights as {config.export.weights}")
         with progress_bar(total=size, unit="B", description=folder.name) as bar:
@@ -285,18 +277,15 @@ def _check(
     allowed = allowed_noise(config.export.weights, weights.model.num_layers)
     opened = program.open(folder, weights.model)
     found = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
-    for case, difference in found.items():
-        noise = (
-            "" if allowed is None else f", noise {difference.noise:.2g} of {allowed:.2g} allowed"
-        )
+    for case, (difference, size) in found.items():
+        noise = "" if allowed is None else f", noise {size:.2g} of {allowed:.2g} allowed"
         LOG.info(
-            f"{case}: the export differs from backend={config.backend} by"
-            f" {difference.largest:.2g}{noise}"
+            f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}"
         )
-    largest = {case: difference.largest for case, difference in found.items()}
+    largest = {case: difference for case, (difference, _) in found.items()}
     if allowed is None:
         return {"largest_difference": largest}
-    noises = {case: difference.noise for case, difference in found.items()}
+    noises = {case: noise for case, (_, noise) in found.items()}
     return {"largest_difference": largest, "noise": noises, "allowed_noise": allowed}
 
 

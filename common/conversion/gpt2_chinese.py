@@ -136,51 +136,17 @@ def _choose_devices(devices: str, *, single_training: bool) -> None:
         os.environ.setdefault(name, devices)
 
 
-_MEANINGS = {
-    "articles_per_title": "texts for each title",
-    "batch_size": "windows, or texts, that are computed together",
-    "bpe_token": "use GPT-2's byte-level BPE instead of a vocabulary of characters",
+_FOLLOWED = {
     "device": "numbers of the GPUs or NPUs to use, such as 0,1,2,3",
-    "encoder_json": "vocabulary of --bpe_token",
-    "epochs": "passes over the data",
-    "fp16": "train in mixed precision",
-    "fp16_opt_level": "Apex's level of mixed precision: O0, O1, O2 or O3",
-    "gradient_accumulation": "micro batches of a step",
-    "length": "tokens of a text; -1 fills the window",
-    "log_step": "steps between lines of the log",
-    "lr": "greatest learning rate",
-    "max_grad_norm": "norm that gradients are clipped to",
     "min_length": "texts of this many characters or fewer are left out",
-    "model_config": "JSON file with the sizes of the model",
-    "model_path": "folder of the trained model, or Lightning's .ckpt",
-    "n_ctx": "tokens that the next one is chosen after, and itself",
-    "nsamples": "number of texts",
     "num_pieces": "files that the tokenized texts are divided over",
-    "output_dir": "folder of the run",
-    "prefix": "beginning of every text",
-    "pretrained_model": "folder of the weights to begin with, or to measure",
     "raw": "tokenize --raw_data_path first",
-    "raw_data_path": "JSON array of texts, or a JSON string on each line",
-    "repetition_penalty": "divisor of the scores of tokens that occurred",
-    "save_path": "folder of the texts",
-    "save_samples": "write the texts to samples.txt as well",
-    "save_samples_path": "folder of samples.txt",
-    "segment": "split texts into words instead of characters",
-    "stride": "tokens from one window of the corpus to the next",
-    "temperature": "divisor of the logits",
-    "titles": "beginnings of texts, divided by white space",
-    "titles_file": "file of titles, one a line",
-    "tokenized_data_path": "folder of the tokenized texts",
-    "tokenizer_path": "vocabulary, one token a line",
-    "topk": "number of most likely tokens to draw from; 0 for all",
-    "topp": "probability of the most likely tokens to draw from; 0 for all",
-    "vocab_bpe": "merges of --bpe_token",
-    "warmup_steps": "steps until the learning rate is reached",
 }
+"""Flags that are no key of the YAML alone, and their meaning."""
 
 
 def _help(program: str, dialect: Dialect) -> str:
-    """Return the text of --help: each flag, its meaning and default, and the key it sets."""
+    """Return the text of --help: each flag, what it becomes here, and its default."""
     example = f"{program} --model_config config/model_config_small.json"
     lines = [
         f"usage: {program} FLAGS [section.key=value ...] [--show_config]",
@@ -199,14 +165,16 @@ def _help(program: str, dialect: Dialect) -> str:
         defaults |= OF_SAMPLES | OF_TITLES
     for flag in sorted(dialect.table):
         rule = dialect.table[flag]
-        becomes = f"; sets {rule.key}" if isinstance(rule, MapTo) else ""
-        meaning = _MEANINGS.get(flag) or (
-            f"no effect here: {rule.why}"
-            if isinstance(rule, Ignored)
-            else f"refused: of the train.py since April 2021; write {SINCE_2021[flag]}"
-        )
+        if flag in _FOLLOWED:
+            becomes = _FOLLOWED[flag]
+        elif flag in SINCE_2021:
+            becomes = f"refused: of the train.py since April 2021; write {SINCE_2021[flag]}"
+        elif isinstance(rule, Ignored):
+            becomes = f"no effect here: {rule.why}"
+        else:
+            becomes = f"sets {rule.key if isinstance(rule, MapTo) else rule.hint}"
         default = f" (default: {defaults[flag]})" if defaults.get(flag, "") != "" else ""
-        lines.append(f"  --{flag:<22}{meaning}{becomes}{default}")
+        lines.append(f"  --{flag:<22}{becomes}{default}")
     lines += ["", "Exit codes: those of run_gpt2.py.", ""]
     return "\n".join(lines)
 

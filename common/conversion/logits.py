@@ -26,22 +26,14 @@ from common.weights.names import count_parameters
 Runner: TypeAlias = Callable[[Path, ResolvedModel, NDArray[np.int64]], NDArray[np.float32]]
 """(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
 
-NEEDED = {
-    "hf": ("torch", "transformers"),
-    "torch_gpt2": ("torch",),
-    "mindspore": ("mindspore",),
-    "pt2": ("torch",),
-    "onnx": ("onnxruntime",),
+_PROGRAMS = {
+    "hf": (("torch", "transformers"), "torch_gpt2.predict", "hugging_face_logits"),
+    "torch_gpt2": (("torch",), "torch_gpt2.predict", "logits"),
+    "mindspore": (("mindspore",), "mindformers_gpt2.predict", "logits"),
+    "pt2": (("torch",), "torch_gpt2.program", "logits"),
+    "onnx": (("onnxruntime",), "common.systems.onnx.folder", "logits"),
 }
-"""Format -> the packages that compute its logits."""
-_PLACES = {
-    "hf": ("torch_gpt2.predict", "hugging_face_logits"),
-    "torch_gpt2": ("torch_gpt2.predict", "logits"),
-    "mindspore": ("mindformers_gpt2.predict", "logits"),
-    "pt2": ("torch_gpt2.program", "logits"),
-    "onnx": ("common.systems.onnx.folder", "logits"),
-}
-"""Module and function of each format."""
+"""Format -> the packages that compute its logits, and the module and function that call them."""
 TOLERANCE = 1e-4
 """Largest accepted difference, relative to the largest logit. Frameworks add in different orders; a
 wrong order of heads makes an error as large as the logits.
@@ -57,18 +49,14 @@ def installed_runners() -> dict[str, Runner]:
     # MindSpore warns about devices that this machine does not have
     os.environ.setdefault("GLOG_v", "3")
     return {
-        format: partial(_run, *place)
-        for format, place in _PLACES.items()
-        if all(importlib.util.find_spec(name) for name in NEEDED[format])
+        format: partial(_run, module, function)
+        for format, (packages, module, function) in _PROGRAMS.items()
+        if all(map(importlib.util.find_spec, packages))
     }
 
 
-def _run(
-    module: str, function: str, folder: Path, model: ResolvedModel, ids: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(
-        folder, model, ids
-    )
+def _run(module: str, function: str, *given: Any) -> NDArray[np.float32]:
+    logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(*given)
     return logits
 
 
@@ -125,7 +113,8 @@ def compare_logits(
 
 
 def _why_not(format: str) -> str:
-    absent = [name for name in NEEDED.get(format, ()) if importlib.util.find_spec(name) is None]
+    packages = _PROGRAMS[format][0] if format in _PROGRAMS else ()
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)}, which computes the logits of {format}, is not installed"
     return f"no framework here runs the {format} format"

@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 from common.dataset.corpus import TABLES, Corpus, CorpusFormat
 from common.dataset.json_array import array_items
 from common.dataset.limits import DOCUMENT_BYTES, check_words
-from common.dataset.shards import Share
-from common.dataset.tables import read_table
+from common.dataset.tables import Texts, read_table
 from common.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -61,7 +60,7 @@ class Block:
     path: Path
     format: CorpusFormat
     rule: DocumentRule
-    data: bytes | list[tuple[str, ...]]
+    data: bytes | Texts
     first_line: int
     offset: int
     read_bytes: int
@@ -78,75 +77,70 @@ def read_blocks(
     block_bytes: int = BLOCK_BYTES,
     document_bytes: int = DOCUMENT_BYTES,
     end_id: int | None = None,
-    share: Share | None = None,
 ) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes``, or of one larger document.
 
     With the rule ``file`` a block is always the whole file. end_id: id that ends each document in a
-    file of ids. share: rows of a table to read; other formats are always read whole.
+    file of ids.
     Raises DataError for a broken array, gzip stream or table, and a document above
     ``document_bytes``. Raises MissingKeyError for an item without its key.
     """
-    if corpus.format in TABLES:
-        for found in read_table(
-            corpus.path,
-            corpus.size,
-            keys,
-            block_bytes=block_bytes,
-            document_bytes=document_bytes,
-            share=share,
-        ):
+    line, offset = 1, 0
+    try:
+        for data, read in _pieces(corpus, rule, keys, block_bytes, document_bytes, end_id):
             yield Block(
                 path=corpus.path,
                 format=corpus.format,
                 rule=rule,
-                data=found.texts,
-                first_line=1,
-                offset=0,
-                read_bytes=found.read_bytes,
+                data=data,
+                first_line=line,
+                offset=offset,
+                read_bytes=read,
             )
+            if isinstance(data, bytes):
+                line += data.count(b"\n")
+                offset += len(data)
+    except _LargeDocument:
+        remedy = (
+            ", say with --documents what separates its documents"
+            if corpus.format is CorpusFormat.TEXT
+            else ""
+        )
+        raise DataError(
+            f"{corpus.path}: the document that begins in line {line} has more than"
+            f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
+            " or allow more: --max-document-mib N"
+        ) from None
+
+
+def _pieces(
+    corpus: Corpus,
+    rule: DocumentRule,
+    keys: tuple[str, ...],
+    block_bytes: int,
+    document_bytes: int,
+    end_id: int | None,
+) -> Iterator[tuple[bytes | Texts, int]]:
+    """Yield what blocks hold, and the bytes that were taken from disk for it."""
+    if corpus.format in TABLES:
+        yield from read_table(
+            corpus.path, corpus.size, keys, block_bytes=block_bytes, document_bytes=document_bytes
+        )
         return
+    last_border: Callable[[bytes], int] = _after_line
+    if corpus.format is CorpusFormat.TEXT:
+        last_border = _LAST_BORDER[rule]
+    elif corpus.format is CorpusFormat.IDS:
+        last_border = partial(_after_mark, f" {end_id} ".encode())
+    read = 0
     with corpus.open() as (file, raw):
-        pieces: Iterator[bytes] | Iterator[list[tuple[str, ...]]]
-        if corpus.format is CorpusFormat.ARRAY:
-            pieces = _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
-        else:
-            last_border = (
-                _LAST_BORDER[rule]
-                if corpus.format is CorpusFormat.TEXT
-                else partial(_after_mark, f" {end_id} ".encode())
-                if corpus.format is CorpusFormat.IDS
-                else _after_line
-            )
-            pieces = _byte_blocks(file, last_border, block_bytes, document_bytes)
-        line, offset, read = 1, 0, 0
-        try:
-            for data in pieces:
-                position = raw.tell()
-                yield Block(
-                    path=corpus.path,
-                    format=corpus.format,
-                    rule=rule,
-                    data=data,
-                    first_line=line,
-                    offset=offset,
-                    read_bytes=position - read,
-                )
-                read = position
-                if isinstance(data, bytes):
-                    line += data.count(b"\n")
-                    offset += len(data)
-        except _LargeDocument:
-            remedy = (
-                ", say with --documents what separates its documents"
-                if corpus.format is CorpusFormat.TEXT
-                else ""
-            )
-            raise DataError(
-                f"{corpus.path}: the document that begins in line {line} has more than"
-                f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
-                " or allow more: --max-document-mib N"
-            ) from None
+        for data in (
+            _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
+            if corpus.format is CorpusFormat.ARRAY
+            else _byte_blocks(file, last_border, block_bytes, document_bytes)
+        ):
+            yield data, raw.tell() - read
+            read = raw.tell()
 
 
 def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
@@ -192,8 +186,8 @@ def _kind(value: Any) -> str:
 
 def _array_blocks(
     file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes: int, document_bytes: int
-) -> Iterator[list[tuple[str, ...]]]:
-    items: list[tuple[str, ...]] = []
+) -> Iterator[Texts]:
+    items: Texts = []
     size = 0
     for number, item in array_items(file, path, document_bytes):
         texts = texts_of(item, keys, f"{path}: item {number}")

@@ -56,11 +56,11 @@ class EncodedBlock:
     tokens: npt.NDArray[np.int32]
     sizes: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int64]
-    empty: int
-    short: int
-    short_bytes: int
     text_bytes: int
     read_bytes: int
+    empty: int = 0
+    short: int = 0
+    short_bytes: int = 0
     marks: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -131,9 +131,6 @@ def _of_ids(block: Block, tokenizer: Tokenizer) -> EncodedBlock:
         tokens=ids,
         sizes=sizes,
         documents=np.ones(len(sizes), dtype=np.int64),
-        empty=0,
-        short=0,
-        short_bytes=0,
         text_bytes=len(block.data),
         read_bytes=block.read_bytes,
     )

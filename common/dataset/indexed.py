@@ -117,9 +117,6 @@ class IndexedDataset(TokenFiles):
             self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index
         )
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (str(self.prefix),)
-
     def __len__(self) -> int:
         """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
         return len(self.sizes)

@@ -1,91 +1,92 @@
-"""Items of a JSON array, read by ijson in bounded memory."""
+"""Items of a JSON array, parsed one after the other as it is read."""
 
 from __future__ import annotations
 
+import codecs
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import ijson
-
 from common.dataset.encodings import advice
 from common.dataset.limits import DOCUMENT_BYTES
 from common.errors import DataError
+from common.structured_files import MalformedError, parse_json_item
 
-_READ_BYTES = 1 << 16
-_END = object()
-_MAX_OPEN = 12000
-"""Brackets of a block that stay open: memory of ijson grows with the square of the depth."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\Z)', re.DOTALL)
-_ESCAPES = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
-)
-"""Escapes of JSON; the group is half of a pair."""
-_BEGUN = re.compile(
-    rb"(?<!\\)(?:\\\\)*(\\(?:u[0-9a-fA-F]{0,3}"
-    rb"|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)?)\Z"
-)
-"""An escape, or a pair, whose end is not read yet."""
+_READ_BYTES = 1 << 20
+_NEAR = 16
+"""Characters at the end of what was read in which a number, a word or an escape may be cut."""
+_NO_SPACE = re.compile(r"[^ \t\n\r]")
+_COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*(?=[^ \t\n\r])")
+"""What is between two items, with the next one's first character behind it."""
 
 
-def _with_whole_pairs(text: bytes) -> bytes:
-    """Return JSON with U+FFFD for half of a surrogate pair, of which yajl would make other text."""
-    if b"\\ud" not in text and b"\\uD" not in text:
-        return text
-    return _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], text)
+class _Text:
+    """Text of a file from ``at`` on, as far as it is ``held``, behind ``number`` items."""
 
+    def __init__(self, file: BinaryIO, path: Path, item_bytes: int) -> None:
+        self._file, self._path, self._item_bytes = file, path, item_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self.held, self.at, self.number, self._read, self._is_whole = "", 0, 0, 0, False
 
-def _still_open(text: bytes) -> int:
-    return sum(map(text.count, (b"[", b"{"))) - sum(map(text.count, (b"]", b"}")))
+    def sign(self) -> str:
+        """Go to the next character that is not white space, and return it; empty at the end."""
+        while not (found := _NO_SPACE.search(self.held, self.at)):
+            self.at = len(self.held)
+            if not self._more():
+                return ""
+        self.at = found.start()
+        return found[0]
 
+    def item(self) -> Any:
+        while True:
+            try:
+                found, end = parse_json_item(self.held, self.at)
+            except MalformedError as error:
+                if self._is_cut(error) and self._more():
+                    continue
+                problem = error.problem.removesuffix(" at").removesuffix(" starting")
+                raise self.wrong(problem) from None
+            # the number 12 may be the begin of 12e3
+            if end > len(self.held) - _NEAR and self._more():
+                continue
+            self.at, self.number = end, self.number + 1
+            return found
 
-class _Limited:
-    """File that refuses to be read further than ``limit`` bytes beyond the last item."""
+    def _is_cut(self, error: MalformedError) -> bool:
+        """Return whether the end of what was read may be at fault."""
+        place = 0
+        for _ in range(error.line - 1):
+            place = self.held.index("\n", place) + 1
+        near = bool(error.line) and place + error.column > len(self.held) - _NEAR
+        return near or error.problem.startswith("Unterminated")
 
-    def __init__(self, file: BinaryIO, path: Path, limit: int) -> None:
-        self._file, self._path, self._limit = file, path, limit
-        self.items, self._since, self._in_string = 0, 0, False
-        self.last = self._file.read(_READ_BYTES)
-        self._next = self.last.removeprefix(b"\xef\xbb\xbf")
-        if self._next.lstrip()[:1] != b"[":
-            raise DataError(f"{path}: expected a JSON array, which begins with '['")
+    def wrong(self, problem: str) -> DataError:
+        return DataError(
+            f"{self._path}: not valid JSON after {self.number} items: {problem}; fix it, or copy"
+            " the file again if it was cut short"
+        )
 
-    def read(self, size: int) -> bytes:
-        if not size:  # ijson asks for the type
-            return b""
-        if self._since > self._limit:
+    def _more(self) -> bool:
+        """Read as much again as is left, and return whether the file had not ended."""
+        rest, most = self.held[self.at :], self._item_bytes
+        if self._is_whole:
+            return False
+        if 4 * len(rest) > most and len(rest.encode()) > most:
             raise DataError(
-                f"{self._path}: item {self.items + 1} has more than {self._limit / 2**20:g} MiB,"
-                " but must fit in memory whole; divide it, or allow more: --max-document-mib N"
+                f"{self._path}: item {self.number + 1} has more than {most / 2**20:g} MiB, but must"
+                " fit in memory whole; divide it, or allow more: --max-document-mib N"
             )
-        found = b""
-        while not found:
-            more = self._file.read(size)
-            both, self._next = self._next + more, b""
-            tail = both[-64:] if both[-64:-63] != b"\\" else both
-            if more and (begun := _BEGUN.search(tail)):
-                both, self._next = both[: -len(begun[1])], both[-len(begun[1]) :]
-            found = _with_whole_pairs(both)
-            if not more:
-                break
-        bare = found.replace(rb"\\", b"")
-        if _still_open(bare) > _MAX_OPEN:
-            outside = _STRING.sub(b"", b'"' + bare if self._in_string else bare)
-            if _still_open(outside) > _MAX_OPEN:
-                raise DataError(
-                    f"{self._path}: item {self.items + 1} is nested too deeply; fix or remove it"
-                )
-        self._in_string ^= (bare.count(b'"') - bare.count(rb"\"")) % 2 == 1
-        self._since += len(found)
-        self.last = found or self.last
-        return found
-
-    def count(self) -> None:
-        self.items, self._since = self.items + 1, 0
+        data = self._file.read(max(_READ_BYTES, min(len(rest), most - len(rest))))
+        self._is_whole, self._read = not data, self._read + len(data)
+        try:
+            self.held, self.at = rest + self._decode(data, self._is_whole), 0
+        except UnicodeDecodeError as error:
+            place = self._read - len(error.object) + error.start
+            raise DataError(
+                f"{self._path}: byte {place} is not UTF-8 ({error.reason}); {advice(data)}"
+            ) from None
+        return True
 
 
 def array_items(
@@ -96,29 +97,24 @@ def array_items(
     Memory: the longest item. Raises DataError with the number of the item if the text is not UTF-8,
     not an array, not valid JSON or ends early, and for an item of more than ``item_bytes``.
     """
-    limited = _Limited(file, path, item_bytes)
-    try:
-        items = ijson.items(limited, "item", buf_size=_READ_BYTES)
-        while (item := _next(items)) is not _END:
-            limited.count()
-            yield limited.items, item
-    except (ijson.JSONError, ValueError) as error:
-        reason = str(error).removeprefix("b'").partition("\n")[0].partition("\\n")[0]
-        remedy = (
-            advice(limited.last)
-            if "UTF8" in reason or isinstance(error, UnicodeDecodeError)
-            else "fix it, or copy the file again if it was cut short"
-        )
-        raise DataError(
-            f"{path}: not valid JSON after {limited.items} items: {reason}; {remedy}"
-        ) from None
-
-
-def _next(items: Iterator[Any]) -> Any:
-    """Return the next item with any number of digits: ijson 3.6 crashes where Python refuses."""
-    digits = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
-    try:
-        return next(items, _END)
-    finally:
-        sys.set_int_max_str_digits(digits)
+    text = _Text(file, path, item_bytes)
+    if text.sign() != "[":
+        raise DataError(f"{path}: expected a JSON array, which begins with '['")
+    text.at += 1
+    is_empty = text.sign() == "]"
+    text.at += is_empty
+    while not is_empty:
+        item = text.item()
+        yield text.number, item
+        if found := _COMMA.match(text.held, text.at):
+            text.at = found.end()
+            continue
+        sign = text.sign()
+        text.at += 1
+        if sign == "]":
+            break
+        if sign != ",":
+            raise text.wrong("expected ',' or ']'")
+        text.sign()
+    if text.sign():
+        raise text.wrong("the array has ended, and more text follows")

@@ -24,6 +24,7 @@ from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import reading, refuse_to_overwrite
 
+_SHARD = re.compile("[0-9]{1,6}/[0-9]{1,6}( by blocks)?")
 _SHAPING = ("tokenizer", "vocab_size", "tokenizer_sha256", "eod_id")
 
 
@@ -109,7 +110,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
     numbers: dict[int, _Part] = {}
     counts = {str(name).partition("/")[2] for name in named}
     for part, name in zip(parts, named, strict=True):
-        if name is None or len(counts) > 1 or not re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", str(name)):
+        if name is None or len(counts) > 1 or not _SHARD.fullmatch(str(name)):
             raise DataError(
                 f"{part.prefix}: is {f'shard {name}' if name else 'not a shard'}, but others are of"
                 " another division; merge the shards of one run of --shard by themselves"
@@ -120,7 +121,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
                 f"{part.prefix} and {numbers[number].prefix}: both are shard {name}; name one"
             )
         numbers[number] = part
-    count = int(counts.pop())
+    count = int(counts.pop().split()[0])
     missing = [str(number) for number in range(1, count + 1) if number not in numbers]
     if missing:
         raise DataError(

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import DataError
 from common.files import atomic_write, reading
-from common.structured_files import read_json_mapping
+from common.structured_files import read_json_mapping, require_mapping
 
 METADATA_EXTENSION = ".meta.json"
 SHARD_OPTION = "shard"
 """Key of ``Metadata.options`` that names the part of a corpus, such as 2/8."""
 _FORMAT = "gpt2-toolkit dataset"
 _VERSION = 1
-Kind = TypeVar("Kind", "Metadata", "SourceFile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,37 +78,20 @@ def read_metadata(path: Path) -> Metadata | None:
         raw = read_json_mapping(path, error=DataError)
         if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
-        metadata = _made(Metadata, raw)
+        metadata = Metadata(**raw)
+        counts = (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents)
+        eod = () if metadata.eod_id is None else (metadata.eod_id,)
+        for number in (*counts, metadata.vocab_size, *eod):
+            if type(number) is not int or not 0 <= number < 2**63:
+                raise TypeError(f"{str(number)[:40]!r} where a whole number is expected")
+        "".join((metadata.tokenizer, metadata.tokenizer_sha256))  # raises for anything but texts
+        options = require_mapping(metadata.options, f"{path}: options", error=DataError)
         files: list[Any] = list(metadata.sources)
-        sources = tuple(_made(SourceFile, dict(file)) for file in files)
-    except (DataError, TypeError, ValueError) as error:
+        sources = tuple(SourceFile(**each) for each in files)
+    except (DataError, TypeError) as error:
         where = "" if isinstance(error, DataError) else f"{path}: "
         raise DataError(
             f"{where}{str(error)[:200]}; the file does not describe token files: delete it (it is"
             " optional) or preprocess again"
         ) from None
-    return replace(metadata, sources=sources)
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "tuple[SourceFile, ...]": (list,),
-    "dict[str, str | bool]": (dict,),
-}
-
-
-def _made(kind: type[Kind], raw: dict[str, Any]) -> Kind:
-    """Return a dataclass of its fields. Raises TypeError for others or for values of other
-    types.
-    """
-    if unknown := raw.keys() - {item.name for item in fields(kind)}:
-        raise TypeError(f"unknown keys {', '.join(sorted(unknown))}")
-    made = kind(**raw)
-    for item in fields(kind):
-        value = getattr(made, item.name)
-        fits = type(value) in _TYPES[str(item.type)]
-        if not fits or (type(value) is int and not 0 <= value < 2**63):
-            raise TypeError(f"{item.name}: expected {item.type}, found {str(value)[:40]!r}")
-    return made
+    return replace(metadata, sources=sources, options=options)

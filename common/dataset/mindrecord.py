@@ -7,7 +7,6 @@ shards and of their row numbers, as MindDataset(shuffle=False) reads them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -37,8 +36,8 @@ _NAME = re.compile(rf".+{re.escape(EXTENSION)}\d*")
 class MindRecordSamples(SplitSamples):
     """Rows of one split. Counterpart of ``GPTDataset`` for MindRecord.
 
-    source: a file (with its shards), a folder that is searched, or a list of files in reading
-    order. padded: accept rows whose mask has a 0.
+    source: a file (with its shards), or a folder that is searched. padded: accept rows whose mask
+    has a 0.
     Raises DataError if a file is missing or damaged, rows are not seq_length + 1 long, or the split
     is empty.
     """
@@ -47,7 +46,7 @@ class MindRecordSamples(SplitSamples):
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path],
+        source: str | Path,
         *,
         split: Split,
         seq_length: int,
@@ -55,12 +54,7 @@ class MindRecordSamples(SplitSamples):
         **order: Unpack[Order],
     ) -> None:
         super().__init__(split=split, seq_length=seq_length, **order)
-        paths = (
-            find_files(source)
-            if isinstance(source, str | Path)
-            else [Path(path) for path in source]
-        )
-        self.files = [MindRecordFile(path, padded=padded) for path in paths]
+        self.files = [MindRecordFile(path, padded=padded) for path in find_files(source)]
         for file in self.files:
             if len(file) and file.width != seq_length + 1:
                 raise DataError(
@@ -69,15 +63,14 @@ class MindRecordSamples(SplitSamples):
                     f" again with --seq-length {seq_length}"
                 )
         self._ends = np.cumsum([len(file) for file in self.files], dtype=np.int64)
-        total = int(self._ends[-1]) if self.files else 0
+        total = int(self._ends[-1])
         self._first, end = document_range(split, self.split_weights, total)
         self.samples_per_epoch = end - self._first
         if self.samples_per_epoch < 1:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
-            names = str(self.files[0].path) if self.files else "MindRecord without files"
             raise EmptySplitError(
-                f"{names}: the split {split!r} (weights {weights}) holds none of {total} rows;"
-                " write more rows, or give this split a larger weight"
+                f"{self.files[0].path}: the split {split!r} (weights {weights}) holds none of"
+                f" {total} rows; write more rows, or give this split a larger weight"
             )
 
     @property
@@ -137,7 +130,8 @@ def find_files(source: str | Path) -> list[Path]:
         return files
     if path.is_file():
         return _shards(path)
-    shards = sorted(file for file in path.parent.glob("*") if _is_shard_of(path, file.name))
+    shard = re.compile(rf"{re.escape(path.name)}\d+")
+    shards = sorted(file for file in path.parent.glob("*") if shard.fullmatch(file.name))
     if not shards:
         raise DataError(
             f"{path}: not found{looked_in(path)}; a MindRecord is that file and"
@@ -152,9 +146,8 @@ def metadata_paths(source: str | Path) -> list[Path]:
     """Return the path of a data set's .meta.json. For shards the name has no number."""
     if not is_mindrecord(source):
         return [with_extension(find_fleetx(source) or strip_extension(source), METADATA_EXTENSION)]
-    names = {file.with_name(re.sub(r"\d+$", "", file.name)) for file in find_files(source)} | set(
-        find_files(source)
-    )
+    files = find_files(source)
+    names = {*files, *(file.with_name(file.name.rstrip("0123456789")) for file in files)}
     return [with_extension(name, METADATA_EXTENSION) for name in sorted(names)]
 
 
@@ -163,13 +156,12 @@ def _walk(folder: Path) -> list[Path]:
 
     The extension or an index beside the file identifies them: FileWriter accepts any name.
     """
-    named = {
-        path
-        for path in folder.rglob(f"*{EXTENSION}*")
-        if _NAME.fullmatch(path.name) and path.is_file()
+    named = (path for path in folder.rglob(f"*{EXTENSION}*") if _NAME.fullmatch(path.name))
+    indexed = (path.with_suffix("") for path in folder.rglob(f"*{INDEX_EXTENSION}"))
+    found = {
+        *(path for path in named if path.is_file()),
+        *(path for path in indexed if looks_like_mindrecord(path)),
     }
-    indexed = {path.with_suffix("") for path in folder.rglob(f"*{INDEX_EXTENSION}")}
-    found = named | {path for path in indexed if looks_like_mindrecord(path)}
     # a hidden file is being written, or was left by a process that was killed
     return sorted(
         path
@@ -194,7 +186,3 @@ def _shards(path: Path) -> list[Path]:
             " copy all of them"
         )
     return shards
-
-
-def _is_shard_of(path: Path, name: str) -> bool:
-    return name.startswith(path.name) and name[len(path.name) :].isdigit()

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-import struct
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +43,6 @@ _LOOKED_AT = 1024
 """Rows whose masks are looked at when a file is opened."""
 INDEX_EXTENSION = ".db"
 VERSION = "3.0"
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER = MAX_JSON_BYTES
-_ENCRYPTED_END = b"ENCRYPT"
-_MAX_NUMBER = 1 << 31
 _CHUNK = 1 << 16
 # Tokens decoded in one round: the position arrays then stay in the processor's cache.
 _ROUND = 1 << 16
@@ -89,40 +84,32 @@ class MindRecordFile:
         self.path, self._padded = Path(path), padded
         index = with_extension(self.path, INDEX_EXTENSION)
         with reading(self.path, DataError):
-            self._open(index)
-        self.width = 0
-        """Tokens of a row; 0 without rows."""
-        if len(self):
-            self.width = int(self._counts(*self._rows(np.array([0])))[0])
-            self.read(np.array([0, len(self) - 1]))
-            places = np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT))
-            self._require_whole(np.unique(places.astype(np.int64)))
-        self.content_key = self._content_key()
-
-    def _open(self, index: Path) -> None:
-        for here, other in ((self.path, index), (index, self.path)):
-            if not here.exists():
-                state = (
-                    f"although {other.name} is there"
-                    if other.is_file()
-                    else f"and neither is {other.name}"
-                )
+            if self.path.exists() and not index.exists():
                 raise DataError(
-                    f"{here}: not found, {state}; a MindRecord is two files that belong together,"
-                    " copy both"
+                    f"{index}: not found, although {self.path.name} is there; a MindRecord is two"
+                    " files that belong together, copy both"
                 )
-            open_input(here, DataError).close()
         self.header = read_header(self.path)
         self._bytes = map_file(self.path)
-        if len(self._bytes) < max(self.header.end, 8 * self.header.rows):
+        if len(self._bytes) < self.header.end:
             raise DataError(
                 f"{self.path}: is cut short: {len(self._bytes)} bytes found, its pages end at"
                 f" {self.header.end}; {_RENEW}"
             )
+        open_input(index, DataError).close()
         self._begin, self._end = self._read_index(index)
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return partial(MindRecordFile, padded=self._padded), (str(self.path),)
+        self.width = 0
+        """Tokens of a row; 0 without rows."""
+        if len(self):
+            first = np.array([0])
+            data, at, size = self._rows(first)
+            counts = _numbers(data, at, 4, big=True)
+            self._require(counts < size, first)
+            self.width = int(counts[0])
+            self.read(np.array([0, len(self) - 1]))
+            places = np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT))
+            self._require_whole(np.unique(places.astype(np.int64)))
+        self.content_key = self._content_key()
 
     def __len__(self) -> int:
         return len(self._begin)
@@ -139,15 +126,14 @@ class MindRecordFile:
         return out
 
     def _decode(self, rows: Ids) -> npt.NDArray[np.int32]:
-        data, at, size, rows = self._rows(rows)
-        counts = self._counts(data, at, size, rows)
+        data, at, size = self._rows(rows)
+        counts, at = _numbers(data, at, 4, big=True), at + 4
         self._require(
             counts == self.width,
             rows,
             lambda n: f"has {counts[n]} tokens, the first row {self.width}; all need as many",
         )
         codes_size = (self.width + 3) // 4
-        at = at + 4
         self._require(size - 4 >= codes_size, rows)
         codes = _CODES[data[at[:, None] + np.arange(codes_size)]].reshape(len(rows), -1)[
             :, : self.width
@@ -173,7 +159,7 @@ class MindRecordFile:
     def _require_whole(self, rows: Ids) -> None:
         """Raise DataError for a row with a 0 in a mask, unless padded rows are accepted."""
         for mask in () if self._padded else self.header.masks:
-            data, at, size, _ = self._rows(rows, mask)
+            data, at, size = self._rows(rows, mask)
             for row, first, length in zip(rows.tolist(), at.tolist(), size.tolist(), strict=True):
                 count = int.from_bytes(data[first : first + 4].tobytes(), "big")
                 numbers = data[first + length - count : first + length]  # a byte each
@@ -184,11 +170,9 @@ class MindRecordFile:
                         " token, set data.eod_mask_loss=targets"
                     )
 
-    def _rows(self, rows: Ids, column: str = COLUMN) -> tuple[npt.NDArray[np.uint8], Ids, Ids, Ids]:
-        """Return the bytes of rows and where an array of theirs lies.
-
-        Four arrays: the bytes of all rows in sequence, the start (n,) of the array in them, its
-        size (n,) in bytes, and ``rows``.
+    def _rows(self, rows: Ids, column: str = COLUMN) -> tuple[npt.NDArray[np.uint8], Ids, Ids]:
+        """Return the bytes of rows in sequence, and where an array of theirs begins in them (n,),
+        and its bytes (n,).
         """
         begin, end = self._begin[rows], self._end[rows]
         parts = [
@@ -209,13 +193,7 @@ class MindRecordFile:
                 if field == column:
                     break
                 at = np.minimum(at + size, stop - 8)
-        return data, at, size, rows
-
-    def _counts(self, data: npt.NDArray[np.uint8], at: Ids, size: Ids, rows: Ids) -> Ids:
-        self._require(size >= 4, rows)
-        counts = _numbers(data, at, 4, big=True)
-        self._require(counts <= size - 4, rows)
-        return counts
+        return data, at, size
 
     def _require(
         self,
@@ -236,9 +214,6 @@ class MindRecordFile:
             "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY"
             " ROW_ID"
         )
-        rows = self.header.rows
-        places = np.zeros((rows, 3), dtype=np.int64)
-        count = 0
         try:
             # immutable: no lock files, which a read-only disk would refuse
             with closing(
@@ -246,15 +221,9 @@ class MindRecordFile:
             ) as connection:
                 if connection.execute("SELECT 1 FROM sqlite_master WHERE type='view'").fetchone():
                     raise ValueError("it has views, whose rows may have no end")
-                found = connection.execute("SELECT NAME FROM SHARD_NAME").fetchmany(_CHUNK)
-                names = [str(name) for (name,) in found]
-                cursor = connection.execute(query)
-                while count <= rows and (chunk := cursor.fetchmany(_CHUNK)):
-                    part = np.array(chunk[: rows - count]).reshape(-1, 3)
-                    if len(part) and part.dtype != np.int64:  # SQLite keeps any type
-                        raise ValueError("INDEXES holds places that are not whole numbers")
-                    places[count : count + len(part)] = part
-                    count += len(chunk)
+                names = [name for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
+                chunks = iter(partial(connection.execute(query).fetchmany, _CHUNK), [])
+                parts = [np.array(chunk, dtype=np.int64) for chunk in chunks]
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             raise DataError(
                 f"{path}: is not the index of a MindRecord ({error}); {_RENEW}"
@@ -265,14 +234,15 @@ class MindRecordFile:
                 f" {self.path.name}; put the right one beside it, or undo the renaming (MindSpore"
                 " does not read a renamed MindRecord either)"
             )
-        start = self.header.header_size + places[:, 0] * self.header.page_size
+        header = self.header
+        places = np.concatenate([np.zeros((0, 3), np.int64), *parts])
+        start = header.header_size + places[:, 0] * header.page_size
         begin, end = start + places[:, 1], start + places[:, 2]
-        wrong = ((places < 0) | (places > _MAX_NUMBER)).any(axis=1)  # products overflow
-        wrong |= (begin < self.header.header_size) | (end > self.header.end) | (end - begin < 8)
-        if count != rows or wrong.any():
+        wrong = (begin < header.header_size) | (end > header.end) | (end - begin < 8)
+        if len(places) != header.rows or wrong.any():
             raise DataError(
-                f"{path}: does not name the {rows} rows of {self.path.name}; the two do not belong"
-                " together, copy both again"
+                f"{path}: does not name the {header.rows} rows of {self.path.name}; the two do not"
+                " belong together, copy both again"
             )
         return begin, end
 
@@ -299,12 +269,14 @@ def looks_like_mindrecord(path: Path) -> bool:
         if not path.is_file():
             return False
         with path.open("rb") as file:
-            start = file.read(_LENGTH.size + 2)
-    return (
-        len(start) == _LENGTH.size + 2
-        and 0 < _LENGTH.unpack(start[:8])[0] <= _MAX_HEADER
-        and start[8:] == b'{"'
-    )
+            return _header_of(file) is not None
+
+
+def _header_of(file: IO[bytes]) -> bytes | None:
+    """Return the JSON at the beginning of a MindRecord, None for other files."""
+    length = int.from_bytes(file.read(8), "little")
+    text = file.read(length) if 0 < length <= MAX_JSON_BYTES else b""
+    return text if text.startswith(b'{"') else None
 
 
 def read_header(path: Path) -> Header:
@@ -312,89 +284,53 @@ def read_header(path: Path) -> Header:
     ``input_ids``.
     """
     with open_input(path, DataError) as file, reading(path, DataError):
-        length = int.from_bytes(file.read(_LENGTH.size), "little")
-        text = file.read(length) if length <= _MAX_HEADER else b""
-        file.seek(-min(len(_ENCRYPTED_END), path.stat().st_size), 2)
-        if file.read() == _ENCRYPTED_END:
-            raise DataError(
-                f"{path}: is encrypted (mindspore.mindrecord.set_enc_key); write it without"
-                " encryption"
-            )
-    if not looks_like_mindrecord(path):
+        text = _header_of(file)
+    if text is None:
         raise DataError(
-            f"{path}: is not a MindRecord file: it does not begin with a length and a JSON header"
+            f"{path}: is not a MindRecord file, or an encrypted one: it does not begin with a"
+            " length and a JSON header; write it without encryption"
         )
     try:
         raw = parse_json(text)
-        version, schema = raw["version"], raw["schema"][0]
-        columns, fields = schema["schema"], tuple(_texts(schema["blob_fields"]))
-        header_size, page_size = _size(raw["header_size"]), _size(raw["page_size"])
-        if not page_size:
-            raise ValueError("page_size is 0")
-        pages = raw["page"] or []
+        schema, pages = raw["schema"][0], raw["page"] or []
+        columns, fields = schema["schema"], tuple(schema["blob_fields"])
+        kinds = {name: column["type"] for name, column in columns.items()}
+        header_size, page_size = (int(np.int64(raw[name])) for name in ("header_size", "page_size"))
         header = Header(
             header_size=header_size,
             page_size=page_size,
             fields=fields,
             masks=tuple(
-                name
-                for name in MASKS
-                if name in fields and columns[name].get("type") in ("int32", "int64")
+                name for name in MASKS if name in fields and kinds[name] in ("int32", "int64")
             ),
-            type=str(columns.get(COLUMN, {}).get("type")),
+            type=str(kinds.get(COLUMN)),
             rows=max(
-                (
-                    _size(page["end_row_id"], 1 << 62)
-                    for page in pages
-                    if page["page_type"] == "BLOB_DATA"
-                ),
+                (int(page["end_row_id"]) for page in pages if page["page_type"] == "BLOB_DATA"),
                 default=0,
             ),
             end=max(
-                (
-                    header_size + _size(page["page_id"]) * page_size + _size(page["page_size"])
-                    for page in pages
-                ),
+                (header_size + page["page_id"] * page_size + page["page_size"] for page in pages),
                 default=0,
             ),
-            shards=tuple(Path(name).name for name in _texts(raw["shard_addresses"])),
+            shards=tuple(path.with_name(Path(name).name).name for name in raw["shard_addresses"]),
         )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise DataError(
             f"{path}: has a header that is not a MindRecord's ({type(error).__name__}: {error});"
             f" {_RENEW}"
         ) from None
-    if version != VERSION:
+    if raw.get("version") != VERSION:
         raise DataError(
-            f"{path}: has format version {version}, expected {VERSION}; write it again with a newer"
-            " MindSpore"
-        )
-    if COLUMN not in columns:
-        raise DataError(
-            f"{path}: has no column {COLUMN!r}, only {', '.join(sorted(columns))}; write the token"
-            " ids under that name"
+            f"{path}: has format version {raw.get('version')}, expected {VERSION}; write it again"
+            " with a newer MindSpore"
         )
     if COLUMN not in fields or header.type not in ("int32", "int64"):
-        shape = "an array" if COLUMN in fields else "a single value"
+        held = ", ".join(f"{name} of {kind}" for name, kind in sorted(kinds.items()))
         raise DataError(
-            f'{path}: {COLUMN!r} is {shape} of {header.type}; expected {{"type": "int32", "shape":'
-            " [-1]}, or int64"
+            f"{path}: has no array {COLUMN!r} of int32 or int64, only {held}; write the token ids"
+            f' as {COLUMN}: {{"type": "int32", "shape": [-1]}}'
         )
     return header
-
-
-def _size(value: Any, limit: int = _MAX_NUMBER) -> int:
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{str(value)[:40]!r} where a size is expected")
-    return value
-
-
-def _texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(
-        isinstance(item, str) and Path(item).name for item in value
-    ):
-        raise ValueError(f"{str(value)[:40]!r} where a list of names is expected")
-    return value
 
 
 def _numbers(data: npt.NDArray[np.uint8], at: Ids, size: int, *, big: bool) -> Ids:

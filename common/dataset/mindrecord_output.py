@@ -1,21 +1,28 @@
-"""Turn the files of MindSpore's FileWriter into one set under its final names.
-
-Shards then refer to each other, and old files are gone.
-"""
+"""Corpora as sets of MindRecord files, which MindSpore's FileWriter writes one by one."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from common.dataset.metadata import METADATA_EXTENSION
+from common.dataset.mindrecord import EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION
-from common.errors import DataError, StorageError
+from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
+from common.dataset.samples import GPTDataset
+from common.dataset.token_files import with_extension
+from common.errors import ConfigError, DataError, StorageError
 from common.files import fsync_folder, temporary_folder
+from common.interrupts import holding_signals
+from common.paths import install
 from common.structured_files import parse_json
 
 
@@ -36,38 +43,37 @@ def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
     """Yield a folder beside ``target`` for the files, and move them to their final names on normal
     exit.
 
-    The index files move last: until then, readers report them as missing. An older set of the same
-    name is removed after that.
-    Raises StorageError if the disk fails; an older set is then back in its place.
+    An older set of the same name goes first. The index files move last: a crash between the renames
+    leaves no set of files, never a wrong one. Raises StorageError if the disk fails.
     """
+    with _temporary_folder(target) as folder:
+        yield folder
+        _publish(folder, target, names)
+
+
+@contextmanager
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder beside ``target``. Raises StorageError if the disk fails in the block."""
     try:
         with temporary_folder(target) as folder:
             yield folder
-            _publish(folder, target, names)
     except OSError as error:
         raise StorageError(f"{target}: could not be written: {error.strerror or error}") from error
 
 
+@holding_signals()
 def _publish(folder: Path, target: Path, names: Sequence[str]) -> None:
     metadata = target.name + METADATA_EXTENSION
     indices = [name + INDEX_EXTENSION for name in names]
     for name in (*names, *indices):
-        _flush(folder / name, folder.stat().st_mode & 0o666)
-    replaced = folder / "replaced"
-    replaced.mkdir()
-    moved: list[tuple[Path, Path]] = []
-    try:
-        for old in earlier_files(target):
-            moved.append((old, replaced / old.name))
-            os.replace(*moved[-1])
-        for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
-            moved.append((folder / name, target.with_name(name)))
-            os.replace(*moved[-1])
-    except BaseException:  # also for a signal
-        for here, there in reversed(moved):
-            if there.exists() and not here.exists():
-                os.replace(there, here)
-        raise
+        # FileWriter leaves its files readable only by their owner, whatever the umask says
+        (folder / name).chmod(folder.stat().st_mode & 0o666)
+        with (folder / name).open("rb+") as file:
+            os.fsync(file.fileno())
+    for old in earlier_files(target):
+        old.unlink()
+    for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
+        os.replace(folder / name, target.with_name(name))
     fsync_folder(target.parent)
 
 
@@ -110,9 +116,51 @@ def earlier_files(target: Path) -> list[Path]:
     return sorted(files, key=lambda path: (path.suffix != INDEX_EXTENSION, path.name))
 
 
-def _flush(path: Path, mode: int) -> None:
-    path.chmod(
-        mode
-    )  # FileWriter leaves its files readable only by their owner, whatever the umask says
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+def preprocess_mindrecord(
+    options: PreprocessOptions,
+    seq_length: int,
+    shards: int,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> tuple[list[Any], Progress]:
+    """Write a set of ``shards`` files for each key, as ``preprocess`` writes pairs. Returns a
+    ``WrittenMindRecord`` of mindformers_gpt2 for each.
+
+    Raises ConfigError too if MindSpore, which writes the files, is not installed.
+    """
+    writer = _writer()
+    prefix = options.output_prefix
+    writer.check_mindrecord(prefix, shards)
+    for key in {*options.json_keys, "text"}:  # plain text has only this key, whatever was asked for
+        options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))
+    with _temporary_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
+        result = preprocess(replace(options, output_prefix=folder / prefix.name), on_progress)
+        for pair in result.prefixes:  # check all, before the first set is written
+            GPTDataset(
+                pair,
+                split="train",
+                split_weights=(1, 0, 0),
+                seq_length=seq_length,
+                seed=0,
+                shuffle=False,
+            )
+        sets = [
+            writer.write_mindrecord(
+                pair, prefix.with_name(f"{pair.name}{EXTENSION}"), seq_length, shards
+            )
+            for pair in result.prefixes
+        ]
+        return sets, result.progress
+
+
+def _writer() -> ModuleType:
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of absent devices
+    try:
+        return import_module("mindformers_gpt2.mindrecord")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mindspore":
+            raise
+        raise ConfigError(
+            "--format mindrecord is written by MindSpore, which is not installed; install it with:"
+            f" {install('mindspore')}, or leave the option out: both backends train from"
+            " .bin/.idx pairs too"
+        ) from None

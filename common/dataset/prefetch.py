@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
-_POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class _End:
-    """Signal that the source is exhausted, or failed with ``error``."""
-
-    error: BaseException | None
+_END: Any = object()
 
 
 class Prefetch(Generic[Item]):
@@ -28,25 +20,23 @@ class Prefetch(Generic[Item]):
     """
 
     def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
-        self._source = source
-        self._queue: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
-        self._stopped = threading.Event()
-        self._end: _End | None = None
-        self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
-        self._thread.start()
+        self._source, self._thread = source, ThreadPoolExecutor(1, "prefetch")
+        self._waiting: deque[Future[Item]] = deque(self._read() for _ in range(depth))
+
+    def _read(self) -> Future[Item]:
+        return self._thread.submit(next, self._source, _END)
 
     def __iter__(self) -> Prefetch[Item]:
         return self
 
     def __next__(self) -> Item:
-        if self._end is None and not self._stopped.is_set():
-            item = self._queue.get()
-            if not isinstance(item, _End):
-                return item
-            self._end = item
-            if item.error is not None:
-                raise item.error
-        raise StopIteration
+        if not self._waiting:
+            raise StopIteration
+        item = self._waiting.popleft().result()
+        if item is _END:
+            raise StopIteration
+        self._waiting.append(self._read())
+        return item
 
     def __enter__(self) -> Prefetch[Item]:
         return self
@@ -61,23 +51,5 @@ class Prefetch(Generic[Item]):
 
     def close(self) -> None:
         """Stop the thread and drop waiting items. Returns when the current item is done."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _fill(self) -> None:
-        try:
-            for item in self._source:
-                if not self._put(item):
-                    return
-            self._put(_End(None))
-        except BaseException as error:  # whatever it is, the consumer must learn of it
-            self._put(_End(error))
-
-    def _put(self, item: Item | _End) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
-            return True
-        return False
+        self._thread.shutdown(cancel_futures=True)
+        self._waiting.clear()

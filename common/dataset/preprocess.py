@@ -32,7 +32,7 @@ from common.dataset.metadata import (
     read_metadata,
     write_metadata,
 )
-from common.dataset.shards import Shard, Share
+from common.dataset.shards import Shard
 from common.dataset.tables import check_table
 from common.dataset.token_files import TokenWriter, with_extension
 from common.dataset.workers import TokenizerChoice, encode_blocks
@@ -337,20 +337,14 @@ def _blocks(
 ) -> Iterator[Block]:
     shard, total = options.shard, sum(corpus.size for corpus in corpora)
     block_bytes = shard.block_bytes(total, options.block_bytes) if shard else options.block_bytes
-    for corpus, before in _in_reach(corpora, shard):
-        share = Share(shard=shard, before=before, total=total) if shard else None
-        blocks = read_blocks(
-            corpus, options.documents, keys, block_bytes, options.document_bytes, end_id, share
-        )
-        if share is None or corpus.format in TABLES:
-            yield from blocks
-            continue
-        at = 0
-        for block in blocks:
-            side = share.side_of(at)
-            if side > 0:
+    for corpus, at in _in_reach(corpora, shard):
+        for block in read_blocks(
+            corpus, options.documents, keys, block_bytes, options.document_bytes, end_id
+        ):
+            part = shard.part_of(at, total) if shard else 0
+            if shard and part > shard.number:
                 return
-            if side == 0:
+            if not shard or part == shard.number:
                 yield block
             at += block.read_bytes
 
@@ -369,6 +363,8 @@ def _record(
     options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], key: str
 ) -> dict[str, Any]:
     """Return the fields of Metadata that are known before a document is read."""
+    # shards of tables were once divided by rows: the two divisions have other borders
+    division = " by blocks" if any(corpus.format in TABLES for corpus in corpora) else ""
     return {
         "tokenizer": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -386,7 +382,7 @@ def _record(
             "keep_newlines": options.keep_newlines,
             **({"special_tokens": "tokens"} if options.special_tokens == "tokens" else {}),
             **({"min_length": str(options.min_length)} if options.min_length else {}),
-            **({SHARD_OPTION: str(options.shard)} if options.shard else {}),
+            **({SHARD_OPTION: f"{options.shard}{division}"} if options.shard else {}),
         },
     }
 

@@ -38,25 +38,6 @@ class Shard:
         return prefix.with_name(f"{prefix.name}.shard-{self.number:05d}-of-{self.count:05d}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """Part of a corpus, seen from one of its files.
-
-    before: bytes of the files before it. total: bytes of all files.
-    """
-
-    shard: Shard
-    before: int
-    total: int
-
-    def side_of(self, at: int) -> int:
-        """Return whether what begins at byte ``at`` of the file precedes this part (-1), belongs to
-        it (0) or follows it (1).
-        """
-        part = self.shard.part_of(self.before + at, self.total)
-        return (part > self.shard.number) - (part < self.shard.number)
-
-
 def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
     """Return the part that ``2/8`` names, or ``slurm`` by the variables of an array job.
 

@@ -6,16 +6,12 @@ Formats: Apache Parquet, and the streaming and file formats of Arrow IPC. Huggin
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.dataset.limits import WORD_CHARACTERS, check_words
-from common.dataset.shards import Share
 from common.errors import DataError
 from common.paths import require_package
 
@@ -28,31 +24,10 @@ rows.
 _BUFFER_BYTES = 1 << 20
 
 Texts = list[tuple[str, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableBlock:
-    """Texts of consecutive rows, one per key. read_bytes: their part of the file."""
-
-    texts: Texts
-    read_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Row group or record batch: ``count`` rows between the bytes ``start`` and ``stop``.
-
-    batches: function that returns its record batches in order.
-    """
-
-    count: int
-    start: int
-    stop: int
-    batches: Callable[[], Iterator[Any]]
-
-    def byte_of(self, row: int) -> int:
-        """Return the place in the file of a row of this group, as if rows had equal sizes."""
-        return self.start + (self.stop - self.start) * row // max(self.count, 1)
+_Batches = Callable[[tuple[str, ...], int], Iterator[tuple[Any, int, int]]]
+"""From columns and bytes of a block to record batches, each with the bytes of the file between
+which it lies.
+"""
 
 
 def require_pyarrow(path: Path) -> None:
@@ -62,64 +37,39 @@ def require_pyarrow(path: Path) -> None:
 
 def check_table(path: Path, keys: tuple[str, ...]) -> None:
     """Raise DataError unless the file is whole and has a column of strings for each key."""
-    require_pyarrow(path)
-    with _opened(path) as (schema, _):
-        _check_columns(path, schema, keys)
+    with _opened(path, keys):
+        pass
 
 
 def read_table(
-    path: Path,
-    size: int,
-    keys: tuple[str, ...],
-    *,
-    block_bytes: int,
-    document_bytes: int,
-    share: Share | None = None,
-) -> Iterator[TableBlock]:
-    """Yield the rows of a file in order, about ``block_bytes`` of text at a time.
+    path: Path, size: int, keys: tuple[str, ...], *, block_bytes: int, document_bytes: int
+) -> Iterator[tuple[Texts, int]]:
+    """Yield the texts of consecutive rows, one per key, and their part of the file in bytes, about
+    ``block_bytes`` of text at a time.
 
-    size: bytes of the file. keys: columns of strings. share: rows to read; None reads all.
+    size: bytes of the file. keys: columns of strings.
     Memory: a block, and a page of a column or a batch that is mapped from the file.
     Raises DataError as ``check_table`` does, and for a null, for text that is not UTF-8 and for
     more than ``document_bytes`` in one row.
     """
-    check_table(path, keys)
     texts: Texts = []
-    held = read = 0
-    with _opened(path) as (_, groups):
-        first = 0
-        for group in groups(size, keys, block_bytes):
-            rows = range(group.count)
-            if share is not None:
-
-                def side(row: int, group: _Group = group, share: Share = share) -> int:
-                    return share.side_of(group.byte_of(row))
-
-                rows = rows[bisect_left(rows, 0, key=side) : bisect_right(rows, 0, key=side)]
-            for row, part in _parts(group, rows, keys):
+    first = held = told = 0
+    with _opened(path, keys) as batches:
+        for batch, start, stop in batches(keys, block_bytes):
+            columns, rows = batch.select(list(keys)), batch.num_rows
+            step = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * rows // (columns.nbytes or 1)))
+            for row in range(0, rows, step):
+                part = columns.slice(row, step)
                 found = _texts_of(part, path, first + row, document_bytes)
                 texts += found
                 held += sum(len(text) for each in found for text in each)
-                read += group.byte_of(row + len(found)) - group.byte_of(row)
                 if held >= block_bytes:
-                    yield TableBlock(texts=texts, read_bytes=read)
-                    texts, held, read = [], 0, 0
-            first += group.count
+                    at = start + (stop - start) * (row + len(found)) // rows
+                    yield texts, at - told
+                    texts, held, told = [], 0, at
+            first += rows
     if texts:
-        yield TableBlock(texts=texts, read_bytes=read)
-
-
-def _parts(group: _Group, rows: range, keys: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
-    """Yield a few rows at a time, and the number of the first in its group."""
-    row = 0
-    for batch in group.batches() if rows else ():
-        columns = batch.select(list(keys))
-        step = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * len(columns) // (columns.nbytes or 1)))
-        for at in range(max(row, rows.start), min(row + batch.num_rows, rows.stop), step):
-            yield at, columns.slice(at - row, min(step, rows.stop - at))
-        row += batch.num_rows
-        if row >= rows.stop:
-            return
+        yield texts, size - told
 
 
 def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
@@ -177,23 +127,22 @@ def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:
             )
 
 
-_Groups = Callable[[int, tuple[str, ...], int], Iterator[_Group]]
-
-
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, _Groups]]:
-    """Yield the schema of a file, and a function that iterates over its groups.
+def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[_Batches]:
+    """Yield a function that reads record batches, of a file that has the columns ``keys``.
 
     Within the block, errors of pyarrow become DataError.
     """
+    require_pyarrow(path)
     import pyarrow as pa
 
     with path.open("rb") as file:
         magic = file.read(8)
     is_parquet = magic.startswith(PARQUET_MAGIC)
     try:
-        with _parquet(path) if is_parquet else _arrow(path, magic == ARROW_FILE_MAGIC) as found:
-            yield found
+        with _parquet(path) if is_parquet else _arrow(path, magic) as (schema, batches):
+            _check_columns(path, schema, keys)
+            yield batches
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise DataError(
@@ -203,63 +152,46 @@ def _opened(path: Path) -> Iterator[tuple[Any, _Groups]]:
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[tuple[Any, _Groups]]:
+def _parquet(path: Path) -> Iterator[tuple[Any, _Batches]]:
     from pyarrow import parquet
 
+    size = path.stat().st_size
     # a buffer: otherwise a whole column of a row group is read at once
     with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
 
-        def groups(size: int, keys: tuple[str, ...], block_bytes: int) -> Iterator[_Group]:
+        def batches(keys: tuple[str, ...], block_bytes: int) -> Iterator[tuple[Any, int, int]]:
             first, total = 0, max(1, file.metadata.num_rows)
             for number in range(file.metadata.num_row_groups):
                 group = file.metadata.row_group(number)
-                held = group.total_byte_size // max(1, group.num_rows)
-                yield _Group(
-                    count=group.num_rows,
-                    start=size * first // total,
-                    stop=size * (first + group.num_rows) // total,
-                    batches=partial(
-                        file.iter_batches,
-                        min(_ROWS_AT_ONCE, max(1, block_bytes // max(1, held))),
-                        row_groups=[number],
-                        columns=list(keys),
-                        use_threads=False,
-                    ),
-                )
-                first += group.num_rows
+                held = max(1, group.total_byte_size // max(1, group.num_rows))
+                count = min(_ROWS_AT_ONCE, max(1, block_bytes // held))
+                for batch in file.iter_batches(count, [number], list(keys), use_threads=False):
+                    last = first + batch.num_rows
+                    yield batch, size * first // total, size * last // total
+                    first = last
 
-        yield file.schema_arrow, groups
+        yield file.schema_arrow, batches
 
 
 @contextmanager
-def _arrow(path: Path, is_file: bool) -> Iterator[tuple[Any, _Groups]]:
-    """Open Arrow's file format or its stream, which pyarrow.dataset does not read."""
+def _arrow(path: Path, magic: bytes) -> Iterator[tuple[Any, _Batches]]:
+    """Open Arrow's stream, which its file format holds between a mark and a footer."""
     import pyarrow as pa
 
+    is_file = magic == ARROW_FILE_MAGIC
+    end = ARROW_FILE_MAGIC[:6] if is_file else _END_OF_STREAM
     with pa.memory_map(str(path)) as source:
         size = source.size()
-        if not is_file and source.read_at(8, max(0, size - 8)) != _END_OF_STREAM:
+        if source.read_at(len(end), max(0, size - len(end))) != end:
             raise EOFError("the mark at the end of the stream is missing")
-        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source) as reader:
+        source.seek(len(magic) if is_file else 0)
+        with pa.ipc.open_stream(source) as reader:
 
-            def groups(size: int, keys: tuple[str, ...], block_bytes: int) -> Iterator[_Group]:
-                count = reader.num_record_batches if is_file else None
-                start = number = 0
-                while number != count:
-                    try:
-                        batch = reader.get_batch(number) if is_file else reader.read_next_batch()
-                    except StopIteration:
-                        return
-                    number += 1
-                    at = source.tell()
-                    ends = size - at <= len(_END_OF_STREAM)
-                    stop = size * number // count if count else size if ends else at
-                    yield _Group(
-                        count=batch.num_rows,
-                        start=start,
-                        stop=stop,
-                        batches=partial(iter, (batch,)),
-                    )
+            def batches(keys: tuple[str, ...], block_bytes: int) -> Iterator[tuple[Any, int, int]]:
+                start = source.tell()
+                for batch in reader:
+                    stop = source.tell()
+                    yield batch, start, stop
                     start = stop
 
-            yield reader.schema, groups
+            yield reader.schema, batches

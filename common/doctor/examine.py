@@ -167,9 +167,16 @@ class Facts:
     @cached_property
     def places(self) -> Placement | ConfigError | None:
         """Ranks to try, and which of their hosts this is; None without any."""
+        asked, table = self.asked, self.table
         try:
-            table = self.table if isinstance(self.table, RankTable) else None
-            return find_team(self.asked, table, default=len(self.usable.get(self.device, ())) or 2)
+            if isinstance(table, RankTable):
+                return _team_of_table(table, asked)
+            if asked.devices is None and asked.address is None:
+                return None
+            devices = asked.devices or range(len(self.usable.get(self.device, ())) or 2)
+            return find_places(
+                devices, master=asked.address, nodes=asked.nnodes, node_rank=asked.node_rank
+            )
         except ConfigError as reason:
             return reason
 
@@ -282,23 +289,14 @@ def examine(asked: DoctorRequest) -> list[Check]:
     return [found for _, check in CHECKS for found in check(facts)]
 
 
-def find_team(asked: DoctorRequest, table: RankTable | None, *, default: int) -> Placement | None:
-    """Return the ranks to try; None without any. Raises ConfigError."""
-    if table is not None and table.version == "2.0":
+def _team_of_table(table: RankTable, asked: DoctorRequest) -> Placement:
+    """Return the ranks of a table, and which of its hosts this is. Raises ConfigError."""
+    if table.version == "2.0":
         raise ConfigError(
             f"{asked.rank_table}: a rank table of version 2.0 names no hosts; give --master,"
             " --nnodes and --node_rank"
         )
-    if table is not None:
-        return _team_of_table(table, asked.node_rank)
-    if asked.devices is None and asked.address is None:
-        return None
-    devices = asked.devices or range(default)
-    return find_places(devices, master=asked.address, nodes=asked.nnodes, node_rank=asked.node_rank)
-
-
-def _team_of_table(table: RankTable, node_rank: int | None) -> Placement:
-    places = places_of_table(table)
+    places, node_rank = places_of_table(table), asked.node_rank
     hosts = list(dict.fromkeys(place.host for place in places))
     last = len(hosts) - 1
     own = [host for host in hosts if is_own(host)]

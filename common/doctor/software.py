@@ -36,12 +36,12 @@ _COUNT = {
 _WITHOUT_NPU = "to run without the NPU: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 
-def installed_versions() -> dict[str, str | None]:
-    """Return the version of each of PACKAGES by its metadata, without an import; None if not
+def installed_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Return the version of each package by its metadata, without an import; None if not
     installed.
     """
     found: dict[str, str | None] = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from common.dataset.blocks import DocumentRule, MissingKeyError, read_blocks
 from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
+from common.evaluation.rows import RowScores, ScoredRow
 from common.files import atomic_write
 from common.log import LOG
 from common.parallel.run import Run
@@ -86,6 +88,17 @@ class EvaluationResult:
     file_name: str
     record: dict[str, Any]
     lines: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowTask:
+    """A task on the rows of a file. result: makes the figures from the scores of all rows."""
+
+    tokenizer_record: dict[str, Any]
+    rows: list[ScoredRow]
+    result: Callable[[RowScores], EvaluationResult]
+    unit: str
+    """Name of a row in the progress bar."""
 
 
 def report(config: Run, checkpoint: Path, result: EvaluationResult) -> None:

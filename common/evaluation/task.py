@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 from common.config.schema import EvaluationConfig
 from common.dataset import Tokens
 from common.errors import ConfigError
-from common.evaluation.corpus import EvaluationResult, read_evaluation_file
-from common.evaluation.lambada import LambadaTask
+from common.evaluation.corpus import EvaluationResult, RowTask, read_evaluation_file
+from common.evaluation.lambada import open_lambada
 from common.evaluation.rows import Scorer, score_rows
-from common.evaluation.text import TextTask
+from common.evaluation.text import open_text
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.quantization.scheme import CALIBRATION_BATCHES
@@ -41,7 +41,7 @@ def open_task(
     corpus: Corpus | None = None,
     tokenizer: Tokenizer | None = None,
     rank: int = 0,
-) -> ValidationTask | TextTask | LambadaTask:
+) -> ValidationTask | RowTask:
     """Open the windows of a validation in ``corpus``, or read the file of a task on text.
 
     rank: data-parallel rank, which selects validation windows. Raises ConfigError and
@@ -58,8 +58,8 @@ def open_task(
         )
     file = read_evaluation_file(config.evaluation)
     assert tokenizer is not None
-    task = TextTask if config.evaluation.task == "text" else LambadaTask
-    return task.open(file, tokenizer, config)
+    opened = open_text if config.evaluation.task == "text" else open_lambada
+    return opened(file, tokenizer, config)
 
 
 def _check_settings(config: EvaluationConfig) -> None:
@@ -123,7 +123,7 @@ def _watched(windows: Iterator[Tokens]) -> Iterator[Tokens]:
 
 
 def run_task(
-    task: ValidationTask | TextTask | LambadaTask,
+    task: ValidationTask | RowTask,
     config: Run,
     measure: Measure,
     make_scorer: Callable[[], Scorer],

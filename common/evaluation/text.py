@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from common.errors import DataError
-from common.evaluation.corpus import EvaluationFile, EvaluationResult, table
-from common.evaluation.rows import RowScores, ScoredRow, sliding_windows
+from common.evaluation.corpus import EvaluationFile, EvaluationResult, RowTask, table
+from common.evaluation.rows import RowScores, sliding_windows
 from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_documents, encode_prompt
@@ -21,9 +19,8 @@ from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TextTask:
-    """Perplexity of a text in sliding windows.
+def open_text(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTask:
+    """Return the task to measure the perplexity of a text in sliding windows.
 
     A plain text is one stream of tokens, in which ``<|endoftext|>`` is that token. Every token but
     the first is scored once, as in Hugging Face's guide and in Megatron. Each has more than
@@ -31,124 +28,88 @@ class TextTask:
 
     The texts of a .jsonl file are scored one by one. The first context of each is the end-of-text
     token, so that all its tokens are scored, as in lm-eval. The last window of a long document
-    differs: lm-eval moves it back to full length.
+    differs: lm-eval moves it back to full length. Raises DataError for a plain text of one token.
     """
-
-    file: EvaluationFile
-    tokenizer_record: dict[str, Any]
-    rows: list[ScoredRow]
-    tokens: int
-    """Number of tokens of the texts, scored or not."""
-    whole: bool
-    """False when evaluation.max_samples left windows out."""
-    scored_bytes: int
-    """UTF-8 bytes of the scored tokens, or of the whole texts if no window was left out; 0 if
-    unknown.
-    """
-    config: Run
-    unit = "window"
-
-    @classmethod
-    def open(cls, file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> TextTask:
-        """Encode the texts and cut windows. Raises DataError for a plain text of one token."""
-        detokenize = DETOKENIZERS[config.evaluation.detokenize]
-        texts = [detokenize(text) for text in file.texts]
-        if file.is_json:
-            encoded = encode_documents(tokenizer, texts).rows()
-            start = np.array(tokenizer.framing.begin or (tokenizer.eod_id,), np.int32)
-            streams = [np.concatenate((start, ids)) for ids in encoded]
-        else:
-            encoded = streams = [encode_prompt(tokenizer, texts[0])]
-        window = config.model.seq_length
-        stride = config.evaluation.stride or window
-        rows = list(
-            chain.from_iterable(sliding_windows(stream, window, stride) for stream in streams)
+    settings, window = config.evaluation, config.model.seq_length
+    stride = settings.stride or window
+    texts = [DETOKENIZERS[settings.detokenize](text) for text in file.texts]
+    if file.is_json:
+        encoded = encode_documents(tokenizer, texts).rows()
+        start = np.array(tokenizer.framing.begin or (tokenizer.eod_id,), np.int32)
+        streams = [np.concatenate((start, ids)) for ids in encoded]
+    else:
+        encoded = streams = [encode_prompt(tokenizer, texts[0])]
+    every = list(chain.from_iterable(sliding_windows(each, window, stride) for each in streams))
+    if not every:
+        raise DataError(
+            f"{file.path}: holds a single token, and the first is not scored; expected a longer"
+            " text"
         )
-        if not rows:
-            raise DataError(
-                f"{file.path}: holds a single token, and the first is not scored; expected a longer"
-                " text"
-            )
-        limit = config.evaluation.max_samples or len(rows)
-        whole = limit >= len(rows)
-        rows = rows[:limit]
-        if whole:
-            size = sum(len(text.encode()) for text in file.texts)
-        elif config.evaluation.detokenize == "none" and tokenizer.unknown_id is None:
-            size = sum(
-                len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows
-            )
-        else:
-            # A part of a changed text, or an unknown token, does not tell its bytes in the file.
-            size = 0
-        return cls(
-            file=file,
-            tokenizer_record=describe_tokenizer(tokenizer),
-            rows=rows,
-            tokens=sum(map(len, encoded)),
-            whole=whole,
-            scored_bytes=size,
-            config=config,
+    rows = every[: settings.max_samples or None]
+    whole = len(rows) == len(every)
+    text_bytes = sum(len(text.encode()) for text in file.texts)
+    # A part of a changed text, or an unknown token, does not tell its bytes in the file.
+    scored_bytes = text_bytes if whole else 0
+    if not whole and settings.detokenize == "none" and tokenizer.unknown_id is None:
+        scored_bytes = sum(
+            len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows
         )
+    tokens = sum(map(len, encoded))
+    tokenizer_record = describe_tokenizer(tokenizer)
 
-    def result(self, scores: RowScores) -> EvaluationResult:
+    def result(scores: RowScores) -> EvaluationResult:
         """Return the figures. Those per word are None if ``max_samples`` cut the file."""
-        nats, scored = float(scores.nats.sum()), sum(row.scored for row in self.rows)
-        loss, window = nats / scored, self.config.model.seq_length
-        texts = self.file.texts
+        nats, scored = float(scores.nats.sum()), sum(row.scored for row in rows)
+        loss = nats / scored
         # lm-eval's tasks/wikitext counts the empty words at both ends of a page too
-        count = re.compile(r"\s+").split if self.file.is_json else str.split
-        words = sum(len(count(text)) for text in texts)
-        size = sum(len(text.encode()) for text in texts)
+        count = re.compile(r"\s+").split if file.is_json else str.split
+        words = sum(len(count(text)) for text in file.texts)
         # Megatron's count of words: newlines between spaces are words too, as in WikiText's own
         # count. The first word of a plain text does not count.
-        originals = sum(len(text.strip().split(" ")) for text in texts) - (not self.file.is_json)
-        token_ratio = scored / originals if self.whole and originals else None
+        originals = sum(len(text.strip().split(" ")) for text in file.texts) - (not file.is_json)
+        token_ratio = scored / originals if whole and originals else None
         figures: dict[str, float | None] = {
             "loss": loss,
             "perplexity": perplexity(loss),
-            "word_perplexity": perplexity(nats / words) if self.whole else None,
-            "bits_per_byte": nats / math.log(2) / self.scored_bytes if self.scored_bytes else None,
+            "word_perplexity": perplexity(nats / words) if whole else None,
+            "bits_per_byte": nats / math.log(2) / scored_bytes if scored_bytes else None,
             "adjusted_perplexity": perplexity(loss * token_ratio) if token_ratio else None,
             "token_ratio": token_ratio,
         }
-        stride = self.config.evaluation.stride or window
-        first = "end-of-text token" if self.file.is_json else "none: the first token is not scored"
+        first = "end-of-text token" if file.is_json else "none: the first token is not scored"
         record = {
             "task": "text",
-            **self.file.record(),
-            "documents": len(texts),
-            "text_bytes": size,
-            "scored_bytes": self.scored_bytes or None,
+            **file.record(),
+            "documents": len(file.texts),
+            "text_bytes": text_bytes,
+            "scored_bytes": scored_bytes or None,
             "words": words,
-            "tokens": self.tokens,
+            "tokens": tokens,
             "scored_tokens": scored,
-            "whole": self.whole,
-            "detokenize": self.config.evaluation.detokenize,
-            "tokenizer": self.tokenizer_record,
+            "whole": whole,
+            "detokenize": settings.detokenize,
+            "tokenizer": tokenizer_record,
             "window": window,
             "stride": stride,
-            "windows": len(self.rows),
+            "windows": len(rows),
             "first_context": first,
             **figures,
         }
         lines = [
-            f"{self.file.path}: {scored:,} of {self.tokens:,} tokens scored, {words:,} words,"
-            f" {len(texts):,} documents; windows of {window}, stride {stride}, first context"
-            f" {first}, detokenize {self.config.evaluation.detokenize}",
+            f"{file.path}: {scored:,} of {tokens:,} tokens scored, {words:,} words,"
+            f" {len(file.texts):,} documents; windows of {window}, stride {stride}, first context"
+            f" {first}, detokenize {settings.detokenize}",
             *table({name.replace("_", " "): value for name, value in figures.items()}),
         ]
         if token_ratio:
             lines.append(
-                f" validation results on {self.file.path.name} | avg loss: {loss:.4E} | ppl:"
+                f" validation results on {file.path.name} | avg loss: {loss:.4E} | ppl:"
                 f" {perplexity(loss):.4E} | adjusted ppl: {perplexity(loss * token_ratio):.4E} |"
                 f" token ratio: {token_ratio} |"
             )
         return EvaluationResult(file_name="evaluation_text.json", record=record, lines=lines)
 
-
-def keep(text: str) -> str:
-    return text
+    return RowTask(tokenizer_record=tokenizer_record, rows=rows, result=result, unit="window")
 
 
 def detokenize_wikitext(text: str) -> str:
@@ -183,5 +144,5 @@ _PAIRS = [
     for opening, closing in ("()", "[]", "{}")
 ] + [(re.compile(rf"{quote}\s*([^{quote}]*?)\s*{quote}"), rf"{quote}\1{quote}") for quote in "\"'"]
 
-DETOKENIZERS: dict[str, Callable[[str], str]] = {"none": keep, "wikitext": detokenize_wikitext}
+DETOKENIZERS: dict[str, Callable[[str], str]] = {"none": str, "wikitext": detokenize_wikitext}
 """Functions by the values of evaluation.detokenize."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -131,8 +131,7 @@ def find_errors(text: str, path: Path) -> list[Found]:
     """
     found: list[tuple[Kind, int, Found]] = []
     for error in known_errors():
-        match = error.find(text)
-        if match is None:
+        if (match := error.find(text)) is None:
             continue
         offset, code = match
         start = text.rfind("\n", 0, offset) + 1
@@ -141,7 +140,7 @@ def find_errors(text: str, path: Path) -> list[Found]:
         number = text.count("\n", 0, offset) + 1
         hit = Found(error=error, code=code, path=path, line=number, text=shown)
         found.append((error.kind, offset, hit))
-    return [hit for _, _, hit in sorted(found, key=lambda each: each[:2])]
+    return [hit for *_, hit in sorted(found, key=lambda each: each[:2])]
 
 
 def find_in_logs(place: Path) -> list[Found]:
@@ -149,10 +148,14 @@ def find_in_logs(place: Path) -> list[Found]:
 
     Raises DataError if it cannot be read, or is a folder without logs.
     """
-    logs = list(dict.fromkeys(_logs_of(place)))[:MAX_LOGS] if place.is_dir() else [place]
+    logs = [place]
+    if place.is_dir():
+        found = (path for each in _LOGS for path in sorted(place.glob(each)) if path.is_file())
+        logs = list(dict.fromkeys(found))[:MAX_LOGS]
     if not logs:
         raise DataError(f"{place}: a folder without logs; expected {', '.join(_LOGS)}")
-    return merged(find_errors(read_log(path), path) for path in logs)
+    texts = ((read_ends(path, MAX_LOG_BYTES)[0].replace("\r", "\n"), path) for path in logs)
+    return merged(find_errors(text, path) for text, path in texts)
 
 
 def merged(searched: Iterable[list[Found]]) -> list[Found]:
@@ -164,18 +167,22 @@ def merged(searched: Iterable[list[Found]]) -> list[Found]:
     return sorted(best.values(), key=lambda hit: hit.error.kind)
 
 
-def read_log(path: Path) -> str:
-    """Return the text of a log; of a long one its start and end. Raises DataError."""
+def read_ends(path: Path, most: int) -> tuple[str, int]:
+    """Return the text of a file, and how many bytes of it are left out.
+
+    Of more than ``most`` bytes, whole lines or states of a progress bar stay. Raises DataError.
+    """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read(MAX_LOG_BYTES // 2 if size > MAX_LOG_BYTES else MAX_LOG_BYTES)
-            if size > MAX_LOG_BYTES:
-                file.seek(size - MAX_LOG_BYTES // 2)
-                data += b"\n" + file.read(MAX_LOG_BYTES // 2)
+            left_out = os.fstat(file.fileno()).st_size - most
+            data = file.read(most if left_out <= 0 else most // 2)
+            if left_out > 0:
+                file.seek(-(most // 2), os.SEEK_END)
+                end = re.sub(rb"\A[^\r\n]*", b"", file.read(most // 2))
+                data = data[: max(data.rfind(b"\r"), data.rfind(b"\n")) + 1] + b"[...]" + end
     except OSError as error:
         raise DataError(f"{path}: {unreadable(error)}") from None
-    return data.decode("utf-8", "replace").replace("\r", "\n")
+    return data.decode("utf-8", "replace"), max(0, left_out)
 
 
 def error_of(code: str) -> KnownError:
@@ -195,10 +202,9 @@ def error_of(code: str) -> KnownError:
 def explanation(error: KnownError, language: Language) -> str:
     """Return meaning, next steps and sources of an error."""
     words = _WORDS[language]
-    lines = [error.meaning[language]]
+    lines = [error.meaning[language], words["steps"]]
     if error.kind is not Kind.CAUSE:
-        lines.append(words[error.kind.name.lower()])
-    lines.append(words["steps"])
+        lines.insert(1, words[error.kind.name.lower()])
     lines += [f"  {number}. {step}" for number, step in enumerate(error.steps[language], 1)]
     lines += [f"{words['source']} {source}" for source in error.sources]
     return "\n".join(lines) + "\n"
@@ -207,8 +213,7 @@ def explanation(error: KnownError, language: Language) -> str:
 def explain_code(code: str, language: Language) -> str:
     """Return the explanation of a code, a name or a message. Raises DataError."""
     error = error_of(code)
-    names = [error.name, *(name for name in error.codes if name != error.name)]
-    return f"{', '.join(names)}\n{explanation(error, language)}"
+    return f"{', '.join(dict.fromkeys((error.name, *error.codes)))}\n{explanation(error, language)}"
 
 
 def explain_log(place: Path, language: Language) -> tuple[str, bool]:
@@ -228,8 +233,3 @@ def explain_log(place: Path, language: Language) -> tuple[str, bool]:
             place_of = words["at"].format(path=hit.path, line=hit.line)
             text += f"  {hit.code}: {hit.error.meaning[language]} ({place_of})\n"
     return text, True
-
-
-def _logs_of(folder: Path) -> Iterator[Path]:
-    for pattern in _LOGS:
-        yield from sorted(path for path in folder.glob(pattern) if path.is_file())

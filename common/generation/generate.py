@@ -69,6 +69,12 @@ class Continuation:
         """The part of its text that can no longer change, as far as its tokens have been read."""
         return self.growing.text if self.growing else ""
 
+    def read(self) -> str:
+        """Read the new tokens and return ``text``, the whole text once the sequence is finished."""
+        assert self.growing is not None
+        self.growing.advance(self.tokens, final=self.finish_reason is not None)
+        return self.text
+
     def context(self, window: int | None) -> list[int]:
         """Return the tokens after which the next one is chosen."""
         ids = self.prompt.ids + self.tokens

@@ -35,21 +35,14 @@ def write_continuations(
     Raises StorageError when the file cannot be written.
     """
     settings = config.predict
-    if (
-        settings.output_file
-        and Path(settings.output_file).exists()
-        and not Path(settings.output_file).is_file()
-    ):
+    output = Path(settings.output_file) if settings.output_file else None
+    if output and output.exists() and not output.is_file():
         raise ConfigError(
-            f"predict.output_file={settings.output_file}: is not a regular file; give the name of"
-            " a file"
+            f"predict.output_file={output}: is not a regular file; give the name of a file"
         )
-    if settings.prompt_file and settings.output_file:
-        refuse_to_overwrite(
-            [Path(settings.prompt_file)],
-            [Path(settings.output_file)],
-            "give another predict.output_file",
-        )
+    if settings.prompt_file and output:
+        given = [Path(settings.prompt_file)]
+        refuse_to_overwrite(given, [output], "give another predict.output_file")
     for remark in _remarks(settings):
         LOG.warning(remark)
     window = sliding_window(config)
@@ -58,7 +51,7 @@ def write_continuations(
             f"a text may grow beyond {window} tokens: from there on each token is chosen after the"
             f" last {window - 1}, and costs a pass over all of them"
         )
-    as_text = Path(settings.output_file or "").suffix.lower() == ".txt"
+    as_text = output is not None and output.suffix.lower() == ".txt"
     kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
     printer = kind(numbered=settings.num_sequences > 1)
     folder = (
@@ -69,11 +62,7 @@ def write_continuations(
     if folder and folder.done:
         LOG.info(f"{settings.output_folder}: {len(folder.done)} texts are there already")
     with ExitStack() as stack:
-        file = (
-            stack.enter_context(atomic_write(Path(settings.output_file), "w"))
-            if settings.output_file
-            else None
-        )
+        file = stack.enter_context(atomic_write(output, "w")) if output else None
         found = continuations(
             decoder,
             prompts,
@@ -164,15 +153,13 @@ class Printer:
         self._shown: int | None = None
         """Characters of the current sequence that are printed; None before its first line."""
 
-    def show(self, sequence: Continuation, final: bool = False) -> None:
+    def show(self, sequence: Continuation) -> None:
         """Print the new part of ``sequence``."""
         text = ""
         if self._shown is None:
             self._shown = 0
             text = self.begin(sequence)
-        assert sequence.growing is not None
-        sequence.growing.advance(sequence.tokens, final)
-        text += sequence.text[self._shown :]
+        text += sequence.read()[self._shown :]
         self._shown = len(sequence.text)
         # a terminal that cannot show a character gets a question mark
         encoding = sys.stdout.encoding or "utf-8"
@@ -187,7 +174,7 @@ class Printer:
 
     def finish(self, sequence: Continuation, *, last: bool) -> None:
         """Print the rest of ``sequence`` and end its line. last: it is the last of its prompt."""
-        self.show(sequence, final=True)
+        self.show(sequence)
         _say("\n\n" if last else "\n")
         self._shown = None
 
@@ -256,13 +243,3 @@ def continuations(
         stepwise=stepwise,
         **limits,
     )
-
-
-def read_text(sequence: Continuation) -> str:
-    """Return the part that can no longer change of the text that a sequence adds to its prompt.
-
-    It is the whole text once the sequence is finished.
-    """
-    assert sequence.growing is not None
-    sequence.growing.advance(sequence.tokens, final=sequence.finish_reason is not None)
-    return sequence.text

@@ -32,19 +32,18 @@ class Prompt:
     """Whether the prompt was given as ids, and ``text`` was decoded from them."""
 
 
-def encode_prompts(config: Run, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the prompts of predict.prompt, then those of predict.prompt_file.
+def encode_prompts(
+    config: Run, tokenizer: Tokenizer, given: Sequence[Given] | None = None
+) -> list[Prompt]:
+    """Return the prompts of predict.prompt, then those of predict.prompt_file, or only ``given``.
 
     Each fits the model together with the tokens to be added, unless the window slides. logit_bias
     and bad_words are checked here too, before weights are loaded. Raises ConfigError or DataError,
     with the line of a file.
     """
     sequence_biases(config.predict, tokenizer)
-    positions = config.model.max_positions
-    return [
-        _encode(given, where, config, tokenizer, positions)
-        for where, given in given_prompts(config)
-    ]
+    places = given_prompts(config) if given is None else _in_config(given)
+    return [_encode(each, where, config, tokenizer) for where, each in places]
 
 
 def sliding_window(config: Run) -> int | None:
@@ -64,19 +63,12 @@ def sliding_window(config: Run) -> int | None:
     return settings.window or positions
 
 
-def encode_given(given: Sequence[Given], config: Run, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return prompts given as text or as ids. Raises ConfigError as ``encode_prompts`` does."""
-    sequence_biases(config.predict, tokenizer)
-    positions = config.model.max_positions
-    return [_encode(each, "predict.prompt", config, tokenizer, positions) for each in given]
-
-
 def given_prompts(config: Run) -> list[tuple[str, Given]]:
     """Return the place and the text or ids of each prompt: predict.prompt, then
     predict.prompt_file. Raises ConfigError or DataError.
     """
     settings = config.predict
-    found: list[tuple[str, Given]] = [("predict.prompt", given) for given in settings.prompt]
+    found = _in_config(settings.prompt)
     if settings.prompt_file is not None:
         found += read_prompts(Path(settings.prompt_file))
     if not found:
@@ -85,6 +77,10 @@ def given_prompts(config: Run) -> list[tuple[str, Given]]:
             " predict.prompt_file=FILE"
         )
     return found
+
+
+def _in_config(given: Sequence[Given]) -> list[tuple[str, Given]]:
+    return [("predict.prompt", each) for each in given]
 
 
 def read_prompts(path: Path) -> list[tuple[str, Given]]:
@@ -145,7 +141,7 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int for each in value)
 
 
-def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer, positions: int) -> Prompt:
+def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prompt:
     if isinstance(given, str):
         text, ids = given, encode_prompt(tokenizer, given).tolist()  # special tokens, too
     else:
@@ -160,6 +156,7 @@ def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer, positio
     prompt = partial(Prompt, text=text, ids=ids, is_given_as_ids=not isinstance(given, str))
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
+    positions = config.model.max_positions
     room, most, least = (
         positions - len(ids),
         config.predict.max_new_tokens,

@@ -19,8 +19,8 @@ from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.evaluation.rows import ScoredRow, Scorer, score_tokens, sliding_windows
 from common.generation.generate import Decoder, rows_at_once
-from common.generation.output import continuations, read_text, unused_by_greedy
-from common.generation.prompts import Given, Prompt, encode_given
+from common.generation.output import continuations, unused_by_greedy
+from common.generation.prompts import Given, Prompt, encode_prompts
 from common.generation.sampling import ScoredToken
 from common.inference.runner import Runner
 from common.inference.source import Source
@@ -29,6 +29,7 @@ from common.parallel.run import Run
 from common.resolve.derive import resolve_other
 from common.tokenizer import Tokenizer
 from common.tokenizer.lines import encode_prompt, encode_words
+from common.training.export import OF_A_COMMAND
 from common.weights.names import count_parameters
 
 
@@ -97,10 +98,6 @@ class Score:
         return float(np.exp(self.loss))
 
 
-_NOT_HERE = ("prompt", "prompt_file", "output_file", "output_folder", "stream")
-"""Settings of predict that belong to the command."""
-
-
 class LanguageModel:
     """An open GPT-2. One call works at a time; a second call meanwhile raises RunError."""
 
@@ -158,7 +155,7 @@ class LanguageModel:
             return Generations(
                 Generation(
                     prompt=each.prompt.text,
-                    text=read_text(each),
+                    text=each.read(),
                     prompt_tokens=each.prompt.ids,
                     tokens=each.tokens,
                     finish_reason=str(each.finish_reason),
@@ -185,7 +182,7 @@ class LanguageModel:
         with self._working():
             decoder = self._decoder_for(config, prompts)
             for each in continuations(decoder, prompts, config, self.tokenizer, stepwise=True):
-                text = read_text(each)
+                text = each.read()
                 if text[shown:]:
                     yield text[shown:]
                 shown = len(text)
@@ -198,11 +195,11 @@ class LanguageModel:
             LOG.warning(remark)
         is_one = isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt)
         given = [prompt] if is_one else prompt
-        return config, encode_given(cast("Sequence[Given]", given), config, self.tokenizer)
+        return config, encode_prompts(config, self.tokenizer, cast("Sequence[Given]", given))
 
     def _settings(self, settings: dict[str, Any]) -> PredictConfig:
         """Return the section predict. Raises ConfigError for unknown keys and forbidden values."""
-        if wrong := [name for name in _NOT_HERE if name in settings]:
+        if wrong := [name for name in (*OF_A_COMMAND, "stream") if name in settings]:
             raise ConfigError(f"{wrong[0]}: belongs to --run_mode predict; leave it out here")
         return checked_settings({"batch_size": self.config.predict.batch_size, **settings})
 

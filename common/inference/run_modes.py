@@ -29,10 +29,8 @@ from common.serving.server import serve
 from common.systems.table import FORMATS
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, describe_tokenizer
+from common.training.export import OF_A_COMMAND
 from common.training.model_match import multiple_for, require_same_model
-
-_OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
-"""Settings of predict that a command does not take over from the run of the model."""
 
 Opener: TypeAlias = Callable[[dict[str, Any]], Runner]
 """Opens the model of a run. Takes the record of the tokenizer."""
@@ -68,14 +66,12 @@ def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
     Other settings are those of the model's folder. Raises ConfigError.
     """
     own = model.source.run.get("predict") or {}
-    known = PredictConfig.model_fields.keys() - set(_OF_A_COMMAND)
+    known = PredictConfig.model_fields.keys() - set(OF_A_COMMAND)
     tree = {"predict": {key: value for key, value in own.items() if key in known}}
     apply_overrides(tree, {}, words)
     settings = checked_settings(tree["predict"])
     config = resolve_other(model.config, world_size=1, predict=settings)
-    prompts = encode_prompts(config, model.tokenizer)
-    decoder = model.runner.decoder(rows_at_once(settings, len(prompts)))
-    write_continuations(decoder, prompts, config, model.tokenizer)
+    continue_prompts(config, model.tokenizer, lambda _: model.runner)
 
 
 def program_to_use(config: Run) -> Source | None:
@@ -123,7 +119,10 @@ def run_program(
         return open_program(source, config)
 
     if run_mode == "eval":
-        _evaluate(config, opener, source.path, corpus, tokenizer)
+        task = open_task(config, corpus=corpus, tokenizer=tokenizer)
+        scorer = opener(task.tokenizer_record).scorer()
+        result = run_task(task, config, partial(_sum_losses, scorer), lambda: scorer)
+        report(config, source.path, result)
         return
     assert tokenizer is not None
     if run_mode == "predict":
@@ -135,18 +134,6 @@ def run_program(
             f" {source.format}; give the checkpoint from which it was exported"
         )
     serve_completions(config, tokenizer, opener, source.format)
-
-
-def _evaluate(
-    config: Run,
-    opener: Callable[[dict[str, Any] | None], Runner],
-    path: Path,
-    corpus: Corpus | None,
-    tokenizer: Tokenizer | None,
-) -> None:
-    task = open_task(config, corpus=corpus, tokenizer=tokenizer)
-    scorer = opener(task.tokenizer_record).scorer()
-    report(config, path, run_task(task, config, partial(_sum_losses, scorer), lambda: scorer))
 
 
 def _sum_losses(scorer: Scorer, batches: Iterable[Tokens]) -> tuple[float, int]:

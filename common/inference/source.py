@@ -6,9 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import MANIFEST, read_manifest
@@ -104,17 +102,18 @@ def _tokenizer_of(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_export(folder: Path, *, verify: bool) -> Source:
     record = read_export(folder, verify=verify)
-    if record.format not in (*PROGRAMS, *(name for name, each in FORMATS.items() if each.open)):
+    format = record["format"]
+    if format not in (*PROGRAMS, *(name for name, each in FORMATS.items() if each.open)):
         raise CheckpointError(
-            f"{folder / RECORD}: format {record.format!r} is not run here; expected"
+            f"{folder / RECORD}: format {format!r} is not run here; expected"
             f" {', '.join(PROGRAMS)} or weights; run llama.cpp for gguf, or update the toolkit"
         )
     return Source(
         path=folder,
-        format=record.format,
-        model=checked_model(folder / RECORD, record.model),
-        tokenizer=record.tokenizer or {},
-        run={"precision": record.precision, "predict": record.predict},
+        format=format,
+        model=checked_model(folder / RECORD, record["model"]),
+        tokenizer=record.get("tokenizer") or {},
+        run={name: record.get(name) for name in ("precision", "predict")},
     )
 
 
@@ -210,98 +209,47 @@ def _still_there(path: Path, folder: Path) -> Path:
     return next((place for place in places if place.exists()), path)
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(strict=True)
-    size: Annotated[int, Field(alias="bytes", ge=0)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class _Tensor(BaseModel):
-    model_config = ConfigDict(strict=True)
-    shape: Annotated[list[Annotated[int, Field(gt=0)] | str], Field(min_length=1)]
-    """Size of each dimension; a name stands for a size that may vary."""
-
-
-class Graph(BaseModel):
-    """A graph of MindIR: its file and its inputs."""
-
-    model_config = ConfigDict(strict=True)
-    file: str
-    inputs: Annotated[list[_Tensor], Field(min_length=1)]
-
-
-class ExportRecord(BaseModel):
-    """Content of the ``export.json`` that ``--run_mode export`` writes. Other keys are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    format: str
-    files: Annotated[dict[str, _File], Field(min_length=1)]
-    """Files by their path in the folder."""
-    model: dict[str, Any]
-    """The section model of a config."""
-    tokenizer: dict[str, Any] | None = None
-    """Kind, vocab_size, sha256 and paths of the tokenizer, as far as known."""
-    precision: dict[str, Any] | None = None
-    predict: dict[str, Any] | None = None
-    """The section predict of the run."""
-    graphs: dict[str, Graph] = {}
-    """Graphs of a MindIR export, by name."""
-
-    def graph(self, name: str) -> Graph:
-        """Return a graph whose file is among those of the record. Raises CheckpointError."""
-        found = self.graphs.get(name)
-        if found is None or found.file not in self.files:
-            raise CheckpointError(f"{RECORD}: graphs: lacks {name}, or its file; export again")
-        return found
-
-
-def read_export(folder: Path, *, verify: bool = False) -> ExportRecord:
-    """Read the record of an export whose files are all there with their sizes.
+def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """Return the content of the ``export.json`` that ``--run_mode export`` writes. Its files are
+    all there with their sizes.
 
     verify: compare their SHA-256 too. Raises CheckpointError.
     """
     path = folder / RECORD
-    fields = read_json_mapping(path, error=CheckpointError)
-    version = fields.get("format_version")
-    if version != FORMAT_VERSION or type(version) is not int:
+    record = read_json_mapping(path, error=CheckpointError)
+    version = record.get("format_version")
+    if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format version {shown(version)}, this program reads {FORMAT_VERSION};"
             " export the checkpoint again with this version, or update the toolkit"
         )
     try:
-        record = ExportRecord.model_validate(fields)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise CheckpointError(f"{path}: {place}: {fault['msg']}; export again") from None
-    for name, file in record.files.items():
-        _check(folder, name, file, verify=verify)
+        files = {name: (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
+        is_whole = bool(files) and isinstance(record["model"], dict) and bool(record["format"])
+    except (KeyError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise CheckpointError(f"{path}: is broken; copy the folder again, or export again")
+    for name, (size, sha256) in files.items():
+        _check(folder / name, size, sha256 if verify else None)
     return record
 
 
-def _check(folder: Path, name: str, expected: _File, *, verify: bool) -> None:
-    parts = Path(name).parts
-    if not parts or ".." in parts or Path(name).is_absolute():
-        raise CheckpointError(
-            f"{folder / RECORD}: names the file {shown(name)}; expected files of its own folder"
-        )
-    path = folder / name
+def _check(path: Path, size: int, sha256: str | None) -> None:
     if not path.is_file():
         raise CheckpointError(
             f"{path}: missing, {RECORD} names it; copy the whole folder, or export again"
         )
-    if (size := path.stat().st_size) != expected.size:
+    if (found := path.stat().st_size) != size:
         raise CheckpointError(
-            f"{path}: {size} bytes, {RECORD} says {expected.size}; copy the folder again, or export"
-            " again"
+            f"{path}: {found} bytes, {RECORD} says {size}; copy the folder again, or export again"
         )
-    if not verify:
+    if sha256 is None:
         return
     with reading(path, CheckpointError), path.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != expected.sha256:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != sha256:
         raise CheckpointError(
-            f"{path}: its bytes have changed since it was exported (SHA-256 {found[:12]}, {RECORD}"
-            f" says {expected.sha256[:12]}); copy the folder again, or export again"
+            f"{path}: its bytes have changed since it was exported (SHA-256 {digest[:12]}, {RECORD}"
+            f" says {sha256[:12]}); copy the folder again, or export again"
         )

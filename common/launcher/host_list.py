@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -21,23 +22,12 @@ from common.processes.process_tree import tied
 from common.whole_numbers import shortened
 
 _STOP_CHECK_SECONDS = 0.2
-_PASSED_ON = (
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NPU_ALLOC_CONF",
-    "TASK_QUEUE_ENABLE",
-    "CPU_AFFINITY_CONF",
-    "ASCEND_LAUNCH_BLOCKING",
-    "ASCEND_GLOBAL_LOG_LEVEL",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
+_PASSED_ON = re.compile(
+    r"(?!(HCCL_IF_IP|NCCL_HOSTID)$)((TORCH_)?NCCL|HCCL)_\w+|MASTER_PORT|OMP_NUM_THREADS"
+    r"|GLOO_SOCKET_IFNAME|PYTORCH_(CUDA_|NPU_)?ALLOC_CONF|TASK_QUEUE_ENABLE|CPU_AFFINITY_CONF"
+    r"|ASCEND_LAUNCH_BLOCKING|ASCEND_GLOBAL_LOG_LEVEL|CUDA_DEVICE_MAX_CONNECTIONS"
 )
-"""Variables that every host gets as they are here, beside those of _PREFIXES."""
-_PREFIXES = ("NCCL_", "HCCL_", "TORCH_NCCL_")
-_OF_ONE_HOST = ("HCCL_IF_IP", "NCCL_HOSTID")
-"""Variables with such a prefix that differ from host to host."""
+"""Variables that every host gets as they are here. Two of NCCL and HCCL differ between hosts."""
 
 
 def parse_hosts(text: str, option: str = "--hosts") -> tuple[str, ...]:
@@ -136,7 +126,7 @@ def host_command(words: Sequence[str], environ: Mapping[str, str]) -> str:
     variables = {"PYTHON": sys.executable} | {
         name: value
         for name, value in sorted(environ.items())
-        if value and name not in _OF_ONE_HOST and (name in _PASSED_ON or name.startswith(_PREFIXES))
+        if value and _PASSED_ON.fullmatch(name)
     }
     script = str(ROOT / "scripts" / "run_distribute.sh")
     start = shlex.join(

@@ -26,7 +26,7 @@ from common.launcher.request import LaunchRequest, absolute
 from common.launcher.supervisor import Job
 from common.launcher.terminal import tell
 from common.parallel.run import Run
-from common.planner.cluster import layout_warnings
+from common.planner.show import layout_warnings
 from common.processes.addresses import is_own
 from common.processes.process_tree import cores_of_ranks
 from common.resolve.auto_device import sees_accelerator
@@ -119,6 +119,7 @@ def job_of_ranks(
     children = make_children(
         places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
     )
+    children = tuple(replace(child, folder=request.folder) for child in children)
     if config.logging.style == "fleetx":  # names of Paddle's launcher
         children = tuple(
             child if child.name else replace(child, log_link=f"workerlog.{child.rank}")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from common.launcher.terminal import tell
 from common.log import show
 from common.parallel.run import Run
 from common.paths import TOOLS
-from common.planner.cluster import describe_cluster
+from common.planner.show import describe_cluster
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK
 from common.resolve.derive import resolve_mode
 from common.run_folder import require_free_folder
@@ -50,7 +49,7 @@ Load = Callable[[Sequence[str]], RunConfig]
 """Function that applies overrides to the configuration of the launch. Raises ConfigError."""
 
 
-def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
+def start(request: LaunchRequest, load: Load, check: Check) -> int:
     """Plan, show, or start and supervise the ranks of this host. Returns the exit code.
 
     load: of the request's configuration. check: what rank 0 checks first, so that a refusal comes
@@ -87,35 +86,20 @@ def distribute(request: LaunchRequest, load: Load, check: Check) -> int:
     if request.mode == "plan":
         show(_plan(request, config, places, table))
         return 0
-    if config.parallel.strategy == "horovod":
+    if config.parallel.strategy == "horovod" and not request.folder:
         raise _must_be_horovodrun(request, places)
-    here = ranks_here(places, request, config)
-    if not starts:
-        show(f"# {here}\n")
-    elif places.own[0].rank == 0:
+    if starts and places.own[0].rank == 0:
         _check_first(config, request, check)
-    if waits:
+    here = ranks_here(places, request, config)
+    if waits and not request.folder:
         tell(here)
+    elif not starts and not request.folder:
+        show(f"# {here}\n")
     return _run(
         lambda number: job_of_ranks(request, config, places, table, port, starts=starts),
         request,
         config,
     )
-
-
-def standalone(request: LaunchRequest, load: Load, check: Check) -> int:
-    """Show, or start and supervise, one process on one device, as ``distribute`` does several."""
-    config = resolve_mode(load(request.overrides), request.mode, world_size=1)
-    places = find_places(request.numbers)
-    starts = not is_asked("DRY_RUN")
-    if starts:
-        _check_first(config, request, check)
-
-    def job(number: int) -> Job:
-        whole = job_of_ranks(request, config, places, None, None, starts=starts)
-        return replace(whole, children=(replace(whole.children[0], folder="mf_standalone"),))
-
-    return _run(job, request, config)
 
 
 def _read_table(path: Path, *, wait: bool) -> RankTable:
@@ -128,11 +112,7 @@ def _read_table(path: Path, *, wait: bool) -> RankTable:
         is_filled = path.exists() and b"initializing" not in path.read_bytes()
         limit = 10.0 if is_filled else connect_limit(os.environ)
         tell(f"{error}; waiting up to {limit:g} s", error=True)
-
-        def say(reason: str, seconds: float) -> None:
-            tell(f"{reason.partition(';')[0]}; waited {seconds:.0f} of {limit:g} s", error=True)
-
-        return wait_for_table(path, limit, say)
+        return wait_for_table(path, limit)
 
 
 def _plan(request: LaunchRequest, config: Run, places: Placement, table: RankTable | None) -> str:

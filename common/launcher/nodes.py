@@ -31,8 +31,7 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     if request.addresses:
         return _place_by_address(request)
     given = (request.table, request.rank_size, request.master, request.nnodes, request.node_rank)
-    is_open = all(item is None for item in given)
-    place = _place_by_environment() if is_open else None
+    place = _place_by_environment() if all(item is None for item in given) else None
     if place is not None:
         source = "the step of Slurm" if place.launcher == "srun" else "the pod's environment"
         tell(
@@ -59,10 +58,12 @@ def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limi
     devices: those of this host; several nodes on one machine need different ones. limit: seconds.
     Raises ConfigError if the master refuses this host, and RunError if not all come in time.
     """
-    names, size = host_names(nodes, master), len(devices)
-    ranks = [tuple(range(node * size, (node + 1) * size)) for node in range(nodes)]
+    size = len(devices)
     hosts = Hosts(
-        all=tuple(Host(address=name, ranks=held) for name, held in zip(names, ranks, strict=True)),
+        all=tuple(
+            Host(address=name, ranks=tuple(range(node * size, (node + 1) * size)))
+            for node, name in enumerate(host_names(nodes, master))
+        ),
         own=0 if is_here(master) else -1,
         port=port,
         devices=devices,

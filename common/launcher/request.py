@@ -89,7 +89,8 @@ class LaunchRequest(DistributeOptions):
     """Options and positional arguments.
 
     argv: all arguments, to start the same launch again. table: its path; None for none. numbers:
-    devices, or with rank_size a range of global ranks.
+    devices, or with rank_size a range of global ranks. folder: of the log; empty for that of a
+    rank. addresses: those of ``--node_ips``, that of rank 0 first.
     """
 
     argv: tuple[str, ...]
@@ -99,11 +100,8 @@ class LaunchRequest(DistributeOptions):
     mode: str
     rank_size: int | None = None
     overrides: tuple[str, ...]
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Hosts of ``--node_ips``, that of rank 0 first. Raises ConfigError."""
-        return () if self.node_ips is None else parse_hosts(self.node_ips, "--node_ips")
+    folder: str = ""
+    addresses: tuple[str, ...] = ()
 
 
 def parse_distribute(
@@ -133,7 +131,8 @@ def parse_distribute(
             f"--devices {shortened(devices)} with RANK_SIZE={rank_size}: RANK_SIZE makes the range"
             " one of ranks; leave RANK_SIZE out and give --nnodes N, or give a range of ranks"
         )
-    request = LaunchRequest(
+    addresses = options.node_ips
+    return LaunchRequest(
         **vars(options),
         argv=argv,
         table=table,
@@ -142,9 +141,8 @@ def parse_distribute(
         mode=mode,
         rank_size=rank_size,
         overrides=tuple(words[4 if rank_size is None else 5 :]),
+        addresses=() if addresses is None else parse_hosts(addresses, "--node_ips"),
     )
-    _ = request.addresses  # checked
-    return request
 
 
 def parse_standalone(
@@ -168,6 +166,8 @@ def parse_standalone(
         numbers=range(device, device + 1),
         mode=_mode(words[2], modes),
         overrides=(f"context.device_id={device}", *words[3:]),
+        folder="mf_standalone",
+        nnodes=1,  # whatever a pod or a step of Slurm says
     )
 
 

@@ -12,11 +12,10 @@ import queue
 import re
 import shlex
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -96,14 +95,9 @@ class Failure:
     text: str
     code: int
     certain: bool = True
-    ranks: tuple[int, ...] = ()
+    ranks: list[int] = field(default_factory=list)
     stalled: bool = False
     lost_host: bool = False
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Failure:
-        """Return one that a host has told."""
-        return cls(**{**values, "ranks": tuple(values["ranks"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,13 +219,11 @@ def _listening(hosts: Hosts | None, terminal: Terminal, *, restarts: bool) -> It
     channel = None
     if hosts is not None:
         channel = HostChannel(hosts, events, restarts=restarts, say=terminal.say)
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                handlers[number] = note
-        # if it is ignored, exit codes are lost
-        handlers[signal.SIGCHLD] = signal.SIG_DFL
+    # if it is ignored, exit codes are lost
+    handlers: dict[int, Any] = {signal.SIGCHLD: signal.SIG_DFL}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handlers[number] = note
     with _handling(handlers) as before:
         try:
             yield events, channel, partial(_handling, before)
@@ -297,7 +289,7 @@ class _Supervisor:
             self._terminal.say(
                 f"stopped by {signal_name(number)}{where}, before the ranks were started"
             )
-            return self._outcome(128 + number, None, again=False)
+            return self._outcome(128 + number, None)
         self._is_waiting, self._began = False, time.monotonic()
         while self._kept:
             self._take_message(self._kept.pop(0))
@@ -454,7 +446,7 @@ class _Supervisor:
         text = f"{process.name} {in_words(code)}; its log: {process.log.path}"
         # a closed connection to a dead peer also leads to exit code 1 or an abort
         certain = code not in (1, -signal.SIGABRT) and not self._job.over_ssh
-        ranks = () if process.spec.name else (process.spec.rank,)
+        ranks = [] if process.spec.name else [process.spec.rank]
         code = code if code > 0 else 128 - code
         self._fail(Failure(text=text, code=code, certain=certain, ranks=ranks))
 
@@ -514,9 +506,9 @@ class _Supervisor:
             states = [RankState(**state) for state in values.get("states", ())]
             self._elsewhere[event.host] = {**values, "states": states}
         elif event.kind == "failed":
-            self._fail(Failure.read(values))
+            self._fail(Failure(**values))
         elif event.kind == "end":
-            failure = None if values["failure"] is None else Failure.read(values["failure"])
+            failure = None if values["failure"] is None else Failure(**values["failure"])
             code, again = int(values["code"]), bool(values["again"])
             self._end = {"code": code, "again": again, "failure": failure}
 
@@ -566,7 +558,7 @@ class _Supervisor:
         if self._stop is None:
             self._look_for_stalls(states)
         elif time.monotonic() - self._stop[1] > self._job.stall_limit:
-            left = tuple(state.rank for state in states)
+            left = [state.rank for state in states]
             text = (
                 f"stopped by {signal_name(self._stop[0])};"
                 f" {self._names(left) if left else 'other hosts'} did not end within"
@@ -587,7 +579,7 @@ class _Supervisor:
         blamed = stalled_ranks(states)
         text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit):"
         text = "\n".join([text, *(f"    {state.in_words()}" for state in blamed)])
-        ranks = tuple(state.rank for state in blamed)
+        ranks = [state.rank for state in blamed]
         self._fail(Failure(text=text, code=1, ranks=ranks, stalled=True))
 
     def _show(self) -> None:
@@ -637,7 +629,7 @@ class _Supervisor:
         code = 128 + self._stop[0] if self._stop is not None and any(ends) else 0
         code = code if failure is None else failure.code
         again = self._most > 0 and failure is not None and self._stop is None
-        outcome = self._outcome(code, failure, again=again)
+        outcome = self._outcome(code, failure)
         if self._is_first:
             again = again and not why_not(outcome, self._before, self._most)
             if self._channel is not None:
@@ -653,12 +645,11 @@ class _Supervisor:
             waits = self._hears_first
             self._take_events(_TICK_SECONDS if waits else 0.0)
 
-    def _outcome(self, code: int, failure: Failure | None, *, again: bool) -> Outcome:
+    def _outcome(self, code: int, failure: Failure | None) -> Outcome:
         firsts = [process.first_step for process in self._ranks if process.first_step >= 0]
         return Outcome(
             code=code,
             failure=failure,
-            again=again,
             first_step=min(firsts, default=-1),
             last_step=max((process.last_step for process in self._ranks), default=-1),
             seconds=0.0 if self._is_waiting else time.monotonic() - self._began,
@@ -678,7 +669,7 @@ class _Supervisor:
         lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
         if over_ssh:
             lines += [f"also: {other.text}" for other in self._failures if other is not failure]
-            ranks = tuple(rank for other in self._failures for rank in other.ranks)
+            ranks = [rank for other in self._failures for rank in other.ranks]
         telling = [process.log for process in self._processes if process.spec.rank in ranks]
         for log in telling if over_ssh else telling[:_TAILS]:
             lines.append(f"last lines of {log.path}:")

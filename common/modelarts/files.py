@@ -92,46 +92,44 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
 
     Raises ConfigError for a key that cannot be a URL, CheckpointError, StorageError.
     """
+
+    def brought(url: str) -> str:
+        return str(stores.pull_once(url, local_folder(url, environ)))
+
     found = []
-    for key, value in flatten(config.model_dump()):
-        local = _brought(key, value, environ)
-        if local != value:
-            text = local[0] if isinstance(local, list) and len(local) == 1 else local
-            found.append(
-                f"{key}={json.dumps(text, ensure_ascii=False) if isinstance(text, list) else text}"
+    for key, value in _urls(config):
+        if key in _DATA_KEYS:
+            local = [brought(item) if _is_url(item) else item for item in value]
+            text = local[0] if len(local) == 1 else json.dumps(local, ensure_ascii=False)
+        elif key in _CHECKPOINT_KEYS:
+            text = brought(checkpoint_url(key, value))
+        elif key in _FILE_KEYS:
+            text = brought(value)
+        elif key == "output_dir":
+            continue
+        else:
+            raise ConfigError(
+                f"{key}={value}: a URL cannot be written to; give a folder or file of this host,"
+                " such as one in output_dir"
             )
+        found.append(f"{key}={text}")
     return found
-
-
-def _brought(key: str, value: Any, environ: Mapping[str, str]) -> Any:
-    if key in _DATA_KEYS and value is not None:
-        return [str(_bring(item, environ)) if _is_url(item) else item for item in value]
-    if not _is_url(value) or key == "output_dir":
-        return value
-    if key in _CHECKPOINT_KEYS:
-        return str(_bring(checkpoint_url(key, value), environ))
-    if key in _FILE_KEYS:
-        return str(_bring(value, environ))
-    raise ConfigError(
-        f"{key}={value}: a URL cannot be written to; give a folder or file of this host, such as"
-        " one in output_dir"
-    )
 
 
 def _is_url(value: Any) -> bool:
     return isinstance(value, str) and is_url(value)
 
 
+def _urls(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the keys whose value is a URL, or a blend of data with one."""
+    for key, value in flatten(config.model_dump()):
+        if any(map(_is_url, (value or ()) if key in _DATA_KEYS else (value,))):
+            yield key, value
+
+
 def names_urls(config: RunConfig) -> bool:
     """Tell whether a key of the configuration is a URL."""
-    return any(
-        any(map(_is_url, value or ())) if key in _DATA_KEYS else _is_url(value)
-        for key, value in flatten(config.model_dump())
-    )
-
-
-def _bring(url: str, environ: Mapping[str, str]) -> Path:
-    return stores.pull_once(url, local_folder(url, environ))
+    return any(True for _ in _urls(config))
 
 
 def checkpoint_url(key: str, url: str) -> str:
@@ -163,10 +161,9 @@ def find_checkpoint_url(url: str) -> str | None:
             join(folder, "checkpoints"),
             {name.removeprefix("checkpoints/") for name in names},
         )
-    whole = sorted(
-        (name.removesuffix(f"/{MANIFEST}") for name in names if _is_manifest_of_step(name)),
-        key=step_of,
-    )
+    steps = (name.partition("/") for name in names)
+    whole = [step for step, _, rest in steps if rest == MANIFEST and step_of(step) >= 0]
+    whole.sort(key=step_of)
     if not whole:
         return None
     named = (
@@ -181,11 +178,6 @@ def find_checkpoint_url(url: str) -> str | None:
         f" {whole[-1]} instead"
     )
     return join(folder, whole[-1])
-
-
-def _is_manifest_of_step(name: str) -> bool:
-    step, _, rest = name.partition("/")
-    return rest == MANIFEST and step_of(step) >= 0
 
 
 def local_folder(url: str, environ: Mapping[str, str]) -> Path:

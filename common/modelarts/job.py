@@ -227,11 +227,16 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
     return None, Placement(all=everyone, own_host=names[index], master=names[0])
 
 
+def _worker_hosts(environ: Mapping[str, str]) -> list[str]:
+    words = environ.get("VC_WORKER_HOSTS", "").split(",")
+    return [word.strip() for word in words if word.strip()]
+
+
 def _host_names(environ: Mapping[str, str]) -> list[str]:
     """Return VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; only this host if it is the
     only one.
     """
-    names = [name.strip() for name in environ.get("VC_WORKER_HOSTS", "").split(",") if name.strip()]
+    names = _worker_hosts(environ)
     count = _number(environ, "MA_NUM_HOSTS", _number(environ, "VC_WORKER_NUM", len(names) or 1))
     if count <= 1 and len(names) <= 1:
         return [LOOPBACK]
@@ -256,7 +261,7 @@ def _address(host: str, index: int, environ: Mapping[str, str]) -> str:
     Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be of another
     network.
     """
-    names = [name.strip() for name in environ.get("VC_WORKER_HOSTS", "").split(",") if name.strip()]
+    names = _worker_hosts(environ)
     return names[index] if index < len(names) and host not in names else host
 
 

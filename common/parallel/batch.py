@@ -38,9 +38,9 @@ def plan_batch(
     global_batch: int | None = None,
     micro_batch: int | None = None,
     accumulation: int | None = None,
-    data_parallel: int | None = None,
+    data_parallel: int,
 ) -> BatchPlan:
-    """Complete the four numbers of a batch; None marks a number to derive.
+    """Complete the numbers of a batch; None marks a number to derive.
 
     Accumulation is 1 if only the micro batch or only the global batch is given. Raises ConfigError
     naming the numbers that contradict each other.
@@ -50,16 +50,6 @@ def plan_batch(
             "train.micro_batch_size and train.global_batch_size are both left out; give at least"
             " one"
         )
-    if data_parallel is None:
-        if global_batch is None or micro_batch is None or accumulation is None:
-            data_parallel = 1
-        else:
-            data_parallel = _quotient(
-                global_batch,
-                "micro batch x accumulation",
-                micro_batch * accumulation,
-                "data parallel",
-            )
     if global_batch is None:
         assert micro_batch is not None
         accumulation = accumulation or 1

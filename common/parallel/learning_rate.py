@@ -59,7 +59,7 @@ def describe_schedule(optimizer: ResolvedOptimizer) -> str:
 def schedule_warnings(config: Run) -> list[str]:
     """Return what the schedule does not reach in this run, or leaves too early.
 
-    An end far from the last step is named only where another file than that of the length gave it.
+    An end that lies between half of the run and one and a half of it is taken as wanted.
     """
     optimizer, unit, steps = (
         config.optimizer,
@@ -79,16 +79,16 @@ def schedule_warnings(config: Run) -> list[str]:
             f"the warm-up ({optimizer.warmup:,.6g} {unit}) is not shorter than the run"
             f" ({length:,}): the rate reaches {share} of its peak; set optimizer.{key}"
         ]
-    if optimizer.inherited_end is None or optimizer.schedule == "constant":
+    if optimizer.schedule == "constant":
         return []
-    where = f"optimizer.decay_{unit}={optimizer.decay} ({optimizer.inherited_end})"
+    where = f"optimizer.decay_{unit}={optimizer.decay}"
     fix = f"set optimizer.decay_{unit}={length}, or null for the end of the run"
     if optimizer.decay > 1.5 * length:
         return [
             f"{where} is far beyond the run ({length:,} {unit}): its last update has {share} of the"
-            f" peak rate; {fix}"
+            f" peak rate; unless the run goes on later, {fix}"
         ]
-    if optimizer.decay < 0.9 * length:
+    if optimizer.decay < 0.5 * length:
         return [
             f"{where} is before the end of the run ({length:,} {unit}): the last"
             f" {length - optimizer.decay:,} {unit} train at {share} of the peak rate; {fix}"

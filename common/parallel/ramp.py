@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,31 +26,29 @@ Ramp = Sequence[int | Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Size of the global batch by the samples consumed so far. ramp: start, increment and samples;
-    None for a constant size.
+    """Size of the global batch by the samples consumed so far.
+
+    steps: pairs (first sample, size) from sample 0 on; the last size is the full one. A short ramp
+    jumps sizes, which begin with the same sample as the next one. increments: the three numbers of
+    a ramp that has them.
     """
 
-    full: int
-    ramp: tuple[int, int, int] | None = None
+    steps: tuple[tuple[int, int], ...]
+    increments: tuple[int, int, int] | None = None
 
     @property
     def grows(self) -> bool:
-        return self.ramp is not None
+        return len(self.steps) > 1
 
     @property
-    def all(self) -> Sequence[int]:
-        """Return all sizes in ascending order. A short ramp may jump some of them."""
-        start, increment, _ = self.ramp or (self.full, 1, 0)
-        return range(start, self.full + 1, increment)
+    def all(self) -> list[int]:
+        """Return all sizes in ascending order, those that are jumped too."""
+        return [size for _, size in self.steps]
 
     def at(self, consumed_samples: int) -> int:
         """Return the size of the batch that starts at a sample."""
-        if self.ramp is None or consumed_samples > self.ramp[2]:
-            return self.full
-        start, increment, samples = self.ramp
-        # Megatron's own order of divisions decides where a quotient is rounded
-        per_increment = samples / ((self.full - start) // increment)
-        return start + int(max(consumed_samples, 0) / per_increment) * increment
+        known = bisect_right(self.steps, max(0, consumed_samples), key=lambda step: step[0])
+        return self.steps[known - 1][1]
 
     def samples_after(self, steps: int) -> int:
         """Return the samples that so many steps from the start of a run consume."""
@@ -71,50 +69,11 @@ class BatchSizes:
     def _stages(self) -> tuple[_Stage, ...]:
         """Return the sizes that an undisturbed run has, in order."""
         stages, step, samples = [], 0, 0
-        for size in self.all:
-            if size < self.full:
-                steps = max(0, -((samples - self._end_of(size)) // size))
-                if not steps:
-                    continue
-            else:
-                steps = 0
-            stages.append(_Stage(step=step, samples=samples, size=size))
-            step, samples = step + steps, samples + steps * size
-        return tuple(stages)
-
-    def _end_of(self, size: int) -> int:
-        """Return the first sample at which batches are larger than ``size``."""
-        assert self.ramp is not None
-        start, increment, samples = self.ramp
-        number = (size - start) // increment + 1
-        end = samples * number // ((self.full - start) // increment)
-        while self.at(end) > size:  # the quotients are rounded
-            end -= 1
-        while self.at(end) <= size:
-            end += 1
-        return end
-
-
-@dataclass(frozen=True, kw_only=True)
-class SteppedSizes(BatchSizes):
-    """Sizes by thresholds. steps: pairs (first sample, size), from sample 0 on."""
-
-    steps: tuple[tuple[int, int], ...]
-
-    @property
-    def grows(self) -> bool:
-        return True
-
-    @property
-    def all(self) -> Sequence[int]:
-        return [size for _, size in self.steps]
-
-    def at(self, consumed_samples: int) -> int:
-        known = bisect_right(self.steps, max(0, consumed_samples), key=lambda step: step[0])
-        return self.steps[known - 1][1]
-
-    def _end_of(self, size: int) -> int:
-        return next(first for first, following in self.steps if following > size)
+        for (_, size), (end, _) in pairwise(self.steps):
+            if (steps := -((samples - end) // size)) > 0:
+                stages.append(_Stage(step=step, samples=samples, size=size))
+                step, samples = step + steps, samples + steps * size
+        return (*stages, _Stage(step=step, samples=samples, size=self.steps[-1][1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +91,7 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
     Raises ConfigError unless the ramp ends at the full batch.
     """
     if ramp is None:
-        return BatchSizes(full=full)
+        return BatchSizes(steps=((0, full),))
     named = f"train.rampup_batch_size={list(ramp)}"
     if steps := _steps(ramp):
         firsts, sizes = zip(*steps, strict=True)
@@ -142,7 +101,7 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
                 f"{named}: expected pairs [first sample, size] from sample 0 on, both rising to"
                 f" train.global_batch_size={full}"
             )
-        return SteppedSizes(full=full, steps=steps)
+        return BatchSizes(steps=steps)
     start, increment, samples = _numbers(ramp)
     if start >= full:
         raise ConfigError(
@@ -160,7 +119,24 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
             f"{named}: has {(full - start) // increment} increments; at most {MAX_INCREMENTS} are"
             " supported; raise the increment"
         )
-    return BatchSizes(full=full, ramp=(start, increment, samples))
+    steps = ((0, start), *_first_samples(start, increment, samples, full))
+    return BatchSizes(steps=steps, increments=(start, increment, samples))
+
+
+def _first_samples(
+    start: int, increment: int, samples: int, full: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the first sample of each size above ``start``, and the size."""
+    count = (full - start) // increment
+    # Megatron's own order of divisions decides where a quotient is rounded
+    per_increment = samples / count
+    for number in range(1, count + 1):
+        first = samples * number // count
+        while int(first / per_increment) >= number:
+            first -= 1
+        while int(first / per_increment) < number:
+            first += 1
+        yield min(first, samples + 1), start + number * increment
 
 
 def _steps(ramp: Ramp) -> tuple[tuple[int, int], ...]:
@@ -185,13 +161,12 @@ def micro_batches(full: int, ramp: Ramp | None, data_parallel: int) -> tuple[int
 def describe_ramp(sizes: BatchSizes) -> str:
     """Return the growth of the batch as text, with the steps that it takes."""
     end = f"full after step {sizes.steps_of_ramp}"
-    if isinstance(sizes, SteppedSizes):
-        (_, start), *steps = sizes.steps
+    (_, start), *steps = sizes.steps
+    if sizes.increments is None:
         later = "".join(f", {size} from sample {first:,}" for first, size in steps)
         return f"{start} samples{later}; {end}"
-    assert sizes.ramp is not None
-    start, increment, samples = sizes.ramp
-    return f"from {start} to {sizes.full} samples by {increment} over {samples:,} samples, {end}"
+    _, increment, samples = sizes.increments
+    return f"from {start} to {steps[-1][1]} samples by {increment} over {samples:,} samples, {end}"
 
 
 def check_ramp(batch: BatchPlan, ramp: Ramp | None) -> None:

@@ -5,7 +5,6 @@ Values computed from it (topology, batch, sizes, padded vocabulary) are computed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from pydantic import Field
@@ -30,25 +29,22 @@ from common.parallel.topology import MAX_STAGES, Topology
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a micro batch on one rank; number types are given as their bytes."""
+    """Sizes of a micro batch on one rank; number types are given as their bytes.
 
-    tokens: int
-    seq_length: int
-    hidden: int
-    ffn: int
-    heads: int
-    vocabulary: int
-    tensor: int
-    between: int
-    """Ranks that split activations between tensor-parallel regions: all with sequence parallelism,
-    else 1.
+    between: ranks that split activations between tensor-parallel regions, all with sequence
+    parallelism, else 1.
     """
-    held: int
-    compute: int
-    norm: int
-    softmax: int
+
+    def __init__(self, run: Run) -> None:
+        model, precision, self.tensor = run.model, run.precision, run.parallel.model_parallel
+        self.tokens = run.train.micro_batch_size * model.seq_length
+        self.seq_length, self.heads = model.seq_length, model.num_heads
+        self.hidden, self.ffn = model.hidden_size, model.ffn_hidden_size
+        self.vocabulary = run.vocab_rows
+        self.between = self.tensor if run.parallel.sequence_parallel else 1
+        self.held, self.compute = BYTES[precision.parameters], BYTES[precision.compute]
+        self.norm, self.softmax = BYTES[precision.layer_norm], BYTES[precision.softmax]
 
     @property
     def residual(self) -> int:
@@ -119,21 +115,7 @@ class Run(RunConfig):
     @cached_property
     def sizes(self) -> Sizes:
         """Sizes of a micro batch on one rank."""
-        model, precision, tensor = self.model, self.precision, self.parallel.model_parallel
-        return Sizes(
-            tokens=self.train.micro_batch_size * model.seq_length,
-            seq_length=model.seq_length,
-            hidden=model.hidden_size,
-            ffn=model.ffn_hidden_size,
-            heads=model.num_heads,
-            vocabulary=self.vocab_rows,
-            tensor=tensor,
-            between=tensor if self.parallel.sequence_parallel else 1,
-            held=BYTES[precision.parameters],
-            compute=BYTES[precision.compute],
-            norm=BYTES[precision.layer_norm],
-            softmax=BYTES[precision.softmax],
-        )
+        return Sizes(self)
 
     @cached_property
     def packing(self) -> Packing | None:

@@ -9,13 +9,15 @@ results are summed. The embedding, which is also the head, is split by rows of t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
 from functools import cache
+from typing import Any
 
 from common.config.resolved import ResolvedParallel
 from common.parallel.run import Run
 from common.parallel.topology import Coordinates, Topology
+from common.weights.initial import initial_rows
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.pieces import TensorSlice
 
@@ -109,18 +111,22 @@ def slices_of_rank(
     updates).
     """
     shards = shards_of(config.parallel, topology)
-    return {
-        name: slice_of(
+    place = {"tensor": topology.tensor, "tensor_rank": at.tensor}
+    place |= {"shards": shards, "shard_rank": at.data % shards}
+    shapes = padded_shapes(config).items()
+    return {name: slice_of(name, shape, **place) for name, shape in shapes if name in names}
+
+
+def initial_values(
+    config: Run, pieces: Mapping[str, TensorSlice] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the initial weights by name: ``pieces`` of them, or all of them whole."""
+    shapes = padded_shapes(config)
+    for name, piece in (pieces or {each: slice_of(each, shapes[each]) for each in shapes}).items():
+        yield (
             name,
-            shape,
-            tensor=topology.tensor,
-            tensor_rank=at.tensor,
-            shards=shards,
-            shard_rank=at.data % shards,
+            initial_rows(config.model, config.seed, name, shapes[name], *piece.rows, piece.columns),
         )
-        for name, shape in padded_shapes(config).items()
-        if name in names
-    }
 
 
 def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: str) -> bool:

@@ -32,10 +32,6 @@ class GroupKind(StrEnum):
     """Ranks that hold the same weights and see different samples; ZeRO splits over them."""
     PIPELINE = "pipeline"
     """Ranks that pass the same samples from stage to stage."""
-    MODEL = "model"
-    """Tensor x pipeline: ranks with one whole model together, over which the gradient norm is
-    summed.
-    """
     EMBEDDING = "embedding"
     """Ranks of the first and the last stage, which both hold the tied embedding and sum its
     gradients.
@@ -113,12 +109,6 @@ class Topology:
                 return range(first, first + stage, self.tensor)
             case GroupKind.PIPELINE:
                 return range(rank % stage, self.world_size, stage)
-            case GroupKind.MODEL:
-                return [
-                    first + tensor
-                    for first in self.group(GroupKind.PIPELINE, rank - at.tensor)
-                    for tensor in range(self.tensor)
-                ]
             case GroupKind.EMBEDDING:
                 line, places = self.group(GroupKind.PIPELINE, rank), self.embedding_places
                 return [line[place] for place in places] if at.pipeline in places else []

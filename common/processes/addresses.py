@@ -7,10 +7,13 @@ import re
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
+from random import SystemRandom
 
 LOOPBACK = "127.0.0.1"
 """Address of a run that needs no other host."""
 DEFAULT_PORT = 29500
+OWN_PORTS = range(61440, 65535)
+"""Ports above those that the system gives to connections."""
 
 
 def is_ip(text: str) -> bool:
@@ -33,9 +36,12 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nothing listens on at this moment."""
+    """Return a TCP port that nothing has here now, and that no connection is likely to take."""
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+        for port in (*SystemRandom().sample(OWN_PORTS, 99), 0):
+            with suppress(OSError):
+                probe.bind((LOOPBACK, port))
+                break
         return int(probe.getsockname()[1])
 
 

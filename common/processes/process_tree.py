@@ -158,12 +158,7 @@ def run_program(command: Sequence[str], limit: float) -> tuple[int | None, str, 
 def tied() -> Callable[[], None]:
     """Return a ``preexec_fn`` by which a child dies with the thread that starts it."""
     parent = os.getpid()
-
-    def prepare() -> None:
-        if not die_with_parent(parent):
-            os._exit(1)
-
-    return prepare
+    return lambda: None if die_with_parent(parent) else os._exit(1)
 
 
 def last_line(text: str) -> str:
@@ -177,14 +172,12 @@ def watch(pid: int, ended: Callable[[int], None]) -> None:
     """
 
     def wait() -> None:
-        try:
-            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            result = None
-        if result is None:
-            ended(1)
-        else:
-            ended(result.si_status if result.si_code == os.CLD_EXITED else -result.si_status)
+        code = 1  # somebody else has taken it
+        with suppress(ChildProcessError):
+            if result := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
+                has_exited = result.si_code == os.CLD_EXITED
+                code = result.si_status if has_exited else -result.si_status
+        ended(code)
 
     threading.Thread(target=wait, name=f"wait for {pid}", daemon=True).start()
 

@@ -12,15 +12,7 @@ from common.generation.generate import Continuation, grow
 from common.generation.logit_rules import LogitRules
 from common.generation.sampling import Logits, ScoredToken, score_token
 from common.serving.engine import Observer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of every sequence of a model. See ``common.generation.generate``."""
-
-    ends: tuple[int, ...]
-    vocab_size: int
-    window: int | None
+from common.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +45,16 @@ class CompletionJob:
         choice: int,
         settings: PredictConfig,
         rules: LogitRules,
-        limits: Limits,
+        tokenizer: Tokenizer,
+        window: int | None,
         scores_prompt: bool,
         emit: Callable[[Piece], None],
     ) -> None:
+        """window: as in ``generate``."""
         self.is_cancelled = False
         self.sequence = sequence
         self._choice, self._settings, self._rules = choice, settings, rules
-        self._limits, self._emit = limits, emit
+        self._tokenizer, self._window, self._emit = tokenizer, window, emit
         self._scores_prompt = scores_prompt
         self._prompt_scores: dict[int, ScoredToken] = {}
         self._shown = self._scored = self._pieces = 0
@@ -71,22 +65,20 @@ class CompletionJob:
         return self._score_prompt if self._scores_prompt and not self._pieces else None
 
     def context(self) -> list[int]:
-        return self.sequence.context(self._limits.window)
+        return self.sequence.context(self._window)
 
     def advance(self, logits: Logits) -> bool:
-        sequence, logits = self.sequence, logits[: self._limits.vocab_size]
+        sequence, logits = self.sequence, logits[: self._tokenizer.vocab_size]
         tokens = len(sequence.tokens)
         if sequence.prompt.new_tokens == 0:
             sequence.finish_reason = "length"
         else:
-            grow(sequence, logits, self._settings, self._rules, self._limits.ends)
-        is_finished = sequence.finish_reason is not None
-        assert sequence.growing is not None
-        sequence.growing.advance(sequence.tokens, final=is_finished)
+            grow(sequence, logits, self._settings, self._rules, self._tokenizer.ends)
+        sequence.read()
         if sequence.end is not None and self._settings.logprobs is not None:
             sequence.scored.append(score_token(logits, sequence.end, self._settings.logprobs))
         self._say(len(sequence.tokens) - tokens)
-        return is_finished
+        return sequence.finish_reason is not None
 
     def fail(self, error: Exception) -> None:
         self._emit(Piece(choice=self._choice, error=error))
@@ -116,5 +108,5 @@ class CompletionJob:
         self._prompt_scores[0] = ScoredToken(id=ids[0], logprob=math.nan, top=[])
         for place, row in enumerate(logits, first + 1):
             if place < len(ids):
-                row = row[: self._limits.vocab_size]
+                row = row[: self._tokenizer.vocab_size]
                 self._prompt_scores[place] = score_token(row, ids[place], count)

@@ -22,7 +22,7 @@ from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import ScoredToken, token_text
 from common.generation.stop_strings import GrowingText
 from common.parallel.run import Run
-from common.serving.completion_task import CompletionJob, Limits, Piece
+from common.serving.completion_task import CompletionJob, Piece
 from common.serving.engine import Engine, QueueFullError, StoppedError
 from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, Refusal, parse_request
@@ -58,12 +58,7 @@ class CompletionService:
         }
         self.metrics = Metrics(engine, config.serve.slots)
         self.engine, self.tokenizer = engine, tokenizer
-        self._config = config
-        self._limits = Limits(
-            ends=tokenizer.ends,
-            vocab_size=tokenizer.vocab_size,
-            window=sliding_window(config),
-        )
+        self._config, self._window = config, sliding_window(config)
 
     def open(self, body: bytes, loop: asyncio.AbstractEventLoop) -> Completion:
         """Make the jobs of a request without queueing them. Raises Refusal.
@@ -90,13 +85,8 @@ class CompletionService:
         except ConfigError as error:
             message = str(error).removeprefix("predict.")
             raise Refusal(400, message, param="logit_bias") from None
-        limits = self._limits
-        rules = LogitRules(
-            settings,
-            ends=limits.ends,
-            unknown=self.tokenizer.unknown_id,
-            biases=biases,
-        )
+        ends, unknown = self.tokenizer.ends, self.tokenizer.unknown_id
+        rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
         completion = Completion(self, request, prompts, loop)
         seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
         completion.jobs = [
@@ -111,7 +101,8 @@ class CompletionService:
                 choice=index * request.n + number,
                 settings=settings,
                 rules=rules,
-                limits=limits,
+                tokenizer=self.tokenizer,
+                window=self._window,
                 scores_prompt=request.echo and request.logprobs is not None,
                 emit=completion.receive,
             )
@@ -141,7 +132,7 @@ class CompletionService:
     def _new_tokens(self, length: int, request: CompletionRequest) -> int:
         """Return how many tokens to add to a prompt of ``length`` tokens. Raises Refusal."""
         serve, positions = self._config.serve, self._config.model.max_positions
-        longest = serve.max_prompt_tokens or (2**62 if self._limits.window else positions)
+        longest = serve.max_prompt_tokens or (2**62 if self._window else positions)
         if length > longest:
             raise Refusal(
                 400,
@@ -157,7 +148,7 @@ class CompletionService:
             )
         # The last token after a scored prompt is chosen but needs no position.
         room = positions - length + (request.echo and request.logprobs is not None)
-        if self._limits.window is not None:
+        if self._window is not None:
             room = 2**62
         if wanted is None:
             wanted = min(_DEFAULT_TOKENS, serve.max_new_tokens or room, max(room, 1))
@@ -240,7 +231,7 @@ class Completion:
         pieces: list[list[Piece]] = [[] for _ in self.jobs]
         async for piece in self._arriving():
             pieces[piece.choice].append(piece)
-        choices = [choice.whole(found) for choice, found in zip(self.choices, pieces, strict=True)]
+        choices = [choice.part(*found) for choice, found in zip(self.choices, pieces, strict=True)]
         used = usage(self.prompt_tokens, self.choices)
         return _json(self._head | {"choices": choices, "usage": used})
 
@@ -318,34 +309,21 @@ class Choice:
         has_logprobs: bool,
     ) -> None:
         """echoes: whether the text begins with the prompt."""
-        self.finish_reason: str | None = None
         self.tokens = 0
         self._number, self._tokenizer = number, tokenizer
         self._echo, self._has_logprobs = prompt.text * echoes, has_logprobs
         self._stream = tokenizer.stream(() if echoes else prompt.ids)
         self._offset = 0
 
-    def part(self, piece: Piece) -> dict[str, Any]:
-        """Return the object for one piece."""
-        self.finish_reason = piece.finish_reason
-        self.tokens += piece.tokens
-        return self._object(self._echo * piece.is_first + piece.text, piece.scored)
-
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the object for all pieces."""
-        self.finish_reason = pieces[-1].finish_reason
-        self.tokens = sum(piece.tokens for piece in pieces)
-        return self._object(
-            self._echo + "".join(piece.text for piece in pieces),
-            [each for piece in pieces for each in piece.scored],
-        )
-
-    def _object(self, text: str, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+    def part(self, *pieces: Piece) -> dict[str, Any]:
+        """Return the object for the next pieces, at least one."""
+        self.tokens += sum(piece.tokens for piece in pieces)
+        scored = [each for piece in pieces for each in piece.scored]
         return {
             "index": self._number,
-            "text": text,
+            "text": self._echo * pieces[0].is_first + "".join(piece.text for piece in pieces),
             "logprobs": self._logprobs(scored) if self._has_logprobs else None,
-            "finish_reason": self.finish_reason,
+            "finish_reason": pieces[-1].finish_reason,
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:

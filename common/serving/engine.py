@@ -79,10 +79,6 @@ class StoppedError(GPT2Error):
     """The engine takes no more jobs, since it has failed or is about to end."""
 
 
-class CancelledError(GPT2Error):
-    """The client no longer waits for the job."""
-
-
 @dataclass(kw_only=True)
 class Counts:
     """Work of the engine since its start."""
@@ -200,7 +196,7 @@ class Engine:
                 slot.job = None
         self.counts.cancelled += len(dropped)
         for job in dropped:
-            job.fail(CancelledError("cancelled"))
+            job.fail(StoppedError("cancelled"))
 
     def _pass(self) -> bool:
         """Give a free slot to the next job, or compute a sequence whose window slides again.

@@ -8,12 +8,12 @@ import shlex
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from common.accelerators import find_accelerator, require_accelerator
 from common.cluster import hccn
 from common.device import processor_name
+from common.doctor.software import installed_versions
 from common.errors import ConfigError
 from common.flags import flag
 from common.launcher.host_list import parse_hosts
@@ -181,16 +181,13 @@ def machine_here() -> Machine:
 
 def versions_here() -> dict[str, str]:
     """Return the versions of what computes, as far as it is installed, and of this project."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    installed = installed_versions(PACKAGES)
+    found = {name: version for name, version in installed.items() if version}
     code, commit, _ = run_program(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], _QUERY_SECONDS
     )
-    return found | ({"commit": commit.strip()} if code == 0 else {})
+    last = {"commit": commit.strip()} if code == 0 else {}
+    return {"python": platform.python_version(), **found, **last}
 
 
 def take_over(study: Study, before: Study, redo: Collection[str], folder: Path) -> None:

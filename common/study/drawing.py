@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,18 +32,29 @@ _FLOOR = 1e-9
 
 
 class Sheet(NamedTuple):
-    """A study to draw, and pyplot to draw it with."""
+    """What is drawn of a study, and pyplot to draw it with."""
 
-    study: Study
     cells: Sequence[Summary]
     verdict: Verdict
     pyplot: Any
 
-    def bars(self, cells: Sequence[Summary], width: float = 9.0) -> tuple[Any, Any]:
+    def rows(self, cells: Sequence[Summary]) -> tuple[Any, Any]:
+        """Return a figure and axes with a row for each cell."""
         figure, axes = self.pyplot.subplots(
-            figsize=(width, 1.1 + 0.27 * max(2, len(cells))), layout="constrained"
+            figsize=(9.0, 1.1 + 0.27 * max(2, len(cells))), layout="constrained"
         )
-        _name_rows(axes, cells)
+        axes.set_yticks(range(len(cells)), [_label(cell.id) for cell in cells], fontsize="small")
+        axes.set_ylim(len(cells) - 0.4, -0.6)
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        return figure, axes
+
+    def bars(self, cells: Sequence[Summary], values: Sequence[float]) -> tuple[Any, Any]:
+        figure, axes = self.rows(cells)
+        axes.barh(
+            range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white", linewidth=0
+        )
         return figure, axes
 
 
@@ -50,8 +62,7 @@ def draw_throughput(sheet: Sheet) -> Any:
     cells = [cell for cell in sheet.cells if cell.tokens_per_second][:_MAX_BARS]
     if not cells:
         return None
-    figure, axes = sheet.bars(cells)
-    _bar(axes, sheet, [cell.tokens_per_second or 0 for cell in cells])
+    figure, axes = sheet.bars(cells, [cell.tokens_per_second or 0 for cell in cells])
     for row, cell in enumerate(cells):
         if len(cell.speeds) > 1:
             axes.plot([cell.lowest, cell.highest], [row, row], color=_DARK, linewidth=1.4, zorder=3)
@@ -66,14 +77,14 @@ def draw_efficiency(sheet: Sheet) -> Any:
     if len(cells) < 2:
         return None
     by_id = {cell.id: cell for cell in sheet.cells}
-    figure, axes = sheet.bars(cells)
-    _bar(axes, sheet, [cell.efficiency or 0 for cell in cells])
+    figure, axes = sheet.bars(cells, [cell.efficiency or 0 for cell in cells])
     for row, cell in enumerate(cells):
         ranks = cell.result.cell.ranks
         ratio = ranks / by_id[cell.result.cell.baseline or ""].result.cell.ranks
         more = f", {ratio:g} times the ranks" if ratio != 1 else ""
+        end = cell.efficiency or 0
         axes.annotate(
-            f"{cell.speed_up:.2f} times as fast{more}", (max(1, cell.efficiency or 0), row),
+            f"{cell.speed_up:.2f} times as fast{more}", (end if end < 0.5 else max(1, end), row),
             xytext=(4, 0), textcoords="offset points", va="center", fontsize="x-small",
         )  # fmt: skip
     axes.axvline(1, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
@@ -90,23 +101,28 @@ def draw_memory(sheet: Sheet) -> Any:
     cells = [cell for cell in sheet.cells if any(cell.peak_memory)][:_MAX_BARS]
     if not cells:
         return None
-    unit, name = _unit([max(cell.peak_memory) for cell in cells])
-    figure, axes = sheet.bars(cells)
-    _bar(axes, sheet, [max(cell.peak_memory) / unit for cell in cells])
+    peaks = [max(cell.peak_memory) for cell in cells]
+    unit, name = (GIB, "GiB") if max(peaks) >= GIB else (MIB, "MiB")
+    figure, axes = sheet.bars(cells, [peak / unit for peak in peaks])
     for row, cell in enumerate(cells):
         _strokes(axes, row, [value / unit for value in cell.peak_memory])
     rows = {cell.id: row for row, cell in enumerate(cells)}
-    expected = [
-        (check.predicted / unit, rows[check.cell])
-        for check in sheet.verdict.memory
-        if check.kind == "peak" and check.cell in rows
-    ]
-    if expected:
-        axes.plot(
-            *zip(*expected, strict=True), "D", color=_RED, markersize=5, zorder=4, clip_on=False,
-            label="planned, fullest rank",
+    planned, counted = defaultdict[int, float](float), defaultdict[int, float](float)  # by row
+    for check in sheet.verdict.memory:
+        if check.kind != "resident" and check.cell in rows:
+            planned[rows[check.cell]] += check.predicted / unit
+            counted[rows[check.cell]] += check.measured / unit if check.kind != "peak" else 0
+    if any(counted.values()):
+        axes.barh(
+            list(counted), list(counted.values()), height=0.3, color=_DARK,
+            label="tensors of the fullest rank",
         )  # fmt: skip
-        figure.legend(loc="outside lower right", frameon=False, fontsize="small")
+    if planned:
+        axes.plot(
+            list(planned.values()), list(planned), "D", color=_RED, markersize=5, zorder=4,
+            clip_on=False, label="planned",
+        )  # fmt: skip
+        figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize="small")
     source = next((cell.first.peak_memory_source for cell in cells if cell.first), "")
     label = f"peak memory of a rank ({name}{', ' + source if source else ''})"
     axes.set(xlabel=label.encode("ascii", "replace").decode(), xlim=(0, None))
@@ -118,7 +134,7 @@ def draw_split(sheet: Sheet) -> Any:
     parts = parts_of(cells)
     if len(parts) < 2:
         return None
-    figure, axes = sheet.bars(cells)
+    figure, axes = sheet.rows(cells)
     unit, name = (1, "s") if max(sum(cell.split.values()) for cell in cells) >= 1 else (1e-3, "ms")
     starts = [0.0] * len(cells)
     for number, part in enumerate(parts):
@@ -136,13 +152,36 @@ def draw_split(sheet: Sheet) -> Any:
 
 
 def draw_loss(sheet: Sheet) -> Any:
+    """Draw the losses of each cell over steps, earlier ones wider, so that equal ones all show."""
     different = sheet.verdict.different
-    cells = [cell for cell in sheet.cells if cell.first and cell.first.loss]
-    cells.sort(key=lambda cell: cell.id in different)  # on top of the others
-    return _curves(
-        sheet,
-        [(cell, cell.first.loss) for cell in cells if cell.first],
+    rows = [(cell, cell.first.loss) for cell in sheet.cells if cell.first and cell.first.loss]
+    rows.sort(key=lambda row: row[0].id in different)  # on top of the others
+    rows = rows[:_MAX_CURVES]
+    if not rows:
+        return None
+    figure, axes = sheet.pyplot.subplots(
+        figsize=(9.0, max(4.0, 0.6 + 0.19 * len(rows))), layout="constrained"
     )
+    colors = sheet.pyplot.get_cmap("turbo" if len(rows) > 10 else "tab10")
+    for number, (cell, values) in enumerate(rows):
+        color = colors(number / (len(rows) - 1) if len(rows) > 10 else number)
+        back = len(rows) - 1 - number
+        axes.plot(
+            range(1, len(values) + 1), values, color=color, solid_capstyle="butt",
+            linewidth=1.3 + (min(7.0, 1.6 * back) if len(rows) < 6 else 7.0 * back / len(rows)),
+            marker="o" if len(values) == 1 else None, label=_label(cell.id),
+        )  # fmt: skip
+        broken = [step for step, value in enumerate(values, 1) if not math.isfinite(value)]
+        axes.plot(
+            broken, [0.97] * len(broken), "x", color=color, markersize=8, clip_on=False,
+            transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    return figure
 
 
 def draw_difference(sheet: Sheet) -> Any:
@@ -163,7 +202,7 @@ def draw_difference(sheet: Sheet) -> Any:
     from matplotlib.colors import LogNorm
 
     rows = rows[:_MAX_CURVES]
-    figure, axes = sheet.bars([cell for cell, _ in rows])
+    figure, axes = sheet.rows([cell for cell, _ in rows])
     steps = max(len(values) for _, values in rows)
     grid = [[*values, *[math.nan] * (steps - len(values))] for _, values in rows]
     top = max([value for row in grid for value in row if math.isfinite(value)] + [*tolerances])
@@ -175,10 +214,10 @@ def draw_difference(sheet: Sheet) -> Any:
     for row, (_, values) in enumerate(rows):
         broken = [step for step, value in enumerate(values, 1) if not math.isfinite(value)]
         axes.plot(broken, [row] * len(broken), "x", color=_RED, markersize=6)
-    axes.set(xlabel="step")
+    axes.set(xlabel="step (colour: relative to the reference; white: equal; red: the tolerance)")
     axes.grid(visible=False)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    bar = figure.colorbar(image, label="relative to the reference; white: equal")
+    bar = figure.colorbar(image)
     for tolerance in tolerances:
         bar.ax.axhline(tolerance, color=_RED, linestyle="--", linewidth=1.2)
         bar.ax.annotate(
@@ -204,7 +243,7 @@ def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: P
 
     Return their names. Raises StorageError.
     """
-    sheet = Sheet(study, list(cells.values()), verdict, open_pyplot())
+    sheet = Sheet(list(cells.values()), verdict, open_pyplot())
     drawn = []
     for name, (title, plot) in PICTURES.items():
         path = folder / FOLDER / f"{name}.png"
@@ -234,59 +273,10 @@ def _png(figure: Any) -> bytes:
 # ---- parts of pictures ----
 
 
-def _name_rows(axes: Any, cells: Sequence[Summary]) -> None:
-    axes.set_yticks(range(len(cells)), [_label(cell.id) for cell in cells], fontsize="small")
-    axes.set_ylim(len(cells) - 0.4, -0.6)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _bar(axes: Any, sheet: Sheet, values: Sequence[float]) -> None:
-    axes.barh(
-        range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white",
-        linewidth=0,
-    )  # fmt: skip
-
-
 def _strokes(axes: Any, row: int, values: Sequence[float]) -> None:
     """Mark several values on the bar of a row."""
     if len(values) > 1:
         axes.plot(values, [row] * len(values), "|", color=_DARK, markersize=8, zorder=4)
-
-
-def _curves(sheet: Sheet, rows: Sequence[tuple[Summary, Sequence[float]]]) -> Any:
-    """Draw the losses of each cell over steps, earlier ones wider, so that equal ones all show."""
-    rows = rows[:_MAX_CURVES]
-    if not rows:
-        return None
-    figure, axes = sheet.pyplot.subplots(
-        figsize=(9.0, max(4.0, 0.6 + 0.19 * len(rows))), layout="constrained"
-    )
-    colors = sheet.pyplot.get_cmap("turbo" if len(rows) > 10 else "tab10")
-    for number, (cell, values) in enumerate(rows):
-        color = colors(number / (len(rows) - 1) if len(rows) > 10 else number)
-        back = len(rows) - 1 - number
-        axes.plot(
-            range(1, len(values) + 1),
-            values,
-            color=color,
-            linewidth=1.3 + (min(7.0, 1.6 * back) if len(rows) < 6 else 7.0 * back / len(rows)),
-            solid_capstyle="butt",
-            marker="o" if len(values) == 1 else None,
-            label=_label(cell.id),
-        )
-        broken = [step for step, value in enumerate(values, 1) if not math.isfinite(value)]
-        axes.plot(
-            broken, [0.97] * len(broken), "x", color=color, markersize=8, clip_on=False,
-            transform=axes.get_xaxis_transform(),
-        )  # fmt: skip
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-    return figure
 
 
 def _label(name: str) -> str:
@@ -295,7 +285,3 @@ def _label(name: str) -> str:
         return name
     half = (_MAX_LABEL - 2) // 2
     return f"{name[:half]}..{name[-half:]}"
-
-
-def _unit(values: Sequence[float]) -> tuple[int, str]:
-    return (GIB, "GiB") if max(values, default=0) >= GIB else (MIB, "MiB")

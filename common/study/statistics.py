@@ -50,6 +50,12 @@ class Summary:
         return self.runs[0].measured if self.runs else None
 
     @property
+    def counted_memory(self) -> int | None:
+        """Bytes of tensors on the fullest rank, where state and step were both counted."""
+        parts = self.first.memory_parts if self.first else {}
+        return sum(parts.values()) if parts.keys() >= {"state", "step"} else None
+
+    @property
     def lowest(self) -> float | None:
         return min(self.speeds.values(), default=None)
 

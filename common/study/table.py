@@ -77,6 +77,7 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         "MFU": _shown(percent, "mfu"),
         "last loss": loss,
         "same losses": same,
+        "memory of tensors": _shown(size, "counted_memory"),
         "planned memory": lambda cell: size(max(cell.planned.peak)) if cell.planned.peak else None,
         "planned step": lambda cell: (
             seconds(cell.planned.step_seconds) if cell.planned.step_seconds else None
@@ -168,6 +169,7 @@ def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
         "efficiency": found.efficiency,
         "baseline": cell.baseline or "",
         "peak_memory_bytes": max(found.peak_memory, default=None),
+        "counted_memory_bytes": found.counted_memory,
         "mfu": found.mfu,
         "last_loss": first.loss[-1] if first and first.loss else None,
         "last_gradient_norm": (first.gradient_norm[-1] if first and first.gradient_norm else None),

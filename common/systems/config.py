@@ -342,31 +342,23 @@ def _override(tree: dict[str, Any], sources: Sources, word: str, table: Table) -
     dotted, equals, text = word.partition("=")
     if not equals or not all(dotted.split(".")):
         raise ConfigError(f"command line: {word!r}: expected section.key=value")
-    *sections, name = dotted.split(".")
-    at: Any = tree
-    for section in sections:
-        place = whole_number(section)
-        if isinstance(at, list) and place is not None and place < len(at):
-            at = at[place]
-        elif isinstance(at, dict):
-            at = at.setdefault(section, {})
-            at = at if at is not None else {}
-        else:
-            raise ConfigError(
-                f"command line: {word}: {section} is not a section of the file; check the path"
-            )
     text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     value = read_word(text, table.get(dotted), f"command line: {dotted}")
-    if isinstance(at, list):
-        place = whole_number(name)
-        if place is None or place >= len(at):
-            raise ConfigError(f"command line: {word}: the list has places 0 to {len(at) - 1}")
-        at[place] = value
-    elif isinstance(at, dict):
-        at[name] = value
-    else:
-        raise ConfigError(
-            f"command line: {word}: {'.'.join(sections)} is not a section of the file; check the"
-            " path"
-        )
+    keys: list[Any] = dotted.split(".")
+    at: Any = tree
+    for depth, key in enumerate(keys, 1):
+        if isinstance(at, list):
+            key = whole_number(key)
+            if key is None or key >= len(at):
+                raise ConfigError(f"command line: {word}: the list has places 0 to {len(at) - 1}")
+        elif not isinstance(at, dict):
+            raise ConfigError(
+                f"command line: {word}: {'.'.join(keys[: depth - 1])} is not a section of the file;"
+                " check the path"
+            )
+        if depth == len(keys):
+            at[key] = value
+        elif isinstance(at, dict) and at.get(key) is None:
+            at[key] = {}
+        at = at[key]
     sources[tuple(dotted.split("."))] = f"command line: {dotted}"

@@ -330,10 +330,6 @@ def require_all_taken(theirs: ForeignKeys, known: Iterable[str]) -> None:
     raise ConfigError("\n".join(lines))
 
 
-def _settle_nothing(ours: Translation) -> None:
-    """Take nothing away: every key of the system has its effect on both backends."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """Configurations of another system: its YAML or JSON files, or its programs' command lines."""
@@ -350,7 +346,7 @@ class Dialect:
     """Functions that translate what the table leaves to them, in this order. They raise ConfigError
     for what this project cannot follow.
     """
-    settle: Callable[[Translation], None] = _settle_nothing
+    settle: Callable[[Translation], None] = lambda ours: None
     """Removes keys without effect, once overrides have chosen backend, device and engine."""
     base: str = ""
     """Key with which a file names the one that it builds on."""

@@ -75,7 +75,6 @@ def _train(theirs: ForeignKeys, ours: Translation) -> None:
         )
     _take_model(Path(str(theirs.take("model_config"))), theirs.where("model_config"), ours)
     _take_tokenizer(theirs, ours)
-    _take_data(theirs, ours)
     level = str(theirs.take("fp16_opt_level"))
     if theirs.take("fp16"):
         # training fails with Apex's O3, which keeps no float32 weights; ours keeps them
@@ -86,19 +85,25 @@ def _train(theirs: ForeignKeys, ours: Translation) -> None:
     # theirs counts micro batches
     lines = -(-theirs.take_count("log_step") // theirs.peek_count("gradient_accumulation"))
     ours.set("logging.interval", lines, theirs.where("log_step"), "log_step")
-    _take_data_flags(theirs, ours)
-
-
-def _take_data(theirs: ForeignKeys, ours: Translation) -> None:
-    folder = Path(str(theirs.take("tokenized_data_path")))
-    where = theirs.where("tokenized_data_path")
-    prefix = folder / f"{TOKENS}_text_document"
-    ours.set("data.train", str(prefix), where, "tokenized_data_path")
+    _take_data(theirs, ours, "data.train")
     stride, window = theirs.take("stride"), ours.get("model.seq_length")
     if isinstance(stride, int) and isinstance(window, int) and stride > window:
         # the original leaves the tokens between windows out, in every epoch
         stride = window
     ours.set("data.stride", stride, theirs.where("stride"), "stride")
+
+
+def _take_data(theirs: ForeignKeys, ours: Translation, key: str) -> None:
+    flag = "tokenized_data_path"
+    prefix = Path(str(theirs.take(flag))) / f"{TOKENS}_text_document"
+    ours.set(key, str(prefix), theirs.where(flag), flag)
+    theirs.take_count("num_pieces")
+    shortest = theirs.take_number("min_length")
+    if type(shortest) is not int:
+        theirs.refuse("min_length", shortest, "expected a whole number")
+    for flag in DATA:
+        theirs.take(flag)
+        ours.note_given(theirs, flag, "the data are made before the run")
 
 
 def _evaluate(theirs: ForeignKeys, ours: Translation) -> None:
@@ -114,11 +119,7 @@ def _evaluate(theirs: ForeignKeys, ours: Translation) -> None:
         )
     _take_model(Path(str(theirs.take("model_config"))), theirs.where("model_config"), ours)
     _take_tokenizer(theirs, ours)
-    folder = Path(str(theirs.take("tokenized_data_path")))
-    where = theirs.where("tokenized_data_path")
-    prefix = folder / f"{TOKENS}_text_document"
-    ours.set("data.validation", str(prefix), where, "tokenized_data_path")
-    _take_data_flags(theirs, ours)
+    _take_data(theirs, ours, "data.validation")
 
 
 def _defaults_of_generation(tree: Mapping[str, Any]) -> Defaults:
@@ -248,17 +249,6 @@ def _take_tokenizer(theirs: ForeignKeys, ours: Translation) -> None:
             ours.note_given(theirs, flag, "it is for --bpe_token")
     for key, (flag, file) in files.items():
         ours.set(f"data.tokenizer.{key}", str(file), theirs.where(flag), flag)
-
-
-def _take_data_flags(theirs: ForeignKeys, ours: Translation) -> None:
-    """Check the flags of the data, which are made before the run."""
-    theirs.take_count("num_pieces")
-    shortest = theirs.take_number("min_length")
-    if type(shortest) is not int:
-        theirs.refuse("min_length", shortest, "expected a whole number")
-    for flag in DATA:
-        theirs.take(flag)
-        ours.note_given(theirs, flag, "the data are made before the run")
 
 
 TRAINING = Dialect(

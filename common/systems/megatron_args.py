@@ -1,4 +1,5 @@
-"""Model of Megatron's ``args`` and checkpoint_version, in its own files and in those of DeepSpeed.
+"""What checkpoints of Megatron-LM and Megatron-DeepSpeed share: ``args`` that describe the model,
+checkpoint_version, and tensors in parts on the tensor ranks.
 
 The args hold the heads, but only the padded size of the vocabulary. Its true size comes from a
 model.yaml beside the checkpoint, which ours have.
@@ -6,15 +7,26 @@ model.yaml beside the checkpoint, which ours have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
-from common.systems.name_map import Fusion, NameMap
-from common.systems.run_state import MODEL_YAML, read_model_yaml
-from common.systems.weights import checked_model
+from common.systems.name_map import Fusion, NameMap, name_map
+from common.systems.rank_parts import Ranks, join_ranks, read_joined
+from common.systems.run_state import (
+    MODEL_YAML,
+    checked_run,
+    read_model_yaml,
+    require_moments,
+    require_one_run,
+)
+from common.systems.weights import Weight, Weights, checked_model, import_names, weights_from
+from common.tensor_files.arrays import TensorFile
+from common.weights.names import EMBEDDING, POSITIONS
 
 _MODEL = {
     "num_layers": "num_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
@@ -47,6 +59,97 @@ _ORDERS: dict[float, Fusion] = {
 """checkpoint_version -> the order of the rows of query, key and value
 (``fix_query_key_value_ordering`` in megatron/checkpointing.py).
 """
+
+
+def names_of_modules(
+    embedding: str = "", encoder: str = "", attention: str = "self_attention", **more: Any
+) -> NameMap:
+    """Return the names in Megatron-LM's GPTModel. embedding, encoder: starts of names in these
+    modules. more: as for ``name_map``.
+    """
+    block = f"{encoder}layers.{{layer}}."
+    return name_map(
+        {
+            EMBEDDING: f"{embedding}word_embeddings.weight",
+            POSITIONS: f"{embedding}position_embeddings.weight",
+            "ln_f": f"{encoder}final_layernorm",
+            "ln_1": f"{block}input_layernorm",
+            "attn.qkv_proj": f"{block}{attention}.query_key_value",
+            "attn.c_proj": f"{block}{attention}.dense",
+            "ln_2": f"{block}post_attention_layernorm",
+            "mlp.c_fc": f"{block}mlp.dense_h_to_4h",
+            "mlp.c_proj": f"{block}mlp.dense_4h_to_h",
+        },
+        fusion=Fusion.HEADS,
+        **more,
+    )
+
+
+def args_of(file: TensorFile) -> dict[str, Any]:
+    """Return the args in the file of a rank, where it has them."""
+    args = file.tree.get("args") if isinstance(file.tree, dict) else None
+    return vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
+def weights_of_ranks(
+    path: Path,
+    format: str,
+    first: TensorFile,
+    folder: Path,
+    name_map: NameMap,
+    ranks: Ranks,
+    *,
+    masters: Ranks,
+    moments: Mapping[str, Ranks],
+    notes: Mapping[str, str],
+    counter: str,
+    step: Any,
+    new_run: Callable[[], dict[str, Any]],
+    without_run: Mapping[str, str],
+) -> Weights:
+    """Return the weights in the files of ``folder``, and their run.
+
+    first: file of rank 0, which names the step ``counter``. masters: float32 weights that replace
+    ``ranks``, empty for none. moments: by the part of the optimizer's state. notes: what is left
+    out, and why. new_run: makes the state of a run without a model.yaml of ours. without_run: notes
+    on weights without a run. Raises CheckpointError and ConfigError.
+    """
+    table = name_map.table
+    rows = sum(rank[table].shape[0] for rank in ranks if table in rank and rank[table].shape)
+    folders = (folder, folder.parent)
+    model, run, more = model_of_args(first.path, args_of(first), rows, len(ranks), folders)
+    of_names = {row.theirs: row for row in name_map.rows(model.num_layers)}
+
+    def named(parts: Ranks, suffix: str = "") -> dict[str, Weight]:
+        joined = join_ranks(folder, parts, of_names)
+        return import_names(folder, name_map, joined, model, suffix=suffix, read=read_joined)
+
+    weights = weights_from(
+        folder, name_map, join_ranks(folder, ranks, of_names), model,
+        format=format, path=path, ignored={**notes, **more}, read=read_joined,
+    )  # fmt: skip
+    if masters:
+        weights = replace(weights, tensors=named(masters))
+    state: dict[str, Weight] = {}
+    for part, parts in moments.items():
+        state |= named(parts, f".{part}")
+    more = {}
+    if run is not None:
+        require_one_run(first.path, counter, step, run["state"]["step"])
+    elif state:
+        try:
+            run = new_run()
+        except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
+            raise ConfigError(
+                f"{first.path}: its counters or its loss scale are not numbers ({error}); copy it"
+                " again"
+            ) from None
+        run = checked_run(first.path, run)
+    else:
+        stood = {counter: "where training stood, without the state of the optimizer"}
+        more = {**without_run, **(stood if step else {})}
+    state = {} if run is None else require_moments(folder, state, run, model)
+    return replace(weights, moments=state, run=run, ignored={**weights.ignored, **more})
 
 
 def model_of_args(

@@ -41,6 +41,14 @@ class NameRow:
     """Whether the tensor is (in, out)."""
     fusion: Fusion = Fusion.BLOCKS
 
+    def in_block(self, ours: int, theirs: int) -> NameRow:
+        """Return the row of a block with these numbers here and there."""
+        return replace(
+            self,
+            ours=tuple(name.format(layer=ours) for name in self.ours),
+            theirs=self.theirs.format(layer=theirs),
+        )
+
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the shape of their tensor. shapes: those of our parameters, whole or of a
         tensor-parallel rank.
@@ -108,16 +116,13 @@ class NameMap:
 
     def rows(self, layers: int) -> list[NameRow]:
         """Return the rows of all their tensors."""
-        blocks = (
-            replace(
-                row,
-                ours=tuple(name.format(layer=layer) for name in row.ours),
-                theirs=row.theirs.format(layer=layer),
-            )
-            for layer in range(layers)
-            for row in self.layer_rows
-        )
+        blocks = (row.in_block(n, n) for n in range(layers) for row in self.layer_rows)
         return [*self.global_rows, *blocks]
+
+    @property
+    def table(self) -> str:
+        """Name of the embedding."""
+        return next(row.theirs for row in self.global_rows if row.ours == (EMBEDDING,))
 
     def ignores(self, theirs: str) -> bool:
         return re.fullmatch(self.ignored, theirs) is not None
@@ -125,10 +130,7 @@ class NameMap:
     def fused(self, fusion: Fusion) -> NameMap:
         """Return the map with another order of query, key and value."""
         return replace(
-            self,
-            layer_rows=tuple(
-                replace(row, fusion=fusion) if len(row.ours) > 1 else row for row in self.layer_rows
-            ),
+            self, layer_rows=tuple(replace(row, fusion=fusion) for row in self.layer_rows)
         )
 
 
@@ -147,18 +149,16 @@ def name_map(
     bias. Other names of these two stand at its end: ``gamma|beta``. transposed: modules whose
     weight is (in, out).
     """
-    rows = {
-        ours: tuple(_rows_of(ours, theirs, ours in transposed, fusion))
+    rows = [
+        row
         for ours, theirs in table.items()
-    }
-    return NameMap(
-        global_rows=tuple(row for ours, found in rows.items() for row in found if ours in _GLOBAL),
-        layer_rows=tuple(
-            row for ours, found in rows.items() for row in found if ours not in _GLOBAL
-        ),
-        head=head,
-        ignored=ignored,
+        for row in _rows_of(ours, theirs, ours in transposed, fusion)
+    ]
+    global_rows, layer_rows = (
+        tuple(row for row in rows if ("{layer}" in row.ours[0]) is in_block)
+        for in_block in (False, True)
     )
+    return NameMap(global_rows=global_rows, layer_rows=layer_rows, head=head, ignored=ignored)
 
 
 def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterator[NameRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,21 @@ class Joined(TensorKind):
     dim: int = 0
 
 
+def by_ranks(paths: Iterable[Path], pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
+    """Return the files by the ranks in their names. Raises CheckpointError for two of one rank."""
+    found: dict[tuple[int, ...], Path] = {}
+    for path in sorted(paths):
+        if match := pattern.fullmatch(path.name):
+            ranks = tuple(int(rank or 0) for rank in match.groups())
+            if ranks in found:
+                raise CheckpointError(
+                    f"{path.parent}: {found[ranks].name} and {path.name} are of one rank: these"
+                    " files are of several checkpoints; copy one whole"
+                )
+            found[ranks] = path
+    return found
+
+
 def require_ranks(
     folder: Path, found: Iterable[Any], expected: Iterable[Any], name: Callable[[Any], str]
 ) -> None:
@@ -48,22 +64,23 @@ def require_ranks(
         )
 
 
-def require_same(
-    path: Path, values: Mapping[str, Any], other: str, others: Mapping[str, Any]
-) -> None:
-    """Require that a rank's file says what another one, named ``other``, says. Raises
-    CheckpointError.
+def require_same(told: Mapping[Path, Mapping[str, Any]], called: Callable[[Path], str]) -> None:
+    """Require that the files of all ranks say what the first one says. Raises CheckpointError.
+
+    called: returns the name of a file in a message.
     """
-    for name in others:
-        if values.get(name) != others[name]:
-            raise CheckpointError(
-                f"{path}: {name} is {values.get(name)}, and {other} says {others[name]}: these"
-                " files are of several checkpoints; copy one whole"
-            )
+    for path, values in told.items():
+        first, known = next(iter(told.items()))
+        for name in known:
+            if values[name] != known[name]:
+                raise CheckpointError(
+                    f"{path}: {name} is {values[name]}, and {called(first)} says {known[name]}:"
+                    " these files are of several checkpoints; copy one whole"
+                )
 
 
 def join_ranks(where: Path, ranks: Ranks, rows: Mapping[str, NameRow]) -> dict[str, Joined]:
-    """Join each tensor of a model or of one stage. rows: by the format's names.
+    """Join each tensor of a model. rows: by the format's names.
 
     Raises CheckpointError where ranks do not fit together.
     """
@@ -80,14 +97,17 @@ def join_ranks(where: Path, ranks: Ranks, rows: Mapping[str, NameRow]) -> dict[s
 
 
 def _join(where: Path, name: str, parts: Sequence[FileTensor], row: NameRow | None) -> Joined:
-    first, dim = parts[0], split_dim(row.ours[0]) if row else None
+    first = parts[0]
+    if row is None:  # refused by its name later
+        return Joined(dtype=first.dtype, shape=first.shape, parts=(first,))
     if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in parts):
         shown = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
         raise CheckpointError(
             f"{where}: tensor ranks hold {name} as {shown}; these files are of several checkpoints:"
             " copy one whole"
         )
-    if row is None or dim is None or len(first.shape) <= dim:
+    dim = split_dim(row.ours[0])
+    if dim is None or len(first.shape) <= dim:
         if not all(same_bytes(part, first) for part in parts[1:]):
             raise CheckpointError(
                 f"{where}: tensor ranks differ in {name}, of which each has a whole copy; use"
@@ -108,21 +128,21 @@ def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[
 
 
 def name_in_order(
-    where: Path, shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]
+    shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]
 ) -> dict[str, FileTensor]:
     """Name the tensors of an optimizer with one group, or with one of matrices and one of vectors.
 
-    shapes: those of the parameters by name, in the order of the modules. Raises CheckpointError
-    where ``values`` do not fit them.
+    shapes: those of the parameters by name, in the order of the modules. Raises ValueError where
+    ``values`` do not fit them.
     """
     found: dict[str, FileTensor] = {}
     for dims in (1, 2):
         named = {name: shape for name, shape in shapes.items() if len(shape) == dims}
         there = [tensor for tensor in values if len(tensor.shape) == dims]
         if [*named.values()] != [tensor.shape for tensor in there]:
-            raise CheckpointError(
-                f"{where}: the state of the optimizer is not of these weights: other shapes, or"
-                " another number of them"
+            raise ValueError(
+                "the state of the optimizer is not of these weights: other shapes, or another"
+                " number of them"
             )
         found.update(zip(named, there, strict=True))
     return {name: found[name] for name in shapes if name in found}

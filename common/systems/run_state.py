@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,17 +107,6 @@ def new_run(
         "engine": vars(EngineState(optimizer_steps=updates, loss_scale=dict(scale), rng={})),
         "config": {"optimizer": {"name": optimizer}},
     }
-
-
-@contextmanager
-def reading_counters(path: Path) -> Iterator[None]:
-    """Turn errors of foreign values that are not numbers into a ConfigError."""
-    try:
-        yield
-    except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
-        raise ConfigError(
-            f"{path}: its counters or its loss scale are not numbers ({error}); copy it again"
-        ) from None
 
 
 def first_number(value: Any) -> Any:

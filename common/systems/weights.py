@@ -26,7 +26,7 @@ from common.tensor_files.arrays import (
     same_bytes,
     widen_bfloat16,
 )
-from common.weights.names import EMBEDDING, check_tensors, parameter_shapes
+from common.weights.names import check_tensors, parameter_shapes
 from common.weights.quantized import Scheme
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -169,7 +169,7 @@ def weights_from(
     """Return the weights of ``file``, which was found at ``path``. Raises CheckpointError as
     ``import_names`` does.
     """
-    table = next(row.theirs for row in name_map.global_rows if row.ours == (EMBEDDING,))
+    table = name_map.table
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
     padding = (
         {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"}
@@ -189,21 +189,24 @@ def import_names(
     model: ResolvedModel,
     *,
     prefix: str = "",
+    end: str = "",
     suffix: str = "",
     read: ReadPart = _read_part,
 ) -> dict[str, Weight]:
     """Return the parameters under our names. Each has ``prefix`` before its name in ``stored`` and
-    ``suffix`` after its name here.
+    ``end`` after it, and ``suffix`` after its name here.
 
     read: reader of a tensor of ``stored``, where those are not whole tensors of one file. Raises
     CheckpointError listing all that are missing, unexpected or of another shape. The embedding may
     have rows of padding.
     """
     shapes = parameter_shapes(model)
-    rows = name_map.rows(model.num_layers)
-    expected = {prefix + row.theirs: row.shape(shapes) for row in rows}
+    rows = [
+        replace(row, theirs=f"{prefix}{row.theirs}{end}") for row in name_map.rows(model.num_layers)
+    ]
+    expected = {row.theirs: row.shape(shapes) for row in rows}
     found = {name: tensor.shape for name, tensor in stored.items()}
-    table = next(prefix + row.theirs for row in rows if row.ours == (EMBEDDING,))
+    table = f"{prefix}{name_map.table}{end}"
     if len(found.get(table, ())) == 2 and found[table][0] > model.vocab_size:
         found[table] = (model.vocab_size, *found[table][1:])
     check_tensors(path, found, expected)
@@ -215,7 +218,7 @@ def import_names(
         )
 
     def weight(row: NameRow, part: int, shape: tuple[int, ...]) -> Weight:
-        tensor = stored[prefix + row.theirs]
+        tensor = stored[row.theirs]
         return Weight(
             dtype=tensor.dtype,
             shape=shape,

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -71,25 +72,16 @@ class _Value:
 def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
     tensors: dict[str, FileTensor] = {}
     texts: dict[str, str] = {}
-    slices: list[_Value] = []
-    values = [
-        _value(part)
-        for number, part in read_fields(content)
-        if number == 1 and not isinstance(part, int)
-    ]
-    for place, value in enumerate(values, 1):
-        slices.append(value)
-        if place < len(values) and values[place].tag == value.tag:
-            continue
-        if value.tag in tensors or value.tag in texts:
-            raise ValueError(f"{value.tag} is there twice")
-        if value.type == "str":  # numpy stores texts this way
-            texts[value.tag] = (
-                b"".join(part.data.tobytes() for part in slices).decode("utf-32-le").rstrip("\0")
-            )
+    values = (_value(part) for number, part in read_fields(content) if number == 1)
+    for tag, group in groupby(values, lambda value: value.tag):
+        slices = [*group]
+        if tag in tensors or tag in texts:
+            raise ValueError(f"{tag} is there twice")
+        if slices[-1].type == "str":  # numpy stores texts this way
+            data = b"".join(part.data.tobytes() for part in slices)
+            texts[tag] = data.decode("utf-32-le").rstrip("\0")
         else:
-            tensors[value.tag] = _tensor(slices)
-        slices = []
+            tensors[tag] = _tensor(slices)
     if not tensors:
         raise ValueError("it holds no tensor")
     return tensors, texts
@@ -114,19 +106,19 @@ def _tensor(slices: list[_Value]) -> FileTensor:
 def _value(message: Bytes) -> _Value:
     fields = dict(read_fields(message))
     tag, tensor = fields.get(1), fields.get(2)
-    if tag is None or isinstance(tag, int):
+    if tag is None:
         raise ValueError("a value has no tag")
     name = tag.tobytes().decode()
-    if tensor is None or isinstance(tensor, int):
+    if tensor is None:
         raise ValueError(f"{name} is a map parameter, not a tensor; GPT-2 has none")
     dims: list[int] = []
     kind, data = None, None
     for number, part in read_fields(tensor):
         if number == 1:  # one by one or packed: readers of protobuf accept both
             dims += [part] if isinstance(part, int) else read_packed(part)
-        elif number == 2 and not isinstance(part, int):
+        elif number == 2:
             kind = part.tobytes().decode()
-        elif number == 3 and not isinstance(part, int):
+        elif number == 3:
             data = part
     if kind is None or data is None:
         raise ValueError(f"{name} has no type or no content")

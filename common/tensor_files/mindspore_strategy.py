@@ -96,13 +96,10 @@ class Layout:
         holds are left out.
         """
         places = _places(self)
-        seen = {places[rank] for rank in without}
-        found = []
+        held, first = {places[rank] for rank in without}, dict[tuple[int, ...], int]()
         for rank in ranks:
-            if places[rank] not in seen:
-                seen.add(places[rank])
-                found.append(rank)
-        return found
+            first.setdefault(places[rank], rank)
+        return [rank for place, rank in first.items() if place not in held]
 
     def spans(self, rank: int, part: tuple[int, ...]) -> Spans:
         """Return the rectangle that a rank holds; its shape is ``part``."""
@@ -130,7 +127,7 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     try:
         is_json = content[:1] == b"{"
         found = _from_json(content) if is_json else _from_protobuf(np.frombuffer(content, np.uint8))
-    except (ValueError, TypeError, LookupError, CheckpointError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, CheckpointError) as error:
         reason = error.problem if isinstance(error, MalformedError) else error
         raise CheckpointError(
             f"{path}: not a whole strategy file of MindSpore: {reason}; expected its protobuf or"
@@ -142,11 +139,11 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
 def _from_protobuf(content: Bytes) -> dict[int, dict[str, Layout]]:
     stage, records = 0, {}
     for number, part in read_fields(content):
+        fields = dict(read_fields(part)) if number in (2, 3) else {}
         if number == 2:
-            stage = _only_number(_only_bytes(dict(read_fields(_only_bytes(part)))[2]), 1)
+            stage = dict(read_fields(fields[2]))[1]
         elif number == 3:
-            item = dict(read_fields(_only_bytes(part)))
-            records[_only_bytes(item[1]).tobytes().decode()] = _record(_only_bytes(item[2]))
+            records[fields[1].tobytes().decode()] = _record(fields[2])
     return _by_stage(stage, records)
 
 
@@ -157,8 +154,8 @@ def _record(message: Bytes) -> dict[str, Any]:
     numbers = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
     for number, part in read_fields(message):
         if number in lists:
-            found[lists[number]].append(_numbers(_only_bytes(part)))
-        elif number in numbers and isinstance(part, int):
+            found[lists[number]].append(_numbers(part))
+        elif number in numbers:
             found[numbers[number]] = _signed(part)
     for name in ("dev_matrix", "param_split_shape"):
         found[name] = found[name][0] if found[name] else []
@@ -178,19 +175,6 @@ def _numbers(message: Bytes) -> list[int]:
 
 def _signed(value: int) -> int:
     return value - 2 * _NEGATIVE if value >= _NEGATIVE else value
-
-
-def _only_bytes(part: int | Bytes) -> Bytes:
-    if isinstance(part, int):
-        raise ValueError("a number where a message is expected")
-    return part
-
-
-def _only_number(message: Bytes, number: int) -> int:
-    found = dict(read_fields(message)).get(number)
-    if not isinstance(found, int):
-        raise ValueError(f"field {number} is not a number")
-    return found
 
 
 def _from_json(content: bytes) -> dict[int, dict[str, Layout]]:

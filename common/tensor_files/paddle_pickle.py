@@ -36,27 +36,18 @@ def read_paddle(path: Path, content: Bytes) -> TensorFile:
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
     plain: dict[str, Any] = {}
-    if path.suffix == STATE:
-        plain = {str(name): value for name, value in found.items() if not _is_array(value)}
-    tensors = {
-        name: _tensor(name, value)
-        for name, value in found.items()
-        if name != _PARAMETER_NAMES and name not in plain
-    }
+    tensors: dict[str, FileTensor] = {}
+    for name, value in found.items():
+        # a pair is a name and an array
+        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+        if path.suffix == STATE and not isinstance(array, np.ndarray):
+            plain[str(name)] = value
+        elif name != _PARAMETER_NAMES:
+            tensors[name] = _tensor(name, array)
     return TensorFile(path=path, tensors=tensors, plain=plain, tree=tensors)
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value[1] if _is_pair(value) else value, np.ndarray)
-
-
-def _is_pair(value: Any) -> bool:
-    """Whether this is a pair of a name and an array."""
-    return isinstance(value, tuple) and len(value) == 2
-
-
-def _tensor(name: Any, value: Any) -> FileTensor:
-    array = value[1] if _is_pair(value) else value
+def _tensor(name: Any, array: Any) -> FileTensor:
     if (
         not isinstance(name, str)
         or not isinstance(array, np.ndarray)

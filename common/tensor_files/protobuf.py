@@ -7,6 +7,7 @@ Format: https://protobuf.dev/programming-guides/encoding.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from common.tensor_files.arrays import Bytes
 
@@ -14,9 +15,9 @@ _VARINT, _FIXED64, BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types."""
 
 
-def read_fields(message: Bytes) -> Iterator[tuple[int, int | Bytes]]:
-    """Yield number and content of each field, in order. Raises ValueError if the message breaks
-    off.
+def read_fields(message: Bytes) -> Iterator[tuple[int, Any]]:
+    """Yield number and content of each field, in order: an int or Bytes. Raises ValueError if the
+    message breaks off.
     """
     position = 0
     while position < message.size:

@@ -17,7 +17,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.files import atomic_write
+from common.files import atomic_write, open_input
 from common.structured_files import parse_json, shown
 from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind
 from common.tensor_files.checksummed import ChecksummedFile
@@ -149,18 +149,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     """
     from safetensors import SafetensorError, safe_open
 
-    try:
-        # the library says of every file that it cannot open that the file is absent
-        path.open("rb").close()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{path}: no such file; a checkpoint folder holds model.safetensors and manifest.json"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read: {error.strerror}; allow this user to read it, or use another"
-            " checkpoint"
-        ) from None
+    with open_input(path, CheckpointError):
+        pass  # the library says of every file that it cannot open that the file is absent
     try:
         with safe_open(path, framework="numpy") as reader:
             yield reader

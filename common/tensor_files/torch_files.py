@@ -95,9 +95,10 @@ def read_torch(path: Path, content: Bytes) -> TensorFile:
             stand_ins[found[1]] = foreign_class(path, found[1])
     else:
         raise ValueError(f"it holds objects of more than {_MAX_CLASSES} classes")
-    check = _checksum_test(path, content) if is_zip else None
+    check: Callable[[], None] | None = None
     if is_zip:
-        _compare_checksums(path, content, lambda name: "/data/" not in name)
+        _compare_checksums(path, content, of_tensors=False)
+        check = cache(lambda: _compare_checksums(path, content, of_tensors=True))
     tree = PlainTree(saved, lambda name, value: _leaf_of(torch, name, value, check))
     return TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
 
@@ -141,19 +142,13 @@ def _leaf_of(torch: Any, name: str, value: Any, check: Callable[[], None] | None
     )
 
 
-def _checksum_test(path: Path, content: Bytes) -> Callable[[], None]:
-    """Return a function that compares the CRC-32 of the tensors of a zip once; torch compares none.
-
-    It raises CheckpointError. After ``torch.serialization.set_crc32_options(False)`` all are 0.
+def _compare_checksums(path: Path, content: Bytes, *, of_tensors: bool) -> None:
+    """Compare the CRC-32 of the tensors of a zip, or of the rest; torch compares none. Raises
+    CheckpointError. After ``torch.serialization.set_crc32_options(False)`` all are 0.
     """
-
-    return cache(lambda: _compare_checksums(path, content, lambda name: "/data/" in name))
-
-
-def _compare_checksums(path: Path, content: Bytes, is_one: Callable[[str], bool]) -> None:
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
-            if is_one(record.filename):
+            if ("/data/" in record.filename) == of_tensors:
                 lengths = content[record.header_offset + 26 : record.header_offset + 30]
                 first = record.header_offset + 30 + int(lengths.view("<u2").sum())
                 data = content[first : first + record.file_size]
@@ -178,7 +173,12 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
     def placed(value: Any) -> Any:
         if isinstance(value, TensorLeaf):
             if value.name not in tensors:  # memory that is never touched, and so never taken
-                tensors[value.name] = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
+                tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
+                tensors[value.name] = tensor
+                # torch takes a tensor that begins as _AFTER_RECORD for the mark, and adds what
+                # follows to the serialization_id. Only memory that was in use begins so.
+                if (first := tensor.view(-1)[:4].view(torch.uint8)).any():
+                    first.zero_()
             return tensors[value.name]
         if isinstance(value, TorchName):
             return getattr(torch, value.removeprefix("torch."))

@@ -30,17 +30,9 @@ __all__ = [
 
 
 def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
-    from common.tokenizer.bpe_files import byte_level_parts
     from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 
-    if merge_file is not None:
-        return GPT2BPETokenizer.from_files(vocab_file, merge_file, backend=backend)
-    if vocab_file.is_dir() or byte_level_parts(vocab_file):
-        return GPT2BPETokenizer.from_folder(vocab_file, backend=backend)
-    raise TokenizerError(
-        f"GPT2BPETokenizer: a vocabulary was given ({vocab_file}) but no merge file; "
-        "give merges.txt (OpenAI's name: vocab.bpe) too, or a folder that holds both"
-    )
+    return GPT2BPETokenizer(vocab_file, merge_file, backend)
 
 
 def _load_file(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from common.tokenizer.folder import (
 from common.tokenizer.marks import Marks, framing_of, read_marks
 
 END_OF_TEXT = "<|endoftext|>"
+Pairs = tuple[tuple[str, str], ...]
 # Tokens added by hand, which no merge makes: "<pad>", "<|im_start|>", "[MASK]".
 _SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
@@ -54,7 +54,7 @@ class BPEVocabulary:
 
     ids: dict[str, int]
     """Ids by token, 0 .. n-1, without those that were added later."""
-    merges: tuple[tuple[str, str], ...]
+    merges: Pairs
     """Merges, the first to be applied first."""
     marks: Marks
     token_bytes: tuple[bytes, ...]
@@ -108,7 +108,17 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
     token_bytes = _spell(vocab_file, tokens, marks.added)
     framing = framing_of(marks, vocab_file, begin)
     lost = [token for token in unmade if not _SPECIAL.fullmatch(token) and token not in marks.added]
-    _check_same_model(merge_file or vocab_file, vocab_file, ids, made, lost)
+    if lost:
+        raise TokenizerError(
+            f"{merge_file or vocab_file}: its {len(made)} merges make none of {len(lost)} tokens of"
+            f" {vocab_file}, the first being {lost[0]!r} (id {ids[lost[0]]}); the file is cut short"
+            " or belongs to another model; take both files from the same place"
+        )
+    if END_OF_TEXT in made:
+        raise TokenizerError(
+            f"{merge_file or vocab_file}: a merge makes {END_OF_TEXT!r}; then ordinary text could"
+            " end a document; remove that merge"
+        )
     spelled = {mark.id: mark.text.encode() for mark in marks.marks}
     return BPEVocabulary(
         ids=ids,
@@ -124,7 +134,6 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
     )
 
 
-Pairs = tuple[tuple[str, str], ...]
 _OTHER_BPE = (
     "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges",
 )  # fmt: skip
@@ -179,7 +188,7 @@ def _byte_level_parts(
     return (ids, tuple(map(tuple, pairs)), begin, prefix_space) if whole else None
 
 
-def _content_hash(tokens: list[str], merges: tuple[tuple[str, str], ...]) -> str:
+def _content_hash(tokens: list[str], merges: Pairs) -> str:
     # Neither a token nor a merge can hold "\n": the alphabet has no control characters and no
     # space.
     digest = hashlib.sha256(b"GPT2BPETokenizer/1\n")
@@ -189,12 +198,8 @@ def _content_hash(tokens: list[str], merges: tuple[tuple[str, str], ...]) -> str
     return digest.hexdigest()
 
 
-def _read_text(path: Path, what: str) -> str:
-    return read_vocabulary_text(path, f"{what} of a GPT-2 tokenizer")
-
-
 def _read_ids(path: Path) -> dict[str, int]:
-    text = _read_text(path, "vocabulary (JSON, token -> id)")
+    text = read_vocabulary_text(path, "vocabulary (JSON, token -> id) of a GPT-2 tokenizer")
     try:
         table = parse_json(text)
     except MalformedError as error:
@@ -267,54 +272,27 @@ def _require_bytes(path: Path, ids: Mapping[str, int]) -> None:
         )
 
 
-def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> tuple[tuple[str, str], ...]:
-    lines = (
-        _read_text(path, "merges (two tokens a line)")
-        .replace("\r\n", "\n")
-        .rstrip("\n")
-        .split("\n")
-    )
+def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> Pairs:
+    text = read_vocabulary_text(path, "merges (two tokens a line) of a GPT-2 tokenizer")
+    lines = text.replace("\r\n", "\n").rstrip("\n").split("\n")
     first = 1 if lines[0].startswith("#version") else 0
-    pairs = [tuple(line.split(" ")) for line in lines[first:]]
-    whole = set(map(len, pairs)) <= {2} and len(set(pairs)) == len(pairs)
-    if whole and ids.keys() >= {"".join(pair) for pair in pairs}.union(*zip(*pairs, strict=True)):
-        return tuple(pairs)  # type: ignore[arg-type]
-    for number, (line, pair) in enumerate(zip(lines[first:], pairs, strict=True), first + 1):
-        if len(pair) != 2 or not all(pair):
+    pairs: dict[tuple[str, str], None] = {}
+    for number, line in enumerate(lines[first:], first + 1):
+        left, _, right = line.partition(" ")
+        if not (left and right) or " " in right:
             raise TokenizerError(
                 f"{path}: line {number}: {line[:60]!r}: expected two tokens with one space between"
                 " them; fetch the file again, or check that the vocabulary and merge files are not"
                 " swapped"
             )
-        if missing := [token for token in (*pair, "".join(pair)) if token not in ids]:
+        if not (left in ids and right in ids and left + right in ids):
+            missing = next(token for token in (left, right, left + right) if token not in ids)
             raise TokenizerError(
-                f"{path}: line {number}: the merge {line!r}: {missing[0]!r} is not a token of"
+                f"{path}: line {number}: the merge {line!r}: {missing!r} is not a token of"
                 f" {vocab_file}; expected the merges and the vocabulary of one model; take both"
                 " files from the same place"
             )
-    twice = next(pair for pair, count in Counter(pairs).items() if count > 1)
-    raise TokenizerError(f"{path}: the merge {' '.join(twice)!r} stands there twice; remove one")
-
-
-def _check_same_model(
-    merge_file: Path,
-    vocab_file: Path,
-    ids: Mapping[str, int],
-    made: Collection[str],
-    lost: list[str],
-) -> None:
-    """Reject a file with tokens that no merge makes (``lost``).
-
-    They can never be produced, which shows a cut merge file or that of another model.
-    """
-    if lost:
-        raise TokenizerError(
-            f"{merge_file}: its {len(made)} merges make none of {len(lost)} tokens of"
-            f" {vocab_file}, the first being {lost[0]!r} (id {ids[lost[0]]}); the file is cut short"
-            " or belongs to another model; take both files from the same place"
-        )
-    if END_OF_TEXT in made:
-        raise TokenizerError(
-            f"{merge_file}: a merge makes {END_OF_TEXT!r}; then ordinary text could end a document;"
-            " remove that merge"
-        )
+        if (left, right) in pairs:
+            raise TokenizerError(f"{path}: the merge {line!r} stands there twice; remove one")
+        pairs[left, right] = None
+    return tuple(pairs)

@@ -37,7 +37,8 @@ def files_in(folder: Path) -> tuple[Path, Path | None]:
             return folder / vocab_name, folder / merge_name
     if not folder.is_dir():
         raise TokenizerError(
-            f"{folder}: is not a folder; expected the folder of a GPT-2 vocabulary; check the path"
+            f"GPT2BPETokenizer: a vocabulary was given ({folder}) but no merge file; give"
+            " merges.txt (OpenAI's name: vocab.bpe) too, or a folder that holds both"
         )
     present = [name for pair in BPE_FILES for name in pair if (folder / name).is_file()]
     pairs = " or ".join(f"{vocab_name} with {merge_name}" for vocab_name, merge_name in BPE_FILES)
@@ -48,18 +49,30 @@ def files_in(folder: Path) -> tuple[Path, Path | None]:
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """Tokenizer of a byte-level BPE. GPT-2's ``<|endoftext|>`` begins and ends.
-
-    Pickling stores its file names, so a worker process builds its own.
-    """
+    """Tokenizer of a byte-level BPE. GPT-2's ``<|endoftext|>`` begins and ends."""
 
     kind = "GPT2BPETokenizer"
 
-    def __init__(self, vocab_file: Path, merge_file: Path | None, backend: str = "auto") -> None:
-        """merge_file: None where ``vocab_file`` is a tokenizer.json."""
-        self.vocab_file = vocab_file
-        self.merge_file = merge_file
-        self.vocabulary = vocabulary = read_vocabulary(vocab_file, merge_file)
+    def __init__(
+        self,
+        vocab_file: str | os.PathLike[str],
+        merge_file: str | os.PathLike[str] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Build from vocab.json and merges.txt, encoder.json and vocab.bpe, tokenizer.json, or
+        the folder of such files.
+
+        The merges may lack their ``#version`` header. backend: "auto" (gigatoken, else tiktoken,
+        else tokenizers), or one of these names.
+        Raises TokenizerError for broken files, and for a named backend that is missing or not
+        exact.
+        """
+        self.vocab_file, self.merge_file = (
+            files_in(Path(vocab_file))
+            if merge_file is None
+            else (Path(vocab_file), Path(merge_file))
+        )
+        self.vocabulary = vocabulary = read_vocabulary(self.vocab_file, self.merge_file)
         self._token_bytes = vocabulary.token_bytes
         self._backend, self.passed_over = choose_backend(vocabulary, backend)
         super().__init__(
@@ -69,29 +82,6 @@ class GPT2BPETokenizer(Tokenizer):
             marks=vocabulary.marks,
             framing=vocabulary.framing,
         )
-
-    @classmethod
-    def from_files(
-        cls,
-        vocab_file: str | os.PathLike[str],
-        merge_file: str | os.PathLike[str] | None = None,
-        backend: str = "auto",
-    ) -> GPT2BPETokenizer:
-        """Build from vocab.json and merges.txt, encoder.json and vocab.bpe, or tokenizer.json.
-
-        The merges may lack their ``#version`` header. backend: "auto" (gigatoken, else tiktoken,
-        else tokenizers), or one of these names.
-        Raises TokenizerError for broken files, and for a named backend that is missing or not
-        exact.
-        """
-        return cls(Path(vocab_file), None if merge_file is None else Path(merge_file), backend)
-
-    @classmethod
-    def from_folder(cls, folder: str | os.PathLike[str], backend: str = "auto") -> GPT2BPETokenizer:
-        """Build from the files in ``folder``, under Hugging Face's names or OpenAI's.
-        Raises TokenizerError.
-        """
-        return cls(*files_in(Path(folder)), backend)
 
     def _encode_many(self, texts: list[str]) -> PackedIds:
         if self.vocabulary.prefix_space:
@@ -118,6 +108,3 @@ class GPT2BPETokenizer(Tokenizer):
 
     def stream(self, after: Sequence[int] = ()) -> ByteStream:
         return ByteStream(self.decode_bytes, after)
-
-    def __reduce__(self) -> tuple[type[GPT2BPETokenizer], tuple[Path, Path | None, str]]:
-        return type(self), (self.vocab_file, self.merge_file, self.backend)

@@ -177,7 +177,7 @@ def _refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
 
 
 class TextTokenizer(Tokenizer):
-    """Tokenizer of a single file. Pickling stores its name, so a worker process builds its own."""
+    """Tokenizer of a single file."""
 
     def __init__(self, file: Path, **settings: Any) -> None:
         """settings: those of ``Tokenizer``."""
@@ -190,9 +190,6 @@ class TextTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
         return self.decode(ids).encode()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_file, (self.file, self.kind)
 
     @classmethod
     @abstractmethod

@@ -14,33 +14,14 @@ import numpy as np
 from common.tokenizer.bpe_files import END_OF_TEXT
 
 _BMP = "\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1"
-_BEYOND = (  # first, last
-    *(
-        (0x10940, 0x10959),
-        (0x10EC5, 0x10EC7),
-        (0x11DB0, 0x11DDB),
-        (0x11DE0, 0x11DE9),
-        (0x16EA0, 0x16EB8),
-        (0x16EBB, 0x16ED3),
-    ),
-    *(
-        (0x16FF2, 0x16FF6),
-        (0x187F8, 0x187FF),
-        (0x18D09, 0x18D1E),
-        (0x18D80, 0x18DF2),
-        (0x1E6C0, 0x1E6DE),
-        (0x1E6E0, 0x1E6E2),
-    ),
-    *(
-        (0x1E6E4, 0x1E6E5),
-        (0x1E6E7, 0x1E6ED),
-        (0x1E6F0, 0x1E6F4),
-        (0x1E6FE, 0x1E6FF),
-        (0x2B73A, 0x2B73F),
-        (0x2CEA2, 0x2CEAD),
-    ),
-    *((0x323B0, 0x33479),),
-)
+_RANGES = """
+10940-10959 10EC5-10EC7 11DB0-11DDB 11DE0-11DE9 16EA0-16EB8 16EBB-16ED3 16FF2-16FF6 187F8-187FF
+18D09-18D1E 18D80-18DF2 1E6C0-1E6DE 1E6E0-1E6E2 1E6E4-1E6E5 1E6E7-1E6ED 1E6F0-1E6F4 1E6FE-1E6FF
+2B73A-2B73F 2CEA2-2CEAD 323B0-33479
+"""
+_BEYOND = [
+    (int(first, 16), int(last, 16)) for first, last in (each.split("-") for each in _RANGES.split())
+]
 DISPUTED = (*((ord(char), ord(char)) for char in _BMP), *_BEYOND)
 """First and last code point of each range."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import uuid
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,6 @@ def _view_of(checkpoint: Path) -> Any:
     """Return a value that is equal for processes that read the same files on the same host."""
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except (OSError, ValueError):
-        host = socket.gethostname()
-    try:
         files = {path.name: path.stat() for path in checkpoint.iterdir()}
     except OSError:
         return uuid.uuid4().hex  # reads by itself, and fails then

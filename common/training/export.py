@@ -37,6 +37,9 @@ from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 
+OF_A_COMMAND = ("prompt", "prompt_file", "output_file", "output_folder")
+"""Settings of predict that belong to one command, and do not go along with a model."""
+
 
 def exported_vocabulary(model: ResolvedModel, checkpoint: Checkpoint) -> dict[str, int]:
     """Return the key of model that changes if the config has the padded size of a vocabulary."""
@@ -87,7 +90,7 @@ def _put_settings(folder: Path, config: Run) -> None:
     """
     has_tokenizer = put_tokenizer_files(folder, config)
     settings = config.model_dump(include={"backend", "seed", "precision", "model", "predict"})
-    for name in ("prompt", "prompt_file", "output_file"):
+    for name in OF_A_COMMAND:
         settings["predict"].pop(name)
     settings["optimizer"] = {"learning_rate": config.optimizer.learning_rate}
     settings |= {"output_dir": ".", "checkpoint": {"load": "."}}

@@ -21,9 +21,9 @@ from common.errors import DivergedError, StopRequested
 from common.log import LOG, progress_bar
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
-from common.training.report import make_report
+from common.training.report import Report
 from common.training.saving import Saver
-from common.training.steps import Agreements, Steps, TrainingParts, ends_epoch
+from common.training.steps import Steps, TrainingParts, ends_epoch
 from common.training.stop import StopSignal
 
 _EXIT = 1
@@ -45,7 +45,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
     config = run.config
     last_step = config.train.steps
     summary: dict[str, Any] = {}
-    report = make_report(config, run.samples_per_epoch)
+    report = Report(config, run.data.samples_per_epoch)
     saver = Saver(
         run.checkpoints,
         run.engine.snapshot,
@@ -68,7 +68,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
                 f"nothing to train: step {state.step} is done, and train.max_steps={last_step};"
                 " raise train.max_steps to continue"
             )
-        steps, agreements = Steps(run, state), Agreements(run)
+        steps = Steps(run, state)
 
         def record(rows: Iterable[dict[str, Any]]) -> None:
             for row in rows:
@@ -86,13 +86,13 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
             run.checkpoints.raise_failure()
             known = 0 if steps.under_way else state.step
             wish = stop.number or _exit_wish(config, known, time.perf_counter() - start)
-            stopping = agreements.largest(wish, steps.under_way)
+            stopping = steps.agree(wish)
             record(steps.finish() if stopping else ())
             if steps.under_way:
                 continue
             if not stopping and state.step < last_step and _save_due(run, saver, state.step):
                 saver.save_unless_diverging(state)
-            was_validated = not run.validation or not _validation_due(config, state.step)
+            was_validated = not run.data.validation or not _validation_due(config, state.step)
             if not stopping and not was_validated:
                 row, stopping = validate(run, state.step, stop)
                 was_validated = not stopping
@@ -154,23 +154,23 @@ def validate(run: TrainingParts, step: int, stop: StopSignal) -> tuple[dict[str,
 
     A signal ends the pass without a row. Its number is returned too.
     """
-    if not run.validation:
+    if not run.data.validation:
         return {}, 0
 
     def go_on(_: Tokens) -> bool:
         beat(step, "validating")
-        return not run.max_over_ranks(stop.number or 0)
+        return not run.world.all_reduce_max(stop.number or 0)
 
     start = time.perf_counter()
     parts = {
         name: run.engine.evaluate(itertools.takewhile(go_on, windows()))
-        for name, windows in run.validation.items()
+        for name, windows in run.data.validation.items()
     }
-    stopping = run.max_over_ranks(stop.number or 0)
+    stopping = run.world.all_reduce_max(stop.number or 0)
     if stopping:
         return {}, stopping
     seconds = time.perf_counter() - start
-    figures = validation_figures(parts, run.validation_bytes())
+    figures = validation_figures(parts, run.data.validation_bytes())
     row = {"step": step, **figures, "validation_time": seconds}
     run.metrics.write(row)
     return row, 0
@@ -178,9 +178,10 @@ def validate(run: TrainingParts, step: int, stop: StopSignal) -> tuple[dict[str,
 
 def _lacks_validation(run: TrainingParts, step: int) -> bool:
     """Whether a stop or a kill prevented the validation of the step from which the run resumes."""
-    if not run.resumed or not run.validation or not step or not _validation_due(run.config, step):
+    if not run.resumed or not run.data.validation or not step:
         return False
-    return bool(run.max_over_ranks(int(run.metrics.lacks_validation(step))))
+    is_due = _validation_due(run.config, step)
+    return is_due and bool(run.world.all_reduce_max(int(run.metrics.lacks_validation(step))))
 
 
 def _save_due(run: TrainingParts, saver: Saver, step: int) -> bool:

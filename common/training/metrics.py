@@ -10,7 +10,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from common.errors import ConfigError, StorageError
@@ -141,13 +140,8 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if value is None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
             self._drop_later_rows()
         self.close()
 

@@ -18,8 +18,6 @@ _UNITS = {
     "validation_time": "validation time (s)",
     "peak_memory": "peak memory (bytes)",
 }
-_WITH_VALIDATION = {"loss": "validation_loss"}
-"""Metrics with a validation that is drawn into the same panel, as dots."""
 
 
 def plot_loss(folder: Path) -> Path:
@@ -105,7 +103,9 @@ def _draw(
     validation_color: str,
 ) -> None:
     """Draw a moving average over faint values, and validations as dots."""
-    points, validations = _series(rows, metric), _series(rows, _WITH_VALIDATION.get(metric, ""))
+    points, validations = _series(rows, metric), []
+    if metric == "loss":
+        validations = _series(rows, "validation_loss")
     if points:
         steps, values = zip(*points, strict=True)
         width = smoothing or max(1, len(values) // 50)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from common.checkpoint.state import TrainState
 from common.errors import ConfigError
@@ -71,12 +70,7 @@ class ProfileWindow:
     def __enter__(self) -> ProfileWindow:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with _warning_only():
             self._open.close()
 

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import ConfigError, StorageError
+from common.errors import StorageError
 from common.files import atomic_write
 from common.parallel.run import Run
 from common.parallel.topology import Coordinates, Topology
-from common.structured_files import MalformedError, parse_json
+from common.structured_files import parse_json
 from common.tensor_files.safetensors_file import write_safetensors
 from common.weights.names import parameter_shapes
 from common.weights.pieces import Rectangle, TensorSlice, to_rectangle
@@ -61,22 +61,6 @@ class RecordRequest:
         return {VARIABLE: text}
 
 
-def find_request(environ: Mapping[str, str]) -> RecordRequest | None:
-    """Return what the environment asks for; None if nothing. Raises ConfigError."""
-    text = environ.get(VARIABLE)
-    if not text:
-        return None
-    try:
-        found = parse_json(text.encode())
-        return RecordRequest(
-            step=int(found["step"]), samples=int(found["samples"]), folder=Path(found["folder"])
-        )
-    except (MalformedError, LookupError, TypeError, ValueError):
-        raise ConfigError(
-            f"{VARIABLE}={text}: is not a request of tools/compare_runs.py --layers; unset it"
-        ) from None
-
-
 def activation_names(layers: int) -> Iterator[str]:
     """Yield the names of recorded activations in the order of the forward pass."""
     yield EMBEDDINGS
@@ -92,8 +76,10 @@ def recorded_samples(wanted: int, global_batch: int) -> list[int]:
     return [index * global_batch // count for index in range(count)]
 
 
-class StepRecord:
-    """One rank's part of the record of a step."""
+class RecorderBase(ABC):
+    """Base of the backends' recorders, which hook the layers of a model during one step, and write
+    this rank's part of its record.
+    """
 
     def __init__(self, request: RecordRequest, config: Run, topology: Topology, rank: int) -> None:
         self.step = request.step
@@ -106,104 +92,6 @@ class StepRecord:
         self._first = self._at.data * self._local_batch
         self._found: dict[str, dict[int, Array]] = {}
         """Activations by SECTION/NAME, then by the number of the sample among the recorded ones."""
-        self._tensors: dict[str, Array] = {}
-        self._pieces: dict[str, Rectangle] = {}
-
-    def take_tokens(self, tokens: Any) -> None:
-        """Keep the recorded samples of this rank's batch."""
-        if self._at.tensor == 0 and self._at.pipeline == 0:
-            rows = np.asarray(tokens)
-            for number, row in self._rows(0, len(rows)):
-                self._found.setdefault(TOKENS, {})[number] = rows[row].astype(np.float32)[:, None]
-
-    def take_activation(
-        self,
-        section: str,
-        name: str,
-        micro_batch: int,
-        shape: Sequence[int],
-        read: Callable[[int], Array],
-    ) -> None:
-        """Keep an activation, or its gradient, of the recorded samples of a micro batch.
-
-        shape: (samples, tokens, channels). read: returns a sample, (tokens, channels).
-        """
-        size = self._config.train.micro_batch_size
-        if shape[1] == self._config.model.seq_length and self._at.tensor:
-            return  # the first rank of the group has the same
-        found = self._found.setdefault(f"{section}/{name}", {})
-        for number, row in self._rows(micro_batch * size, min(size, shape[0])):
-            if number not in found:
-                found[number] = read(row)
-
-    def take_parameters(
-        self, section: str, values: Mapping[str, Array], pieces: Mapping[str, TensorSlice]
-    ) -> None:
-        """Keep this rank's pieces of parameters or of their gradients."""
-        for name, array in values.items():
-            self._tensors[f"{section}/{name}"] = array
-            self._pieces[f"{section}/{name}"] = to_rectangle(pieces[name])
-
-    def write(self, loss: float) -> None:
-        """Write this rank's files. Raises StorageError."""
-        for name, found in self._found.items():
-            if not found:
-                continue
-            numbers = sorted(found)
-            tokens, width = found[numbers[0]].shape
-            length = self._config.model.seq_length
-            first = 0 if name == TOKENS or tokens == length else self._at.tensor * tokens
-            self._tensors[name] = np.stack([found[number].reshape(-1) for number in numbers])
-            self._pieces[name] = [
-                [numbers[0], numbers[-1] + 1], [first * width, (first + tokens) * width],
-            ]  # fmt: skip
-        stem, model = self._folder / f"rank_{self._rank:05d}", self._config.model
-        facts = {
-            "step": self.step,
-            "ranks": self._topology.world_size,
-            "loss": loss,
-            "samples": self._samples,
-            "ranks_of_samples": [self._rank_of(sample) for sample in self._samples],
-            "sequence": model.seq_length,
-            "hidden": model.hidden_size,
-            "layers": model.num_layers,
-            "compute": self._config.precision.compute,
-            "backend": self._config.backend,
-            "shapes": parameter_shapes(model),
-            "pieces": self._pieces,
-        }
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_safetensors(stem.with_suffix(".safetensors"), self._tensors)
-            with atomic_write(stem.with_suffix(".json"), "w") as file:
-                json.dump(facts, file)
-        except OSError as error:
-            raise StorageError(
-                f"{stem}.safetensors: the record of step {self.step} could not be written:"
-                f" {error.strerror or error}"
-            ) from None
-
-    def _rank_of(self, sample: int) -> int:
-        """Return the first of the ranks that read a sample of the global batch."""
-        place = Coordinates(data=sample // self._local_batch, tensor=0, pipeline=0)
-        return self._topology.rank(place)
-
-    def _rows(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield recorded samples among ``count`` of this rank from ``start`` on: the number of the
-        sample among the recorded ones, and its row among these.
-        """
-        first = self._first + start
-        for number, sample in enumerate(self._samples):
-            if first <= sample < first + count:
-                yield number, sample - first
-
-
-class RecorderBase(ABC):
-    """Base of the backends' recorders, which hook the layers of a model during one step."""
-
-    def __init__(self, record: StepRecord) -> None:
-        self.step = record.step
-        self._record = record
         self._scale = 1.0
         """Loss scale of the gradients."""
         self._hooks: list[Any] = []
@@ -231,7 +119,12 @@ class RecorderBase(ABC):
 
     def begin(self, tokens: Any, parts: Sequence[Any], scale: float) -> None:
         """Watch the parts of the model during a step. tokens: of this rank. scale: of the loss."""
-        self._record.take_tokens(tokens)
+        if self._at.tensor == 0 and self._at.pipeline == 0:
+            rows = np.asarray(tokens)
+            self._found[TOKENS] = {
+                number: rows[row].astype(np.float32)[:, None]
+                for number, row in self._rows(0, len(rows))
+            }
         self._scale = scale
         for part in parts:
             for name, layer in self.layers(part):
@@ -257,19 +150,26 @@ class RecorderBase(ABC):
         gradient.
         """
 
-        def take(values: Any, section: str, number: int) -> None:
-            factor = np.float32(1.0 if section == FORWARD else 1.0 / self._scale)
-            self._record.take_activation(
-                section, name, number, values.shape, lambda row: self.on_host(values[row]) * factor
-            )
-
         def hook(output: Any) -> None:
             number = self._micro_batch
             if number is not None:
-                take(output, FORWARD, number)
-                output.register_hook(lambda gradient: take(gradient, BACKWARD, number))
+                self._take(FORWARD, name, number, output)
+                output.register_hook(lambda gradient: self._take(BACKWARD, name, number, gradient))
 
         return hook
+
+    def _take(self, section: str, name: str, micro_batch: int, values: Any) -> None:
+        """Keep an activation (samples, tokens, channels), or its gradient, of the recorded samples
+        of a micro batch.
+        """
+        size = self._config.train.micro_batch_size
+        if values.shape[1] == self._config.model.seq_length and self._at.tensor:
+            return  # the first rank of the group has the same
+        factor = np.float32(1.0 if section == FORWARD else 1.0 / self._scale)
+        found = self._found.setdefault(f"{section}/{name}", {})
+        for number, row in self._rows(micro_batch * size, min(size, values.shape[0])):
+            if number not in found:
+                found[number] = self.on_host(values[row]) * factor
 
     def end(
         self,
@@ -279,20 +179,86 @@ class RecorderBase(ABC):
         pieces: Mapping[str, TensorSlice],
     ) -> None:
         """Remove the hooks and write the record, before the update. pieces: those that this rank
-        writes.
+        writes. Raises StorageError.
         """
         for hook in self._hooks:
             hook.remove()
-        slopes = self.pieces_on_host(gradients, pieces)
-        scaled = {name: values / np.float32(self._scale) for name, values in slopes.items()}
-        self._record.take_parameters(GRADIENTS, scaled, pieces)
-        self._record.take_parameters(WEIGHTS, self.pieces_on_host(weights, pieces), pieces)
-        self._record.write(float(loss))
+        tensors: dict[str, Array] = {}
+        rectangles: dict[str, Rectangle] = {}
+        for section, given, factor in (
+            (GRADIENTS, gradients, np.float32(self._scale)),
+            (WEIGHTS, weights, np.float32(1.0)),
+        ):
+            for name, array in self.pieces_on_host(given, pieces).items():
+                tensors[f"{section}/{name}"] = array / factor
+                rectangles[f"{section}/{name}"] = to_rectangle(pieces[name])
+        for name, found in self._found.items():
+            if not found:
+                continue
+            numbers = sorted(found)
+            tokens, width = found[numbers[0]].shape
+            length = self._config.model.seq_length
+            first = 0 if name == TOKENS or tokens == length else self._at.tensor * tokens
+            tensors[name] = np.stack([found[number].reshape(-1) for number in numbers])
+            rectangles[name] = [
+                [numbers[0], numbers[-1] + 1], [first * width, (first + tokens) * width],
+            ]  # fmt: skip
+        self._write(float(loss), tensors, rectangles)
+
+    def _write(
+        self, loss: float, tensors: Mapping[str, Array], pieces: Mapping[str, Rectangle]
+    ) -> None:
+        stem, model = self._folder / f"rank_{self._rank:05d}", self._config.model
+        facts = {
+            "step": self.step,
+            "ranks": self._topology.world_size,
+            "loss": loss,
+            "samples": self._samples,
+            "ranks_of_samples": [self._rank_of(sample) for sample in self._samples],
+            "sequence": model.seq_length,
+            "hidden": model.hidden_size,
+            "layers": model.num_layers,
+            "compute": self._config.precision.compute,
+            "backend": self._config.backend,
+            "shapes": parameter_shapes(model),
+            "pieces": pieces,
+        }
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_safetensors(stem.with_suffix(".safetensors"), tensors)
+            with atomic_write(stem.with_suffix(".json"), "w") as file:
+                json.dump(facts, file)
+        except OSError as error:
+            raise StorageError(
+                f"{stem}.safetensors: the record of step {self.step} could not be written:"
+                f" {error.strerror or error}"
+            ) from None
+
+    def _rank_of(self, sample: int) -> int:
+        """Return the first of the ranks that read a sample of the global batch."""
+        place = Coordinates(data=sample // self._local_batch, tensor=0, pipeline=0)
+        return self._topology.rank(place)
+
+    def _rows(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield recorded samples among ``count`` of this rank from ``start`` on: the number of the
+        sample among the recorded ones, and its row among these.
+        """
+        first = self._first + start
+        for number, sample in enumerate(self._samples):
+            if first <= sample < first + count:
+                yield number, sample - first
 
 
 def open_recorder(
-    recorder: Callable[[StepRecord], R], config: Run, topology: Topology, rank: int
+    recorder: Callable[[RecordRequest, Run, Topology, int], R],
+    config: Run,
+    topology: Topology,
+    rank: int,
 ) -> R | None:
-    """Return the recorder that the environment asks for. Raises ConfigError."""
-    request = find_request(os.environ)
-    return recorder(StepRecord(request, config, topology, rank)) if request else None
+    """Return the recorder that the environment asks for."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    found = parse_json(text)
+    request = RecordRequest(**found | {"folder": Path(found["folder"])})
+    return recorder(request, config, topology, rank)

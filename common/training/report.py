@@ -142,7 +142,10 @@ class Report:
     """Log of a run in one style."""
 
     def __init__(self, config: Run, samples_per_epoch: int = 0) -> None:
-        """Create a report. samples_per_epoch: 0 if unknown; all steps then belong to one epoch."""
+        """Create a report. samples_per_epoch: of the data, unless train.num_samples says how long
+        an epoch is; 0 if unknown, and all steps then belong to one epoch.
+        """
+        samples_per_epoch = config.train.num_samples or samples_per_epoch
         steps, batch = config.train.steps, config.train.global_batch_size
         self.config, self.style = config, STYLES[config.logging.style]
         self.last_step = steps
@@ -314,11 +317,6 @@ def part_lines(row: Row) -> list[str]:
         for name in names
     ]
     return [f"validation by data set: {listed(parts)}"] if parts else []
-
-
-def make_report(config: Run, samples_per_epoch: int = 0) -> Report:
-    """Return the report of a run. train.num_samples says how long its epochs are, else the data."""
-    return Report(config, config.train.num_samples or samples_per_epoch)
 
 
 def use_style(config: Run) -> None:

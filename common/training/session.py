@@ -127,17 +127,13 @@ class Session:
                 config=config,
                 engine=engine,
                 batches=batches,
-                validation=self.data.validation,
-                validation_bytes=self.data.validation_bytes,
+                data=self.data,
                 checkpoints=checkpoints,
                 metrics=metrics,
-                peak_flops=device.peak_flops(config.precision.compute) * self.world.size,
+                device=device,
                 resumed=self.start.in_folder(folder),
-                samples_per_epoch=self.data.samples_per_epoch,
-                peak_memory=device.peak_memory,
                 profile=profile,
-                max_over_ranks=self.world.all_reduce_max,
-                start_max=self.world.start_max,
+                world=self.world,
             )
             return train_loop(run, state)
 

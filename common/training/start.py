@@ -64,7 +64,7 @@ def require_writable(checkpoints: Path) -> None:
             f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a"
             " folder that this user can write, or choose another output_dir"
         ) from None
-    if wrong:
+    if wrong:  # a checkpoint would take its place
         raise ConfigError(
             f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or"
             " choose another output_dir"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter
-from common.dataset import Batch, Tokens
-from common.device import peak_resident_bytes
+from common.dataset import Batch
+from common.device import Device
 from common.log import LOG
 from common.parallel.ramp import epochs_done
 from common.parallel.run import Run
+from common.parallel.world import WorldBase
 from common.processes.heartbeat import beat
+from common.training.data import TrainingData
 from common.training.engine import Engine, StepResult
 from common.training.metrics import MetricsWriter
 from common.training.outliers import NO_LIMITS, limits_of, record_outlier
@@ -30,47 +32,14 @@ class TrainingParts:
     config: Run
     engine: Engine
     batches: Iterator[Batch]
-    validation: Mapping[str, Callable[[], Iterable[Tokens]]]
-    """Functions that start a pass over the validation windows of a data set; empty without any."""
-    validation_bytes: Callable[[], Mapping[str, int]] = dict
-    """Function that returns the bytes of the text of each data set's windows; empty if unknown."""
+    data: TrainingData
     checkpoints: CheckpointWriter
     metrics: MetricsWriter
-    peak_flops: float
-    """Peak FLOP/s of all devices together; 0 if unknown."""
+    device: Device
     resumed: bool = False
     """Whether the run resumes a checkpoint of its own folder, which need not be saved again."""
-    samples_per_epoch: int = 0
-    """Samples of an epoch, for log lines that count epochs."""
-    peak_memory: Callable[[], int] = peak_resident_bytes
-    """Function that returns the peak memory in bytes."""
-    profile: ProfileWindow | None = None
-    max_over_ranks: Callable[[int], int] = int
-    """Function that returns the largest number of all ranks, so that they stop at the same step."""
-    start_max: Callable[[int], Callable[[], int]] | None = None
-    """Function that asks for it while the engine computes: see ``WorldBase.start_max``."""
-
-
-class Agreements:
-    """Agreement of the ranks after each step, read as late as the results of the steps."""
-
-    def __init__(self, run: TrainingParts) -> None:
-        self._run = run
-        self._asked: deque[Callable[[], int]] = deque()
-
-    def largest(self, value: int, under_way: int) -> int:
-        """Start to find the largest value of all ranks, and wait for all answers but the last
-        ``under_way``. Return the largest of these answers; 0 if there is none.
-        """
-        run, found = self._run, 0
-        if run.start_max is not None:
-            self._asked.append(run.start_max(value))
-        else:
-            largest = run.max_over_ranks(value)
-            self._asked.append(lambda: largest)
-        while len(self._asked) > under_way:
-            found = max(found, self._asked.popleft()())
-        return found
+    profile: ProfileWindow
+    world: WorldBase
 
 
 class Steps:
@@ -78,11 +47,14 @@ class Steps:
 
     def __init__(self, run: TrainingParts, state: TrainState) -> None:
         self._run, self._state = run, state
-        self._batches = _WatchedBatches(run.batches, state.step)
+        self._batches = self._watched(run.batches, state.step)
+        self._read: deque[_Read] = deque()
+        """Batches whose results are not known."""
         self._asked = state.step
         self._since = 0.0
         """Time of the last result, or of the first request after all were known."""
         self._told = False
+        self._answers: deque[Callable[[], int]] = deque()
 
     @property
     def under_way(self) -> int:
@@ -97,8 +69,7 @@ class Steps:
         distance = _steps_to_boundary(run, self._asked, config.train.steps)
         count = min(run.engine.steps_per_run, distance)
         if not self.under_way:
-            if run.profile is not None:
-                run.profile.begin(self._asked + 1)
+            run.profile.begin(self._asked + 1)
             self._since = time.perf_counter()
         results = run.engine.run(
             self._batches,
@@ -122,16 +93,41 @@ class Steps:
         if self.under_way:
             yield from self._rows(self._run.engine.finish())
 
+    def agree(self, value: int) -> int:
+        """Start to find the largest value of all ranks, and wait for the answers of all calls but
+        the last ``under_way``. Return the largest of these answers; 0 if there is none.
+        """
+        self._answers.append(self._run.world.start_max(value))
+        found = 0
+        while len(self._answers) > self.under_way:
+            found = max(found, self._answers.popleft()())
+        return found
+
+    def _watched(self, batches: Iterator[Batch], step: int) -> Iterator[Batch]:
+        """Yield batches on their way to the engine."""
+        while True:
+            start = time.perf_counter()
+            step += 1
+            beat(step, "reading data")
+            batch = next(batches)
+            beat(step, "computing")
+            waited = time.perf_counter() - start
+            read = _Read(batch.samples, batch.consumed_samples, batch.sample_hash, waited)
+            self._read.append(read)
+            yield batch
+
     def _rows(self, results: list[StepResult]) -> Iterator[dict[str, Any]]:
         if not results:
             return
         run, state, config = self._run, self._state, self._run.config
         now = time.perf_counter()
         seen, self._since = (now - self._since) / len(results), now
-        if run.profile is not None and len(results) == self.under_way:
+        if len(results) == self.under_way:
             run.profile.end(self._asked)
-        memory = run.peak_memory()
-        read = [self._batches.read.popleft() for _ in results]
+        memory, flops = run.device.peak_memory(), flops_per_token(config.model)
+        # of all devices together; 0 if unknown
+        peak = run.device.peak_flops(config.precision.compute) * run.world.size
+        read = [self._read.popleft() for _ in results]
         waited = sum(batch.waited for batch in read) / len(results)
         for result, batch in zip(results, read, strict=True):
             state.step += 1
@@ -155,12 +151,7 @@ class Steps:
                 "samples_per_second": speed,
                 "step_time": seconds,
                 "data_wait": waited,
-                "mfu": flops_per_token(config.model)
-                * speed
-                * config.model.seq_length
-                / run.peak_flops
-                if run.peak_flops
-                else None,
+                "mfu": flops * speed * config.model.seq_length / peak if peak else None,
                 "peak_memory": memory,
                 "loss_scale": result.loss_scale,
                 "consumed_samples": state.consumed_samples,
@@ -171,43 +162,13 @@ class Steps:
             }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Read:
+class _Read(NamedTuple):
     """Batch that was read: its size, the state of the run after it, and the seconds of waiting."""
 
     samples: int
     consumed_samples: int
     sample_hash: str
     waited: float
-
-
-class _WatchedBatches:
-    """Batches on their way to the engine."""
-
-    def __init__(self, batches: Iterator[Batch], step: int) -> None:
-        self._batches = batches
-        self._step = step
-        self.read: deque[_Read] = deque()
-        """Batches whose results are not known."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        start = time.perf_counter()
-        self._step += 1
-        beat(self._step, "reading data")
-        batch = next(self._batches)
-        beat(self._step, "computing")
-        self.read.append(
-            _Read(
-                samples=batch.samples,
-                consumed_samples=batch.consumed_samples,
-                sample_hash=batch.sample_hash,
-                waited=time.perf_counter() - start,
-            )
-        )
-        return batch
 
 
 def _steps_to_boundary(run: TrainingParts, step: int, last_step: int) -> int:
@@ -222,14 +183,14 @@ def _steps_to_boundary(run: TrainingParts, step: int, last_step: int) -> int:
         last_step,
         *((step // n + 1) * n for n in intervals if n),
         *_epoch_ends_after(run, step),
-        *(run.profile.boundaries if run.profile else ()),
+        *run.profile.boundaries,
     ]
     return min(stop for stop in stops if stop > step) - step
 
 
 def _epoch_ends_after(run: TrainingParts, step: int) -> list[int]:
     """Return the step of the next end of an epoch, if weights are written there."""
-    samples, batches = run.samples_per_epoch, run.config.batch_sizes
+    samples, batches = run.data.samples_per_epoch, run.config.batch_sizes
     if not (run.config.checkpoint.epoch_models and samples):
         return []
     return [batches.steps_within((epochs_done(step, batches, samples) + 1) * samples)]

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 from common.interrupts import end_at_interrupts, was_interrupted
@@ -40,12 +40,7 @@ class StopSignal:
             self.number = signal.SIGINT
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -88,20 +83,13 @@ def end_process(code: int) -> NoReturn:
     """
     mindspore = sys.modules.get("mindspore")
     on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"
-    for stream in (sys.stdout, sys.stderr):
-        # the output has no reader, is closed or does not exist
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    _flush()
     end_at_interrupts()
     if on_cpu and os.environ.get("MS_ROLE") == "MS_WORKER" and "GPT2_LAUNCHER_PID" in os.environ:
         leave_now(code)
     distributed = sys.modules.get("torch.distributed")
-    if (
-        code
-        and distributed is not None
-        and distributed.is_available()
-        and distributed.is_initialized()
-    ):
+    is_open = distributed and distributed.is_available() and distributed.is_initialized()
+    if code and is_open:
         leave_now(code)
     sys.exit(code)
 
@@ -109,7 +97,12 @@ def end_process(code: int) -> NoReturn:
 def leave_now(code: int) -> NoReturn:
     """Flush the output, and end the process without exit handlers and destructors."""
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the output has no reader or is closed
-            stream.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # the output has no reader, is closed or does not exist
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -17,12 +17,13 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from common.config.load import flatten
 from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
 
@@ -37,18 +38,9 @@ Row = tuple[int, dict[str, float]]
 """Step and figures."""
 
 
-class Store(Protocol):
-    run: str
-    """The tracker's name of the run, by which it is continued."""
-
-    def log(self, rows: list[Row]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class InitStore:
     """W&B and SwanLab: a folder for each start, which ``wandb sync`` or ``swanlab sync`` uploads
-    as one run.
+    as one run. ``run``: the tracker's name of the run, by which it is continued.
     """
 
     def __init__(self, name: str, folder: Path, job: Mapping[str, Any], run: str | None) -> None:
@@ -72,7 +64,7 @@ class InitStore:
 
 
 class MLflow:
-    """MLflow: one SQLite file, which ``mlflow ui --backend-store-uri`` opens."""
+    """MLflow: one SQLite file, which ``mlflow ui --backend-store-uri`` opens. ``run``: its id."""
 
     def __init__(self, name: str, folder: Path, job: Mapping[str, Any], run: str | None) -> None:
         from mlflow import MlflowClient
@@ -90,7 +82,7 @@ class MLflow:
                 else client.create_experiment(job["project"], artifact_location=place)
             )
             run = str(client.create_run(experiment, run_name=job["name"]).info.run_id)
-            params = [Param(key, str(value)) for key, value in _leaves(job["config"])]
+            params = [Param(key, str(value)) for key, value in flatten(job["config"])]
             for start in range(0, len(params), 100):  # as many as one call takes
                 client.log_batch(run, params=params[start : start + 100])
         else:
@@ -111,11 +103,8 @@ class MLflow:
         self._client.set_terminated(self.run)
 
 
-STORES: dict[str, Callable[[str, Path, Mapping[str, Any], str | None], Store]] = {
-    "wandb": InitStore,
-    "mlflow": MLflow,
-    "swanlab": InitStore,
-}
+STORES: dict[str, type[InitStore] | type[MLflow]]
+STORES = {"wandb": InitStore, "mlflow": MLflow, "swanlab": InitStore}
 
 
 class Trackers:
@@ -237,11 +226,3 @@ def _move_aside(folder: Path) -> None:
     while (target := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
         number += 1
     folder.rename(target)
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        yield prefix, tree
-        return
-    for name, value in tree.items():
-        yield from _leaves(value, f"{prefix}.{name}" if prefix else name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,7 +75,9 @@ class QuantizedReader:
         """
         self._path = path
         self._reader = reader
-        self._has_said = False
+        self.says_once = cache(
+            lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32")
+        )
         names = list(reader.keys())  # safe_open is not a mapping
         self._stored = set(names)
         integers = [name for name in names if reader.get_slice(name).get_dtype() == "I8"]
@@ -114,12 +117,6 @@ class QuantizedReader:
         assert layer.scales is not None
         return _Slice(self, stored, layer.scales)
 
-    def say_once(self) -> None:
-        """Log once that weights are taken as float32."""
-        if not self._has_said:
-            self._has_said = True
-            LOG.info(f"{self._path}: its weights of 8 bits are taken as float32")
-
     def _read_layer(self, name: str) -> LayerScheme:
         shape = self._reader.get_slice(name).get_shape()
         if len(shape) != 2 or not decays(name) or name == POSITIONS:
@@ -134,20 +131,16 @@ class QuantizedReader:
         return LayerScheme(scales=scales, input_scale=input_scale)
 
     def _read_scale(self, name: str, shape: list[int]) -> NDArray[np.float32]:
-        if name not in self._stored:
+        absent: NDArray[np.float32] = np.empty(0, np.float32)
+        scales = self._reader.get_tensor(name) if name in self._stored else absent
+        if (
+            list(scales.shape) != shape
+            or scales.dtype != np.float32
+            or not (np.isfinite(scales) & (scales > 0)).all()
+        ):
             raise CheckpointError(
-                f"{self._path}: lacks {name}, without which the integers mean nothing; {_REMEDY}"
-            )
-        scales: NDArray[np.float32] = self._reader.get_tensor(name)
-        if list(scales.shape) != shape or scales.dtype != np.float32:
-            raise CheckpointError(
-                f"{self._path}: {name} is {scales.dtype} {list(scales.shape)}; expected float32"
-                f" {shape}; {_REMEDY}"
-            )
-        if not (np.isfinite(scales) & (scales > 0)).all():
-            wrong = scales[~(np.isfinite(scales) & (scales > 0))][0]
-            raise CheckpointError(
-                f"{self._path}: {name} holds {wrong}; expected finite numbers above 0; {_REMEDY}"
+                f"{self._path}: {name} is missing or wrong; expected finite numbers above 0 of"
+                f" float32 {shape}; {_REMEDY}"
             )
         return scales
 
@@ -165,7 +158,7 @@ class _Slice:
         return shape
 
     def __getitem__(self, spans: Any) -> NDArray[np.float32]:
-        self.file.say_once()
+        self.file.says_once()
         rows = spans[0] if isinstance(spans, tuple) else spans
         values: NDArray[np.float32] = self.stored[spans] * self.scales[rows, None]
         return values

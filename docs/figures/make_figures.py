@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -20,9 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.parallel.topology import Coordinates, Topology
 from common.training.plot import plot_loss
-from docs.figures.flows import FLOWS
+from common.yaml_files import read_yaml_mapping
 
 FOLDER = Path(__file__).parent
+LABELS = read_yaml_mapping(FOLDER / "labels.yaml")
+ENDINGS = {"": "en", "_zh": "zh"}
+"""End of a picture's file name -> language of its labels."""
 FONT = "font-family='Helvetica, Arial, Noto Sans CJK SC, PingFang SC, Microsoft YaHei, sans-serif'"
 COLOURS = {
     "input": ("#fff7e6", "#c98a1b"),
@@ -82,69 +86,9 @@ class Figure:
         )
 
 
-PARTS = {
-    "": {
-        "yaml": (
-            "One YAML",
-            "or a file of MindFormers, FleetX,",
-            "Megatron, OneFlow, GPT2-Chinese",
-        ),
-        "data": ("Data", "text, .bin/.idx, MindRecord,", "FleetX's .npy"),
-        "weights": (
-            "Weights",
-            "Hugging Face, Megatron, MindFormers,",
-            "FleetX, OneFlow, DeepSpeed, OpenAI",
-        ),
-        "common": (
-            "common/",
-            "config · tokenizers · datasets · planner · rank tables · launcher ·"
-            " converter · metrics · generation · server",
-        ),
-        "torch": (
-            "torch_gpt2/",
-            "CPU, one H100; Ascend not yet run",
-            "native engine or DeepSpeed",
-        ),
-        "mindspore": (
-            "mindformers_gpt2/",
-            "CPU; Ascend 910 not yet run",
-            "our collectives or its compiler",
-        ),
-        "shared": ("checkpoints",),
-        "either": ("Either framework makes all of these",),
-        "checkpoint": ("Checkpoints", "either framework, any layout"),
-        "results": ("Metrics, plots, text", "logs in seven styles"),
-        "exports": ("Exports", "ONNX, GGUF, MindIR, pt2"),
-        "serve": ("Server, Python", "OpenAI's completions"),
-    },
-    "_zh": {
-        "yaml": ("一份 YAML", "或 MindFormers、FleetX、Megatron、", "OneFlow、GPT2-Chinese 的配置"),
-        "data": ("数据", "文本、.bin/.idx、MindRecord、", "FleetX 的 .npy"),
-        "weights": (
-            "权重",
-            "Hugging Face、Megatron、MindFormers、",
-            "FleetX、OneFlow、DeepSpeed、OpenAI",
-        ),
-        "common": (
-            "common/",
-            "配置 · 分词器 · 数据集 · 规划 · rank table · 启动器 · 权重转换 · 指标 · 生成 · 服务",
-        ),
-        "torch": ("torch_gpt2/", "CPU、一块 H100；昇腾尚未实测", "自带引擎或 DeepSpeed"),
-        "mindspore": ("mindformers_gpt2/", "CPU；昇腾 910 尚未实测", "自带通信或交给编译器切分"),
-        "shared": ("检查点互通",),
-        "either": ("两种框架都能产生以下全部结果",),
-        "checkpoint": ("检查点", "两种框架、任意布局通用"),
-        "results": ("指标、曲线、文本", "七种日志格式"),
-        "exports": ("导出", "ONNX、GGUF、MindIR、pt2"),
-        "serve": ("服务、Python 接口", "兼容 OpenAI completions"),
-    },
-}
-"""Labels of the picture of the parts, by the end of its file name."""
-
-
-def parts(ending: str) -> Figure:
+def parts(language: str) -> Figure:
     """Draw what goes into a run, what computes it and what comes out."""
-    say = PARTS[ending]
+    say = LABELS["parts"][language]
     figure = Figure(880, 454)
     for x, name in ((20, "yaml"), (305, "data"), (590, "weights")):
         figure.box(x, 16, 270, 78, "input", *say[name])
@@ -164,34 +108,9 @@ def parts(ending: str) -> Figure:
     return figure
 
 
-LAYOUT = {
-    "": {
-        "title": "13B on 32 devices: data 4 x tensor 2 x pipeline 4",
-        "stage": "stage {}: layers {} to {}",
-        "replica": "replica {}",
-        "windows": "48 of 192 windows",
-        "across": "Activations go right and their gradients left, one micro batch of 2 windows"
-        " after the other: pipeline.",
-        "pair": "Two ranks hold half of each layer, and add up what they computed: tensor.",
-        "down": "The four ranks of a column hold the same weights, add their gradients,"
-        " and share Adam's state: data, ZeRO 1.",
-    },
-    "_zh": {
-        "title": "13B 使用 32 张卡：数据并行 4 × 张量并行 2 × 流水线 4",
-        "stage": "第 {} 段：第 {} 至 {} 层",
-        "replica": "副本 {}",
-        "windows": "192 个样本中的 48 个",
-        "across": "流水线：激活向右传，梯度向左传，每次一个微批（2 个样本）。",
-        "pair": "张量并行：两个 rank 各存每层的一半，并把结果相加。",
-        "down": "数据并行、ZeRO 1：同一列的四个 rank 权重相同，梯度相加，分担 Adam 状态。",
-    },
-}
-"""Labels of the picture of a layout, by the end of its file name."""
-
-
-def layout(ending: str) -> Figure:
+def layout(language: str) -> Figure:
     """Draw the ranks of configs/gpt2/run_gpt2_13b.yaml: a column a stage, a row a replica."""
-    say = LAYOUT[ending]
+    say = LABELS["layout"][language]
     ranks = Topology(data=4, tensor=2, pipeline=4)
     figure = Figure(880, 476)
     figure.text(440, 28, say["title"], 15, 600)
@@ -221,16 +140,16 @@ WIDE, HIGH, GAP, EDGE = 232, 64, 30, 16
 """Width and height of a box, space between boxes and around them, in pixels."""
 
 
-def flow(name: str, ending: str) -> Figure:
+def flow(name: str, language: str) -> Figure:
     """Draw boxes on a grid, with arrows along its rows and columns."""
-    boxes, arrows = FLOWS[name]
-    rows = 1 + max(box[1] for box in boxes)
+    boxes, arrows = LABELS["flows"][name].values()
+    rows = 1 + max(box["at"][2] for box in boxes)
     across, down = WIDE + GAP, HIGH + GAP
     figure = Figure(2 * EDGE + 4 * across - GAP, 2 * EDGE + rows * down - GAP)
-    for column, row, span, kind, english, chinese in boxes:
-        lines = chinese if ending else english
+    for box in boxes:
+        kind, column, row, span = box["at"]
         place = EDGE + column * across, EDGE + row * down
-        figure.box(*place, span * across - GAP, HIGH, kind, *lines)
+        figure.box(*place, span * across - GAP, HIGH, kind, *box[language])
     for start, top, bottom in arrows:
         x, y = EDGE + round(start * across) - GAP // 2, EDGE + top * down
         if top < bottom:
@@ -244,11 +163,16 @@ def flow(name: str, ending: str) -> Figure:
     return figure
 
 
-FIGURES = (
-    {f"parts{ending}.svg": partial(parts, ending) for ending in PARTS}
-    | {f"layout{ending}.svg": partial(layout, ending) for ending in LAYOUT}
-    | {f"{name}{ending}.svg": partial(flow, name, ending) for name in FLOWS for ending in PARTS}
-)
+DRAWN: dict[str, Callable[[str], Figure]] = {
+    "parts": parts,
+    "layout": layout,
+    **{name: partial(flow, name) for name in LABELS["flows"]},
+}
+FIGURES = {
+    f"{name}{ending}.svg": partial(draw, language)
+    for name, draw in DRAWN.items()
+    for ending, language in ENDINGS.items()
+}
 """File name -> the function that draws it."""
 
 

@@ -137,14 +137,9 @@ class TrainingGraph(nn.Cell):
 
     def __init__(self, model: GPT2, config: Run) -> None:
         super().__init__(auto_prefix=False)
-        length = config.model.seq_length
-        self.drops = any(
-            (
-                config.model.embedding_dropout,
-                config.model.attention_dropout,
-                config.model.hidden_dropout,
-            )
-        )
+        sizes = config.model
+        length = sizes.seq_length
+        self.drops = any((sizes.embedding_dropout, sizes.attention_dropout, sizes.hidden_dropout))
         self.embed = TokenEmbedding(model)
         self.h = model.h
         self.wte = model.wte

@@ -11,6 +11,7 @@ from common.config.load import build_config
 from common.parallel.run import Run
 from common.planner.timing import float8_bytes
 from common.resolve.derive import resolve_config
+from tests.common.resolve.test_refusals import small_tree
 from tests.fake_cuda.lowering import fused_bytes, lower_training, lowering
 
 LAYERS, WIDTH, WINDOW, WINDOWS, ROWS = 4, 64, 1024, 4, 50_304
@@ -18,34 +19,26 @@ DOCUMENTS: dict[str, Any] = {"data": {"eod_id": 50256, "reset_attention_mask": T
 OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "fp16": {"precision": "fp16"},
-    "dropout": {"model": {"dropout": 0.1}},
+    "dropout": {"model__dropout": 0.1},
     "float8_head": {"precision": {"compute": "bfloat16", "float8_head": True}},
     "fp8": {"precision": "fp8"},
     "fp8 rowwise": {"precision": {"compute": "bfloat16", "float8": "rowwise"}},
     "documents": DOCUMENTS,
-    "documents, dropout": {**DOCUMENTS, "model": {"dropout": 0.1}},
-    "recompute selective": {"train": {"recompute": "selective"}, "model": {"dropout": 0.1}},
-    "recompute full": {"train": {"recompute": "full"}, "model": {"dropout": 0.1}},
-    "graphs by region": {"model": {"num_layers": 36}},
-    "attention written out": {"train": {"fused_attention": False}},
+    "documents, dropout": {**DOCUMENTS, "model__dropout": 0.1},
+    "recompute selective": {"train__recompute": "selective", "model__dropout": 0.1},
+    "recompute full": {"train__recompute": "full", "model__dropout": 0.1},
+    "graphs by region": {"model__num_layers": 36},
+    "attention written out": {"train__fused_attention": False},
 }
 
 
-def run(**sections: Any) -> Run:
-    tree: dict[str, Any] = {
-        "output_dir": "out",
-        "precision": "bf16",
-        "model": {
-            "num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": 1, "seq_length": WINDOW,
-            "vocab_size": 50257,
-        },
-        "train": {"max_steps": 1, "micro_batch_size": WINDOWS, "global_batch_size": 8},
-        "optimizer": {"learning_rate": 1e-3},
+def run(**changes: Any) -> Run:
+    usual: dict[str, Any] = {
+        "precision": "bf16", "train__micro_batch_size": WINDOWS, "train__global_batch_size": 8,
+        "model__num_layers": LAYERS, "model__hidden_size": WIDTH, "model__num_heads": 1,
+        "model__seq_length": WINDOW, "model__vocab_size": 50257,
     }  # fmt: skip
-    for name, section in sections.items():
-        both = isinstance(section, dict) and isinstance(tree.get(name, {}), dict)
-        tree[name] = {**tree.get(name, {}), **section} if both else section
-    return resolve_config(build_config(tree))
+    return resolve_config(build_config(small_tree(**{**usual, **changes})))
 
 
 def test_every_kernel_of_a_block_has_a_binary() -> None:

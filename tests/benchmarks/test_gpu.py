@@ -1,7 +1,6 @@
 """Kernels of torch's compiler and Triton for an H100, on machines without one."""
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ROOT
-
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="Triton has no wheel for this processor"
-)
 
 
 @pytest.mark.parametrize(

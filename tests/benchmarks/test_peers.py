@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -29,20 +29,17 @@ LOSSES, NORMS = 2e-6, 1e-4
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
     """Restore the environment: a peer sets torch's variables, as its process ends with it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
-def make_config(folder: Path, corpus: Path, **sections: Any) -> Path:
+def make_config(folder: Path, corpus: Path) -> Path:
     """Three micro batches a rank, a clip that acts on every step, no dropout."""
     adamw = {"learning_rate": 0.01, "weight_decay": 0.1, "epsilon": 1e-4, "warmup_steps": 2}
     sizes = {"model__initializer_range": 0.1, "model__dropout": 0.0, "validation__max_samples": 4}
     steps = {"train__max_steps": 6, "train__global_batch_size": 12}
-    tree = tiny_run(folder, corpus, **{"optimizer": adamw, **sizes, **steps, **sections})
     path = folder / "peer.yaml"
-    save_config(build_config(tree), path)
+    save_config(build_config(tiny_run(folder, corpus, optimizer=adamw, **sizes, **steps)), path)
     return path
 
 
@@ -73,45 +70,19 @@ def test_nanogpt_style(tmp_path: Path, corpus_prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "named"),
+    ("word", "named"),
     [
-        ({"parallel": {"model_parallel": 2}}, "parallel.model_parallel=2"),
-        ({"precision": "fp16"}, "precision.compute=float16"),
-        ({"optimizer": {"name": "sgd", "learning_rate": 0.1}}, "optimizer.name=sgd"),
+        ("precision=fp16", "precision.compute=float16"),
+        ("optimizer.name=sgd", "optimizer.name=sgd"),
+        ("train.recompute=selective", "train.recompute=selective"),
     ],
 )
 def test_features_that_a_peer_lacks(
-    tmp_path: Path,
-    corpus_prefix: Path,
-    sections: dict[str, Any],
-    named: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, corpus_prefix: Path, word: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "parallel" in sections:
-        for name, value in rank_environment(0, 2, free_port()).items():
-            monkeypatch.setenv(name, value)
-    path = make_config(tmp_path, corpus_prefix, **sections)
-    assert main(NanoGPTStyle, words_of(path, tmp_path / "peer")) == 2
+    words = words_of(make_config(tmp_path, corpus_prefix), tmp_path / "peer")
+    assert main(NanoGPTStyle, [*words, word]) == 2
     assert f"error: peer nanogpt_style: {named}: it has" in capsys.readouterr().err
-
-
-def run_peer(name: str, ranks: int, words: list[str]) -> tuple[list[int], str]:
-    """Start a peer's program as the launcher does, once a rank."""
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / "peers" / f"{name}.py"), *words],
-            cwd=ROOT,
-            env=rank_environment(rank, ranks, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    codes, texts = end_ranks(processes, seconds=240)
-    return codes, "\n".join(texts)
 
 
 @pytest.mark.long
@@ -132,7 +103,17 @@ def test_programs_of_two_ranks(
     path = make_config(tmp_path, corpus_prefix)
     words = [*words_of(path, tmp_path / "peer"), *overrides]
     is_there = importlib.util.find_spec(package) is not None
-    codes, text = run_peer(peer, 2 if is_there else 1, words)
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers" / f"{peer}.py"), *words]
+    port, pipe, ranks = free_port(), subprocess.PIPE, 1 + is_there
+    environments = [rank_environment(rank, ranks, port) for rank in range(ranks)]
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=each, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        for each in environments
+    ]
+    codes, texts = end_ranks(processes, seconds=240)
+    text = "\n".join(texts)
     if not is_there:
         assert codes == [2] and f"the package {package} is not installed" in text
         return

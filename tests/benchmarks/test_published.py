@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.published import Figure, errors, loss, plan_row, read_rows
+from benchmarks.published import Figure, errors, fit, loss, plan_row, read_rows
 from common.planner import timing
 from common.planner.timing import RANGES
 
@@ -27,18 +27,15 @@ def test_every_row_has_a_source_and_a_basis(figures: list[Figure]) -> None:
     assert sum(not each.counts for each in figures) == 6
 
 
-def test_the_half_to_which_nothing_was_fitted(figures: list[Figure]) -> None:
-    middle, _, within = errors(times(figures, lambda each: each.is_test))
-    assert middle <= 0.10 and within >= 0.80
-
-
 @pytest.mark.parametrize(
-    ("family", "most", "share"),
-    [("A100", 0.08, 0.92), ("H100", 0.10, 0.84), ("V100", 0.15, 0.70), ("Ascend", 0.30, 0.40)],
-)
-def test_errors_of_a_family(figures: list[Figure], family: str, most: float, share: float) -> None:
-    """Median, and part of the rows within 25 %."""
-    middle, _, within = errors(times(figures, lambda each: each.device.family == family))
+    ("rows", "most", "share"),
+    [("test", 0.10, 0.80), ("A100", 0.08, 0.92), ("H100", 0.10, 0.84), ("V100", 0.15, 0.70),
+     ("Ascend", 0.30, 0.40)],
+)  # fmt: skip
+def test_errors_of_a_part(figures: list[Figure], rows: str, most: float, share: float) -> None:
+    """Median, and part within 25 %, of the rows to which nothing was fitted and of families."""
+    found = times(figures, lambda each: rows in (each.row["half"], each.device.family))
+    middle, _, within = errors(found)
     assert middle <= most and within >= share
 
 
@@ -60,14 +57,24 @@ def test_the_products_factor_is_what_the_fitted_half_gives(
         assert best < loss(fitted)
 
 
+def test_a_factor_on_which_no_row_depends_keeps_its_start(
+    figures: list[Figure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On V100 attention is written out."""
+    for name in ("PRODUCTS", "ATTENTION", "ATTENTION_OF_HOPPER", "NETWORK"):
+        monkeypatch.setattr(timing, name, 1.0)
+    monkeypatch.setitem(timing.ELEMENTS, "eager", 1.0)
+    some = times(figures, lambda each: each.row["source"] == "DLPerf Megatron")
+    assert fit(some, [0.6, 0.5, 0.4, 0.5, 0.5])[1:3] == [0.5, 0.4]
+
+
 @pytest.mark.parametrize(
     ("source", "rows", "most"), [("Megatron SC21", 10, 0.15), ("this project", 4, 0.09)]
 )
 def test_rows_that_are_all_near(figures: list[Figure], source: str, rows: int, most: float) -> None:
-    """As near as the published digits tell: Megatron's 137 TFLOP/s are 136.5 to 137.5."""
     found = times(figures, lambda each: each.row["source"] == source)
     assert len(found) == rows
-    assert all(each.error <= most + each.ratio * each.rounding for each in found)
+    assert all(each.error <= most for each in found)
     assert sum(each.error > 0.1 for each in found) <= 1
 
 
@@ -87,10 +94,10 @@ def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "most", "beyond"),
-    [("BLOOM tuning", 0.1, 1), ("PaddleFleetX", 0.1, 0), ("this project", 0.04, 0)],
+    ("source", "rows", "most"),
+    [("BLOOM tuning", 32, 0.1), ("PaddleFleetX", 2, 0.1), ("this project", 3, 0.04)],
 )
-def test_memory(figures: list[Figure], source: str, most: float, beyond: int) -> None:
+def test_memory(figures: list[Figure], source: str, rows: int, most: float) -> None:
     found = [each for each in figures if each.is_memory and each.row["source"] == source]
-    assert sum(each.error > most for each in found) == beyond
+    assert len(found) == rows and all(each.error <= most for each in found)
     assert median(each.error for each in found) <= most / 2

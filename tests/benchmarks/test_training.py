@@ -1,11 +1,18 @@
 """Rows of training steps, the studies behind them, and the arguments of benchmarks/run.py."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks import run
+from benchmarks.measure import Row, take_turns
 from benchmarks.run import main, why_no_gpu
 from benchmarks.training import PREDICTED, rows_of
+from common.errors import RunError
 from common.study.cells import expand
 from common.study.loading import load_definition
 from common.study.results import Machine, State
@@ -86,3 +93,28 @@ def test_the_plan_names_every_part_and_starts_nothing(
     assert not (tmp_path / "none").exists()
     assert main(["--parts", "loader,wheels"]) == 2
     assert "--parts wheels: expected some of training, generation," in capsys.readouterr().err
+
+
+def test_a_system_that_ends_before_its_turn_is_named() -> None:
+    """What it does not read must not fail a second time when its input is closed."""
+    slow = ["-c", "import time; input(); time.sleep(2); print(1, flush=True); input()"]
+    with pytest.raises(RunError, match="b ended; its message is above"):
+        take_turns({"a": slow, "b": ["-c", ""]}, 1)
+
+
+@pytest.mark.parametrize("way", ["program", "turns"])
+def test_sigterm_ends_what_it_has_started(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = ["-c", "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(99)"]
+
+    def stopped(request: run.Request) -> Iterator[Row]:
+        if way == "program":
+            subprocess.run([sys.executable, *stop], check=True)
+        yield str(take_turns({"a": ["-c", "input(); print(1); input()"], "b": stop}, 1))
+
+    before = psutil.Process().children()
+    monkeypatch.setitem(run.PARTS, "loader", stopped)
+    assert main(["--parts", "loader", "--output_dir", str(tmp_path)]) == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM\n"
+    assert set(psutil.Process().children()) <= set(before)

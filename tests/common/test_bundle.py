@@ -100,6 +100,15 @@ def test_a_bundle_holds_the_run_without_secrets(
     assert target.stat().st_size < 100_000
 
 
+def test_a_secret_that_is_cut_from_its_name_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.bundle.MAX_FILE_BYTES", 60)
+    (tmp_path / "a.log").write_text(f"first\npassword={'s3cret' * 20}\nlast\n")
+    write_bundle(tmp_path / "a.tgz", run=tmp_path, table=None, environ={})
+    assert parts(tmp_path / "a.tgz")["bundle/run/a.log"] == "first\n[...]\nlast\n"
+
+
 def test_an_archive_is_limited_and_its_old_file_survives_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

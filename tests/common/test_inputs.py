@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
@@ -14,20 +13,14 @@ from common.errors import DataError, UserError
 from common.inputs import _paths_here, check_inputs
 from common.resolve.derive import resolve_config
 from run_gpt2 import main
+from tests.common.resolve.test_refusals import small_tree, with_words
 
 
 def config(words: str = "") -> RunConfig:
     """words: ``section.key=value``."""
-    sizes = "{num_layers: 1, hidden_size: 8, num_heads: 1, seq_length: 32, vocab_size: 50257}"
-    tree = yaml.safe_load(
-        f"{{output_dir: out, model: {sizes}, train: {{max_steps: 3, micro_batch_size: 2}},"
-        " optimizer: {learning_rate: 0.1}, data: {train: data/own, tokenizer: data/nowhere}}"
-    )
-    for word in words.split():
-        dotted, _, value = word.partition("=")
-        section, _, key = dotted.partition(".")
-        tree.setdefault(section, {})[key] = yaml.safe_load(value)
-    return resolve_config(build_config(tree))
+    data = {"train": "data/own", "tokenizer": "data/nowhere"}
+    tree = small_tree(data=data, model__seq_length=32, model__vocab_size=50257)
+    return resolve_config(build_config(with_words(tree, words.split())))
 
 
 ABSENT = "there is no such file or folder"

@@ -109,11 +109,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torch_logits(run_folder: Path, ids: Any) -> Any:
     config = make_config(run_folder)
     model = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
-    torch_gpt2.checkpoint.load_weights(
-        dict(model.named_parameters()),
-        config.model,
-        Checkpoint(require_checkpoint(run_folder, "test")),
-    )
+    found = Checkpoint(require_checkpoint(run_folder, "test")).weights(config.model)
+    torch_gpt2.checkpoint.fill_weights(dict(model.named_parameters()), found)
     with torch.no_grad():
         hidden = model(torch.from_numpy(ids).long())
         return model.logits(hidden).float().numpy()

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from mindspore import nn, ops
 
+from common.parallel.sharding import initial_values
 from mindformers_gpt2 import model as modeling
+from mindformers_gpt2.checkpoint import fill_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.model import (
     FusedAttention,
     build_model,
-    initialise,
     takes_fused_attention,
 )
 from tests.mindformers_gpt2.test_model import make_config
@@ -75,7 +76,7 @@ def test_it_computes_what_attention_written_out_does(
             for block in model.h:
                 block.attn.core.fused = FusedAttention(config.model.num_heads, 8)
         parameters = list(model.get_parameters())
-        initialise({each.name: each for each in parameters}, config)
+        fill_weights({each.name: each for each in parameters}, initial_values(config))
         step = ms.jit(ms.value_and_grad(model.loss_sum, None, parameters))
         loss, gradients = step(ids, targets)
         results.append([float(loss), *(each.asnumpy() for each in gradients)])

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from common.parallel.run import Run
+from common.parallel.sharding import initial_values
+from mindformers_gpt2.checkpoint import fill_weights
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.layers import GELU, Dropout, dropout_keys
-from mindformers_gpt2.model import CoreAttention, build_model, initialise
+from mindformers_gpt2.model import CoreAttention, build_model
 from tests.tiny import SGD, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +85,8 @@ def test_dropout_reaches_every_place_and_evaluation_none() -> None:
             model__num_layers=1, context__mode=1, **({f"model__{name}": 0.3} if name else {})
         )
         model = build_model(config, open_device(config))
-        initialise({parameter.name: parameter for parameter in model.get_parameters()}, config)
+        tensors = {parameter.name: parameter for parameter in model.get_parameters()}
+        fill_weights(tensors, initial_values(config))
         keys = ms.Tensor(dropout_keys(config, 1, 0))
         outputs[name] = model(ids, keys).asnumpy()
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
@@ -106,7 +109,7 @@ def test_recomputation_changes_no_gradient() -> None:
         config = make_config(train__recompute=recompute, model__dropout=0.1, model__num_layers=1)
         model = build_model(config, open_device(config))
         tensors = {parameter.name: parameter for parameter in model.get_parameters()}
-        initialise(tensors, config)
+        fill_weights(tensors, initial_values(config))
         function = ms.jit(ms.value_and_grad(model.loss_sum, None, list(tensors.values())))
         loss, gradients = function(
             ms.Tensor(tokens[:, :-1]),

@@ -66,7 +66,6 @@ DIFFERENCES = {
     ),
     "predict.py": {"hugging_face_logits": "transformers runs on torch"},
     "model.py": {
-        "build_meta_model": "MindSpore's Cells are made with their memory",
         "round_linear_layers": "MindSpore's graph of a micro batch rounds them itself",
         "set_offload": "MindSpore's compiler decides where activations are",
         "CoreAttention": "recomputation is marked on Cells; in torch it wraps the method attend",

@@ -133,11 +133,14 @@ def test_a_wrong_graph_gets_no_name(
         assert not (tmp_path / "out" / "onnx").exists()
 
 
-@pytest.mark.parametrize("format", ["onnx", "gguf", "pt2"])
+@pytest.mark.parametrize("format", ["onnx", "gguf", "pt2", "safetensors"])
 def test_a_full_disk_leaves_nothing_half(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
 ) -> None:
     """No file may grow beyond a limit: as on a full disk, but with "File too large"."""
+    place = tmp_path / ("weights" if format == "safetensors" else format)
+    place.mkdir()
+    (place / "old").touch()
     words = [*into(tmp_path, run), f"export.format={format}", "export.check=false"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
@@ -146,8 +149,9 @@ def test_a_full_disk_leaves_nothing_half(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().err
-    assert f"{tmp_path / format}: the export could not be written: File too large;" in said
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert f"{place}: the export could not be written: File too large; an older export" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", place.name]
+    assert [path.name for path in place.iterdir()] == ["old"]
 
 
 def test_a_scheduler_ends_an_export_without_remains(
@@ -188,7 +192,8 @@ def test_an_interrupt_waits_for_the_end_of_torchs_writer(
         ("format=gguf export.cache=false", "export.cache=false is for"),
         ("format=pt2 export.weights=int8", "is for export.format=onnx, gguf and safetensors, not"),
         ("format=pt2 backend=mindspore", "export.format=pt2 is for backend torch"),
-        ("format=onnx export.batch_size=2", "export.batch_size=2 is for"),
+        ("format=mindir", "export.format=mindir is for backend mindspore"),
+        ("format=onnx export.batch_size=2", "export.batch_size=2 is for export.format=mindir"),
         ("format=onnx checkpoint.load=nowhere", "nowhere"),
     ],
 )

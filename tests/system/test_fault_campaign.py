@@ -185,7 +185,7 @@ def test_every_run_ends_as_one_without_faults(
         run = folder / "run"
         starts, codes = run_until_the_end(
             folder,
-            run_words(run, corpus_prefix, **keys_of(runtime__stall_limit=15 * ranks, **keys)),
+            run_words(run, corpus_prefix, **keys_of(runtime__stall_limit=40 * ranks, **keys)),
             ranks,
             hosts if count > 1 else (),
         )

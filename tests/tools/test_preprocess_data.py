@@ -65,21 +65,6 @@ def test_the_formats_give_equal_pairs(tmp_path, run) -> None:
     assert pairs[0] == pairs[1] == pairs[2]
 
 
-def test_a_split_that_datasets_saved_by_two_workers(tmp_path, run, caplog) -> None:
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra parquet)")
-    folder = ROOT / "tests" / "common" / "dataset" / "data" / "splits"
-    texts = ["the last row", "Hello world"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    pairs = []
-    for name, words in {"a": "a.jsonl", "b": f"{folder} --dataset-split test --workers 2"}.items():
-        code, said = run(f"--input {words} --output-prefix {name} --log-interval 1")
-        assert code == 0, said
-        assert "processed 2 documents, 100 %" in said
-        pairs.append((tmp_path / f"{name}_text_document.bin").read_bytes())
-    assert pairs[0] == pairs[1]
-    assert "test/data-00000-of-00001.arrow: read as Arrow (by content)" in caplog.text
-
-
 def test_megatrons_older_names_are_aliases(tmp_path, run) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "Hello world"}\n')
     words = "--input a.jsonl --vocab vocab.json --json-key body --no-append-eod --output-prefix x"

@@ -9,13 +9,12 @@ import pytest
 import torch_gpt2.train
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.errors import ConfigError
 from common.inputs import make_run
 from common.parallel.run import Run
 from common.planner import room
 from common.planner.fitting import Fitting
 from common.planner.memory import memory_of
-from common.resolve.derive import resolve_config, resolve_other
+from common.resolve.derive import resolve_other
 from common.run_config import load_config
 from tests.ranks import run_ranks
 from tests.tiny import require_equal, rows_of
@@ -122,25 +121,6 @@ def test_a_run_recomputes_what_it_must(memory: Any, corpus_prefix: Path, tmp_pat
     for key in ("loss", "grad_norm"):
         auto, none = ([row[key] for row in rows_of(tmp_path / name)] for name in ("auto", "none"))
         assert auto == none and len(auto) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train__global_batch_size": None}, "auto divides train.global_batch_size, found None"),
-        ({"train__accumulation_steps": 3}, "gives train.accumulation_steps, found 3"),
-        ({"train__global_batch_size": 13, "world_size": 2}, "13 is not a multiple"),
-        ({"train__micro_batch_size": "most"}, "micro_batch_size"),
-        (
-            {"train__recompute": "auto", "train__recompute_layers": 1},
-            "auto chooses train.recompute_layers too, found 1",
-        ),
-    ],
-)
-def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
-    world_size = changes.pop("world_size", 1)
-    with pytest.raises(ConfigError, match=message):
-        resolve_config(written(**changes), world_size=world_size)
 
 
 @pytest.mark.long

@@ -1,20 +1,15 @@
 """Beam search against transformers, and groups of beams against a plain loop."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from common.config.schema import PredictConfig
-from common.generation.beam_search import search_beams
-from common.generation.generate import Continuation
-from common.generation.prompts import Prompt
 from tests.reference import hugging_face_model
+from tests.torch_gpt2.test_predict import continued, continued_by_transformers
 from tests.twins import random_model
-from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
-from torch_gpt2.predict import Decoder
 
 VOCABULARY, PADDING = 40, 0
 
@@ -24,35 +19,7 @@ def model() -> GPT2:
     return random_model(seq_length=64, vocab_size=VOCABULARY).eval()
 
 
-def ours(
-    model: GPT2, rows: list[list[int]], new_tokens: int, ends: list[int], **settings: Any
-) -> list[Continuation]:
-    config = PredictConfig(strategy="beam_search", max_new_tokens=new_tokens, **settings)
-    decoder = Decoder(model, select_device("cpu"), config.num_beams * len(rows))
-    prompts = [Prompt(text="", ids=row, new_tokens=new_tokens) for row in rows]
-    return list(search_beams(decoder, prompts, config, ends=ends))
-
-
-def theirs(
-    net: Any, rows: list[list[int]], new_tokens: int, ends: list[int], **settings: Any
-) -> tuple[list[list[int]], list[float]]:
-    """Tokens up to the end, and scores, by transformers with padding on the left."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[PADDING] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    with torch.no_grad():
-        out = net.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, eos_token_id=ends,
-            pad_token_id=ends[0], return_dict_in_generate=True, output_scores=True,
-            **settings,
-        )  # fmt: skip
-    tokens = [row[longest:].tolist() for row in out.sequences]
-    tokens = [row[: first_of(ends, row) + 1] for row in tokens]
-    return tokens, out.sequences_scores.tolist()
-
-
-def first_of(ends: list[int], row: list[int]) -> int:
-    return next((place for place, token in enumerate(row) if token in ends), len(row))
+ours = partial(continued, strategy="beam_search")
 
 
 def test_150_random_cases_equal_transformers(model: GPT2) -> None:
@@ -79,13 +46,12 @@ def test_150_random_cases_equal_transformers(model: GPT2) -> None:
         least = int(random.choice([0, 0, min(3, new_tokens)]))
         returned = int(random.integers(1, beams + 1))
         rows = [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
-        found = ours(
-            model, rows, new_tokens, ends, num_sequences=returned, min_new_tokens=least, **settings
+        settings["min_new_tokens"] = least
+        found = ours(model, rows, new_tokens, ends=ends, num_sequences=returned, **settings)
+        tokens, said = continued_by_transformers(
+            net, rows, new_tokens, ends, PADDING, num_return_sequences=returned, **settings
         )
-        tokens, scores = theirs(
-            net, rows, new_tokens, ends, num_return_sequences=returned, min_new_tokens=least,
-            **settings,
-        )  # fmt: skip
+        scores = said.sequences_scores.tolist()
         mine = [[*each.tokens, each.end] if each.end is not None else each.tokens for each in found]
         assert mine == tokens, (case, settings)
         assert np.allclose([each.score for each in found], scores, atol=1e-4), (case, settings)
@@ -124,18 +90,8 @@ def test_groups_avoid_each_others_tokens(
 ) -> None:
     beams = {"num_beams": groups * size, "num_beam_groups": groups}
     found = ours(
-        model, [prompt], 8, [], num_sequences=groups * size, diversity_rate=1.5,
+        model, [prompt], 8, num_sequences=groups * size, diversity_rate=1.5,
         stop_at_end_of_text=False, **beams,
     )  # fmt: skip
     assert [each.tokens for each in found] == plain_loop(model, prompt, groups, size, 1.5, 8)
     assert len({each.tokens[0] for each in found}) > 1
-
-
-def test_settings_that_do_not_fit() -> None:
-    for settings, message in (
-        ({"num_sequences": 5}, "num_sequences=5 is above num_beams=4"),
-        ({"num_beam_groups": 3}, "num_beam_groups=3 does not divide num_beams=4"),
-        ({"diversity_rate": 0.5}, "diversity_rate=0.5 needs several groups"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PredictConfig(strategy="beam_search", **settings)

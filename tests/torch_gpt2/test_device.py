@@ -12,7 +12,7 @@ import torch
 
 from common.cluster.environment import Process
 from common.device import device_index
-from common.errors import CheckpointError, ConfigError, DeviceError
+from common.errors import ConfigError, DeviceError
 from tests.tiny import tiny_config
 from torch_gpt2 import checkpoint
 from torch_gpt2.device import TorchDevice, check_support, select_device
@@ -39,11 +39,6 @@ def test_random_state_is_restored() -> None:
     device.seed(6)
     device.set_rng_state({"other": "AAAA", **state})
     assert torch.equal(torch.rand(4), first)
-
-
-def test_a_random_state_that_is_none_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"engine\.rng\.torch\.cpu: "):
-        select_device("cpu").set_rng_state({"cpu": "@@@"})
 
 
 def test_a_device_that_is_not_there() -> None:
@@ -90,20 +85,20 @@ def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_rounded_products_of_float32_are_said(
-    name: str, setting: str, words: str, caplog: pytest.LogCaptureFixture
+    name: str,
+    setting: str,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
     module = SimpleNamespace(is_bf16_supported=lambda **_: name != "Ascend910")
     kind = "npu" if name.startswith("Ascend") else "cuda"
     device = TorchDevice(kind=kind, index=0, name=name, module=module)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(setting)
-        for precision, said in (("float32", words), ("fp16", "")):
-            caplog.clear()
-            check_support(tiny_config(device="auto", precision=precision), device)
-            assert said in caplog.text and bool(caplog.text) is bool(said)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    for precision, said in (("float32", words), ("fp16", "")):
+        caplog.clear()
+        check_support(tiny_config(device="auto", precision=precision), device)
+        assert said in caplog.text and bool(caplog.text) is bool(said)
 
 
 def test_each_process_has_its_device() -> None:

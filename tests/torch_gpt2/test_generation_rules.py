@@ -10,18 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.schema import PredictConfig
-from common.generation.beam_search import search_beams
-from common.generation.generate import Continuation, generate
-from common.generation.logit_rules import Biases
+from common.generation.generate import Continuation
 from common.generation.prompts import Prompt
 from common.generation.stop_strings import GrowingText
 from common.tokenizer.hugging_face import HuggingFaceTokenizer
 from tests.reference import hugging_face_model
+from tests.torch_gpt2.test_predict import continued, continued_by_transformers
 from tests.twins import random_model
-from torch_gpt2.device import select_device
 from torch_gpt2.model import GPT2
-from torch_gpt2.predict import Decoder
 
 VOCABULARY, NEW = 60, 12
 STORY = """The café was full and the queen had not come. The king, who had, drank three cups.
@@ -39,32 +35,13 @@ def net(model: GPT2) -> Any:
     return hugging_face_model(model.config, dict(model.named_parameters()))
 
 
-def ours(
-    model: GPT2,
-    rows: list[list[int]],
-    end: int,
-    biases: Biases | None = None,
-    read: Callable[[Prompt], GrowingText] | None = None,
-    **settings: Any,
-) -> list[Continuation]:
-    config = PredictConfig.model_validate(settings)
-    prompts = [Prompt(text="", ids=row, new_tokens=NEW) for row in rows]
-    words: dict[str, Any] = {"ends": (end,), "biases": biases, "read": read}
-    words["vocab_size"] = VOCABULARY
-    if config.strategy == "beam_search":
-        decoder = Decoder(model, select_device("cpu"), config.num_beams * len(rows))
-        return list(search_beams(decoder, prompts, config, **words))
-    decoder = Decoder(model, select_device("cpu"), len(rows))
-    return list(generate(decoder, prompts, config, seed=0, **words))
+def ours(model: GPT2, rows: list[list[int]], end: int, **more: Any) -> list[Continuation]:
+    return continued(model, rows, NEW, ends=(end,), vocab_size=VOCABULARY, **more)
 
 
-def theirs(net: Any, row: list[int], end: int, **settings: Any) -> Any:
-    with torch.no_grad():
-        return net.generate(
-            torch.tensor([row]), attention_mask=torch.ones(1, len(row)), do_sample=False,
-            max_new_tokens=NEW, eos_token_id=end, pad_token_id=end, return_dict_in_generate=True,
-            output_scores=True, **settings,
-        )  # fmt: skip
+def theirs(net: Any, row: list[int], end: int, **settings: Any) -> list[int]:
+    found, _ = continued_by_transformers(net, [row], NEW, [end], end, **settings)
+    return found[0]
 
 
 def with_end(each: Continuation, end: int) -> list[int]:
@@ -84,12 +61,11 @@ def test_biases_and_bad_words_equal_transformers(model: GPT2, net: Any, beams: i
         bias = float(random.choice([-8.0, -0.5, 4.0]))
         rules: dict[tuple[int, ...], float] = {tuple(word): bias, tuple(banned): -np.inf}
         shared = {"repetition_penalty": 1.0 + case % 2 * 0.3, "min_new_tokens": case % 4}
-        found = ours(model, [row], 0, rules, **strategy, **shared)[0].tokens
+        found = ours(model, [row], 0, biases=rules, **strategy, **shared)[0].tokens
         lists = {"sequence_bias": [[word, bias]], "bad_words_ids": [banned]}
         if word == banned:
             del lists["sequence_bias"]
-        out = theirs(net, row, 0, num_beams=beams, **shared, **lists)
-        expected = out.sequences[0, len(row) :].tolist()
+        expected = theirs(net, row, 0, num_beams=beams, **shared, **lists)
         assert found == expected[: len(found)] and expected[len(found) :] in ([], [0]), case
         changed += found != free
     assert changed > 7  # else the rules were not looked at
@@ -139,8 +115,7 @@ def test_stop_strings_end_where_transformers_do(
         if "\ufffd" in stop:  # no token says this
             continue
         found = ours(model, [row], 0, read=reader(own, stop), stop=stop, **strategy)[0]
-        out = theirs(net, row, 0, num_beams=beams, stop_strings=[stop], tokenizer=other)
-        expected = out.sequences[0, 1:].tolist()
+        expected = theirs(net, row, 0, num_beams=beams, stop_strings=[stop], tokenizer=other)
         assert with_end(found, 0) == expected, (case, stop)
         assert found.growing is not None
         found.growing.advance(found.tokens, final=True)

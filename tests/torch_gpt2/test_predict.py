@@ -6,10 +6,8 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from itertools import takewhile
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -18,7 +16,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from common.config.schema import PrecisionConfig, PredictConfig
-from common.generation.generate import generate
+from common.generation.beam_search import search_beams
+from common.generation.generate import Continuation, generate
 from common.generation.prompts import Prompt
 from common.generation.sampling import Logits
 from tests.mixed_load import prompts as mixed_prompts, run
@@ -72,34 +71,63 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def ours(
+def continued(
     model: GPT2,
-    rows: list[list[int]],
-    batch: int = 1,
+    rows: Sequence[list[int]],
     new_tokens: int | list[int] = 30,
+    *,
+    batch: int | None = None,
     ends: Sequence[int] = (),
-    window: int | None = None,
     device: TorchDevice = CPU,
     **settings: Any,
-) -> list[list[int]]:
-    new = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(rows)
-    given = [Prompt(text="", ids=ids, new_tokens=n) for ids, n in zip(rows, new, strict=True)]
+) -> list[Continuation]:
+    """Continue prompts. batch: sequences at once; all, if None.
+    settings: of PredictConfig, and more arguments of ``generate``.
+    """
+    given = ("biases", "read", "vocab_size", "window")
+    words = {name: settings.pop(name) for name in given if name in settings}
     config = PredictConfig.model_validate(settings)
+    new = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(rows)
+    prompts = [Prompt(text="", ids=ids, new_tokens=n) for ids, n in zip(rows, new, strict=True)]
+    by_beams = config.strategy == "beam_search"
+    batch = batch or len(rows) * (config.num_beams if by_beams else 1)
     decoder = Decoder(model, device, batch)
-    found = generate(decoder, given, config, seed=0, ends=ends, window=window)
-    return [each.tokens for each in found]
+    if by_beams:
+        return list(search_beams(decoder, prompts, config, ends=ends, **words))
+    return list(generate(decoder, prompts, config, seed=0, ends=ends, **words))
 
 
-def theirs(model: GPT2, rows: list[list[int]], **settings: Any) -> list[list[int]]:
-    """transformers' greedy tokens of a left-padded batch; what follows the end is cut."""
-    longest, ends = max(map(len, rows)), settings.get("eos_token_id") or []
-    ids = torch.tensor([[50] * (longest - len(row)) + row for row in rows])
+@torch.no_grad()
+def continued_by_transformers(
+    net: Any, rows: list[list[int]], new_tokens: int, ends: list[int], pad: int, **settings: Any
+) -> tuple[list[list[int]], Any]:
+    """Return the new tokens of a batch that is padded on the left, and all that transformers says.
+    What follows an end is cut off.
+    """
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    reference = hugging_face_model(model.config, dict(model.named_parameters()))
-    usual = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 50}
-    settings = usual | settings
-    found = reference.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
-    return [list(takewhile(lambda token: token not in ends, row)) for row in found]
+    usual = {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    said = net.generate(
+        ids, attention_mask=mask, max_new_tokens=new_tokens, eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else pad, **usual, **settings,
+    )  # fmt: skip
+    tokens = [row[longest:].tolist() for row in said.sequences]
+    places = [[n for n, token in enumerate(row) if token in ends] or [len(row)] for row in tokens]
+    return [row[: at[0] + 1] for row, at in zip(tokens, places, strict=True)], said
+
+
+def ours(model: GPT2, rows: list[list[int]], batch: int = 1, **more: Any) -> list[list[int]]:
+    return [each.tokens for each in continued(model, rows, batch=batch, **more)]
+
+
+def theirs(
+    model: GPT2, rows: list[list[int]], new_tokens: int = 30, ends: Any = (), **settings: Any
+) -> list[list[int]]:
+    """transformers' greedy tokens of a batch, without the ends."""
+    net = hugging_face_model(model.config, dict(model.named_parameters()))
+    found, _ = continued_by_transformers(net, rows, new_tokens, [*ends], 50, **settings)
+    return [row[:-1] if row[-1] in ends else row for row in found]
 
 
 @on_both
@@ -146,7 +174,7 @@ def test_the_end_of_text_equals_transformers(model: GPT2, least: int) -> None:
     rows = ours(model, prompts())
     ends = [rows[0][5], rows[1][9]]
     minimum = {"min_new_tokens": least} if least else {}
-    expected = theirs(model, prompts(), eos_token_id=ends, **minimum)
+    expected = theirs(model, prompts(), ends=ends, **minimum)
     for batch in (1, 8):
         assert ours(model, prompts(), batch, ends=ends, min_new_tokens=least) == expected
     assert len({len(row) for row in expected}) > 1 and all(len(row) >= least for row in expected)
@@ -171,9 +199,9 @@ def test_a_sequence_depends_only_on_seed_prompt_and_number(model: GPT2) -> None:
 def test_the_last_position_is_used(model: GPT2, device: TorchDevice) -> None:
     """A full row continues with its neighbours, whose tokens do not change."""
     ids = np.random.default_rng(0).integers(0, 101, 47).tolist()
-    found = ours(model, [ids, [3]], 2, [1, 47], device=device)
-    assert found[:1] == theirs(model, [ids], max_new_tokens=1)
-    assert found[1:] == theirs(model, [[3]], max_new_tokens=47)
+    found = ours(model, [ids, [3]], 2, new_tokens=[1, 47], device=device)
+    assert found[:1] == theirs(model, [ids], 1)
+    assert found[1:] == theirs(model, [[3]], 47)
 
 
 @pytest.mark.parametrize(("types", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
@@ -310,42 +338,16 @@ def test_a_gpu_replays_what_it_has_captured() -> None:
     """The order that torch asks for (docs/source/notes/cuda.rst, CUDA Graphs): a run on a stream
     aside, the capture, then replays only. The memory of two graphs is one.
     """
-    said: list[str] = []
-
-    class Graph:
-        def replay(self) -> None:
-            said.append("replay")
-
-    @contextmanager
-    def within(name: str, *_: Any, **options: Any) -> Any:
-        said.append(" ".join(["begin", name, *map(str, options.values())]))
-        yield
-        said.append(f"end {name}")
-
-    def stream(name: str) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: said.append(f"{name} waits"))
-
-    module = SimpleNamespace(
-        CUDAGraph=Graph,
-        current_stream=lambda: stream("current"),
-        Stream=lambda: stream("aside"),
-        stream=lambda _: within("stream"),
-        graph=lambda _, **options: within("graph", pool=options["pool"]),
-        graph_pool_handle=lambda: 7,
-    )
+    module = MagicMock()
     device = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=module)
-    number = torch.zeros(())
-
-    def step() -> Tensor:
-        said.append("step")
-        return number
-
-    before = ["aside waits", "begin stream", "step", "end stream", "current waits"]
-    before += ["begin graph 7", "step", "end graph"]
     memory = device.graph_memory()
+    before = ["Stream().wait_stream", "stream().__enter__", "step", "stream().__exit__"]
+    before += ["current_stream().wait_stream", "graph().__enter__", "step", "graph().__exit__"]
     for _ in range(2):
-        said.clear()
-        run = device.capture(step, memory)
-        assert said == before
-        assert run() is number and run() is number
-        assert said == [*before, "replay", "replay"]
+        module.reset_mock()
+        run = device.capture(module.step, memory)
+        assert run() is run() is module.step()
+        called = [name for name, _, _ in module.mock_calls]
+        steps = [name for name in called if name in {*before, "CUDAGraph().replay"}]
+        assert steps == [*before, "CUDAGraph().replay", "CUDAGraph().replay", "step"]
+        assert module.graph.call_args.kwargs["pool"] is memory

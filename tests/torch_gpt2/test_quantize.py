@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from common.config.schema import QuantizationConfig
-from common.errors import ConfigError
 from common.quantization import scheme
 from common.weights.names import EMBEDDING
 from tests.reference import hugging_face_model
@@ -202,19 +201,3 @@ def test_a_skipped_step_and_infinite_activations_set_no_scale() -> None:
     bias.data.fill_(float("nan"))
     run(engine, batches[3:4])
     assert engine.quantization.scales.state() == state
-
-
-@pytest.mark.parametrize(
-    ("section", "changes", "message"),
-    [
-        ({"skip": ["h.2"]}, {}, "'h.2' names no layer of a model with 2 blocks"),
-        ({"skip": ["linear1"]}, {}, "expected a block"),
-        ({"skip": ["h.0", "attn", "mlp"]}, {}, "leaves no layer"),
-        ({"weight_bits": 9}, {}, "less than or equal to 8"),
-        ({}, {"engine": "deepspeed"}, "does not go with quantization-aware training"),
-        ({}, {"parallel__strategy": "parameter_server"}, "does not go with quantization-aware"),
-    ],
-)
-def test_refusals(section: dict[str, Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(quantization=section, **changes)

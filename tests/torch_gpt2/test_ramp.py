@@ -11,7 +11,6 @@ import torch
 
 from common.config.load import build_config
 from common.dataset import open_samples
-from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.training.start import Start
 from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here
@@ -118,29 +117,3 @@ def test_lengths_count_the_growing_batches(start: Any, tmp_path: Path, corpus_pr
     assert steps(32, train__max_epochs=2) == 8
     assert steps(38, train__max_epochs=2) == 9
     assert steps(1000, train__max_tokens=64 * 16 + 15) == 8
-
-
-INTERLEAVED: dict[str, Any] = {
-    "parallel__pipeline_stage": 2,
-    "parallel__pipeline_schedule": "interleaved_1f1b",
-    "train__rampup_batch_size": [10, 2, 24],
-}
-SEMI_AUTO = {"backend": "mindspore", "device": "npu", "parallel__parallel_mode": 1}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "changes", "message"),
-    [
-        (1, {"engine": "deepspeed"}, r"DeepSpeed ends a step by a count .* set engine=native"),
-        (2, INTERLEAVED, r"interleaved_1f1b needs micro batches in 2 equal rounds, not 5"),
-        (2, SEMI_AUTO, r"the graph of a step holds a fixed number .*parallel_mode=3"),
-        (1, {"train__micro_batch_size": 3}, r"batch of 4 samples is not a multiple of micro bat"),
-        (1, {"train__rampup_batch_size": [4, 4]}, r"rampup_batch_size"),
-    ],
-)
-def test_runs_that_cannot_change_their_batch_are_refused(
-    ranks: int, changes: dict[str, Any], message: str
-) -> None:
-    tree = make_tree(Path("run"), Path("data"), **changes)
-    with pytest.raises(ConfigError, match=message):
-        resolve_config(build_config(tree), world_size=ranks)

@@ -12,9 +12,9 @@ import torch
 from safetensors.numpy import load_file
 
 from common.compare.step_records import StepReader, compare_records, difference
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 from common.run_config import load_config
-from common.training.recording import VARIABLE, RecordRequest, find_request
+from common.training.recording import RecordRequest
 from tests.reference import hugging_face_model, hugging_face_names
 from tests.tiny import tiny_run, train_here
 from torch_gpt2 import engine as engine_module
@@ -167,13 +167,9 @@ def test_difference_is_relative_to_the_norm() -> None:
     assert difference(other, other, 0.9)[2] == (0, 1), "NaN equals nothing"
 
 
-def test_a_record_that_lacks_a_rank_or_a_request_is_one_error(
-    record: Any,
-) -> None:
+def test_a_record_that_lacks_a_rank_is_one_error(record: Any) -> None:
     folder = record("one")
     facts = folder / "rank_00000.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"ranks": 2}))
     with pytest.raises(DataError, match="rank 1 has not recorded the step"):
         compare_records(folder, folder, None)
-    with pytest.raises(ConfigError, match="is not a request of"):
-        find_request({VARIABLE: "yes"})

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from common.checkpoint.snapshot import padded_rows, true_slice
 from common.parallel.run import Run
-from common.parallel.sharding import padded_shapes, slices_of_rank
+from common.parallel.sharding import initial_values, slices_of_rank
 from common.training.loss_scale import clip_factor
 from common.training.opened_checkpoint import Checkpoint
-from common.weights.initial import initial_rows
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
 from torch_gpt2.optimizer import (
@@ -76,11 +75,13 @@ class DeepSpeedState(ABC):
     def norm(self) -> float:
         """Return the norm of the last step's gradients before the clip."""
 
-    @abstractmethod
+    @torch.no_grad()
     def fill(self, reader: Checkpoint | None) -> None:
         """Load the weights of a checkpoint, or the initial ones, before DeepSpeed has the
         parameters.
         """
+        for name, values in self._values(reader):
+            self.tensors[name].copy_(values)
 
     @abstractmethod
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None: ...
@@ -160,25 +161,8 @@ class DeepSpeedState(ABC):
 
     def _values(self, reader: Checkpoint | None) -> Iterable[tuple[str, Tensor]]:
         """Yield this rank's pieces of a checkpoint's weights, or of the initial ones."""
-        config, shapes = self.config, padded_shapes(self.config)
-        arrays = (
-            reader.weights(config.model, self.pieces)
-            if reader is not None
-            else (
-                (
-                    name,
-                    initial_rows(
-                        config.model,
-                        config.seed,
-                        name,
-                        shapes[name],
-                        *piece.rows,
-                        columns=piece.columns,
-                    ),
-                )
-                for name, piece in self.pieces.items()
-            )
-        )
+        config, pieces = self.config, self.pieces
+        arrays = reader.weights(config.model, pieces) if reader else initial_values(config, pieces)
         return ((name, self._padded(name, array)) for name, array in arrays)
 
     def _padded(self, name: str, array: Array) -> Tensor:
@@ -242,10 +226,8 @@ class WholeState(DeepSpeedState):
         for tensor in self.tensors.values():
             tensor.grad = None
 
-    @torch.no_grad()
     def fill(self, reader: Checkpoint | None) -> None:
-        for name, values in self._values(reader):
-            self.tensors[name].copy_(values)
+        super().fill(reader)
         self.master.write_back()
 
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
@@ -278,11 +260,6 @@ class ZeroState(DeepSpeedState):
             # DeepSpeed 0.19 would add the next gradients to these
             self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
         return norm
-
-    @torch.no_grad()
-    def fill(self, reader: Checkpoint | None) -> None:
-        for name, values in self._values(reader):
-            self.tensors[name].copy_(values)
 
     def attach(self, engine: Any, reader: Checkpoint | None) -> None:
         super().attach(engine, reader)

@@ -9,10 +9,9 @@ each data rank's partition of the optimizer.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +19,12 @@ from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
-from common.systems.name_map import Fusion, name_map
-from common.systems.rank_parts import require_ranks, require_same
+from common.systems.megatron_args import args_of, names_of_modules
+from common.systems.rank_parts import by_ranks, require_ranks, require_same
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
-from common.weights.names import EMBEDDING, POSITIONS
 
-_BLOCK = "layers.{layer}."
-NAME_MAP = name_map(
-    {
-        EMBEDDING: "word_embeddings.weight",
-        POSITIONS: "position_embeddings.weight",
-        "ln_f": "final_layernorm",
-        "ln_1": f"{_BLOCK}input_layernorm",
-        "attn.qkv_proj": f"{_BLOCK}self_attention.query_key_value",
-        "attn.c_proj": f"{_BLOCK}self_attention.dense",
-        "ln_2": f"{_BLOCK}post_attention_layernorm",
-        "mlp.c_fc": f"{_BLOCK}mlp.dense_h_to_4h",
-        "mlp.c_proj": f"{_BLOCK}mlp.dense_4h_to_h",
-    },
-    fusion=Fusion.HEADS,
-)
+NAME_MAP = names_of_modules()
 """Names without the modules that hold the parameter, as ``short_name`` makes them."""
 
 _RULES = (
@@ -89,51 +73,20 @@ class Checkpoint:
     folder: Path
     models: Sequence[TensorFile]
     """Model states by model-parallel rank."""
-    layers: Mapping[int, Sequence[TensorFile]]
-    """Layers of a pipeline by number and tensor rank."""
+    layers: Sequence[Sequence[Mapping[str, FileTensor]]]
+    """Weights by [tensor rank][layer of a pipeline] and name; the whole model as one layer without
+    a pipeline.
+    """
+    blocks: Sequence[int]
+    """Numbers of the pipeline's layers that are transformer blocks."""
     optimizers: Sequence[Sequence[TensorFile]]
     """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or
     were not saved.
     """
-    tensor: int
 
     @property
-    def first(self) -> TensorFile:
-        return self.models[0]
-
-    @property
-    def blocks(self) -> list[int]:
-        """Numbers of the pipeline's layers that are transformer blocks."""
-        return [number for number, ranks in self.layers.items() if FIRST_OF_BLOCK in ranks[0]]
-
-    def weights(self, tensor: int) -> dict[str, FileTensor]:
-        """Return the weights that a tensor rank has, in the order of the modules."""
-        prefix = "module."
-        found = {
-            short_name(name.removeprefix(prefix)): self.models[tensor][name]
-            for name in self.models[tensor]
-            if name.startswith(prefix)
-        }
-        for number, ranks in self.layers.items():
-            found |= self._layer(number, ranks[tensor])
-        return found
-
-    def parameters(self, tensor: int) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of a tensor rank's layers, or of the one file without a pipeline."""
-        layers = [self._layer(number, ranks[tensor]) for number, ranks in self.layers.items()]
-        return [
-            {name: part.shape for name, part in layer.items()}
-            for layer in layers or [self.weights(tensor)]
-        ]
-
-    def _layer(self, number: int, file: TensorFile) -> dict[str, FileTensor]:
-        return {short_name(f"{number}.{name}", self.blocks): file[name] for name in file}
-
-
-def args_of(file: TensorFile) -> dict[str, Any]:
-    """Return Megatron's args in the file of a rank, where it has them."""
-    args = file.tree.get("args")
-    return vars(args) if isinstance(args, argparse.Namespace) else {}
+    def tensor(self) -> int:
+        return len(self.layers)
 
 
 def _of_all(file: TensorFile) -> dict[str, Any]:
@@ -194,10 +147,9 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             f"{path}: nothing of DeepSpeed here; expected {_LATEST} and global_stepN, or files like"
             " mp_rank_00_model_states.pt"
         )
-    names = [file.name for file in folder.glob("*.pt")]
-    models = _by_ranks(folder, _MODEL, names)
-    layers = _by_ranks(folder, _LAYER, names)
-    optimizers = _by_ranks(folder, _OPTIMIZER, names)
+    models, layers, optimizers = (
+        by_ranks(folder.glob("*.pt"), pattern) for pattern in (_MODEL, _LAYER, _OPTIMIZER)
+    )
     with ExitStack() as stack:
 
         def opened(path: Path) -> TensorFile:
@@ -216,63 +168,46 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         first = next(iter(files.values()))
         ranks = _world(first, "mp_world_size", max(files) + 1)
         require_ranks(folder, files, range(ranks), "mp_rank_{:02d}_model_states.pt".format)
-        one = _of_all(first)
-        for file in files.values():
-            require_same(file.path, _of_all(file), first.path.name, one)
-        tensor, by_layer = ranks, {}
-        if layers:
-            numbers = sorted({number for number, _ in layers})
-            tensor = max(rank for _, rank in layers) + 1
-            require_ranks(
-                folder, layers, itertools.product(numbers, range(tensor)),
-                lambda place: "layer_{:02d}-model_{:02d}-model_states.pt".format(*place),
-            )  # fmt: skip
-            by_layer = {
-                number: [opened(layers[number, rank]) for rank in range(tensor)]
-                for number in numbers
-            }
+        require_same({file.path: _of_all(file) for file in files.values()}, lambda path: path.name)
+        numbers = sorted({number for number, _ in layers})
+        tensor = max((rank for _, rank in layers), default=ranks - 1) + 1
+        require_ranks(
+            folder, layers, itertools.product(numbers, range(tensor)),
+            lambda place: "layer_{:02d}-model_{:02d}-model_states.pt".format(*place),
+        )  # fmt: skip
         if ranks % tensor:
             raise CheckpointError(
                 f"{folder}: {ranks} model-parallel ranks, and {tensor} tensor ranks of each layer:"
                 " these files are of several checkpoints; copy one whole"
             )
-        parts = _open_optimizers(folder, optimizers, opened, ranks, first)
+        pipeline = {place: opened(layers[place]) for place in sorted(layers)}
+        blocks = [number for number in numbers if FIRST_OF_BLOCK in pipeline[number, 0]]
+        data = _world(first, "dp_world_size", max((rank for rank, _ in optimizers), default=0) + 1)
+        if optimizers:
+            require_ranks(
+                folder, optimizers, itertools.product(range(data), range(ranks)),
+                lambda place: "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt".format(*place),
+            )  # fmt: skip
         yield Checkpoint(
             folder=folder,
             models=[files[rank] for rank in range(ranks)],
-            layers=by_layer,
-            optimizers=parts,
-            tensor=tensor,
+            layers=[
+                [_named(pipeline[number, rank], f"{number}.", blocks) for number in numbers]
+                or [_named(files[rank])]
+                for rank in range(tensor)
+            ],
+            blocks=blocks,
+            optimizers=[
+                [opened(optimizers[rank, mp]) for rank in range(data)]
+                for mp in range(ranks if optimizers else 0)
+            ],
         )
 
 
-def _open_optimizers(
-    folder: Path, paths: Mapping[tuple[int, int], Path], opened: Any, ranks: int, first: TensorFile
-) -> list[list[TensorFile]]:
-    if not paths:
-        return []
-    data = _world(first, "dp_world_size", max(rank for rank, _ in paths) + 1)
-    require_ranks(
-        folder, paths, itertools.product(range(data), range(ranks)),
-        lambda place: "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt".format(*place),
-    )  # fmt: skip
-    return [[opened(paths[rank, mp]) for rank in range(data)] for mp in range(ranks)]
-
-
-def _by_ranks(
-    folder: Path, pattern: re.Pattern[str], names: Iterable[str]
-) -> dict[tuple[int, int], Path]:
-    found: dict[tuple[int, int], Path] = {}
-    for name in sorted(names):
-        if match := pattern.fullmatch(name):
-            ranks = (int(match[1] or 0), int(match[2] or 0))
-            if ranks in found:
-                raise CheckpointError(
-                    f"{folder}: {found[ranks].name} and {name} are of one rank: these files are of"
-                    " several checkpoints; copy one whole"
-                )
-            found[ranks] = folder / name
-    return found
+def _named(file: TensorFile, layer: str = "", blocks: Sequence[int] = ()) -> dict[str, FileTensor]:
+    """Return the weights in the file of a layer, or in the model states without a pipeline."""
+    start = "" if layer else "module."
+    return {short_name(layer + name, blocks): file[name] for name in file if name.startswith(start)}
 
 
 def _world(first: TensorFile, name: str, fallback: int) -> int:

@@ -1,41 +1,304 @@
 """Checkpoints of Megatron-DeepSpeed (``deepspeed``), of any tensor and pipeline size, with the
 optimizer of ZeRO 0, 1 and 2.
+
+Layout of the optimizer: ``state_dict`` in deepspeed/runtime/zero/stage_1_and_2.py,
+bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py, and of torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from common.config.update_rules import rule_keeping
+from common.config.update_rules import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import (
     NAME_MAP,
     Checkpoint,
-    args_of,
     find_folder,
     open_checkpoint,
+    short_name,
 )
-from common.systems.deepspeed.optimizer import Saved, read_optimizers
-from common.systems.megatron_args import in_version, model_of_args
-from common.systems.rank_parts import Ranks, join_ranks, read_joined
-from common.systems.run_state import (
-    NO_SCALE,
-    checked_run,
-    new_run,
-    reading_counters,
-    require_moments,
-    require_one_run,
-)
+from common.systems.megatron_args import args_of, in_version, weights_of_ranks
+from common.systems.rank_parts import Ranks, name_in_order
+from common.systems.run_state import NO_SCALE, first_number, new_run
 from common.systems.strangers import UNDER_DEEPSPEED
-from common.systems.weights import Weight, Weights, import_names, weights_from
-from common.tensor_files.arrays import FileTensor
+from common.systems.weights import Weights
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
 from common.tensor_files.pickled_values import Foreign
 from common.weights.names import POSITIONS
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Parameters by name, in the order of a vector."""
+
+
+def cut(
+    vector: Sequence[FileTensor], shapes: Shapes, gaps: Sequence[int] = (), first: int = 0
+) -> dict[str, Any]:
+    """Return the parameters in a vector that is given in parts.
+
+    gaps: elements between each parameter and the next; empty for none. first: elements before
+    them. Up to two elements a part may fill the end. Raises ValueError where the vector holds other
+    parameters.
+    """
+    found = {}
+    for (name, shape), gap in zip(shapes.items(), gaps or [0] * len(shapes), strict=True):
+        found[name] = _part(name, shape, vector, first)
+        first += math.prod(shape) + gap
+    there = _elements(part.shape for part in vector)
+    if there >= first + 2 * len(vector):
+        raise ValueError(f"it has {there} elements, and these weights {first}")
+    return found
+
+
+def own_parameters(vectors: Sequence[FileTensor], shapes: Shapes) -> dict[str, FileTensor]:
+    """Return the parameters in the vectors of an optimizer without partitions.
+
+    One vector holds all of them, or two hold the matrices and the vectors. The last stage of a
+    pipeline has a copy of the embeddings before its own parameters. Raises ValueError.
+    """
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    rest = {name: shape for name, shape in shapes.items() if name not in matrices}
+    groups = [shapes] if len(vectors) == 1 else [matrices, rest]
+    if len(vectors) == 2 and vectors[0].shape == (_elements(rest.values()),):
+        groups.reverse()
+    found: dict[str, FileTensor] = {}
+    for vector, group in zip(vectors, groups, strict=True):
+        first = math.prod(vector.shape) - _elements(group.values())
+        found |= cut([vector], group, first=first)
+    return {name: found[name] for name in shapes}
+
+
+def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _part(
+    name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first: int
+) -> FileTensor:
+    """Return the tensor whose elements begin at ``first`` of a vector."""
+    places = list(_segments(vector, first, math.prod(shape)))
+    checks = [check for check in dict.fromkeys(part.check for part, _ in places) if check]
+
+    def check() -> None:
+        for one in checks:
+            one()
+
+    tensor = FileTensor(
+        name=name,
+        dtype="float32",
+        shape=shape,
+        segments=tuple(segment for _, segment in places),
+        check=check,
+    )
+    there = sum(segment.size for segment in tensor.segments)
+    if there != tensor.nbytes:
+        raise ValueError(f"of {name} {list(shape)} only {there} of {tensor.nbytes} bytes are there")
+    return tensor
+
+
+def _segments(
+    vector: Sequence[FileTensor], first: int, count: int
+) -> Iterator[tuple[FileTensor, Bytes]]:
+    """Yield the bytes of ``count`` elements from ``first`` on, part by part."""
+    start, item = 0, NUMPY_TYPES["float32"].itemsize
+    for part in vector:
+        if part.dtype != "float32" or len(part.shape) != 1 or part.strides is not None:
+            raise ValueError(f"a part of it is {part.dtype} {list(part.shape)}")
+        low, high = max(first - start, 0), min(first + count - start, part.shape[0])
+        if low < high:
+            yield part, part.segments[0][low * item : high * item]
+        start += part.shape[0]
+
+
+_Named: TypeAlias = Mapping[str, FileTensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """State of a model-parallel rank's optimizer, by the names of the parameters."""
+
+    masters: _Named
+    """Float32 weights; nothing where the weights themselves are float32."""
+    moments: Mapping[str, _Named]
+    steps: int | None
+    """Number of updates that were made."""
+    state: Mapping[str, Any]
+    """Tree of the optimizer, which holds the loss scale."""
+
+
+def read_optimizers(there: Checkpoint) -> tuple[list[Saved], str]:
+    """Return the optimizer of each model-parallel rank, or nothing and why not.
+
+    Raises CheckpointError where files of partitions do not fit the weights, and where ranks do not
+    fit each other. Raises ConfigError for ZeRO-3.
+    """
+    if there.optimizers:
+        found = [
+            _read_partitions(files, model, there)
+            for files, model in zip(there.optimizers, there.models, strict=True)
+        ]
+        paths = [files[0].path for files in there.optimizers]
+    else:
+        try:
+            found = _read_all_whole(there)
+        except _OTHER_FORMS as error:
+            return [], f"not of these weights, or of an unknown form ({error!r}): only weights"
+        paths = [model.path for model in there.models]
+    for one, path in zip(found, paths, strict=False):
+        if one.steps != found[0].steps:
+            raise CheckpointError(
+                f"{path}: its optimizer has made {one.steps} updates, and that of {paths[0].name}"
+                f" {found[0].steps}: these files are of several checkpoints; copy one whole"
+            )
+    return found, ""
+
+
+def _read_all_whole(there: Checkpoint) -> list[Saved]:
+    trees = [model.tree.get("optimizer") for model in there.models]
+    if not all(isinstance(tree, dict) for tree in trees):
+        return []
+    found = []
+    for tensor in range(there.tensor):
+        layers: list[Shapes] = [
+            {name: part.shape for name, part in layer.items()} for layer in there.layers[tensor]
+        ]
+        stages = trees[tensor :: there.tensor]
+        for stage, tree in enumerate(stages):
+            found.append(_read_whole(tree, layers, is_last=stage == len(stages) - 1))
+    by_stage = len(trees) // there.tensor
+    return [found[t * by_stage + s] for s in range(by_stage) for t in range(there.tensor)]
+
+
+_OTHER_FORMS = (KeyError, IndexError, TypeError, AttributeError, ValueError)
+"""Errors of reading a tree of another form."""
+
+
+def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Checkpoint) -> Saved:
+    path = files[0].path
+    try:
+        states = [file.tree["optimizer_state_dict"] for file in files]
+        for file, state in zip(files, states, strict=True):
+            stage = state.get("zero_stage", 1)  # BF16_Optimizer names none, and cuts as 1 does
+            if (stage.arguments[0] if isinstance(stage, Foreign) else stage) not in (0, 1, 2):
+                raise ConfigError(
+                    f"{file.path}: ZeRO-3, whose weights lie in pieces of each; save the checkpoint"
+                    " with zero_optimization.stage 1, or make a universal one of it and load that"
+                )
+        shapes = model.tree["param_shapes"]
+        groups: list[Shapes] = [
+            {short_name(name, there.blocks): tuple(shape) for name, shape in group.items()}
+            for group in (shapes if isinstance(shapes, list) else [shapes])
+        ]
+        gaps = states[0].get("param_alignment_paddings") or [()] * len(groups)
+        inner = [_records(state) for state in states]
+        steps = [_steps(records, state) for records, state in zip(inner, states, strict=True)]
+        for file, step in zip(files, steps, strict=True):
+            if step != steps[0]:
+                raise ValueError(
+                    f"{file.path.name} has made {step} updates, {path.name} {steps[0]}"
+                )
+
+        def merged(vectors: Callable[[int], Sequence[FileTensor]]) -> dict[str, FileTensor]:
+            found: dict[str, FileTensor] = {}
+            for number, (group, gap) in enumerate(zip(groups, gaps, strict=True)):
+                found |= cut(vectors(number), group, gap)
+            return found
+
+        masters = "single_partition_of_fp32_groups"
+        return Saved(
+            masters=merged(lambda number: [state[masters][number] for state in states]),
+            moments={
+                part: merged(lambda number, part=part: [one[number][part] for one in inner])  # type: ignore[misc]
+                for part in STATE_PARTS
+                if inner[0] and part in inner[0][0]
+            },
+            steps=steps[0],
+            state=states[0],
+        )
+    except _OTHER_FORMS as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(
+            f"{path}: its optimizer is not of these weights, or of an unknown form: {reason}; copy"
+            f" all {len(files)} of its files again, or take them away"
+        ) from None
+
+
+def _records(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the state of each group's vector in the optimizer inside ZeRO's."""
+    base = state["base_optimizer_state"]
+    if isinstance(base, list):  # one record for each group: the elastic form
+        return base
+    ids = [number for group in base["param_groups"] for number in group["params"]]
+    return [base["state"][number] for number in ids] if base["state"] else []
+
+
+def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> int | None:
+    """Return the number of updates, which a vector's record, its group or ZeRO's state holds."""
+    base = state.get("base_optimizer_state", state)
+    group = base["param_groups"][0] if isinstance(base, dict) else {}
+    places = [*(records[:1]), group, {"step": state.get("base_optimizer_state_step")}]
+    found = next((place["step"] for place in places if place.get("step") is not None), None)
+    return None if found is None else whole(first_number(found))
+
+
+def _read_whole(tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:
+    """Read an optimizer without partitions.
+
+    layers: parameters of the layers after the earlier stages. Those of this stage are removed from
+    it.
+    """
+    inner = tree.get("optimizer_state_dict", tree)
+    ids = [number for group in inner["param_groups"] for number in group["params"]]
+    records = [inner["state"][number] for number in ids if number in inner["state"]]
+    copies = [copy for group in tree.get("fp32_groups", ()) for copy in group]
+    flat = list(tree.get("fp32_groups_flat", ()))
+    lists = {
+        part: [one[part] for one in records]
+        for part in STATE_PARTS
+        if records and part in records[0]
+    }
+    own = copies or flat or next(iter(lists.values()), [])
+    shapes = _of_stage(layers, _elements(one.shape for one in own), is_last=is_last)
+
+    def named(values: Sequence[FileTensor]) -> dict[str, FileTensor]:
+        if flat:
+            return own_parameters(values, shapes)
+        return name_in_order(shapes, _own(values, shapes))
+
+    return Saved(
+        masters=named(copies or flat) if copies or flat else {},
+        moments={part: named(values) for part, values in lists.items()},
+        steps=_steps(records, inner),
+        state=tree,
+    )
+
+
+def _of_stage(layers: list[Shapes], elements: int, *, is_last: bool) -> Shapes:
+    """Remove the layers of a stage from ``layers``, and return them. They are found by the number
+    of elements in its optimizer.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    while layers and (is_last or elements > 0):
+        layer = layers.pop(0)
+        found |= layer
+        elements -= _elements(layer.values())
+    if not is_last and elements:
+        raise ValueError("the layers do not end where it ends")
+    return found
+
+
+def _own(values: Sequence[FileTensor], shapes: Shapes) -> list[FileTensor]:
+    """Drop the copy of the embeddings, which a last stage has before its own matrices."""
+    matrices = [value for value in values if len(value.shape) > 1]
+    more = len(matrices) - sum(len(shape) > 1 for shape in shapes.values())
+    left_out = {id(value) for value in matrices[: max(0, more)]}
+    return [value for value in values if id(value) not in left_out]
 
 
 def detects(path: Path) -> bool:
@@ -53,47 +316,32 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
     CheckpointError and ConfigError.
     """
     with open_checkpoint(path) as there:
-        first = there.first
+        first = there.models[0]
         if any(name.endswith(f".{POSITIONS}") for name in first):
             root = there.folder.parent
             raise CheckpointError(f"{path}: {UNDER_DEEPSPEED.format(root=root)}")
         name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
-        ranks = [there.weights(tensor) for tensor in range(there.tensor)]
-        table = name_map.global_rows[0].theirs
-        rows = sum(rank[table].shape[0] for rank in ranks if table in rank and rank[table].shape)
-        folders = (there.folder, there.folder.parent)
-        model, run, notes = model_of_args(first.path, args_of(first), rows, there.tensor, folders)
-        of_names = {row.theirs: row for row in name_map.rows(model.num_layers)}
-
-        def named(parts: Ranks, suffix: str = "") -> dict[str, Weight]:
-            joined = join_ranks(there.folder, parts, of_names)
-            return import_names(
-                there.folder, name_map, joined, model, suffix=suffix, read=read_joined
-            )
-
-        weights = weights_from(
-            there.folder, name_map, join_ranks(there.folder, ranks, of_names), model,
-            format="deepspeed", path=path, ignored=notes, read=read_joined,
-        )  # fmt: skip
-        saved = read_optimizers(there)
+        ranks = [
+            {name: tensor for layer in layers for name, tensor in layer.items()}
+            for layers in there.layers
+        ]
+        saved, why_not = read_optimizers(there)
         notes = {}
+        masters: Ranks = []
         if saved and all(one.masters for one in saved):
             masters = _by_tensor_rank(there, saved, lambda one: one.masters)
-            weights = replace(weights, tensors=named(masters))
             notes["module"] = "weights of less precision, of which the optimizer has the float32"
-        moments: dict[str, Weight] = {}
-        for part in saved[0].moments if saved else ():
-            parts = _by_tensor_rank(there, saved, lambda one, part=part: one.moments[part])  # type: ignore[misc]
-            moments |= named(parts, f".{part}")
+        moments = {
+            part: _by_tensor_rank(there, saved, lambda one, part=part: one.moments[part])  # type: ignore[misc]
+            for part in (saved[0].moments if saved else ())
+        }
         step = first.tree.get("global_steps", first.tree.get("iteration", 0))
-        if run is not None:
-            require_one_run(first.path, "global_steps", step, run["state"]["step"])
-        if run is None and moments:
-            run = _run_of(there, saved[0], step)
-        if step and run is None:
-            notes["global_steps"] = "where training stood, without moments"
-        moments = {} if run is None else require_moments(there.folder, moments, run, model)
-        yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+        yield weights_of_ranks(
+            path, "deepspeed", first, there.folder, name_map, ranks,
+            masters=masters, moments=moments, notes=notes, counter="global_steps", step=step,
+            new_run=lambda: _run_of(first, saved[0], step),
+            without_run={"optimizer": why_not} if why_not else {},
+        )  # fmt: skip
 
 
 def _by_tensor_rank(
@@ -107,21 +355,19 @@ def _by_tensor_rank(
     return ranks
 
 
-def _run_of(there: Checkpoint, saved: Saved, step: Any) -> dict[str, Any]:
-    """Return the state of the run, as far as DeepSpeed's numbers hold it. Raises ConfigError."""
-    path, tree = there.first.path, there.first.tree
-    with reading_counters(path):
-        skipped = whole(tree.get("skipped_steps", 0))
-        samples = args_of(there.first).get("consumed_train_samples")
-        run = new_run(
-            rule_keeping(saved.moments),
-            step=step,
-            updates=step - skipped if saved.steps is None else whole(saved.steps),
-            scale=_scale(saved.state),
-            consumed_samples=whole(tree.get("global_samples", 0) if samples is None else samples),
-        )
+def _run_of(first: TensorFile, saved: Saved, step: Any) -> dict[str, Any]:
+    """Return the state of the run, as far as DeepSpeed's numbers hold it."""
+    skipped = whole(first.tree.get("skipped_steps", 0))
+    samples = args_of(first).get("consumed_train_samples")
+    run = new_run(
+        rule_keeping(saved.moments),
+        step=step,
+        updates=step - skipped if saved.steps is None else whole(saved.steps),
+        scale=_scale(saved.state),
+        consumed_samples=whole(first.tree.get("global_samples", 0) if samples is None else samples),
+    )
     run["state"]["skipped_steps"] = skipped
-    return checked_run(path, run)
+    return run
 
 
 def _scale(state: Mapping[str, Any]) -> dict[str, Any]:

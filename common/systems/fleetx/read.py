@@ -8,14 +8,19 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError
 from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, match_name_map, name_map
-from common.systems.rank_parts import join_ranks, read_joined, require_ranks, require_same
+from common.systems.rank_parts import (
+    by_ranks,
+    join_ranks,
+    read_joined,
+    require_ranks,
+    require_same,
+)
 from common.systems.run_state import MODEL_YAML, read_model_yaml
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile
@@ -83,59 +88,43 @@ def name_in_whole(name: str) -> str:
 # ---- files of the ranks ----
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Parts:
-    files: Sequence[Sequence[TensorFile]]
-    """Files by [tensor rank][stage]."""
+def _weights_of(files: Sequence[TensorFile]) -> dict[str, FileTensor]:
+    """Return the tensors in the stages of a tensor rank by their names in the whole model.
 
-    @property
-    def first(self) -> Path:
-        return self.files[0][0].path
-
-    def weights(self) -> list[dict[str, FileTensor]]:
-        """Return the tensors of each tensor rank by their names in the whole model.
-
-        Raises CheckpointError where two stages hold one block, or different embeddings.
-        """
-        ranks = []
-        for files in self.files:
-            found: dict[str, FileTensor] = {}
-            for file in files:
-                for name in file:
-                    whole = name_in_whole(name)
-                    if whole == _TABLE and whole in found:  # head of the last stage
-                        check_tied(file.path, name, file[name], found[whole])
-                    elif whole in found and not whole.startswith(_EMBEDDINGS):
-                        raise CheckpointError(
-                            f"{file.path}: {name} is in another stage too: these parts are of"
-                            " several checkpoints; copy one whole"
-                        )
-                    # positions of the last stage are not used; the first stage has them too
-                    found.setdefault(whole, file[name])
-            ranks.append(found)
-        return ranks
-
-
-def rank_folders(folder: Path) -> dict[tuple[int, int, int], Path]:
-    """Return the folders of ranks by (mp, sharding, pp)."""
-    found = {}
-    for path in sorted(folder.glob("mp_*")):
-        ranks = _RANK.fullmatch(path.name)
-        if ranks and (path / FILE).is_file():
-            found[int(ranks[1]), int(ranks[2]), int(ranks[3])] = path
+    Raises CheckpointError where two stages hold one block, or different embeddings.
+    """
+    found: dict[str, FileTensor] = {}
+    for file in files:
+        for name in file:
+            whole = name_in_whole(name)
+            if whole == _TABLE and whole in found:  # head of the last stage
+                check_tied(file.path, name, file[name], found[whole])
+            elif whole in found and not whole.startswith(_EMBEDDINGS):
+                raise CheckpointError(
+                    f"{file.path}: {name} is in another stage too: these parts are of several"
+                    " checkpoints; copy one whole"
+                )
+            # positions of the last stage are not used; the first stage has them too
+            found.setdefault(whole, file[name])
     return found
 
 
-@contextmanager
-def open_parts(path: Path) -> Iterator[Parts]:
-    """path: model.pdparams, its folder, or epoch_E_step_S with the folders of ranks.
+def rank_folders(folder: Path) -> dict[tuple[int, ...], Path]:
+    """Return the folders of ranks by (mp, sharding, pp)."""
+    return by_ranks((path for path in folder.glob("mp_*") if (path / FILE).is_file()), _RANK)
 
-    Raises CheckpointError unless the parts of all ranks are there and of one step.
+
+@contextmanager
+def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
+    """Open the files of all ranks, by [tensor rank][stage].
+
+    path: model.pdparams, its folder, or epoch_E_step_S with the folders of ranks. Raises
+    CheckpointError unless the parts of all ranks are there and of one step.
     """
     file = path if path.is_file() else path / FILE
     if file.is_file():
         with open_tensors(file) as opened:
-            yield Parts(files=[[opened]])
+            yield [[opened]]
         return
     folders = rank_folders(path)
     if not folders:
@@ -150,15 +139,13 @@ def open_parts(path: Path) -> Iterator[Parts]:
     )  # fmt: skip
     _check_steps(list(folders.values()))
     with ExitStack() as stack:
-        yield Parts(
-            files=[
-                [
-                    stack.enter_context(open_tensors(folders[rank, 0, stage] / FILE))
-                    for stage in range(stages)
-                ]
-                for rank in range(tensor)
+        yield [
+            [
+                stack.enter_context(open_tensors(folders[rank, 0, stage] / FILE))
+                for stage in range(stages)
             ]
-        )
+            for rank in range(tensor)
+        ]
 
 
 def _check_steps(folders: Sequence[Path]) -> None:
@@ -168,9 +155,7 @@ def _check_steps(folders: Sequence[Path]) -> None:
         if (folder / _META).is_file():
             with open_tensors(folder / _META) as file:
                 told[folder / _META] = {name: file.plain.get(name) for name in ("epoch", "step")}
-    for path, state in told.items():
-        first, known = next(iter(told.items()))
-        require_same(path, state, first.parent.name, known)
+    require_same(told, lambda path: path.parent.name)
 
 
 _NEEDED = (
@@ -192,10 +177,10 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     CheckpointError and ConfigError.
     """
     with open_parts(path) as parts:
-        file = parts.first
-        where = file if len(parts.files[0]) == len(parts.files) == 1 else path
+        file = parts[0][0].path
+        where = file if len(parts) == len(parts[0]) == 1 else path
         model = read_config(file)
-        ranks = parts.weights()
+        ranks = [_weights_of(files) for files in parts]
         name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
         rows = {row.theirs: row for row in name_map.rows(model.num_layers)}
         state = file.with_name("model_state.pdopt")

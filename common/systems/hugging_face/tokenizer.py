@@ -16,7 +16,6 @@ from common.errors import TokenizerError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
-from common.tensor_files.arrays import Bytes
 from common.tensor_files.protobuf import read_fields
 from common.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 from common.tokenizer.copies import companions_in, ids_in, vocabulary_in
@@ -92,18 +91,14 @@ def _read(model: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], d
     """
     pieces: list[tuple[str, float, int]] = []
     specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
-    for number, value in read_fields(_bytes(model)):
-        if number == _PIECE and not isinstance(value, int):
-            fields: dict[int, Any] = dict(read_fields(value))
+    for number, value in read_fields(np.frombuffer(model, np.uint8)):
+        if number == _PIECE:
+            fields = dict(read_fields(value))
             score = float(np.frombuffer(fields[2].tobytes(), "<f4")[0]) if 2 in fields else 0.0
             pieces.append((fields[1].tobytes().decode(), score, fields.get(3, 1)))
-        elif number in specs and not isinstance(value, int):
+        elif number in specs:
             specs[number] = dict(read_fields(value))
     return pieces, specs[_TRAINER], specs[_NORMALIZER]
-
-
-def _bytes(raw: bytes) -> Bytes:
-    return np.frombuffer(raw, dtype=np.uint8)
 
 
 def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -210,28 +205,23 @@ _WRITERS = {
 }
 
 
-def put_tokenizer(folder: Path, weights: Weights) -> None:
-    """Write the tokenizer's files into ``folder``, where there are any. Raises StorageError, and
-    TokenizerError for files that cannot be read.
+def put_tokenizer(folder: Path, weights: Weights) -> TokenizerError | None:
+    """Write the tokenizer's files into ``folder``, where there are any. Return why that of the run
+    cannot be written. Raises StorageError, and TokenizerError for files that cannot be read.
     """
     source = _folder_of(weights)
+    why: TokenizerError | None = None
     files = vocabulary_in(source) | companions_in(source)
-    tokenizer = _of_run(weights)
-    if tokenizer is not None and not isinstance(tokenizer, TokenizerError):
+    try:
+        tokenizer = _of_run(weights)
+    except TokenizerError as error:
+        tokenizer, why = None, error
+    if tokenizer is not None:
         files |= files_of(tokenizer, weights.model.max_positions or weights.model.seq_length)
     for name, content in files.items():
         with atomic_write(folder / name) as copy:
             copy.write(content)
-
-
-def without_tokenizer(weights: Weights) -> dict[str, str]:
-    """Return why the run's tokenizer cannot be written, None where it can."""
-    tokenizer = _of_run(weights)
-    return (
-        {"tokenizer": f"files of the tokenizer: {tokenizer}"}
-        if isinstance(tokenizer, TokenizerError)
-        else {}
-    )
+    return why
 
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
@@ -240,8 +230,9 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
     """
     if vocabulary_in(folder := _folder_of(weights)):
         return load_tokenizer(None, folder)
-    tokenizer = _of_run(weights)
-    return None if isinstance(tokenizer, TokenizerError) else tokenizer
+    with suppress(TokenizerError):
+        return _of_run(weights)
+    return None
 
 
 def special_ids(weights: Weights) -> dict[str, Any]:
@@ -270,16 +261,13 @@ def _folder_of(weights: Weights) -> Path:
     return weights.path if weights.path.is_dir() else weights.path.parent
 
 
-def _of_run(weights: Weights) -> Tokenizer | TokenizerError | None:
-    """Return the run's tokenizer, or the reason why its files cannot be used. None: the run had
-    none, or there are files beside the weights.
+def _of_run(weights: Weights) -> Tokenizer | None:
+    """Return the run's tokenizer. None: it had none, or there are files beside the weights. Raises
+    TokenizerError.
     """
     if weights.tokenizer is None or vocabulary_in(_folder_of(weights)):
         return None
-    try:
-        return read_tokenizer(weights.tokenizer)
-    except TokenizerError as error:
-        return error
+    return read_tokenizer(weights.tokenizer)
 
 
 def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:

@@ -9,43 +9,25 @@ latest_checkpointed_iteration.txt. PPP is there only with pipeline stages.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
+from common.systems.megatron_args import args_of, names_of_modules
 from common.systems.name_map import Fusion, NameMap, name_map
-from common.systems.rank_parts import Joined, join_ranks, require_ranks, require_same
-from common.systems.weights import MAX_LAYERS
+from common.systems.rank_parts import by_ranks, require_ranks, require_same
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 from common.weights.names import EMBEDDING, POSITIONS
 from common.whole_numbers import whole_number
 
-
-def _megatron(encoder: str, attention: str) -> NameMap:
-    block = f"language_model.{encoder}.layers.{{layer}}."
-    return name_map(
-        {
-            EMBEDDING: "language_model.embedding.word_embeddings.weight",
-            POSITIONS: "language_model.embedding.position_embeddings.weight",
-            "ln_f": f"language_model.{encoder}.final_layernorm",
-            "ln_1": f"{block}input_layernorm",
-            "attn.qkv_proj": f"{block}{attention}.query_key_value",
-            "attn.c_proj": f"{block}{attention}.dense",
-            "ln_2": f"{block}post_attention_layernorm",
-            "mlp.c_fc": f"{block}mlp.dense_h_to_4h",
-            "mlp.c_proj": f"{block}mlp.dense_4h_to_h",
-        },
-        fusion=Fusion.HEADS,
-        head="word_embeddings_for_head.weight",
-    )
+_EMBEDDING = "language_model.embedding."
+_HEAD = "word_embeddings_for_head.weight"
 
 
 def _megatron_core(norm_1: str, norm_2: str) -> NameMap:
@@ -75,7 +57,10 @@ def _megatron_core(norm_1: str, norm_2: str) -> NameMap:
 _INSIDE = "layer_norm_weight|layer_norm_bias"
 
 NAME_MAPS = {
-    "megatron": (_megatron("encoder", "self_attention"), _megatron("transformer", "attention")),
+    "megatron": (
+        names_of_modules(_EMBEDDING, "language_model.encoder.", head=_HEAD),
+        names_of_modules(_EMBEDDING, "language_model.transformer.", "attention", head=_HEAD),
+    ),
     "megatron_core": (
         _megatron_core("input_layernorm", "pre_mlp_layernorm"),
         _megatron_core(f"self_attention.linear_qkv.{_INSIDE}", f"mlp.linear_fc1.{_INSIDE}"),
@@ -96,15 +81,14 @@ _OF_ALL = (
     "params_dtype",
 )  # fmt: skip
 _NEW_FORMAT = (".metadata", "common.pt")
-
-RankTensors = Sequence[Sequence[Mapping[str, FileTensor]]]
-"""Tensors by [stage][tensor rank] and name, without the prefix before the model's names."""
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def find_folder(path: Path) -> Path | None:
     """Return the folder that holds the ranks' folders, None where ``path`` is not Megatron's.
 
-    path: the folder, the root above it, a rank's folder or its file. Raises ConfigError for a
+    path: the folder, the root above it, a rank's folder or its file. Raises CheckpointError for a
     tracker file that names no folder.
     """
     if path.is_file():
@@ -119,54 +103,31 @@ def find_folder(path: Path) -> Path | None:
             else None
         )
     word = read_bytes(tracker, limit=1000, error=CheckpointError).decode(errors="replace").strip()
-    if word != "release" and whole_number(word) is None:
-        raise ConfigError(
-            f"{tracker}: {word[:40]!r} is neither a number nor release; fix it, or give the folder"
-            " iter_... itself"
-        )
-    folder = path / (word if word == "release" else f"iter_{int(word):07d}")
-    if not folder.is_dir():
+    number = whole_number(word)
+    name = word if number is None else f"iter_{number:07d}"
+    if (number is None and word != "release") or not (path / name).is_dir():
         raise CheckpointError(
-            f"{tracker}: names {folder.name}, and no such folder is beside it; copy it there, or"
+            f"{tracker}: names {name[:60]!r}, and no such folder is beside it; copy it there, or"
             " give another one"
         )
-    return folder
+    return path / name
 
 
-def rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the files by (pipeline stage, tensor rank)."""
-    found = {}
-    for path in sorted(folder.glob("mp_rank_*")):
-        ranks = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
-        files = [path / name for name in _FILES if (path / name).is_file()]
-        if ranks and files:  # mp_rank_00_003/optim.pt is a data-parallel rank's
-            found[int(ranks[2] or 0), int(ranks[1])] = files[0]
-    return found
+def rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """Return the files by (tensor rank, pipeline stage)."""
 
+    def files_in(path: Path) -> list[Path]:
+        return [path / name for name in _FILES if (path / name).is_file()]
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Shards:
-    folder: Path
-    files: Sequence[Sequence[TensorFile]]
-    """Files by [stage][tensor rank]."""
-
-    @property
-    def first(self) -> TensorFile:
-        return self.files[0][0]
-
-    @property
-    def args(self) -> argparse.Namespace:
-        return _args_of(self.first)
-
-    @property
-    def tensor(self) -> int:
-        return len(self.files[0])
+    # mp_rank_00_003/optim.pt is a data-parallel rank's
+    folders = by_ranks(filter(files_in, folder.glob("mp_rank_*")), _RANK)
+    return {ranks: files_in(path)[0] for ranks, path in folders.items()}
 
 
 @contextmanager
-def open_shards(path: Path) -> Iterator[Shards]:
-    """Open the files of all ranks. Raises CheckpointError unless there is one for each rank of the
-    training, and ConfigError for Megatron's newer format.
+def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
+    """Open the files of all ranks, by [stage][tensor rank]. Raises CheckpointError unless there is
+    one for each rank of the training, and ConfigError for Megatron's newer format.
     """
     folder = find_folder(path)
     if folder is None:
@@ -184,13 +145,11 @@ def open_shards(path: Path) -> Iterator[Shards]:
         raise CheckpointError(f"{folder}: no mp_rank_00/{FILE} here; copy the whole folder again")
     with ExitStack() as stack:
         opened = {ranks: stack.enter_context(open_tensors(file)) for ranks, file in paths.items()}
-        args = _args_of(next(iter(opened.values())))
-        largest = (max(stage for stage, _ in paths) + 1, max(rank for _, rank in paths) + 1)
-        tensor = getattr(
-            args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", largest[1])
-        )
-        stages = getattr(
-            args, "pipeline_model_parallel_size", largest[0] if tensor == largest[1] else 1
+        args = args_of(next(iter(opened.values())))
+        most_ranks, most_stages = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
+        tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", most_ranks))
+        stages = args.get(
+            "pipeline_model_parallel_size", most_stages if tensor == most_ranks else 1
         )
         if any(type(size) is not int or not 0 < size < _MAX_RANKS for size in (stages, tensor)):
             raise CheckpointError(
@@ -198,87 +157,51 @@ def open_shards(path: Path) -> Iterator[Shards]:
                 " folder again"
             )
         require_ranks(
-            folder, paths, itertools.product(range(stages), range(tensor)),
-            lambda place: f"mp_rank_{place[1]:02d}" + f"_{place[0]:03d}" * (stages > 1),
+            folder, paths, itertools.product(range(tensor), range(stages)),
+            lambda place: f"mp_rank_{place[0]:02d}" + f"_{place[1]:03d}" * (stages > 1),
         )  # fmt: skip
-        one = _of_all(opened[0, 0])
         for file in opened.values():
             if any(name.startswith("model0.") for name in file):
                 raise ConfigError(
                     f"{file.path}: holds the parts of an interleaved pipeline (model0, model1,"
                     " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
                 )
-            require_same(file.path, _of_all(file), paths[0, 0].parent.name, one)
-        yield Shards(
-            folder=folder,
-            files=[[opened[stage, rank] for rank in range(tensor)] for stage in range(stages)],
-        )
+        told = {file.path: _of_all(file) for file in opened.values()}
+        require_same(told, lambda path: path.parent.name)
+        yield [[opened[rank, stage] for rank in range(tensor)] for stage in range(stages)]
 
 
 def _of_all(file: TensorFile) -> dict[str, Any]:
     """Return values that are the same on all ranks. None is a rank's own, so swapped ones are not
     found.
     """
-    args, tree = vars(_args_of(file)), file.tree if isinstance(file.tree, dict) else {}
+    args, tree = args_of(file), file.tree if isinstance(file.tree, dict) else {}
     return {name: args.get(name) for name in _OF_ALL} | {
         "checkpoint_version": tree.get("checkpoint_version"),
         "iteration in the file": tree.get("iteration", tree.get("total_iters")),
     }
 
 
-def _args_of(file: TensorFile) -> argparse.Namespace:
-    args = file.tree.get("args") if isinstance(file.tree, dict) else None
-    return args if isinstance(args, argparse.Namespace) else argparse.Namespace()
-
-
-def model_tensors(shards: Shards) -> RankTensors:
-    return [
-        [
-            {
-                name.removeprefix("model."): tensor
-                for name, tensor in file.items()
-                if name.startswith("model.")
-            }
-            for file in stage
-        ]
-        for stage in shards.files
-    ]
-
-
-def join(path: Path, ranks: RankTensors, name_map: NameMap) -> dict[str, Joined]:
-    """Join the ranks: return each tensor of the model, under its name in the whole model. Raises
-    CheckpointError where ranks do not fit together.
+def join_stages(
+    stages: Sequence[Sequence[Mapping[str, FileTensor]]],
+) -> list[dict[str, FileTensor]]:
+    """Return the tensors of each tensor rank by their names in the whole model. stages: by [stage]
+    [tensor rank] and by names in the stage, whose layers count from 0.
     """
-    rows = {row.theirs: row for row in name_map.rows(sum(map(_layers, ranks)))}
-    if name_map.head is not None:
-        rows[name_map.head] = name_map.global_rows[0]
-    joined: dict[str, Joined] = {}
+    ranks: list[dict[str, FileTensor]] = [{} for _ in stages[0]]
     first_layer = 0
-    for stage in ranks:
-        whole = [{_in_whole(name, first_layer): rank[name] for name in rank} for rank in stage]
-        joined |= join_ranks(path, whole, rows)
+    for stage in stages:
+        for rank, found in zip(ranks, stage, strict=True):
+            rank |= {_in_whole(name, first_layer): found[name] for name in found}
         first_layer += _layers(stage)
-    return joined
+    return ranks
 
 
 def _in_whole(name: str, first_layer: int) -> str:
-    """Return the name of a tensor of a stage in the whole model."""
-    before, layers, number, after = re.fullmatch(
-        r"(.*?)(?:(\blayers\.)(\d+)(\..*))?", name
-    ).groups()  # type: ignore[union-attr]
-    return f"{before}{layers}{int(number) + first_layer}{after}" if layers else name
+    """Return the name in the whole model of a tensor of a stage."""
+    return _LAYER.sub(lambda found: f"layers.{int(found[1]) + first_layer}.", name, count=1)
 
 
 def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
-    numbers = [
-        int(found[1])
-        for rank in stage
-        for name in rank
-        if (found := re.search(r"\blayers\.(\d+)\.", name))
-    ]
-    layers = max(numbers, default=-1) + 1
-    if layers > MAX_LAYERS:
-        raise CheckpointError(
-            f"a stage with {layers} layers is none of a GPT-2; use another checkpoint"
-        )
-    return layers
+    found = (_LAYER.search(name) for rank in stage for name in rank)
+    return max((int(layer[1]) for layer in found if layer), default=-1) + 1

@@ -8,13 +8,13 @@ import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.resolved import ResolvedModel
 from common.config.update_rules import STATE_PARTS, RuleName
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
@@ -26,12 +26,13 @@ from common.systems.run_state import write_model_yaml
 from common.systems.weights import Weight, Weights, to_type
 from common.tensor_files.arrays import prefetch_arrays
 from common.tensor_files.torch_files import Parts, TensorLeaf, TorchName, write_torch
-from common.weights.names import EMBEDDING, decays
+from common.weights.names import EMBEDDING, POSITIONS, decays
+from common.weights.pieces import TensorSlice
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """Rank that a file belongs to."""
+@dataclass(kw_only=True)
+class _RankFile:
+    """Tensors of a rank's file in its order, and the way each is made."""
 
     weights: Weights
     format: str
@@ -39,10 +40,7 @@ class _Rank:
     tensor_rank: int
     stages: int
     stage: int
-
-    @property
-    def name(self) -> str:
-        return f"mp_rank_{self.tensor_rank:02d}" + (f"_{self.stage:03d}" if self.stages > 1 else "")
+    makers: dict[str, Callable[[], Parts]] = field(default_factory=dict)
 
     def rows(self) -> list[NameRow]:
         """Return a row for each of its tensors in the order of Megatron's modules, with layers
@@ -50,13 +48,9 @@ class _Rank:
         """
         name_map = NAME_MAPS[self.format][0]
         layers = self.weights.model.num_layers // self.stages
-        start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, "wpe.weight")]
+        start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, POSITIONS)]
         blocks = [
-            replace(
-                row,
-                ours=tuple(name.format(layer=self.stage * layers + layer) for name in row.ours),
-                theirs=row.theirs.format(layer=layer),
-            )
+            row.in_block(self.stage * layers + layer, layer)
             for layer in range(layers)
             for row in name_map.layer_rows
         ]
@@ -68,6 +62,45 @@ class _Rank:
             *blocks,
             *(end if self.stage == self.stages - 1 else ()),
         ]
+
+    def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
+        """Add a tensor.
+
+        part: the part of the optimizer's state, empty for the weight. dtype: None keeps that of the
+        source.
+        """
+        model, tensor = self.weights.model, self.tensor
+        source = self.weights.moments if part else self.weights.tensors
+        wanted = dtype or source[row.ours[0] + part].dtype
+        shapes, makers = {}, []
+        for name in row.ours:
+            weight = source[name + part]
+            whole = weight.shape
+            if name == EMBEDDING:
+                rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor)
+                whole = (rows, *whole[1:])
+            shapes[name] = local_shape(name, whole, tensor)
+            piece = slice_of(name, whole, tensor=tensor, tensor_rank=self.tensor_rank)
+            makers.append(partial(_cut, weight, piece, wanted))
+        leaf = TensorLeaf(
+            dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}"
+        )
+        self.makers[leaf.name] = lambda: _padded(
+            row.pieces([make() for make in makers], model.num_heads // tensor), leaf
+        )
+        return leaf
+
+
+def _cut(weight: Weight, piece: TensorSlice, dtype: str) -> NDArray[Any]:
+    spans = tuple(slice(*span) for span in (piece.rows, piece.columns) if span is not None)
+    return to_type(weight.load()[spans], weight.dtype, dtype)
+
+
+def _padded(parts: Parts, leaf: TensorLeaf) -> Parts:
+    """Add rows of zeros, which pad the vocabulary."""
+    missing = leaf.shape[0] - sum(map(len, parts))
+    padding = np.zeros((missing, *leaf.shape[1:]), parts[0].dtype)
+    return [*parts, padding] if missing else parts
 
 
 def write_megatron(
@@ -91,7 +124,7 @@ def write_megatron(
     step = 0 if weights.run is None else weights.run["state"]["step"]
     checkpoint = folder / (f"iter_{step:07d}" if step else "release")
     for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
-        rank = _Rank(
+        rank = _RankFile(
             weights=weights,
             format=format,
             tensor=tensor,
@@ -99,9 +132,10 @@ def write_megatron(
             stages=stages,
             stage=stage,
         )
-        (checkpoint / rank.name).mkdir(parents=True)
-        _write_rank(checkpoint / rank.name / FILE, rank, dtype)
-        fsync_folder(checkpoint / rank.name)
+        name = f"mp_rank_{tensor_rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+        (checkpoint / name).mkdir(parents=True)
+        _write_rank(checkpoint / name / FILE, rank, dtype)
+        fsync_folder(checkpoint / name)
     fsync_folder(checkpoint)
     write_model_yaml(folder, weights)
     with atomic_write(folder / TRACKER, "w") as file:
@@ -109,65 +143,10 @@ def write_megatron(
     return {}
 
 
-@dataclass(kw_only=True)
-class _Leaves:
-    """Tensors of a file in its order, and the way each is made."""
-
-    rank: _Rank
-    makers: dict[str, Callable[[], Parts]] = field(default_factory=dict)
-
-    def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
-        """Add a tensor.
-
-        part: the part of the optimizer's state, None for the weight. dtype: None keeps that of the
-        source.
-        """
-        model, tensor = self.rank.weights.model, self.rank.tensor
-        source = self.rank.weights.moments if part else self.rank.weights.tensors
-        wanted = dtype or source[row.ours[0] + part].dtype
-        shapes, makers = {}, []
-        for name in row.ours:
-            whole = _padded_shape(name, source[name + part].shape, model, tensor)
-            shapes[name] = local_shape(name, whole, tensor)
-            makers.append(_piece(name, source[name + part], whole, wanted, self.rank))
-        leaf = TensorLeaf(
-            dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}"
-        )
-        self.makers[leaf.name] = lambda: _padded(
-            row.pieces([make() for make in makers], model.num_heads // tensor), leaf
-        )
-        return leaf
-
-
-def _padded_shape(
-    name: str, shape: tuple[int, ...], model: ResolvedModel, tensor: int
-) -> tuple[int, ...]:
-    return (
-        (pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor), *shape[1:])
-        if name == EMBEDDING
-        else shape
-    )
-
-
-def _piece(
-    name: str, weight: Weight, whole: tuple[int, ...], dtype: str, rank: _Rank
-) -> Callable[[], NDArray[Any]]:
-    piece = slice_of(name, whole, tensor=rank.tensor, tensor_rank=rank.tensor_rank)
-    spans = tuple(slice(*span) for span in (piece.rows, piece.columns) if span is not None)
-    return lambda: to_type(weight.load()[spans], weight.dtype, dtype)
-
-
-def _padded(parts: Parts, leaf: TensorLeaf) -> Parts:
-    """Add rows of zeros, which pad the vocabulary."""
-    missing = leaf.shape[0] - sum(map(len, parts))
-    padding = np.zeros((missing, *leaf.shape[1:]), parts[0].dtype)
-    return [*parts, padding] if missing else parts
-
-
-def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
-    weights, leaves, rows = rank.weights, _Leaves(rank=rank), rank.rows()
+def _write_rank(path: Path, rank: _RankFile, dtype: str | None) -> None:
+    weights, rows = rank.weights, rank.rows()
     precision = _precision(weights, dtype)
-    flat = {row.theirs: leaves.add(row, dtype) for row in rows}
+    flat = {row.theirs: rank.add(row, dtype) for row in rows}
     tree: dict[str, Any] = {
         "args": _model_args(weights, precision, rank.tensor, rank.stages),
         "checkpoint_version": 3.0,
@@ -175,9 +154,9 @@ def _write_rank(path: Path, rank: _Rank, dtype: str | None) -> None:
         "model": flat if rank.format == "megatron_core" else _nested(flat),
     }
     if weights.run is not None:
-        tree["optimizer"] = _optimizer(leaves, rows, mixed=precision != "float32")
+        tree["optimizer"] = _optimizer(rank, rows, mixed=precision != "float32")
         tree |= _scheduler(weights.run)
-    write_torch(path, tree, prefetch_arrays(leaves.makers.values()))
+    write_torch(path, tree, prefetch_arrays(rank.makers.values()))
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -207,18 +186,18 @@ def _precision(weights: Weights, dtype: str | None) -> str:
     return str(compute if compute != "float32" else dtype or weights.tensors[EMBEDDING].dtype)
 
 
-def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str, Any]:
+def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str, Any]:
     """Return the optimizer's state. Parameters are numbered group by group, those with decay first;
-    ``optimizer.by_name`` names the source.
+    ``open_megatron`` names the source.
     """
-    weights = leaves.rank.weights
+    weights = rank.weights
     run = weights.run
     assert run is not None
     config, engine = run["config"], run["engine"]
     groups = [[row for row in rows if decays(row.ours[0]) is decayed] for decayed in (True, False)]
     parts = [part for part in STATE_PARTS if f"{EMBEDDING}.{part}" in weights.moments]
     state = {
-        number: {part: leaves.add(row, None, f".{part}") for part in parts}
+        number: {part: rank.add(row, None, f".{part}") for part in parts}
         for number, row in enumerate(itertools.chain(*groups))
         if parts
     }
@@ -241,7 +220,7 @@ def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str
     scale = engine["loss_scale"]
     if scale.get("mode") == "dynamic":
         name = "grad_scaler.scale"
-        leaves.makers[name] = lambda: [np.array([scale["value"]], np.float32)]
+        rank.makers[name] = lambda: [np.array([scale["value"]], np.float32)]
         outer["grad_scaler"] = {
             "scale": TensorLeaf(dtype="float32", shape=(1,), name=name),
             "growth_tracker": scale["finite_steps"],
@@ -250,7 +229,7 @@ def _optimizer(leaves: _Leaves, rows: list[NameRow], *, mixed: bool) -> dict[str
     elif scale.get("mode") == "static":
         outer["grad_scaler"] = {}
     outer["fp32_from_fp16_params"] = [
-        [leaves.add(row, "float32") for row in group] for group in groups
+        [rank.add(row, "float32") for row in group] for group in groups
     ]
     return outer
 

@@ -90,9 +90,9 @@ def find_slices(path: Path) -> Slices | Path | None:
     """
     file, wanted, prefix = path if path.is_file() else None, None, None
     if file is not None:
-        if _rank_of(file) is None:
+        rank, path, prefix, wanted = _named(file)
+        if rank is None:
             return file
-        path, prefix, wanted = _key_of(file)
     elif ranked := [folder for folder in (path, path.parent) if _RANK.fullmatch(folder.name)]:
         path = ranked[0].parent
     found, strategies = _look(path)
@@ -142,28 +142,29 @@ def _look(folder: Path) -> tuple[_Found, list[Path]]:
         for file in (Path(place) / name for name in sorted(names)):
             if strategy_file(file):
                 strategies.append(file)
-            elif file.suffix == ".ckpt" and (rank := _rank_of(file)) is not None:
-                root, prefix, at = _key_of(file)
-                found[root, prefix][at][rank] = file
+            elif file.suffix == ".ckpt":
+                rank, root, prefix, at = _named(file)
+                if rank is not None:
+                    found[root, prefix][at][rank] = file
     return found, strategies
 
 
-def _rank_of(file: Path) -> int | None:
-    """Return the rank of a file, from its name or that of its folder."""
-    names = [_NAME.fullmatch(file.name), *(_RANK.fullmatch(at.name) for at in _above(file))]
-    return next((int(name["rank"]) for name in names if name), None)
-
-
-def _key_of(file: Path) -> tuple[Path, str, str]:
-    """Return the folder of the ranks, the prefix and EPOCH_STEP of a rank's file."""
+def _named(file: Path) -> tuple[int | None, Path, str, str]:
+    """Return the rank of a file by its name or that of a folder above it, None for no rank's; the
+    folder of the ranks, the prefix and EPOCH_STEP.
+    """
     name = _NAME.fullmatch(file.name)
-    ranked = [folder for folder in _above(file) if _RANK.fullmatch(folder.name)]
-    root = ranked[0].parent if ranked else file.parent
-    return root, name["prefix"] if name else "", name["at"] if name else ""
-
-
-def _above(file: Path) -> tuple[Path, Path]:
-    return file.parent, file.parent.parent
+    folder = next(
+        (at for at in (file.parent, file.parent.parent) if _RANK.fullmatch(at.name)), None
+    )
+    ranked = name or (folder and _RANK.fullmatch(folder.name))
+    rank = int(ranked["rank"]) if ranked else None
+    return (
+        rank,
+        folder.parent if folder else file.parent,
+        name["prefix"] if name else "",
+        name["at"] if name else "",
+    )
 
 
 def _order(at: str) -> tuple[int, ...]:
@@ -195,16 +196,11 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
     ranks = {layout.ranks for layouts in strategy.values() for layout in layouts.values()}
     stage_ranks, stages = max(ranks), max(strategy) + 1
     beyond = [rank for rank in slices.files if rank >= stage_ranks * stages]
-    if len(ranks) > 1 or beyond:
+    if len(ranks) > 1 or beyond or len(strategy) < stages:
         raise CheckpointError(
-            f"{said}: describes {stages} stages of {sorted(ranks)} ranks, and here are the files of"
-            f" rank{'s' * (len(slices.files) > 1)} {_listed(slices.files)}; give the strategy files"
-            " of this run"
-        )
-    if lost := [stage for stage in range(stages) if stage not in strategy]:
-        raise CheckpointError(
-            f"{said}: no strategy of pipeline stage {lost[0]}, expected those of {stages} stages;"
-            " put the strategy files of all stages there"
+            f"{said}: describes the stages {', '.join(map(str, strategy))} of {sorted(ranks)}"
+            f" ranks, and here are the files of rank{'s' * (len(slices.files) > 1)}"
+            f" {_listed(slices.files)}; give the strategy files of all stages of this run"
         )
     whole: dict[str, SlicedTensor] = {}
     unknown: list[str] = []

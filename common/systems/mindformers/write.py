@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.checkpoint.folders import surplus
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.checkpoint.state import TrainState
@@ -126,7 +127,8 @@ def write_rank_file(
             f"{target}: cannot be written: {error.strerror}; the checkpoint beside it is whole,"
             " checkpoint.resume=auto resumes it"
         ) from None
-    _prune(folder, target, rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt", config.checkpoint.keep)
+    numbers = _of_name(folder, rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt")
+    _remove(surplus(numbers, target, config.checkpoint.keep, numbers.__getitem__))
 
 
 # ---- who holds what ----
@@ -241,15 +243,6 @@ def _part(
 
 
 # ---- files of a name ----
-
-
-def _prune(folder: Path, target: Path, pattern: str, keep: int) -> None:
-    """Keep the file just written, then the newest before it, then those of the resumed run."""
-    numbers = _of_name(folder, pattern)
-    others = sorted((path for path in numbers if path != target), key=lambda path: numbers[path])
-    future = [path for path in others if numbers[path] > numbers[target]]
-    past = [path for path in others if path not in future]
-    _remove([*future, *past][: max(0, len(numbers) - keep)] if keep else [])
 
 
 def _of_name(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:

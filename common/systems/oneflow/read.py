@@ -16,7 +16,7 @@ from common.config.update_rules import RuleName, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError
 from common.structured_files import read_bytes
-from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, name_map
+from common.systems.name_map import LINEAR, POSITIONS, Fusion, name_map
 from common.systems.run_state import (
     MODEL_YAML,
     NO_SCALE,
@@ -38,11 +38,6 @@ _TYPES = {
 _META = re.compile(
     r"\s*shape\s*\{(?P<dims>(?:\s*dim\s*:\s*\d{1,18})*)\s*\}\s*data_type\s*:\s*(?P<type>\w+)\s*"
 )
-
-
-def variables(folder: Path) -> list[str]:
-    """Return the names of the variables in a snapshot."""
-    return sorted(file.parent.name for file in folder.glob(f"*/{DATA}"))
 
 
 def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
@@ -80,18 +75,6 @@ def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
         raise CheckpointError(f"{folder / META}: {error}; copy it again") from None
 
 
-def read_all(
-    folder: Path, usual: Mapping[str, tuple[int, ...]], ends: tuple[str, ...]
-) -> dict[str, FileTensor]:
-    """Return all variables by name. usual: shapes by the names without one of ``ends``."""
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        stem = next((name.removesuffix(end) for end in ends if name.endswith(end)), name)
-        return usual.get(stem)
-
-    return {name: read_variable(folder / name, shape(name)) for name in variables(folder)}
-
-
 _BLOCK = "model-h{layer}-"
 NAME_MAP = name_map(
     {
@@ -118,16 +101,7 @@ SYSTEM = "System-"
 STEP = "System-Train-TrainStep-"
 SCALE = "System-Train-DynamicLossScale-"
 _SNAPSHOT = re.compile(r"iter(\d{1,15})_snapshot|last_snapshot")
-_TABLE = NAME_MAP.global_rows[0].theirs
-
-
-def moment_map(part: str) -> NameMap:
-    """Return the map of names of a part of the optimizer's state."""
-    global_rows, layer_rows = (
-        tuple(replace(row, theirs=row.theirs + MOMENTS[part]) for row in rows)
-        for rows in (NAME_MAP.global_rows, NAME_MAP.layer_rows)
-    )
-    return replace(NAME_MAP, global_rows=global_rows, layer_rows=layer_rows)
+_TABLE = NAME_MAP.table
 
 
 def find_snapshot(path: Path) -> Path | None:
@@ -159,25 +133,25 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
             f"{path}: no {_TABLE}/{DATA} here, nor in a folder like iter100_snapshot; give another"
             " path"
         )
-    files = [place / MODEL_YAML for place in (folder, folder.parent)]
-    model, run = read_model_yaml(next((file for file in files if file.is_file()), files[0]))
+    inside, beside = (place / MODEL_YAML for place in (folder, folder.parent))
+    model, run = read_model_yaml(beside if beside.is_file() and not inside.is_file() else inside)
     ours = parameter_shapes(model)
     usual = {row.theirs: row.shape(ours) for row in NAME_MAP.rows(model.num_layers)}
-    stored = read_all(folder, usual, tuple(MOMENTS.values()))
-    own = {name: stored.pop(name) for name in [*stored] if name.startswith(SYSTEM)}
+    names = {part: {f"{name}{end}": name for name in usual} for part, end in MOMENTS.items()}
+    usual |= {there: usual[name] for part in names for there, name in names[part].items()}
+    files = sorted(file.parent.name for file in folder.glob(f"*/{DATA}"))
+    stored = {name: read_variable(folder / name, usual.get(name)) for name in files}
+    own = {name: stored.pop(name) for name in files if name.startswith(SYSTEM)}
     groups = {
-        part: {
-            name: stored.pop(name)
-            for name in [*stored]
-            if name.endswith(end) and name.removesuffix(end) in usual
-        }
-        for part, end in MOMENTS.items()
+        part: {name: stored.pop(name) for name in files if name in names[part]} for part in names
     }
     weights = weights_from(folder, NAME_MAP, stored, model, format="oneflow", path=path, ignored={})
     moments: dict[str, Weight] = {}
     for part, tensors in groups.items():
         if tensors:
-            moments |= import_names(folder, moment_map(part), tensors, model, suffix=f".{part}")
+            moments |= import_names(
+                folder, NAME_MAP, tensors, model, end=MOMENTS[part], suffix=f".{part}"
+            )
     notes: dict[str, str] = {}
     step = _number(own, STEP)
     if run is not None and step is not None:

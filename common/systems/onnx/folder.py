@@ -112,12 +112,7 @@ class OnnxModel:
 
     def reorder(self, rows: list[int]) -> None:
         """Give row i the keys and values of row ``rows[i]``."""
-        from onnxruntime import OrtValue
-
-        self._kept = [
-            OrtValue.ortvalue_from_numpy(np.ascontiguousarray(kept.numpy()[rows]))
-            for kept in self._kept
-        ]
+        self.cache = [array[rows] for array in self.cache]
 
     def run(
         self,
@@ -137,12 +132,8 @@ class OnnxModel:
             )
         }  # fmt: skip
         if self._pasts and not self._kept:
-            self._kept = [
-                OrtValue.ortvalue_from_numpy(
-                    np.zeros((len(ids), shape[1], 0, shape[3]), np.float32)
-                )
-                for shape in self._pasts.values()
-            ]
+            shapes = ((len(ids), heads, 0, size) for _, heads, _, size in self._pasts.values())
+            self.cache = [np.zeros(shape, np.float32) for shape in shapes]
         feed |= dict(zip(self._pasts, self._kept, strict=True))
         logits, *self._kept = self._session.run_with_ort_values(["logits", *self._presents], feed)
         result: NDArray[np.float32] = logits.numpy()

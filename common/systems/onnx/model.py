@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from common.config.resolved import ResolvedModel
-from common.systems.onnx.graph import GraphBuilder, IntegerLayers
+from common.quantization.integers import to_integers
+from common.systems.onnx.graph import GraphBuilder
 from common.tensor_files.checksummed import ChecksummedFile
-from common.weights.quantized import Scheme
+from common.weights.quantized import LayerScheme, Scheme
 
 BLOCK = 32
 """Number of neighbouring weights of a row that share a scale."""
@@ -98,7 +99,6 @@ class GPT2Graph:
     def write(self, data: ChecksummedFile, location: str) -> bytes:
         """Write the weights to ``data``, whose name is ``location``; return the graph's file."""
         self._graph = graph = GraphBuilder(data, location)
-        self._integers = IntegerLayers(graph, self._read, self._scheme)
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "length"])
         total = "past + length" if self._cache else "length"
         graph.input("attention_mask", TensorProto.INT64, ["batch", total])
@@ -134,12 +134,19 @@ class GPT2Graph:
         graph.node("Where", ["may_look", graph.constant("nothing", 0, np.float32), hidden], "mask")
 
     def _embed(self, ids: str) -> str:
-        if self._integers.has("wte"):
-            return self._integers.gather("wte", ids)
-        table = self._read("wte.weight")
+        table, graph = self._read("wte.weight"), self._graph
+        if layer := self._scheme.get("wte.weight"):  # integers, which the head uses too
+            stored = to_integers("wte", table, layer)
+            integers = graph.weight("wte.integers", stored.integers)
+            scales = graph.weight("wte.scales", stored.scales)
+            rows = graph.node("Gather", [integers, ids], "wte.rows")
+            rows = graph.node("Cast", [rows], "wte.floats", to=TensorProto.FLOAT)
+            factors = graph.node("Gather", [scales, ids], "wte.factors")
+            factors = graph.node("Unsqueeze", [factors, graph.constant("last", [-1])], "wte.each")
+            return graph.node("Mul", [rows, factors], "wte.out")
         if bits := BITS.get(self._dtype):
             integers, scales = self._write_quantized("wte", table, bits)
-            return self._graph.node(
+            return graph.node(
                 "GatherBlockQuantized",
                 [integers, ids, scales],
                 "wte.out",
@@ -224,24 +231,65 @@ class GPT2Graph:
             "LayerNormalization", [x, weight, bias], f"{name}.out", axis=-1, epsilon=epsilon
         )
 
-    def _write_linear(self, names: list[str], x: str) -> str:
-        """Return x W^T + b of one layer, or of several with their outputs side by side."""
+    def _write_linear(self, names: list[str], x: str, name: str = "") -> str:
+        """Return x W^T + b of one layer, or of several with their outputs side by side.
+
+        name: start of the names of nodes; by default the layer's, or c_attn.
+        """
         graph = self._graph
-        name = names[0] if len(names) == 1 else names[0].rpartition(".")[0] + ".c_attn"
-        if self._integers.has(*names):
-            return self._integers.linear(names, name, x)
-        weight, bias = (
-            np.concatenate([self._read(f"{part}.{kind}") for part in names])
-            for kind in ("weight", "bias")
-        )
-        if bits := BITS.get(self._dtype):
+        name = name or (names[0] if len(names) == 1 else names[0].rpartition(".")[0] + ".c_attn")
+        schemes = [self._scheme.get(f"{part}.weight") for part in names]
+        first = schemes[0]
+        if any(not _can_join(first, other) for other in schemes):
+            outputs = [self._write_linear([part], x, f"{part}.alone") for part in names]
+            return graph.node("Concat", outputs, f"{name}.out", axis=-1)
+        weights = [self._read(f"{part}.weight") for part in names]
+        bias = np.concatenate([self._read(f"{part}.bias") for part in names])
+        if first is not None:
+            parts = [
+                to_integers(part, weight, scheme)
+                for part, weight, scheme in zip(names, weights, schemes, strict=True)
+                if scheme is not None
+            ]
+            whole = np.concatenate([part.integers for part in parts]).T
+            integers = graph.weight(f"{name}.integers", whole)
+            scales = graph.weight(f"{name}.scales", np.concatenate([part.scales for part in parts]))
+            product = self._multiply(name, x, integers, scales, first)
+        elif bits := BITS.get(self._dtype):
+            weight = np.concatenate(weights)
             integers, scales = self._write_quantized(name, weight, bits)
-            stored = graph.weight(f"{name}.bias", bias)
-            inputs = [x, integers, scales, "", "", stored]
+            inputs = [x, integers, scales, "", "", graph.weight(f"{name}.bias", bias)]
             return self._product(inputs, f"{name}.out", weight.shape, bits)
-        stored = self._widen(graph.weight(f"{name}.weight", self._stored(weight.T)))
-        product = graph.node("MatMul", [x, stored], f"{name}.product")
+        else:
+            stored = graph.weight(f"{name}.weight", self._stored(np.concatenate(weights).T))
+            product = graph.node("MatMul", [x, self._widen(stored)], f"{name}.product")
         return graph.node("Add", [product, graph.weight(f"{name}.bias", bias)], f"{name}.out")
+
+    def _multiply(self, name: str, x: str, weight: str, scales: str, scheme: LayerScheme) -> str:
+        """Return the product of x and integers (in, out) with scales (out,)."""
+        graph = self._graph
+        weight = graph.node("DequantizeLinear", [weight, scales], f"{name}.weight", axis=1)
+        if scheme.input_scale is not None:
+            scale = np.array(scheme.input_scale, np.float32)
+            x = self._round(name, x, graph.weight(f"{name}.input_scale", scale))
+            return graph.node("MatMul", [x, weight], f"{name}.product")
+        # A token's scale differs from a tensor's: the input is divided by it before, and
+        # multiplied after.
+        sizes = graph.node("Abs", [x], f"{name}.sizes")
+        most = graph.node("ReduceMax", [sizes, graph.constant("last", [-1])], f"{name}.most")
+        largest = graph.constant("largest", 127, np.float32)
+        step = graph.node("Div", [most, largest], f"{name}.step")
+        tiny = graph.constant("tiny", np.finfo(np.float32).tiny, np.float32)
+        step = graph.node("Max", [step, tiny], f"{name}.scale")
+        x = graph.node("Div", [x, step], f"{name}.ratio")
+        x = self._round(name, x, graph.constant("one_step", 1, np.float32))
+        sums = graph.node("MatMul", [x, weight], f"{name}.sums")
+        return graph.node("Mul", [sums, step], f"{name}.product")
+
+    def _round(self, name: str, x: str, scale: str) -> str:
+        pair = [scale, self._graph.constant("zero_int8", 0, np.int8)]
+        integers = self._graph.node("QuantizeLinear", [x, *pair], f"{name}.rounded")
+        return self._graph.node("DequantizeLinear", [integers, *pair], f"{name}.input")
 
     def _write_head(self, x: str) -> None:
         """Return the logits, by the table of the embedding, which the file holds once."""
@@ -249,8 +297,9 @@ class GPT2Graph:
         rows = graph.node(
             "Reshape", [x, graph.constant("to_rows", [-1, model.hidden_size])], "rows"
         )
-        if self._integers.has("wte"):
-            logits = self._integers.head("wte", rows)
+        if layer := self._scheme.get("wte.weight"):
+            table = graph.node("Transpose", ["wte.integers"], "wte.turned", perm=[1, 0])
+            logits = self._multiply("logits", rows, table, "wte.scales", layer)
         elif bits := BITS.get(self._dtype):
             shape = [model.vocab_size, model.hidden_size // BLOCK, BLOCK * bits // 8]
             table = graph.node(
@@ -299,3 +348,10 @@ class GPT2Graph:
         if self._dtype != "float16":
             return name
         return self._graph.node("Cast", [name], f"{name}.float32", to=TensorProto.FLOAT)
+
+
+def _can_join(one: LayerScheme | None, other: LayerScheme | None) -> bool:
+    """Tell whether two layers can share a product."""
+    if one is None or other is None:
+        return one is other
+    return one.input_scale == other.input_scale

@@ -165,14 +165,6 @@ def test_a_run_killed_before_its_first_save_starts_over(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "else") is None
 
 
-def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints", 5)
-    (tmp_path / "checkpoints" / "step_00000005").rename(
-        tmp_path / "checkpoints" / ".step_00000005.replaced.tmp"
-    )
-    assert str(start(tmp_path).resume) == str(tmp_path / "checkpoints" / "step_00000005")
-
-
 def test_checkpoints_that_a_run_has_not_seen_stay(tmp_path: Path) -> None:
     save(tmp_path, 1)
     writer = save(tmp_path, 10, keep=1)

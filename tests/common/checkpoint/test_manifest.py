@@ -95,28 +95,19 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return values
 
 
-FILE = "files/model.safetensors"
+NAMES = ("../x", "/etc/x", "", "model.rank_../../x.safetensors")
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         ("config/model", 40, r"config\.model: Input should be a valid dictionary, found 40"),
-        ("config", None, r"config: Input should be .*dictionary.*, found None"),
         *(
             ("files", {name: {"bytes": 1, "crc32": 1}}, r"files\..*: String should match pattern")
-            for name in ("../x", "/etc/x", "..", "", "a\0b", "model.rank_../../x.safetensors")
+            for name in NAMES
         ),
-        (
-            "files/model.safetensors/bytes",
-            "12",
-            r"files\.model\.safetensors\.bytes: Input should be a valid integer",
-        ),
-        (
-            "files/model.safetensors/pieces",
-            {"wte.weight": None},
-            r"pieces\.wte\.weight: Input should be a valid list, found None",
-        ),
+        ("files/model.safetensors/bytes", "12", r"safetensors\.bytes: Input should be a valid int"),
+        ("files/model.safetensors/pieces", {"w": None}, r"pieces\.w: Input should be a valid list"),
     ],
 )
 def test_values_that_readers_rely_on_are_checked(
@@ -152,6 +143,9 @@ def test_missing_and_unreadable_inputs_are_named(
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a regular file"):
         read_manifest(tmp_path)
     (tmp_path / "model.safetensors").rmdir()
+    (tmp_path / "model.safetensors").write_bytes(bytes(11))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: 11 bytes, expected 12 bytes"):
+        read_manifest(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(bytes(12))
 
     def refused(path: Path) -> int:
@@ -174,7 +168,7 @@ def test_a_damaged_checkpoint_names_the_newest_whole_one_before_it(tmp_path: Pat
     for step in (10, 15):
         path = tmp_path / f"step_{step:08d}" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError) as failure:
+    with pytest.raises(CheckpointError, match="its bytes have changed since it was") as failure:
         read_or_name_older(tmp_path / "step_00000015", "checkpoint.resume")
     assert str(failure.value).endswith(
         "use another checkpoint: step_00000005 beside it is whole,"

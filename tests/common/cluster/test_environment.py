@@ -80,6 +80,9 @@ EIGHT_TASKS = {
 }
 ASCEND = env("RANK_ID=9 RANK_SIZE=16")
 CONTAINER = env("RANK_ID=0 RANK_SIZE=1 DEVICE_ID=5")
+OF_A_CONTAINER = (
+    "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of one process"
+)
 TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
 BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
 
@@ -132,6 +135,7 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
             env("MA_NUM_HOSTS=2 VC_WORKER_HOSTS=job-0.job,job-1.job ASCEND_DEVICE_ID=1", **ASCEND),
             process(9, 16, 1, 8, "job-0.job", 29500, "rank table", device_id=1),
         ),
+        (env("RANK_ID=0 DEVICE_ID=3"), Process(device_id=3, remarks=(OF_A_CONTAINER,))),
         # left over from something else, whatever they hold
         (env("DEVICE_ID=abc"), ALONE),
         (env("PMI_RANK=0 PMI_SIZE=1"), ALONE),
@@ -141,24 +145,10 @@ def test_every_launcher(environ: dict[str, str], expected: Process) -> None:
     assert find_process(environ) == expected
 
 
-def test_rank_0_of_a_container_that_names_no_size() -> None:
-    found = find_process({"RANK_ID": "0", "DEVICE_ID": "3"})
-    assert (found.rank, found.world_size, found.device_id) == (0, 1, 3)
-    assert found.remarks == (
-        "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of"
-        " one process",
-    )
-    assert announced_world_size({"RANK_ID": "0", "DEVICE_ID": "3"}) is None
-
-
 def test_ranks_of_msrun_on_several_hosts_share_their_memory_alike() -> None:
     """Each knows its number on its host, but not how many there are: a plan by it would differ."""
-    ranks = [
-        find_process(
-            {**MSRUN, "MS_SCHED_HOST": "10.0.0.1", "MS_NODE_ID": rank, "DEVICE_ID": device}
-        )
-        for rank, device in (("0", "0"), ("1", "1"), ("2", "0"), ("3", "1"))
-    ]
+    far = {**MSRUN, "MS_SCHED_HOST": "10.0.0.1"}
+    ranks = [find_process(far | env(f"MS_NODE_ID={n} DEVICE_ID={n % 2}")) for n in range(4)]
     assert [process.local_world_size for process in ranks] == [1, 2, 1, 2]
     assert [process.most_here for process in ranks] == [4] * 4
     assert find_process(TORCHRUN).most_here == 4
@@ -173,6 +163,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
     assert find_process({"RANK_TABLE_FILE": table, "RANK_ID": "9"}) == expected
     assert find_process({"RANK_TABLE_FILE": table, **ASCEND, "DEVICE_ID": "1"}) == expected
     assert announced_world_size({"RANK_TABLE_FILE": table}) == 16
+    assert announced_world_size(env("RANK_ID=0 DEVICE_ID=3")) is None
     with pytest.raises(ConfigError, match=r"the ranks in RANK_TABLE_FILE differ: 8, 16; make"):
         announced_world_size({"RANK_TABLE_FILE": table, "RANK_SIZE": "8"})
 
@@ -252,26 +243,15 @@ def test_tasks_with_a_torchrun_each_may_be_separate_runs() -> None:
     assert find_process(one_each).remarks == ()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu03", "gpu03"),
-        ("gpu[03-05,9],login1", "gpu03"),
-        ("login1,gpu[03-05]", "login1"),
-        ("rack[1-2]node[03-04]", "rack1node03"),
-        ("tux-[001-128].cluster", "tux-001.cluster"),
-    ],
-)
-def test_the_first_node_of_slurms_notation(nodes: str, first: str) -> None:
+def test_the_first_node_of_slurms_notation() -> None:
     """Against the meaning in scontrol(1), "show hostnames"."""
-    assert first_node(nodes) == first
+    first = {"gpu03": "gpu03", "gpu[03-05,9],login1": "gpu03", "login1,gpu[03-05]": "login1"}
+    first |= {"rack[1-2]node[03-04]": "rack1node03", "tux-[001-128].cluster": "tux-001.cluster"}
+    assert {nodes: first_node(nodes) for nodes in first} == first
 
 
 def test_variables_for_torch() -> None:
-    process = Process(
-        rank=5, world_size=8, local_rank=1, local_world_size=4, master="10.0.0.1", port=29501
-    )
-    assert torch_variables(process) == {
+    assert torch_variables(find_process(TORCHRUN)) == {
         name: value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")
     }
     with pytest.raises(

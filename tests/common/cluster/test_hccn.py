@@ -27,10 +27,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_file_of_eight_devices(samples: Path) -> None:
     lines = (samples / "hccn_paddle_8p.conf").read_text().split()
     expected = {int(line[8]): line[10:] for line in lines if line.startswith("address_")}
-    assert (
-        device_addresses(range(8), samples / "hccn_paddle_8p.conf") == expected
-        and len(expected) == 8
-    )
+    assert len(expected) == 8
+    assert device_addresses(range(8), samples / "hccn_paddle_8p.conf") == expected
 
 
 def test_ipv4_goes_before_ipv6(samples: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from common.cluster.places import find_places, server_of_pod
 from common.cluster.rank_table_files import read_table
 from common.errors import ConfigError
 from common.launcher.request import DistributeOptions, parse_distribute
+from tests.cluster_tables import table_1, tutorial_servers, write_tutorial_table
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 NEW = {
@@ -24,23 +25,6 @@ NEW = {
 RANK counts pods, WORLD_SIZE ranks.
 """
 OLD = {"MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"}
-
-
-def write_table(path: Path, *servers: tuple[str, str | None, list[int]]) -> Path:
-    """Write a table as MindCluster does: (node, pod's address, devices) for each server."""
-    rank, entries = 0, []
-    for number, (node, pod, devices) in enumerate(servers):
-        found: list[dict[str, str]] = []
-        for device in devices:
-            address = f"192.168.{number}.{device + 1}"
-            found.append({"device_id": str(device), "device_ip": address, "rank_id": str(rank)})
-            rank += 1
-        entries.append(
-            {"device": found, "server_id": node, **({"container_ip": pod} if pod else {})}
-        )
-    table = {"server_count": str(len(servers)), "server_list": entries, "version": "1.0"}
-    path.write_text(json.dumps({"status": "completed", **table}))
-    return path
 
 
 TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **POD}
@@ -91,12 +75,11 @@ def test_variables_that_cannot_be(change: dict[str, str], said: str) -> None:
     ("name", "value"), [("XDL_IP", "10.0.0.2"), ("POD_IP", "172.16.0.2"), ("POD_IP", "172.16.0.9")]
 )
 def test_the_server_that_a_pod_is(tmp_path: Path, name: str, value: str) -> None:
-    file = write_table(
-        tmp_path / "hccl.json",
-        ("10.0.0.1", "172.16.0.1", [0, 1]),
-        ("10.0.0.2", "172.16.0.2", [4, 5]),
-    )
-    table = read_table(file)
+    data = table_1(*tutorial_servers(2, 2, first_device=4))
+    for number, entry in enumerate(data["server_list"], 1):  # as MindCluster writes it
+        entry |= {"server_id": f"10.0.0.{number}", "container_ip": f"172.16.0.{number}"}
+    (tmp_path / "hccl.json").write_text(json.dumps(data))
+    table = read_table(tmp_path / "hccl.json")
     server = server_of_pod(table, {**POD, "HOSTNAME": "gpt2-worker-1", name: value})
     if value == "172.16.0.9":
         assert server is None
@@ -114,7 +97,8 @@ def test_the_server_that_a_pod_is(tmp_path: Path, name: str, value: str) -> None
 
 
 def test_the_only_server_and_pod_names_of_version_0(tmp_path: Path, samples: Path) -> None:
-    one = read_table(write_table(tmp_path / "hccl.json", ("10.0.0.1", None, [4, 5, 6, 7])))
+    path = tmp_path / "hccl.json"
+    one = read_table(write_tutorial_table(path, servers=1, devices=4, first_device=4))
     places = find_places(range(4), table=one, pod=server_of_pod(one, POD))
     assert [place.device_id for place in places.own] == [0, 1, 2, 3]
     table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")

@@ -17,6 +17,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
+from tests.common.resolve.test_refusals import with_words
 
 MODEL = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 16, "vocab_size": 100}
 TREE: dict[str, Any] = {"output_dir": "out", "model": MODEL, "optimizer": {"learning_rate": 0.1}}
@@ -24,15 +25,7 @@ TREE: dict[str, Any] = {"output_dir": "out", "model": MODEL, "optimizer": {"lear
 
 def build(text: str = "", **sections: Any) -> RunConfig:
     """text: words ``section.key=value``."""
-    tree = copy.deepcopy(TREE | sections)
-    for word in text.split():
-        dotted, _, value = word.partition("=")
-        *path, name = dotted.split(".")
-        at = tree
-        for section in path:
-            at = at.setdefault(section, {})
-        at[name] = yaml.safe_load(value)
-    return build_config(tree)
+    return build_config(with_words(copy.deepcopy(TREE | sections), text.split()))
 
 
 def test_aliases_are_not_keys_of_the_schema_and_stand_for_ones_that_are() -> None:

@@ -69,29 +69,6 @@ def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
     assert load_config(main, ["train.max_steps=8"]).train.max_steps == 8
 
 
-@pytest.mark.parametrize(
-    ("base", "main", "words", "inherited"),
-    [
-        ("decay_steps: 9", "", ["train.max_steps=3"], True),
-        ("decay_steps: 9", "train: {max_steps: 4}\n", [], True),
-        ("decay_samples: 9", "", ["train.max_tokens=30"], True),
-        ("decay_steps: 9", "train: {max_steps: 3}\noptimizer: {decay_steps: 8}\n", [], False),
-        ("decay_steps: 9", "", ["optimizer.decay_steps=3", "train.max_steps=4"], False),
-        ("decay_steps: 9", "", ["optimizer.decay_steps=null", "train.max_steps=4"], False),
-        ("warmup_steps: 9", "", ["train.max_steps=3"], False),
-    ],
-)
-def test_an_end_of_the_schedule_is_inherited(
-    tmp_path: Path, base: str, main: str, words: list[str], inherited: bool
-) -> None:
-    own = MINIMAL.replace("6e-4", f"6e-4, {base}")
-    assert own != MINIMAL
-    (tmp_path / "base.yaml").write_text(own)
-    (tmp_path / "main.yaml").write_text(f"base: base.yaml\n{main}")
-    place = load_config(tmp_path / "main.yaml", words).optimizer.inherited_end
-    assert (place or "").startswith(str(tmp_path / "base.yaml:")) is inherited
-
-
 def test_all_faults_are_told_at_once(config_file: Path) -> None:
     said = error_of(config_file, "seed=-1", "train.max_step=2", "model.dropout=1.5")
     assert len(said.splitlines()) == 3

@@ -69,12 +69,6 @@ def test_every_key_has_one_row_with_a_type_and_a_meaning() -> None:
         assert values and default and len(meaning) > 3 and backend, key
 
 
-def test_every_section_is_in_the_index() -> None:
-    sections = {key for key, is_section in schema_keys().items() if is_section and "." not in key}
-    index = re.findall(r"^\| \[(\w+)\]\(#\w+\) \|", PAGE.read_text(encoding="utf-8"), flags=re.M)
-    assert set(index) == sections and len(index) == len(sections)
-
-
 @pytest.mark.parametrize("key", sorted(TORCH_ONLY | COMPILED_TOO))
 def test_a_key_of_pytorch_is_taken_there_and_refused_on_mindspore(key: str) -> None:
     words = ["device=cpu", *OVERRIDES[key].split()]

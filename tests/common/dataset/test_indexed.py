@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 import tracemalloc
 import warnings
@@ -187,7 +186,6 @@ def test_members_in_closed_form(write_pair, offsets_of) -> None:
     assert data.tokens.tolist() == list(range(13))
     assert data[1].tolist() == list(range(3, 10))
     assert data.dtype == np.uint16
-    assert pickle.loads(pickle.dumps(data)).content_key == data.content_key
 
 
 @pytest.mark.parametrize("extension", ["", ".bin", ".idx"])
@@ -340,20 +338,3 @@ def test_the_format_starts_with_magic_and_version(write_pair) -> None:
     raw = write_pair([3]).with_suffix(".idx").read_bytes()
     assert raw.startswith(MAGIC + struct.pack("<QBQQ", 1, 8, 1, 2))
     assert raw[HEADER.size :] == struct.pack("<iqqq", 3, 0, 0, 1)
-
-
-@pytest.mark.parametrize("extension", [".idx", ".bin"])
-def test_a_file_that_may_not_be_read_is_said(write_pair, monkeypatch, extension) -> None:
-    prefix = write_pair([4])
-    original = Path.open
-
-    def denied(path: Path, *arguments: object) -> object:
-        if path.suffix == extension:
-            raise PermissionError(13, "Permission denied", str(path))
-        return original(path, *arguments)
-
-    monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(
-        DataError, match=rf"data\{extension}: cannot be read: Permission denied; allow this user"
-    ):
-        IndexedDataset(prefix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,31 +30,36 @@ def test_equals_json_loads(items, size, ascii_only, indent) -> None:
         assert list(array_items(file, PATH)) == list(enumerate(items, 1))
 
 
-PARTS = [r"\ud83d\ude00", r"\ud83d", r"\uDC00", r"\\", r"\\\\ud83d", r"\u0041", r"\n", "a", "漢"]
+PARTS = [r"\ud83d\ude00", r"\ud83d", r"\uDC00", r"\\", r"\u0041", r"\n", "a", "漢", " , ] ", "[{"]
+VALUES = st.sampled_from(["12e3", "-1.5", "true", "null", "-Infinity", '{"a": [1e5, "x"]}'])
 
 
 @settings(max_examples=100, deadline=None)
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=30), size=st.integers(1, 40))
-def test_half_of_a_pair_is_the_replacement_character(parts, size) -> None:
-    text = f'"{"".join(parts)}"'
-    whole = "".join("\ufffd" if "\ud800" <= c < "\ue000" else c for c in json.loads(text))
+@given(
+    items=st.lists(VALUES | st.lists(st.sampled_from(PARTS)).map(lambda p: f'"{"".join(p)}"')),
+    size=st.integers(1, 40),
+)
+def test_values_and_escapes_may_be_cut_anywhere(items, size) -> None:
+    text = f"[{' ,'.join(items)}]"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_array, "_READ_BYTES", size)
-        found = array_items(io.BytesIO(f"[{text}, {text}]".encode()), PATH)
-        assert [item for _, item in found] == [whole, whole]
+        found = array_items(io.BytesIO(text.encode()), PATH)
+        assert [item for _, item in found] == json.loads(text)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ('["a"\n "b"]', "after 1 items: .*I expect ',' or ']'"),
-        ('["a",\n]', "after 1 items: parse error: unallowed token"),
-        ('["a", "b\nc"]', "after 1 items: lexical error: invalid character inside string"),
-        ('["a", "bcd', "after 1 items: parse error: premature EOF; .* if it was cut short"),
-        ('["a"]\n["b"]', "after 1 items: parse error: trailing garbage"),
+        ('["a"\n "b"]', "after 1 items: expected ',' or ']'"),
+        ('["a",\n]', "after 1 items: Expecting value"),
+        ('["a", "b\nc"]', "after 1 items: Invalid control character;"),
+        ('["a", "bcd', "after 1 items: Unterminated string; .* if it was cut short"),
+        ('["a"]\n["b"]', "after 1 items: the array has ended, and more text follows"),
+        ('["a", ' + "[" * 200_000, "after 1 items: nested deeper than 64 levels"),
+        ('["a", ' + "9" * 5000 + "]", "after 1 items: a number of more digits than Python"),
         ('{"a": 1}', "expected a JSON array"),
-        (b'["ab",\n "\xe7\x94\xb2\xff"]', "after 1 items: .* UTF8 string.; give its --encoding"),
-        ('["a", "' + "b" * 200 + '"]', r"item 2 has more than .* MiB, .*--max-document-mib"),
+        (b'["ab",\n "\xe7\x94\xb2\xff"]', "byte 12 is not UTF-8 .*; give its --encoding"),
+        ('["a", "' + "b" * 200_000 + '"]', r"item 2 has more than .* MiB, .*--max-document-mib"),
     ],
 )
 def test_an_error_names_its_item(
@@ -64,19 +68,4 @@ def test_an_error_names_its_item(
     monkeypatch.setattr(json_array, "_READ_BYTES", 16)
     file = io.BytesIO(data if isinstance(data, bytes) else data.encode())
     with pytest.raises(DataError, match=r"a\.json: .*" + message):
-        list(array_items(file, PATH, 100))
-
-
-@pytest.mark.parametrize("before", ["", r"\\", r"\"", "]]"])
-def test_brackets_of_a_text_are_no_depth_and_those_of_items_are(before: str) -> None:
-    text = f'["a{before}", "{before}{"[{" * 20_000}", {{"text": "{"[0,1)" * 20_000}"}}]'
-    assert list(array_items(io.BytesIO(text.encode()), PATH)) == [*enumerate(json.loads(text), 1)]
-    deep = f'["a{before}", {"[" * 70_000}'
-    with pytest.raises(DataError, match=r"a\.json: item \d is nested too deeply"):
-        list(array_items(io.BytesIO(deep.encode()), PATH))
-
-
-def test_the_limit_of_digits_holds_between_the_items() -> None:
-    before = sys.get_int_max_str_digits()
-    items = array_items(io.BytesIO(f"[1{'0' * 9000}, 2]".encode()), PATH)
-    assert next(items) == (1, 10**9000) and sys.get_int_max_str_digits() == before
+        list(array_items(file, PATH, 100_000))

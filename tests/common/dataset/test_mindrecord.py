@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from common.dataset import GPTDataset, open_samples
 from common.dataset.mindrecord import MindRecordSamples, is_mindrecord, metadata_paths
 from common.dataset.mindrecord_file import MindRecordFile
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, StorageError
 
 os.environ.setdefault("GLOG_v", "3")
 mindrecord = pytest.importorskip(
@@ -131,16 +131,21 @@ def all_rows(samples: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "schema", [INT32, {"input_ids": {"type": "int32", "shape": [9]}}, MASKED, MIXED]
+    ("name", "schema"),
+    [
+        ("data.mindrecord", INT32),
+        ("wiki-train", {"input_ids": {"type": "int32", "shape": [9]}}),
+        ("data.mindrecord", MASKED),
+        ("wiki-train", MIXED),
+    ],
 )
-@pytest.mark.parametrize("name", ["data.mindrecord", "wiki-train"])
 def test_rows_are_those_that_mindspore_reads(
     tmp_path: Path, schema: dict[str, Any], name: str
 ) -> None:
     rows = tokens_of(2000, 9)  # several pages of 32 KiB, of both kinds
     path = write(tmp_path / name, rows, schema)
     assert is_mindrecord(path) and is_mindrecord(tmp_path)
-    for source in (path, tmp_path, [path]):
+    for source in (path, tmp_path):
         samples = MindRecordSamples(source, seq_length=8, shuffle=False, **WHOLE)
         assert (all_rows(samples) == rows).all()
     assert (mindspore_reads(path) == rows).all()
@@ -156,14 +161,10 @@ def test_shards_are_read_in_order_from_any_of_them(tmp_path: Path, shards: int) 
     files = sorted(path for path in tmp_path.iterdir() if path.suffix != ".db")
     assert len(files) == shards
     expected = mindspore_reads(files)
-    for source in (tmp_path, tmp_path / "data.mindrecord", files[-1], files):
+    for source in (tmp_path, tmp_path / "data.mindrecord", files[-1]):
         assert (
             all_rows(MindRecordSamples(source, seq_length=8, shuffle=False, **WHOLE)) == expected
         ).all()
-    assert (
-        all_rows(MindRecordSamples(files[1:], seq_length=8, shuffle=False, **WHOLE))
-        == mindspore_reads(files[1:])
-    ).all()
     (tmp_path / files[-1].name).unlink()
     for source in (tmp_path, files[0], tmp_path / "data.mindrecord"):
         with pytest.raises(
@@ -240,7 +241,7 @@ def test_splits_are_disjoint_and_cover_all_rows(tmp_path: Path) -> None:
         MindRecordSamples(path, split="test", seq_length=2, seed=1)
 
 
-@pytest.mark.parametrize(("seq_length", "shards"), [(4, 1), (7, 3), (99, 1), (10, 12)])
+@pytest.mark.parametrize(("seq_length", "shards"), [(4, 1), (10, 12)])
 def test_written_rows_are_the_windows_of_the_pair(
     tmp_path: Path, write_pair: Any, seq_length: int, shards: int
 ) -> None:
@@ -290,32 +291,25 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, write_pair: Any) -> None:
     assert not target.parent.exists()
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_stop_between_the_renames_leaves_no_part(
-    tmp_path: Path, write_pair: Any, monkeypatch: pytest.MonkeyPatch, older: bool
+def test_a_crash_between_the_renames_leaves_no_set(
+    tmp_path: Path, write_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is there, or the set that was there before."""
     from mindformers_gpt2.mindrecord import write_mindrecord
 
-    rename, calls = os.replace, []
+    rename = os.replace
 
-    def stopped(source: Path, target: Path) -> None:
-        if source.parent.name.endswith(".tmp") and target.name.startswith("data.mindrecord"):
-            calls.append(target.name)
-            if len(calls) == 4:
-                raise KeyboardInterrupt
+    def fail(source: Path, target: Path) -> None:
+        if target.suffix == ".db":
+            raise OSError(5, "Input/output error")
         rename(source, target)
 
     prefix, target = write_pair([40, 50]), tmp_path / "out" / "data.mindrecord"
-    if older:
-        write_mindrecord(prefix, target, 4, 2)
-    before = {path.name: path.read_bytes() for path in target.parent.glob("*")}
-    monkeypatch.setattr(os, "replace", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    write_mindrecord(prefix, target, 4, 2)
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(StorageError, match="could not be written: Input/output error"):
         write_mindrecord(prefix, target, 4, 3)
-    assert {path.name: path.read_bytes() for path in target.parent.iterdir()} == before and bool(
-        before
-    ) == older
+    with pytest.raises(DataError, match=r"mindrecord0\.db: not found, although .* is there"):
+        MindRecordSamples(target, seq_length=4, **WHOLE)
 
 
 def test_a_blend_of_a_pair_and_a_mindrecord(tmp_path: Path, write_pair: Any) -> None:
@@ -363,46 +357,24 @@ def _renamed(path: Path) -> None:
 
 
 def _moved_rows(path: Path) -> None:
-    with sqlite3.connect(f"{path}.db") as connection:
+    with closing(sqlite3.connect(f"{path}.db")) as connection, connection:
         connection.execute("UPDATE INDEXES SET PAGE_ID_BLOB = 99 WHERE ROW_ID = 3")
 
 
-def _change_index(path: Path, statement: str) -> None:
-    with closing(sqlite3.connect(f"{path}.db")) as connection, connection:
-        connection.execute(statement)
-
-
 def _endless_index(path: Path) -> None:
-    _change_index(path, "DROP TABLE INDEXES")
-    _change_index(
-        path,
-        "CREATE VIEW INDEXES AS WITH RECURSIVE n(ROW_ID) AS (SELECT 0 UNION ALL SELECT ROW_ID + 1"
-        " FROM n) SELECT ROW_ID, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 0 AS"
-        " PAGE_OFFSET_BLOB_END FROM n",
-    )
-
-
-def _edit_pages(path: Path, **changes: Any) -> None:
-    _edit_header(
-        path,
-        lambda header: [
-            page.update(changes) for page in header["page"] if page["page_type"] == "BLOB_DATA"
-        ],
-    )
+    with closing(sqlite3.connect(f"{path}.db")) as connection, connection:
+        connection.execute("DROP TABLE INDEXES")
+        connection.execute(
+            "CREATE VIEW INDEXES AS WITH RECURSIVE n(ROW_ID) AS (SELECT 0 UNION ALL SELECT ROW_ID +"
+            " 1 FROM n) SELECT ROW_ID, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 0 AS"
+            " PAGE_OFFSET_BLOB_END FROM n"
+        )
 
 
 def _overwrite(path: Path, at: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek((64 << 10) + at)
         file.write(data)
-
-
-def _encrypt(path: Path) -> None:
-    mindrecord.set_enc_key("0123456789012345")
-    try:
-        write(path, tokens_of(20, 9))
-    finally:
-        mindrecord.set_enc_key(None)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -434,6 +406,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: Path(f"{path}.db").write_text("no database " * 50),
         "is not the index of a MindRecord",
     ),
+    "a page beyond 64 bits": (
+        lambda path: _edit_header(path, lambda header: header.update(page_size=2**70, page=[])),
+        "a header that is not a MindRecord's .OverflowError",
+    ),
+    "a shard without a name": (
+        lambda path: _edit_header(
+            path, lambda header: header.update(shard_addresses=[path.name, ""])
+        ),
+        "a header that is not a MindRecord's .ValueError",
+    ),
     "index is a view without end": (
         _endless_index,
         "is not the index of a MindRecord .it has views",
@@ -441,26 +423,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index of other rows": (
         _other_rows,
         "data.mindrecord.db: does not name the 20 rows of data.mindrecord; .*copy both",
-    ),
-    "a half in the index": (
-        lambda path: _change_index(
-            path, "UPDATE INDEXES SET PAGE_OFFSET_BLOB = PAGE_OFFSET_BLOB + 0.5 WHERE ROW_ID = 3"
-        ),
-        "INDEXES holds places that are not whole numbers",
-    ),
-    "numbers of 64 bits": (
-        lambda path: _change_index(
-            path, f"UPDATE INDEXES SET PAGE_ID_BLOB = {2**62} WHERE ROW_ID = 3"
-        ),
-        "does not name the 20 rows",
-    ),
-    "rows beyond the memory": (
-        lambda path: _edit_pages(path, end_row_id=10**15),
-        "cut short",
-    ),
-    "rows below 0": (
-        lambda path: _edit_pages(path, end_row_id=-1),
-        "'-1' where a size is expected",
     ),
     "width beyond the memory": (
         lambda path: _overwrite(path, 8, b"\xff\xff\xff\xff"),
@@ -473,15 +435,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: _overwrite(path, 12, b"\x55"),
         "row 0 is damaged",
     ),
-    "no such column": (
-        lambda path: write(path, range(20), {"a_score": MIXED["a_score"]}),
-        "no column 'input_ids', only a_score",
-    ),
     "floats": (
         lambda path: write(
             path, tokens_of(20, 9), {"input_ids": {"type": "float32", "shape": [-1]}}
         ),
-        "an array of float32; expected",
+        r"no array 'input_ids' of int32 or int64, only input_ids of float32",
     ),
     "single numbers": (
         lambda path: write(
@@ -489,13 +447,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
             tokens_of(20, 9) % 1000,
             {"input_ids": {"type": "int32"}, "z_mask": MIXED["z_mask"]},
         ),
-        "a single value of int32",
+        "no array 'input_ids' of int32 or int64, only input_ids of int32, z_mask of int64",
     ),
     "another width": (
         lambda path: write(path, tokens_of(20, 5)),
         "hold 5 tokens, expected seq_length [+] 1 = 9; set model.seq_length=4",
     ),
-    "encrypted": (_encrypt, "is encrypted"),
     "no rows": (lambda path: write(path, []), "holds none of 0 rows"),
     "beyond int32": (
         lambda path: write(path, tokens_of(20, 9) + (1 << 40), {"input_ids": MIXED["input_ids"]}),

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError, DataError
-from common.evaluation.corpus import read_evaluation_file
-from common.evaluation.lambada import LambadaTask
+from common.evaluation import lambada, text
+from common.evaluation.corpus import RowTask, read_evaluation_file
 from common.evaluation.rows import RowScores
 from common.evaluation.task import open_task
-from common.evaluation.text import TextTask
 from common.parallel.run import Run
 from tests.common.evaluation.characters import Characters
 from tests.tiny import tiny_config
@@ -23,20 +22,20 @@ def make_config(folder: Path, window: int = 8, **evaluation: Any) -> Run:
     return tiny_config(folder, model__seq_length=window, evaluation=evaluation)
 
 
-def open_text(folder: Path, name: str, content: str, **settings: Any) -> TextTask:
+def open_text(folder: Path, name: str, content: str, **settings: Any) -> RowTask:
     (folder / name).write_text(content, encoding="utf-8")
     config = make_config(folder, task="text", file=str(folder / name), **settings)
     file = read_evaluation_file(config.evaluation)
-    return TextTask.open(file, Characters(), config)  # type: ignore[arg-type]
+    return text.open_text(file, Characters(), config)  # type: ignore[arg-type]
 
 
-def open_lambada(folder: Path, passages: list[str], **settings: Any) -> LambadaTask:
+def open_lambada(folder: Path, passages: list[str], **settings: Any) -> RowTask:
     (folder / "passages.jsonl").write_text(
         "".join(json.dumps({"text": passage}) + "\n" for passage in passages)
     )
     config = make_config(folder, task="lambada", file=str(folder / "passages.jsonl"), **settings)
     file = read_evaluation_file(config.evaluation)
-    return LambadaTask.open(file, Characters(), config)  # type: ignore[arg-type]
+    return lambada.open_lambada(file, Characters(), config)  # type: ignore[arg-type]
 
 
 def scores(nats: list[float], hits: list[int]) -> RowScores:
@@ -47,14 +46,10 @@ def test_figures_of_a_plain_text(tmp_path: Path) -> None:
     # 20 characters, 21 bytes, 3 words; 5 between spaces, an empty one and a newline with them
     text = "Zwölf  Boxer\n jagen\n"
     task = open_text(tmp_path, "a.txt", text)
-    assert [row.scored for row in task.rows] == [8, 8, 3] and task.tokens == 20
+    assert [row.scored for row in task.rows] == [8, 8, 3]
     record = task.result(scores([10.0, 5.0, 4.0], [0, 0, 0])).record
-    assert (
-        record["text_bytes"],
-        record["words"],
-        record["scored_tokens"],
-        record["documents"],
-    ) == (21, 3, 19, 1)
+    names = ("tokens", "text_bytes", "words", "scored_tokens", "documents")
+    assert [record[name] for name in names] == [20, 21, 3, 19, 1]
     assert record["loss"] == 1.0 and record["perplexity"] == pytest.approx(math.e)
     assert record["word_perplexity"] == pytest.approx(math.exp(19 / 3))
     assert record["bits_per_byte"] == pytest.approx(19 / math.log(2) / 21)
@@ -80,8 +75,8 @@ def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None
     content = '{"text": "abc"}\n{"text": "  "}\n\n{"text": "0123456789"}\n'
     task = open_text(tmp_path, "a.jsonl", content, stride=4)
     assert [row.tokens[0] == 100 for row in task.rows] == [True, True, False]
-    assert sum(row.scored for row in task.rows) == task.tokens == 13
     record = task.result(scores([1.0, 1.0, 1.0], [0, 0, 0])).record
+    assert sum(row.scored for row in task.rows) == record["tokens"] == 13
     assert record["documents"] == 2 and record["first_context"] == "end-of-text token"
     page = open_text(tmp_path, "b.jsonl", '{"text": " a \\n b "}')  # lm-eval: "", a, b, ""
     assert page.result(scores([1.0], [0])).record["words"] == 4
@@ -97,7 +92,8 @@ def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
     assert [record[key] for key in ("word_perplexity", "adjusted_perplexity", "token_ratio")] == [
         None
     ] * 3
-    assert open_text(tmp_path, "a.txt", "x" * 17, max_samples=2).whole
+    whole = open_text(tmp_path, "a.txt", "x" * 17, max_samples=2)
+    assert whole.result(scores([8.0, 8.0], [0, 0])).record["whole"] is True
 
 
 def test_bits_a_byte_of_a_part_count_the_bytes_of_its_tokens(tmp_path: Path) -> None:
@@ -124,10 +120,11 @@ def test_last_words(tmp_path: Path) -> None:
     assert [row.tokens[-row.scored :].tolist() for row in task.rows] == [
         Characters().encode(word).tolist() for word in spaced
     ]
-    assert [len(row.tokens) for row in task.rows] == [7, 3, 7, 7] and task.cut == 3
+    assert [len(row.tokens) for row in task.rows] == [7, 3, 7, 7]
     result = task.result(scores([1.0, 2.0, 3.0, 6.0], [3, 1, 6, 2]))
     record = result.record
     assert (record["correct"], record["accuracy"], record["passages"]) == (2, 0.5, 4)
+    assert record["cut_passages"] == 3
     assert record["loss"] == 3.0 and record["perplexity"] == pytest.approx(math.exp(3.0))
     assert (
         "number correct: 2.0000E+00 | total examples: 4.0000E+00 | avg accuracy: 5.0000E-01"

@@ -89,6 +89,9 @@ def test_a_huge_log_is_read_at_both_ends(tmp_path: Path) -> None:
         file.seek(2 * MAX_LOG_BYTES)
         file.write(b"\nCUDA out of memory\n")
     assert find_in_logs(log)[0].error.name == "oom.cuda"
+    bar = b"\r 50% |#####     |"
+    log.write_bytes(bar * (MAX_LOG_BYTES // len(bar) + 9) + b"\rCUDA out of memory\n")
+    assert find_in_logs(log)[0].error.name == "oom.cuda", "a line of many states of a progress bar"
 
 
 def test_a_code_is_explained_in_both_languages() -> None:

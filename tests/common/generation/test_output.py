@@ -15,7 +15,6 @@ import pytest
 from common.errors import ConfigError, RunError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
-from common.log import LOG, start_log
 from common.parallel.run import Run
 from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream
@@ -119,15 +118,13 @@ def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_greedy_does_not_look_at_are_said(
-    capsys: pytest.CaptureFixture[str], settings: dict[str, Any], named: str | None
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], named: str | None
 ) -> None:
-    start_log()
     say("text", **settings)
-    LOG.handlers.clear()
-    out = capsys.readouterr().out
-    assert ("without effect" in out) == (named is not None)
+    assert ("without effect" in caplog.text) == (named is not None)
     if named:
-        assert f"{named} without effect" in out and "set predict.strategy=sampling" in out
+        assert f"{named} without effect" in caplog.text
+        assert "set predict.strategy=sampling" in caplog.text
 
 
 def test_lines_on_standard_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -221,7 +218,7 @@ def test_the_file_of_results(tmp_path: Path) -> None:
     assert records_of(path)[0]["finish_reason"] == "end_of_text"
 
 
-def test_log_probabilities_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_probabilities_in_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The script's logits: 40 of what it says, 0 of the other 256 ids of the vocabulary."""
     path = tmp_path / "out.jsonl"
     say("é", output_file=str(path), logprobs=1, bad_words="z", temperature=1.0)
@@ -232,12 +229,9 @@ def test_log_probabilities_in_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     value = pytest.approx(-np.log1p(256 * np.exp(-40.0)), abs=1e-12)
     assert [each["logprob"] for each in records] == [value] * 2
     assert records[0]["top"] == [{"id": 195, "token": "bytes:\\xc3", "logprob": value}]
-    start_log()
     say("a", logprobs=1, stop=r"\n")
-    LOG.handlers.clear()
-    out = capsys.readouterr().out
-    assert "predict.logprobs=1 without effect" in out
-    assert r"predict.stop=\n is a backslash and an n" in out
+    assert "predict.logprobs=1 without effect" in caplog.text
+    assert r"predict.stop=\n is a backslash and an n" in caplog.text
 
 
 def test_a_prompt_of_ids_is_named_by_them(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 from common.errors import ConfigError
 from common.generation import transformers_config
 from common.generation.transformers_config import generation_config
-from common.log import LOG, start_log
 from tests.common.generation.test_logit_rules import WORDS
 from tests.common.generation.test_output import config
 
@@ -32,10 +31,8 @@ def test_words_are_written_as_ids() -> None:
     }  # fmt: skip
 
 
-def test_content_that_it_cannot_hold_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    start_log()
+def test_content_that_it_cannot_hold_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "presence_penalty" not in generation_config(config(presence_penalty=0.5))
-    LOG.handlers.clear()
-    assert "predict.presence_penalty=0.5 has no name in" in capsys.readouterr().out
+    assert "predict.presence_penalty=0.5 has no name in" in caplog.text
     with pytest.raises(ConfigError, match=r"predict\.bad_words: '#' holds text"):
         generation_config(config(bad_words="#"))

@@ -26,6 +26,7 @@ SAVE_AND_LEAVE = (
     " time.sleep(600)"
 )
 IGNORE = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
+FAILS = BEAT + "[beat(step, 'computing') for step in (1, 2)]; raise SystemExit(7)"
 SUPERVISOR = """
 import pickle, sys
 from common.errors import ConfigError

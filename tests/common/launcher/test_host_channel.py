@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +29,7 @@ from common.launcher.supervisor import Job, run_attempts
 from common.processes.addresses import free_port
 from tests.common.launcher.started import (
     BEAT,
+    FAILS,
     IGNORE,
     NEVER,
     SAVE_AND_LEAVE,
@@ -42,7 +42,6 @@ from tests.common.launcher.started import (
     until_ready,
 )
 
-TWO = (("127.0.0.1", (0, 1)), ("127.0.0.2", (2, 3)))
 Launch = Callable[..., Started]
 
 
@@ -68,17 +67,15 @@ def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
         def begin(
             own: int,
             *programs: str,
-            among: Any = TWO,
             connect: int = 30,
             times: Mapping[str, float] = MappingProxyType({}),
             **options: Any,
         ) -> Started:
             more = {"DEVICE_ID": "", "HCCL_CONNECT_TIMEOUT": str(connect)}
-            ranks = children(*programs, ranks=among[own][1], **more)
-            all_hosts = tuple(Host(address=address, ranks=held) for address, held in among)
-            hosts = Hosts(all=all_hosts, own=own, port=port)
+            two = hosts(own, port)
+            ranks = children(*programs, ranks=two.all[own].ranks, **more)
             times = {"LIFE_SECONDS": 0.5, **times}
-            started.append(Started(tmp_path, ranks, hosts=hosts, times=times, **options))
+            started.append(Started(tmp_path, ranks, hosts=two, times=times, **options))
             return started[-1]
 
         yield begin
@@ -163,28 +160,27 @@ def test_a_second_signal_on_one_host_kills_both(launch: Launch, tmp_path: Path) 
     assert ranks_left(tmp_path) == []
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_launcher_that_is_killed_is_a_lost_host(
-    launch: Launch, tmp_path: Path, killed: int
+CLOSED = "closed its connection without saying how it ended"
+
+
+@pytest.mark.parametrize(
+    ("lost", "by", "why"),
+    [
+        (0, signal.SIGKILL, CLOSED),
+        (1, signal.SIGKILL, CLOSED),
+        (1, signal.SIGSTOP, "has not been heard from for 2 s"),
+    ],
+)
+def test_a_host_that_is_killed_or_silent_is_lost(
+    launch: Launch, tmp_path: Path, lost: int, by: signal.Signals, why: str
 ) -> None:
-    both = [launch(0, SLEEP, SLEEP), launch(1, SLEEP, SLEEP)]
+    times = {"LOST_SECONDS": 2.0} if by == signal.SIGSTOP else {}
+    both = [launch(0, SLEEP, SLEEP, times=times), launch(1, SLEEP, SLEEP)]
     until_ready(tmp_path, range(4))
-    both[killed].process.kill()
-    code, output = both[1 - killed].end()
+    both[lost].process.send_signal(by)
+    code, output = both[1 - lost].end()
     assert code == 1
-    assert (
-        f"host 127.0.0.{killed + 1} (ranks {'2-3' if killed else '0-1'}) closed its connection"
-        " without saying how it ended" in output
-    )
-
-
-def test_a_silent_host_is_a_lost_host(launch: Launch, tmp_path: Path) -> None:
-    first, second = launch(0, SLEEP, SLEEP, times={"LOST_SECONDS": 2.0}), launch(1, SLEEP, SLEEP)
-    until_ready(tmp_path, range(4))
-    second.process.send_signal(signal.SIGSTOP)
-    code, output = first.end()
-    assert code == 1
-    assert "host 127.0.0.2 (ranks 2-3) has not been heard from for 2 s" in output
+    assert f"host 127.0.0.{lost + 1} (ranks {'2-3' if lost else '0-1'}) {why}" in output
 
 
 def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_path: Path) -> None:
@@ -221,12 +217,14 @@ def test_a_host_that_does_not_come_is_spoken_of_early(
     assert re.search(f"{other} has not come within 1 s: {why}; look", output)
 
 
-def hosts(own: int, port: int, first: str = "127.0.0.1") -> Hosts:
-    return Hosts(
-        all=(Host(address=first, ranks=(0, 1)), Host(address="127.0.0.2", ranks=(2, 3))),
-        own=own,
-        port=port,
-    )
+def hosts(own: int, port: int, *names: str, size: int = 2, devices: tuple[int, ...] = ()) -> Hosts:
+    """Return a list of hosts with ``size`` ranks each, by default two of them."""
+    names = names or ("127.0.0.1", "127.0.0.2")
+    every = [
+        Host(address=name, ranks=tuple(range(size * n, size * n + size)))
+        for n, name in enumerate(names)
+    ]
+    return Hosts(all=tuple(every), own=own, port=port, devices=devices)
 
 
 def test_a_port_in_use_is_one_clear_error(port: int) -> None:
@@ -246,7 +244,7 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
     port: int, first: str, is_open: bool
 ) -> None:
     """127.0.0.3 stands for another address of this host than that by which the others know it."""
-    control = HostChannel(hosts(0, port, first), queue.SimpleQueue(), restarts=False)
+    control = HostChannel(hosts(0, port, first, "b"), queue.SimpleQueue(), restarts=False)
     assert listens("127.0.0.3", port) is is_open
     control.close()
 
@@ -273,13 +271,12 @@ def test_two_hosts_with_one_number_are_named_and_one_that_comes_back_is_not(
 ) -> None:
     monkeypatch.setattr(host_channel, "LIFE_SECONDS", 0.2)
     monkeypatch.setattr(host_channel, "REMIND_SECONDS", 0.2)
-    three = Hosts(
-        all=tuple(Host(address=f"127.0.0.{n + 1}", ranks=(n,)) for n in range(3)), own=0, port=port
-    )
+    names = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
     opened: list[HostChannel] = []
 
     def call(own: int) -> HostChannel:
-        opened.append(HostChannel(replace(three, own=own), queue.SimpleQueue(), restarts=True))
+        three = hosts(own, port, *names, size=1)
+        opened.append(HostChannel(three, queue.SimpleQueue(), restarts=True))
         return opened[-1]
 
     control, first = call(0), call(1)
@@ -308,7 +305,8 @@ def test_two_hosts_with_one_number_are_named_and_one_that_comes_back_is_not(
 
 def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     events: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue(), queue.SimpleQueue()]
-    first = HostChannel(hosts(0, port, "localhost"), events[0], restarts=False)
+    two = ("localhost", "127.0.0.2")
+    first = HostChannel(hosts(0, port, *two), events[0], restarts=False)
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1, 2]\n",
@@ -320,7 +318,7 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
             caller.sendall(garbage)
             caller.shutdown(socket.SHUT_WR)
             assert caller.recv(100) == b""
-    second = HostChannel(hosts(1, port, "localhost"), events[1], restarts=False)
+    second = HostChannel(hosts(1, port, *two), events[1], restarts=False)
     with ThreadPoolExecutor() as pool:  # host 0 counts the attempts
         numbers = [
             pool.submit(gather, channel, 4 + n, 30.0) for n, channel in enumerate((first, second))
@@ -330,17 +328,16 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     assert events[0].get(timeout=30) == Message(
         host=1, kind="stop", values={"signal": 15}, attempt=4
     )
-    again = HostChannel(hosts(1, port, "localhost"), queue.SimpleQueue(), restarts=False)
-    with pytest.raises(ConfigError, match="the run was started twice there"):
-        gather(again, 0, 30.0)
+    for own, why in ((1, "the run was started twice there"), (-1, "has all its 2 hosts already")):
+        again = HostChannel(hosts(own, port, *two), queue.SimpleQueue(), restarts=False)
+        with pytest.raises(ConfigError, match=why):
+            gather(again, 0, 30.0)
+        again.close()
     second.set_life(done=True, stopped=False)
     assert events[0].get(timeout=30).values["done"] is True
-    for channel in (again, second, first):
+    for channel in (second, first):
         channel.close()
     assert events[0].empty()
-
-
-FAILS = BEAT + "[beat(step, 'computing') for step in (1, 2)]; raise SystemExit(7)"
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
@@ -443,46 +440,11 @@ def test_a_signal_after_host_0_has_decided(
     assert (outcome.code, second.end()[0]) == (code, code)
 
 
-@pytest.mark.parametrize("during", ["make_job", "when_met"])
-def test_signals_are_noted_only_while_the_launcher_looks(
-    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
-) -> None:
-    """Copies of files before a restart take long, and the handlers before end them."""
-
-    class Ended(Exception):
-        pass
-
-    def end(*_: object) -> None:
-        raise Ended
-
-    def work(name: str, number: int) -> None:
-        if number and name == during:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def make_job(number: int) -> Job:
-        work("make_job", number)
-        only = Hosts(all=(Host(address="127.0.0.1", ranks=(0,)),), own=0, port=port)
-        return Job(
-            children=children(FAILS),
-            log_folder=tmp_path,
-            stall_limit=NEVER,
-            hosts=only,
-            when_met=lambda met: work("when_met", met),
-        )
-
-    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with pytest.raises(Ended):
-            run_attempts(make_job, most=1, folder=tmp_path)
-        assert signal.getsignal(signal.SIGTERM) is end
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 # ---- hosts that nobody has numbered: threads of this process, nodes of one machine ----
 
 LIMIT = 20.0
+THREE = ("127.0.0.1", "node 1", "node 2")
+"""Names that ``find_node`` gives three hosts."""
 
 
 def call(port: int, *devices: int, nodes: int = 3, limit: float = LIMIT) -> int:
@@ -503,7 +465,8 @@ def test_hosts_are_numbered_as_they_come_and_one_may_come_again(
         with ThreadPoolExecutor() as pool:
             master = start_master(pool, port, 0, 1)
             if order == (4, 2):
-                left = HostChannel(unnumbered(port, 6, 7), queue.SimpleQueue(), restarts=True)
+                sixth = hosts(-1, port, *THREE, devices=(6, 7))
+                left = HostChannel(sixth, queue.SimpleQueue(), restarts=True)
                 assert left._join()[2] and left.own == 1
                 left.close()
                 until(lambda: "has left again" in capsys.readouterr().err)
@@ -513,18 +476,6 @@ def test_hosts_are_numbered_as_they_come_and_one_may_come_again(
                 time.sleep(0.5)
             assert master.result(LIMIT) == 0
             assert [others[first].result(LIMIT) for first in order] == [1, 2]
-
-
-def unnumbered(port: int, *devices: int, own: int = -1) -> Hosts:
-    """Return the list of three nodes as ``find_node`` makes it."""
-    names, size = ("127.0.0.1", "node 1", "node 2"), len(devices)
-    ranks = [tuple(range(node * size, (node + 1) * size)) for node in range(3)]
-    return Hosts(
-        all=tuple(Host(address=name, ranks=held) for name, held in zip(names, ranks, strict=True)),
-        own=own,
-        port=port,
-        devices=devices,
-    )
 
 
 def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
@@ -537,7 +488,7 @@ def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
             (lambda: call(port, 7), "as many devices"),
             (
                 lambda: HostChannel(
-                    unnumbered(port, 2, 3, own=1), queue.SimpleQueue(), restarts=False
+                    hosts(1, port, *THREE, devices=(2, 3)), queue.SimpleQueue(), restarts=False
                 ).gather(0, 9.0, lambda: True),
                 "give --node_rank on all hosts or on none",
             ),
@@ -549,13 +500,3 @@ def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
         others = [pool.submit(call, port, *devices) for devices in ((2, 3), (4, 5))]
         assert master.result(LIMIT) == 0
         assert sorted(other.result(LIMIT) for other in others) == [1, 2]
-
-
-def test_a_host_that_comes_when_the_run_has_begun_is_told_so(port: int) -> None:
-    """It asks for a number, and is refused by the channel of the numbered hosts."""
-    numbered = Hosts(all=unnumbered(port, 0).all, own=0, port=port)
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    channel = HostChannel(numbered, events, restarts=True)
-    with pytest.raises(ConfigError, match="has all its 3 hosts already"):
-        call(port, 5)
-    channel.close()

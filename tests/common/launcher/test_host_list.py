@@ -3,13 +3,10 @@ then starts.
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from common.cluster.places import RankPlacement, places_of_table
@@ -19,7 +16,6 @@ from common.launcher.host_list import divide, host_command, parse_hosts
 from common.launcher.nodes import settle_nodes
 from common.launcher.request import LaunchRequest
 from tests.cluster_tables import write_tutorial_table
-from tests.common.launcher.started import ROOT, until
 
 ADDRESSES = [f"10.155.111.{140 + server}" for server in range(4)]
 
@@ -122,22 +118,6 @@ def test_settings_of_network_and_memory_reach_every_host() -> None:
     assert text.endswith("""/scripts/run_distribute.sh none 'it'"'"'s'""")
 
 
-def test_ssh_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    ssh, told = tmp_path / "ssh", tmp_path / "told"
-    ssh.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 600\n")
-    ssh.chmod(0o755)
-    program = "from common.launcher.host_list import run_over_ssh; run_over_ssh('a', 'true')"
-    caller = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
-    until(lambda: told.exists() and told.read_text())
-    caller.kill()
-    caller.wait()
-    until(lambda: not psutil.pid_exists(int(told.read_text())))
-
-
 # ---- hosts that a step of Slurm tells ----
 
 STEP = {
@@ -166,7 +146,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_step_with_one_task_a_node_tells_its_hosts_unless_the_command_does(
+def test_a_step_tells_its_hosts_with_one_task_a_node_unless_the_command_does(
     step: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,9 +157,7 @@ def test_a_step_with_one_task_a_node_tells_its_hosts_unless_the_command_does(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert settle_nodes(REQUEST, meet=True) == REQUEST, "one task is a shell of srun --pty"
-
-
-def test_several_tasks_on_a_node_are_refused(step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
     with pytest.raises(ConfigError, match=r"started 4 tasks on this node.*--ntasks-per-node=1"):

@@ -121,24 +121,16 @@ def test_fields_of_a_volcano_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert volumes[mounts["/data"]] == {"hostPath": {"path": "/data/texts"}}
 
 
-@pytest.mark.parametrize(
-    ("words", "labels", "action"),
-    [
+def test_failed_pods_are_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the scheduler of MindCluster, or Volcano, or nobody."""
+    for words, labels, action in (
         ((), {"fault-scheduling": "grace", "fault-retry-times": "3"}, "Ignore"),
         (("--fault_scheduling", "off"), {"fault-scheduling": "off"}, "RestartJob"),
         (("--restarts", "0"), {"fault-scheduling": "grace"}, "AbortJob"),
-    ],
-)
-def test_failed_pods_are_started_again(
-    capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...],
-    labels: dict[str, str],
-    action: str,
-) -> None:
-    """It is the scheduler of MindCluster, or Volcano, or nobody."""
-    job = written(capsys, "volcano", *NAMES, *TINY, *words)[1]
-    assert job["metadata"]["labels"] == {"ring-controller.atlas": "ascend-910", **labels}
-    assert {"event": "PodFailed", "action": action} in job["spec"]["policies"]
+    ):
+        job = written(capsys, "volcano", *NAMES, *TINY, *words)[1]
+        assert job["metadata"]["labels"] == {"ring-controller.atlas": "ascend-910", **labels}
+        assert {"event": "PodFailed", "action": action} in job["spec"]["policies"]
 
 
 def test_fields_of_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ import pytest
 
 from common.errors import ConfigError, signal_name
 from common.launcher import supervisor
+from common.launcher.host_channel import Host, Hosts
 from common.launcher.rank_process import ProcessSpec, RankLog
 from common.launcher.supervisor import Failure, Job, Outcome, pause, run_attempts, why_not
+from common.processes.addresses import free_port
 from tests.common.launcher.started import (
     BEAT,
+    FAILS,
     IGNORE,
     NEVER,
     SAVE_AND_LEAVE,
@@ -200,13 +203,8 @@ def test_the_last_of_stalled_ranks_is_blamed_and_shows_its_stack(
     assert re.search(r"rank 2 \(device 6\) has made no progress .* step 3, reading data", error)
     assert "rank 0" not in error
     assert "in wait_for_the_disk" in error
-
-
-def test_a_rank_that_never_begins_stalls_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It has not even sent a heartbeat."""
-    assert supervise(tmp_path, children(SLEEP), stall_limit=1.0) == 1
+    # one that never begins, and has not even sent a heartbeat, stalls too
+    assert supervise(tmp_path, children("import time; time.sleep(600)"), stall_limit=1.0) == 1
     assert "it has not reached its first step" in capsys.readouterr().err
 
 
@@ -300,11 +298,17 @@ def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(
 
 
 def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
-    start: Callable[..., Started],
+    start: Callable[..., Started], tmp_path: Path
 ) -> None:
-    """Standard output is a pipe that nobody reads, with more to copy than it holds, or full."""
-    run = start("print('x' * 3_000_000)", follow=True)
-    assert run.process.wait(timeout=30) == 0
+    """Standard output is a pipe that nobody reads, with more to copy than it holds, or full. What
+    was lost is told on standard error.
+    """
+    run = start("print('y' * 6_000_000); raise SystemExit(3)", follow=True, stderr=subprocess.PIPE)
+    assert run.process.wait(timeout=30) == 3
+    assert run.process.stderr is not None
+    said = run.process.stderr.read()
+    assert "rank 0 (device 4) ended with exit code 3" in said
+    assert f"the rest of the output is in {tmp_path / 'mf_parallel0' / 'mindformer.log'}" in said
     with Path("/dev/full").open("wb") as full:
         run = start("print('x')\nraise SystemExit(3)", stdout=full, stderr=full, follow=True)
         assert run.process.wait(timeout=30) == 3
@@ -511,34 +515,28 @@ def test_failures_that_end_the_run(
 def test_a_stuck_terminal_delays_neither_a_restart_nor_a_signal(
     start: Callable[..., Started], tmp_path: Path
 ) -> None:
+    """When it goes on, it says where the rest of the attempt before is."""
     program = (
         BEAT
         + """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     [beat(step, "computing") for step in range(9)]
-    print("y" * 200_000)
+    print("y" * 30_000_000)
     sys.exit(1)
 signal.signal(15, lambda *_: sys.exit(143))
-print("ready")
+print("z" * 200_000 + "ready")
 time.sleep(600)
 """
     )
     run = start(program, follow=True, most=3)
     logs = tmp_path / "mf_parallel0"
     until(lambda: (logs / "mindformer.log.1").exists() and "ready" in log(tmp_path, 0))
+    where = f"is in {logs / 'mindformer.log'}; a restart adds a number to that name\n"
+    said = run.until_said(where)
+    assert said.endswith(f"y\nthe rest of the output {where}")
+    assert 10_000_000 < said.count("y") < 30_000_000
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(timeout=30) == 143
-
-
-def test_what_a_stuck_reader_lost_is_told_on_standard_error(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
-    run = start("print('y' * 6_000_000); raise SystemExit(3)", follow=True, stderr=subprocess.PIPE)
-    assert run.process.wait(timeout=30) == 3
-    assert run.process.stderr is not None
-    said = run.process.stderr.read()
-    assert "rank 0 (device 4) ended with exit code 3" in said
-    assert f"the rest of the output is in {tmp_path / 'mf_parallel0' / 'mindformer.log'}" in said
 
 
 def test_a_log_that_is_emptied_is_shown_from_its_start(tmp_path: Path) -> None:
@@ -551,20 +549,37 @@ def test_a_log_that_is_emptied_is_shown_from_its_start(tmp_path: Path) -> None:
     shown.file.close()
 
 
-def test_a_signal_ends_a_restarted_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making its job puts the handlers before back for a while."""
-    stops = BEAT + "os.kill(os.getppid(), 15); time.sleep(600)"
-    fails = BEAT + "beat(1, 'computing'); beat(2, 'computing'); sys.exit(7)"
-    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+@pytest.mark.parametrize("during", ["make_job", "when_met", "attempt"])
+def test_signals_are_noted_only_while_the_launcher_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Copies of files before a restart take long, and the handlers before end them."""
+
+    class Ended(Exception):
+        pass
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    def work(name: str, number: int) -> None:
+        if number and name == during:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    port = free_port()
 
     def make_job(number: int) -> Job:
-        ranks = children(stops if number else fails)
-        return Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER)
+        work("make_job", number)
+        only = Hosts(all=(Host(address="127.0.0.1", ranks=(0,)),), own=0, port=port)
+        ranks = children(BEAT + "os.kill(os.getppid(), 15); time.sleep(600)" if number else FAILS)
+        more = {"stall_limit": NEVER, "when_met": lambda met: work("when_met", met)}
+        return Job(children=ranks, log_folder=tmp_path, hosts=only, **more)
 
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("not noted"))
+    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        assert run_attempts(make_job, most=1).code == 143
+        with nullcontext() if during == "attempt" else pytest.raises(Ended):
+            assert run_attempts(make_job, most=1, folder=tmp_path).code == 143
+        assert signal.getsignal(signal.SIGTERM) is end
     finally:
         signal.signal(signal.SIGTERM, before)
 

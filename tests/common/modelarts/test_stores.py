@@ -143,6 +143,12 @@ def test_a_push_adds_and_deletes_nothing(bucket: Path, tmp_path: Path) -> None:
     stores.push(tmp_path / "never_made", f"file://{bucket}/results")
 
 
+def test_a_lock_that_cannot_be_written_is_told(bucket: Path, tmp_path: Path) -> None:
+    (tmp_path / ".data.lock").mkdir()
+    with pytest.raises(StorageError, match=r"cannot be written: Is a directory; choose a writable"):
+        stores.pull_once(f"file://{bucket}/data", tmp_path / "data")
+
+
 def test_one_process_of_a_host_copies(bucket: Path, tmp_path: Path) -> None:
     """The store counts its calls in a file, and takes long enough for the others to come."""
     program = """
@@ -158,14 +164,8 @@ class Slow(stores.Folders):
 stores.find_store = lambda url: Slow
 print(sorted(path.name for path in stores.pull_once(sys.argv[1], Path(sys.argv[3])).iterdir()))
 """
-    words = [
-        sys.executable,
-        "-c",
-        program,
-        f"file://{bucket}/data",
-        str(tmp_path / "calls"),
-        str(tmp_path / "cache" / "data"),
-    ]
+    places = (str(tmp_path / "calls"), str(tmp_path / "cache" / "data"))
+    words = [sys.executable, "-c", program, f"file://{bucket}/data", *places]
     children = [
         subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]

@@ -19,7 +19,6 @@ MEGATRON = {
     GroupKind.TENSOR: "tp",
     GroupKind.DATA: "dp",
     GroupKind.PIPELINE: "pp",
-    GroupKind.MODEL: "tp-pp",
 }
 
 

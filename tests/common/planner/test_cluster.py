@@ -12,8 +12,7 @@ from common.cluster.rank_environment import make_rendezvous
 from common.cluster.rank_table_files import read_table
 from common.launcher.jobs import make_children, make_hosts
 from common.parallel.topology import Topology
-from common.planner.cluster import layout_warnings
-from common.planner.show import plan_text
+from common.planner.show import layout_warnings, plan_text
 from tests.cluster_tables import write_tutorial_table
 from tests.common.planner.runs import FOLDER, ROOT, written
 

@@ -77,39 +77,34 @@ os.waitpid(pid, 0)
     assert done.stdout.split() == ["False", "False"]
 
 
-ASK = (  # by PR_GET_PDEATHSIG of <linux/prctl.h>
-    "import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number));"
-    " print(number.value)"
-)
-
-
 def test_the_kernel_is_asked_to_end_the_rank_with_its_launcher(tmp_path: Path) -> None:
-    """And MindSpore's scheduler, here a stand-in, which must not outlive a killed launcher."""
+    """As MindSpore's scheduler does, here a stand-in, which must not outlive a killed launcher."""
+    ask = "number = c.c_int(); c.CDLL(None).prctl(2, c.byref(number)); print(number.value)"
     package = tmp_path / "mindspore"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "communication.py").write_text(f"def init():\n    {ASK}\n")
-    scheduler = f"; sys.path.insert(0, {str(tmp_path)!r}); {SCHEDULER[2]}"
-    for program in (f"start_heartbeat(); {ASK}", f"pass{scheduler}"):
-        done, _ = run(program)
-        assert done.stdout.split() == [str(int(signal.SIGKILL))], done.stderr
+    # PR_GET_PDEATHSIG of <linux/prctl.h>
+    (package / "communication.py").write_text(f"import ctypes as c\ndef init():\n    {ask}\n")
+    done, _ = run(f"sys.path.insert(0, {str(tmp_path)!r}); {SCHEDULER[2]}")
+    assert done.stdout.split() == [str(int(signal.SIGKILL))], done.stderr
 
 
-def test_programs_of_others_die_with_the_tool(tmp_path: Path) -> None:
-    mark = f"60.{os.getpid()}"
-    program = (
-        "from common.processes.process_tree import run_program;"
-        f" run_program(['sleep', {mark!r}], 60)"
-    )
-    tool = subprocess.Popen([sys.executable, "-c", program, "tool"], cwd=ROOT)
-
-    def children() -> list[int]:
-        return [pid for pid in pids_with(mark) if pid != tool.pid]
-
-    wait_until(children, "its children")
+@pytest.mark.parametrize(
+    "call", ["processes.process_tree import run_program", "launcher.host_list import run_over_ssh"]
+)
+def test_programs_of_others_die_with_the_tool(tmp_path: Path, call: str) -> None:
+    """Among them ssh, here a stand-in, without which the command there loses its terminal."""
+    mark, ssh, name = f"60.{os.getpid()}", tmp_path / "ssh", call.split()[-1]
+    ssh.write_text('#!/bin/sh\nexec sleep "$5"\n')
+    ssh.chmod(0o755)
+    words = "'host', mark" if "ssh" in name else "['sleep', mark], 60"
+    program = f"from common.{call}; import os; mark = os.environ['MARK']; {name}({words})"
+    more = {"MARK": mark, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    tool = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, **more})
+    wait_until(lambda: pids_with(mark), "its child")
     tool.kill()
     tool.wait()
-    wait_until(lambda: not children(), "the end of its children", seconds=5)
+    wait_until(lambda: not pids_with(mark), "the end of its child", seconds=5)
 
 
 def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:

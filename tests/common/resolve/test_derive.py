@@ -11,18 +11,11 @@ from common.config.load import build_config
 from common.config.schema import EvaluationConfig, RunConfig
 from common.errors import ConfigError
 from common.resolve.derive import fitting_vocabulary, resolve_config, resolve_mode
-from tests.config_overrides import changed
+from tests.common.resolve.test_refusals import small_tree
 
 
 def config(**changes: Any) -> RunConfig:
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 16, "seq_length": 8}
-    tree: dict[str, Any] = {
-        "output_dir": "out",
-        "model": sizes | {"vocab_size": 100},
-        "train": {"max_steps": 10, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1},
-    }
-    return build_config(changed(tree, changes))
+    return build_config(small_tree(**changes))
 
 
 def test_derived_values_are_filled_in() -> None:

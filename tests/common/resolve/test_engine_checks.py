@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
-from tests.config_overrides import changed
+from tests.common.resolve.test_refusals import small_tree
 
 GOLDEN = Path(__file__).parent / "golden" / "deepspeed"
 ORIGINALS = Path(__file__).parents[1] / "systems" / "originals"
@@ -35,15 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def resolved(world_size: int = 4, **changes: Any) -> RunConfig:
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8}
-    tree: dict[str, Any] = {
-        "output_dir": "out",
-        "engine": "deepspeed",
-        "model": sizes | {"vocab_size": 100},
-        "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 3},
-        "optimizer": {"learning_rate": 0.1},
-    }
-    return resolve_config(build_config(changed(tree, changes)), world_size=world_size)
+    tree = small_tree(**{"engine": "deepspeed", "train__accumulation_steps": 3, **changes})
+    return resolve_config(build_config(tree), world_size=world_size)
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -17,7 +17,7 @@ from common.resolve.engine_checks import check_here
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import semi_auto_settings
 from common.run_config import load_config
-from tests.config_overrides import changed
+from tests.common.resolve.test_refusals import small_tree
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 GOLDEN = Path(__file__).parent / "golden" / "semi_auto"
@@ -58,16 +58,9 @@ bases.
 
 
 def resolved(*, world_size: int = 4, **changes: Any) -> RunConfig:
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 8}
-    tree: dict[str, Any] = {
-        "output_dir": "out",
-        "backend": "mindspore",
-        "device": "npu",
-        "model": sizes | {"vocab_size": 100},
-        "train": {"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 4},
-        "optimizer": {"learning_rate": 0.1},
-    }
-    return resolve_config(build_config(changed(tree, changes)), world_size=world_size)
+    usual = {"backend": "mindspore", "device": "npu", "train__accumulation_steps": 4}
+    tree = small_tree(**{**usual, **changes})
+    return resolve_config(build_config(tree), world_size=world_size)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,10 @@ import numpy as np
 import pytest
 
 from common.errors import RunError
+from common.generation.prompts import Prompt
 from common.generation.sampling import Logits
-from common.serving.engine import (
-    MIN_SHARED,
-    CancelledError,
-    Engine,
-    Observer,
-    QueueFullError,
-    StoppedError,
-)
+from common.serving.engine import MIN_SHARED, Engine, Observer, QueueFullError, StoppedError
+from tests.mixed_load import Greedy
 
 VOCABULARY = 50
 
@@ -61,30 +56,19 @@ class Model:
         return np.eye(VOCABULARY, dtype=np.float32)[next_token(ids)]
 
 
-class Job:
+class Job(Greedy):
+    error: Exception | None = None
+
     def __init__(self, ids: list[int], new: int, window: int | None = None) -> None:
-        self.ids, self.left, self.window = list(ids), new, window
-        self.tokens: list[int] = []
-        self.seen: list[tuple[int, int]] = []
-        self.error: Exception | None = None
-        self.is_cancelled = False
-        self.observe: Observer | None = None
-
-    def context(self) -> list[int]:
-        ids = self.ids + self.tokens
-        return ids if self.window is None else ids[1 - self.window :]
-
-    def advance(self, logits: Logits) -> bool:
-        self.tokens.append(int(logits.argmax()))
-        return len(self.tokens) == self.left
+        super().__init__(Prompt(text="", ids=ids, new_tokens=new), window)
 
     def fail(self, error: Exception) -> None:
         self.error = error
 
     def expected(self) -> list[int]:
         """Texts that a loop without an engine generates."""
-        alone = Job(self.ids, self.left, self.window)
-        while len(alone.tokens) < self.left:
+        alone = Greedy(self.prompt, self.window)
+        while len(alone.tokens) < self.prompt.new_tokens:
             alone.tokens.append(next_token(alone.context()))
         return alone.tokens
 
@@ -217,7 +201,7 @@ def test_a_cancelled_job_frees_its_slot_and_its_place() -> None:
     finish(engine)
     assert last.tokens == last.expected() and len(running.tokens) == 2 and not waiting.tokens
     assert engine.counts.cancelled == 2
-    assert isinstance(running.error, CancelledError) and isinstance(waiting.error, CancelledError)
+    assert str(running.error) == str(waiting.error) == "cancelled"
 
 
 def test_a_job_that_fails_does_not_change_the_others() -> None:

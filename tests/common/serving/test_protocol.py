@@ -35,7 +35,7 @@ def test_null_counts_as_left_out() -> None:
 WRONG: dict[str, list[Any]] = {
     "model": [1, ["a"]],
     "prompt": [1, True, {}, [], [[]], ["a", 1], [1, "a"], [1.5], [[1], [True]]],
-    "max_tokens": ["5", 1.5, -1, True, 2**40],
+    "max_tokens": ["5", 1.5, 0, -1, True, 2**40],
     "temperature": ["1", -0.1, True, 1e300, [1]],
     "top_p": [-0.1, 1.01, "a"],
     "top_k": [-2, 0.5],

@@ -19,7 +19,7 @@ from common.structured_files import read_json
 from common.study.command import StudyRequest, run_study
 from common.study.report import write_outcome
 from common.study.results import State, Study, read_study, write_study
-from tests.common.study.synthetic import cell, losses, measured, prediction, speeds, study
+from tests.common.study.synthetic import MIB, cell, losses, measured, prediction, speeds, study
 from tests.html_page import Page
 
 WRITTEN = {"table.csv", "report.md", "report_zh.md", "report.html"}
@@ -38,8 +38,10 @@ def many() -> Study:
         )
         for number in range(1, CELLS - 4)
     ]
+    parts = {"state": 140 * MIB, "step": 120 * MIB}
     cells += [
-        cell("scale", [measured(gradient_norm=[9.0] * 10)] * 3),
+        cell("scale", [measured(gradient_norm=[9.0] * 10, memory_parts=parts)] * 3,
+             prediction=prediction()),
         cell("nan", [measured(loss=[*losses()[:5], *[math.nan] * 5])] * 3),
         cell("oom", [State.OUT_OF_MEMORY] * 3),
         cell("refused", [State.REFUSED], prediction=prediction().model_copy(
@@ -137,9 +139,7 @@ def test_a_study_without_results_has_a_report(tmp_path: Path) -> None:
     ("change", "expected"),
     [
         (lambda text: text[: len(text) // 2], r"study\.json: .*damaged"),
-        (lambda text: text.replace('"tolerance":', '"tolerence":', 1), r"study\.json: .*toler"),
         (lambda text: text.replace('"finished"', '"done"'), r"cells\.0\.repeats\.0\.state: .*"),
-        (lambda text: "[]", r"study\.json: .*"),
     ],
 )  # fmt: skip
 def test_a_damaged_study_is_one_clear_error(

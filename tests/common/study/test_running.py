@@ -17,9 +17,10 @@ import pytest
 from common.errors import ConfigError
 from common.run_folder import owned_folder
 from common.study import command, running
-from common.study.cells import PlannedCell
+from common.study.cells import PlannedCell, expand
 from common.study.children import LAUNCHER_LOG, Outcome, judge, run_launches
 from common.study.command import StudyRequest, run_study
+from common.study.definition import Definition
 from common.study.results import State, Study, read_study
 from common.study.running import missing
 from common.study.starting import Launch, Where, launches, reason_not_started
@@ -303,9 +304,6 @@ def test_the_processes_of_a_study_that_is_killed_die_with_it(tmp_path: Path) -> 
 
 
 def planned(**axis: object) -> PlannedCell:
-    from common.study.cells import expand
-    from common.study.definition import Definition
-
     tree = {
         "title": "t",
         "base": str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml"),

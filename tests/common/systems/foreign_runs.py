@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.config.load import apply_overrides, build_config, flatten
 from common.config.schema import RunConfig
 from common.dialects.rules import MapTo
 from common.systems.dialect import Dialect
-
-ROWS = Path(__file__).parent / "rows"
-"""One file a system. DIALECT is the translation, and MINIMAL has the keys of its
-smallest run. BESIDE has the keys with which a key acts. WITHOUT_DEFAULT has a reason for each key
-without a default in DIALECT.defaults. SENTINELS are values that are no plain quantities.
-"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +29,28 @@ class Sentinel:
     beside: Mapping[str, Any] = field(default_factory=dict)
 
 
-def all_rows() -> list[ModuleType]:
-    """Return the files of all systems."""
-    names = sorted(path.stem for path in ROWS.glob("[a-z]*.py"))
-    return [import_module(f"tests.common.systems.rows.{name}") for name in names]
+@dataclass(frozen=True)
+class Rows:
+    """What a system's file or command line is tested with.
+
+    minimal: the keys of its smallest run. beside: the keys with which a key acts. without_default:
+    a reason for each key without a default in ``dialect.defaults``. sentinels: values that are no
+    plain quantities.
+    """
+
+    dialect: Dialect
+    minimal: Mapping[str, Any]
+    without_default: Mapping[str, str]
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sentinels: Sequence[Sentinel] = ()
+
+
+def all_rows() -> dict[str, Rows]:
+    """Return the rows of each system and program."""
+    found: dict[str, Rows] = {}
+    for file in sorted(Path(__file__).parent.glob("rows/[a-z]*.py")):
+        found |= import_module(f"tests.common.systems.rows.{file.stem}").ROWS
+    return found
 
 
 def config_of(dialect: Dialect, leaves: Mapping[str, Any]) -> RunConfig:

@@ -30,7 +30,7 @@ from common.yaml_files import dump_yaml
 from run_gpt2 import main
 from tests.common.systems.fleetx.test_weights import copy as fleetx_folder
 from tests.common.systems.mindformers.test_rank_files import MODEL, config_of, write_run
-from tests.config_overrides import changed
+from tests.tiny import tiny_run
 
 
 def converted_to(format: str, **ranks: int) -> Callable[[Path, Path], Path]:
@@ -129,19 +129,10 @@ def test_rows_beyond_the_tokenizer_are_padding_where_no_file_names_a_token_there
 
 # ---- whole runs ----
 
-
-def job(folder: Path, corpus: Path, weights: Path, **changes: Any) -> dict[str, Any]:
-    tree = {
-        "output_dir": str(folder),
-        "model": dict(MODEL),
-        "train": {"max_steps": 3, "micro_batch_size": 2, "global_batch_size": 4},
-        "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
-        "data": {"train": str(corpus), "split": "100,0,0"},
-        "validation": {"interval": 0},
-        "checkpoint": {"init_from": str(weights)},
-        "logging": {"tensorboard": False, "plot": False},
-    }
-    return changed(tree, changes)
+SETTINGS: dict[str, Any] = {
+    "model": MODEL, "data__split": "100,0,0", "validation": {"interval": 0},
+    "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -157,7 +148,7 @@ def starts(tmp_path: Path) -> dict[str, Path]:
 def test_mindspores_parameters_are_those_of_the_run(
     starts: dict[str, Path], tmp_path: Path, mindspore: ModuleType
 ) -> None:
-    from mindformers_gpt2.checkpoint import load_weights
+    from mindformers_gpt2.checkpoint import fill_weights
     from mindformers_gpt2.device import select_device
     from mindformers_gpt2.model import build_model
 
@@ -165,7 +156,7 @@ def test_mindspores_parameters_are_those_of_the_run(
     for path in (tmp_path / "run" / "checkpoints" / "step_00000004", *starts.values()):
         net = build_model(config, select_device("cpu"))
         parameters = {parameter.name: parameter for parameter in net.get_parameters()}
-        load_weights(parameters, config.model, open_checkpoint(path, "x"))
+        fill_weights(parameters, open_checkpoint(path, "x").weights(config.model))
         values.append({name: tensor.asnumpy() for name, tensor in parameters.items()})
     for name, expected in values[0].items():
         assert all(np.array_equal(found[name], expected) for found in values), name
@@ -178,8 +169,8 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     second start of the same command resumes from its own checkpoint.
     """
     monkeypatch.chdir(tmp_path)
-    tree = job(tmp_path / "x", corpus_prefix, Path("none"), device="cpu")
-    del tree["checkpoint"], tree["output_dir"]
+    tree = tiny_run(corpus=corpus_prefix, **SETTINGS)
+    del tree["output_dir"]
     Path("run.yaml").write_text(dump_yaml(tree))
     asked: list[Path] = []
     monkeypatch.setattr(
@@ -202,7 +193,8 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
 def test_bad_weights_are_one_message(
     starts: dict[str, Path], corpus_prefix: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    tree = job(tmp_path / "out", corpus_prefix, starts["hf"], model__num_heads=4)
+    more = {"model__num_heads": 4, "checkpoint": {"init_from": str(starts["hf"])}}
+    tree = tiny_run(tmp_path / "out", corpus_prefix, **SETTINGS, **more)
     (tmp_path / "run.yaml").write_text(dump_yaml(tree))
     file = starts["hf"] / "model.safetensors"
     for match in ("holds another model than the config: num_heads is 2 there", f"{file}: not a wh"):

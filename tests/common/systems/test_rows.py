@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 from pydantic import BaseModel
@@ -19,6 +18,7 @@ from common.config.schema import RunConfig
 from common.dialects.rules import has_rule
 from common.errors import ConfigError
 from tests.common.systems.foreign_runs import (
+    Rows,
     Sentinel,
     all_rows,
     config_of,
@@ -26,25 +26,25 @@ from tests.common.systems.foreign_runs import (
     values_of,
 )
 
-SYSTEMS = pytest.mark.parametrize("rows", all_rows(), ids=lambda rows: rows.__name__[27:])
+SYSTEMS = pytest.mark.parametrize("rows", all_rows().values(), ids=all_rows())
 
 
 @SYSTEMS
-def test_each_key_that_becomes_ours_has_a_default_or_a_reason(rows: ModuleType) -> None:
+def test_each_key_that_becomes_ours_has_a_default_or_a_reason(rows: Rows) -> None:
     """Each key of both tables is known of the system, and has one of the two."""
-    dialect = rows.DIALECT
+    dialect = rows.dialect
     keys, defaults = mapped_keys(dialect), dialect.defaults
-    assert keys.keys() - defaults.keys() - rows.WITHOUT_DEFAULT.keys() == set()
-    assert defaults.keys() & rows.WITHOUT_DEFAULT.keys() == set()
-    assert all(has_rule(key, dialect.table) for key in (*defaults, *rows.WITHOUT_DEFAULT))
-    assert all(rows.WITHOUT_DEFAULT.values())
+    assert keys.keys() - defaults.keys() - rows.without_default.keys() == set()
+    assert defaults.keys() & rows.without_default.keys() == set()
+    assert all(has_rule(key, dialect.table) for key in (*defaults, *rows.without_default))
+    assert all(rows.without_default.values())
 
 
 @SYSTEMS
-def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: ModuleType) -> None:
-    dialect, different = rows.DIALECT, {}
+def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: Rows) -> None:
+    dialect, different = rows.dialect, {}
     for key, value in dialect.defaults.items():
-        leaves = {**rows.MINIMAL, **rows.BESIDE.get(key, {})}
+        leaves = {**rows.minimal, **rows.beside.get(key, {})}
         leaves.pop(key, None)
         without, given = (
             values_of(config_of(dialect, each)) for each in (leaves, {**leaves, key: value})
@@ -59,7 +59,7 @@ def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: Module
     assert different == {}
 
 
-CASES = [(rows, row) for rows in all_rows() for row in rows.SENTINELS]
+CASES = [(rows, row) for rows in all_rows().values() for row in rows.sentinels]
 
 
 def ours_with_a_meaning_of_zero(
@@ -84,19 +84,19 @@ def test_keys_of_ours_are_found_by_their_description() -> None:
 
 
 @SYSTEMS
-def test_each_key_of_theirs_onto_such_a_key_has_a_row_for_zero(rows: ModuleType) -> None:
+def test_each_key_of_theirs_onto_such_a_key_has_a_row_for_zero(rows: Rows) -> None:
     special = set(ours_with_a_meaning_of_zero())
-    theirs = {key for key, ours in mapped_keys(rows.DIALECT).items() if ours in special}
-    assert theirs - {row.key for row in rows.SENTINELS if row.value == 0} == set()
+    theirs = {key for key, ours in mapped_keys(rows.dialect).items() if ours in special}
+    assert theirs - {row.key for row in rows.sentinels if row.value == 0} == set()
 
 
 @pytest.mark.parametrize(("rows", "row"), CASES, ids=[f"{row.key}={row.value}" for _, row in CASES])
-def test_a_value_means_the_same_here(rows: ModuleType, row: Sentinel) -> None:
-    leaves = {**rows.MINIMAL, **row.beside, row.key: row.value}
+def test_a_value_means_the_same_here(rows: Rows, row: Sentinel) -> None:
+    leaves = {**rows.minimal, **row.beside, row.key: row.value}
     assert row.meaning
     if isinstance(row.expected, str):
         with pytest.raises(ConfigError, match=re.escape(row.expected)):
-            config_of(rows.DIALECT, leaves)
+            config_of(rows.dialect, leaves)
         return
-    found = values_of(config_of(rows.DIALECT, leaves))
+    found = values_of(config_of(rows.dialect, leaves))
     assert {key: found[key] for key in row.expected} == row.expected

@@ -13,7 +13,7 @@ SCRIPT = """#!/bin/bash
 # Runs a small model
 GPUS_PER_NODE=4; NNODES=2
 WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
-export MICRO=$(( (WORLD_SIZE - 2) / 3 ))
+export MICRO=$(( ((((((WORLD_SIZE)))) - 2)) / 3 ))
 DATA="0.3 ${ROOT:-data}/a 0.7 data/b"; BLEND=$DATA
 DISTRIBUTED="--nproc_per_node $GPUS_PER_NODE \\
              --nnodes $NNODES"
@@ -21,7 +21,9 @@ MODEL=(
     --num-layers 24 --hidden-size 1024  # the sizes
     --save "my folder"
 )
-MODEL+=(--seed 7)
+SEED=(1 2); SEED=3; LAST=$SEED; LAST=7
+MODEL+=(--seed $LAST)
+cat <<'THE-END'
 options=" \\
     --data-path ${BLEND} \\
     --micro-batch-size $MICRO "

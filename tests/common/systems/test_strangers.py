@@ -75,7 +75,7 @@ def test_other_heads_and_wrappers_are_opened(tmp_path: Path, model: Any, kind: s
     content, left_out = OPENED[kind]
     source = put(tmp_path / "source", model, content(model))
     result = convert(source, tmp_path / "hf", target_format="hf")
-    assert sorted(result.ignored) == sorted(left_out)
+    assert sorted(result["ignored"]) == sorted(left_out)
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert torch.equal(found(IDS).logits, model(IDS).logits)

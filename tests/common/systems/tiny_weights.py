@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from common.config.resolved import ResolvedModel
+from common.systems.table import FORMATS
 from common.systems.weights import Weight, Weights
 from common.weights.names import parameter_shapes
 from tools.convert_weight import main
@@ -39,6 +40,23 @@ def as_weights(
     moments = named(more.pop("moments", {}), "float32")
     fields = {"path": Path("made.here"), "format": "random", "moments": moments} | more
     return Weights(model=model, tensors=named(arrays, dtype), **fields)
+
+
+def require_arrays(path: Path, format: str, arrays: Mapping[str, Any]) -> Weights:
+    """Require that weights are these arrays bit for bit. Returns them, closed."""
+    with FORMATS[format].open(path) as found:
+        assert found.tensors.keys() == arrays.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
+        return found
+
+
+def resave(file: Path, edit: Callable[[Any], object]) -> None:
+    """Change the tree in a file of torch's."""
+    torch = pytest.importorskip("torch")
+    tree = torch.load(file, weights_only=False)
+    edit(tree)
+    torch.save(tree, file)
 
 
 def refused(

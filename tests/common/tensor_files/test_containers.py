@@ -1,6 +1,4 @@
-"""One door for all formats, and what each of our writers wrote, read by our readers; the formats'
-own libraries are in the tests beside.
-"""
+"""One door for all formats; the formats' own libraries are in the tests beside."""
 
 import json
 from pathlib import Path
@@ -8,51 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
 from common.errors import CheckpointError
-from common.tensor_files.arrays import NUMPY_TYPES, TensorKind
+from common.tensor_files.arrays import TensorKind
 from common.tensor_files.containers import open_tensors
-from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.safetensors_file import INDEX, stream_safetensors, stream_shards
-from common.tensor_files.torch_files import TensorLeaf, write_torch
-
-tensors = st.dictionaries(
-    st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=12),
-    st.sampled_from(sorted(NUMPY_TYPES)).flatmap(
-        lambda word: st.tuples(
-            st.just(word),
-            hnp.arrays(
-                NUMPY_TYPES[word], hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
-            ),
-        )
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(deadline=None, max_examples=40)
-@given(tensors)
-def test_written_files_are_read(
-    tmp_path_factory: pytest.TempPathFactory, written: dict[str, tuple[str, np.ndarray]]
-) -> None:
-    folder = tmp_path_factory.mktemp("formats")
-    fields = {name: {"dtype": word, "shape": x.shape} for name, (word, x) in written.items()}
-    kinds = {name: TensorKind(**each) for name, each in fields.items()}
-    arrays = [array for _, array in written.values()]
-    stream_safetensors(folder / "a.safetensors", kinds, arrays)
-    stream_mindspore(folder / "a.ckpt", kinds, arrays)
-    leaves = {name: TensorLeaf(name=name, **each) for name, each in fields.items()}
-    write_torch(folder / "a.pt", leaves, arrays)
-    for file in ("a.safetensors", "a.ckpt", "a.pt"):
-        with open_tensors(folder / file) as stored:
-            assert list(stored) == list(written)
-            for name, (word, array) in written.items():
-                assert stored[name].dtype == word and stored[name].shape == array.shape
-                assert stored[name].read().tobytes() == array.tobytes()
 
 
 def shards_of(folder: Path, limit: int) -> dict[str, int]:

@@ -292,6 +292,19 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded["state"][1], np.random.get_state()[1])
 
 
+def test_equal_tensors_are_equal_bytes(tmp_path: Path) -> None:
+    """Whatever was in the memory before: a part of a zip too, as of a file written before."""
+    files = []
+    for number in range(3):
+        path = tmp_path / str(number)
+        before = [np.full(1000, 0x08074B50 + (number << 32)) for _ in range(50)]
+        del before
+        leaf = TensorLeaf(name="a", dtype="float32", shape=(1500,))
+        write_torch(path, [leaf], [np.ones(1500, np.float32)])
+        files.append(path.read_bytes())
+    assert files == files[:1] * 3
+
+
 def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
     leaf = TensorLeaf(name="a", dtype="float32", shape=(2**22,))
     with pytest.raises(OSError, match="No space left on device"):

@@ -48,7 +48,7 @@ def tokenizer(
 ) -> GPT2BPETokenizer:
     """The tokenizer under test, once with each backend."""
     pytest.importorskip(request.param)
-    built = GPT2BPETokenizer.from_files(*gpt2_vocab_files, backend=request.param)
+    built = GPT2BPETokenizer(*gpt2_vocab_files, backend=request.param)
     assert built.backend == request.param
     return built
 
@@ -86,7 +86,7 @@ class SmallVocabulary:
         return files
 
     def build(self, backend: str = "tokenizers") -> GPT2BPETokenizer:
-        return GPT2BPETokenizer.from_files(*self.write(), backend=backend)
+        return GPT2BPETokenizer(*self.write(), backend=backend)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ registry.
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import subprocess
 import sys
@@ -77,12 +76,6 @@ def test_decode_refuses_invalid_ids(tokenizer: GPT2BPETokenizer) -> None:
             tokenizer.decode(shape)  # type: ignore[arg-type]
 
 
-def test_pickles_into_an_equal_one(tokenizer: GPT2BPETokenizer) -> None:
-    copy = pickle.loads(pickle.dumps(tokenizer))
-    assert (copy.backend, copy.sha256) == (tokenizer.backend, tokenizer.sha256)
-    assert copy.encode("Hello world").tolist() == [15496, 995]
-
-
 def test_threads_share_one(tokenizer: GPT2BPETokenizer, english: str) -> None:
     documents = english[:100_000].split("\n\n")
     expected = tokenizer.encode_packed(documents).ids.tolist()
@@ -110,19 +103,16 @@ def test_both_namings_are_one_vocabulary(
             headless = (folder / "merges.txt").read_text(encoding="utf-8").split("\n", 1)[1]
             content = b"\xef\xbb\xbf" + headless.replace("\n", "\r\n").encode()
             (folder / "merges.txt").write_bytes(content)
-        found.append(GPT2BPETokenizer.from_folder(folder, backend))
+        found.append(GPT2BPETokenizer(folder, backend=backend))
     assert [each.sha256 for each in found] == [bpe_backends.GPT2_SHA256] * 2
     assert [each.encode(" gazed").tolist() for each in found] == [[50255]] * 2
 
 
 def test_folder_without_a_pair(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
-    for folder, message in (
-        (tmp_path, r"vocab.json with merges.txt or .* with gpt2-merges.txt, found vocab.json"),
-        (tmp_path / "absent", "is not a folder"),
-    ):
-        with pytest.raises(TokenizerError, match=message):
-            GPT2BPETokenizer.from_folder(folder)
+    message = r"vocab.json with merges.txt or .* with gpt2-merges.txt, found vocab.json"
+    with pytest.raises(TokenizerError, match=message):
+        GPT2BPETokenizer(tmp_path)
 
 
 def test_sha256_follows_the_content(small) -> None:
@@ -142,7 +132,7 @@ def test_auto_takes_the_fastest_that_is_installed(
     pytest.importorskip("tiktoken")
     for missing, backend in (("gigatoken", "tiktoken"), ("tiktoken", "tokenizers")):
         monkeypatch.setitem(sys.modules, missing, None)
-        tokenizer = GPT2BPETokenizer.from_files(*gpt2_vocab_files)
+        tokenizer = GPT2BPETokenizer(*gpt2_vocab_files)
         assert tokenizer.backend == backend
         assert f"{missing} is not installed" in tokenizer.passed_over[-1]
     assert len(tokenizer.passed_over) == 2
@@ -168,16 +158,15 @@ def test_an_inexact_backend_is_not_used(
     backend, said = bpe_backends._Gigatoken, "gives other ids than tokenizers"
     right = backend.encode_one
     monkeypatch.setattr(backend, "encode_one", lambda self, text: right(self, text)[:-1])
-    assert said in GPT2BPETokenizer.from_files(*gpt2_vocab_files).passed_over[0]
+    assert said in GPT2BPETokenizer(*gpt2_vocab_files).passed_over[0]
     with pytest.raises(TokenizerError, match=said):
-        GPT2BPETokenizer.from_files(*gpt2_vocab_files, backend="gigatoken")
+        GPT2BPETokenizer(*gpt2_vocab_files, backend="gigatoken")
 
 
 def test_an_old_tiktoken_is_passed_over(small, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tiktoken")
     monkeypatch.setattr(bpe_backends, "_version", lambda name: (0, 12, 0))
-    message = r"tiktoken 0.12.0 takes quadratic time.*tiktoken>=0.13"
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(TokenizerError, match=r"tiktoken 0.12.0 takes minutes.*tiktoken>=0.13"):
         small.build("tiktoken")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run
+from common.training.data import TrainingData
 from common.training.engine import StepResult
 from common.training.loop import train
 from common.training.loss_scale import LossScale
@@ -28,6 +30,7 @@ from common.training.opened_checkpoint import Checkpoint
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.profile import ProfileWindow
 from common.training.steps import TrainingParts
+from tests.common.parallel.test_world import Told
 from tests.tiny import tiny_config
 
 
@@ -140,13 +143,19 @@ def start(
                 config=config,
                 engine=engine,
                 batches=feed(),
-                validation={"all": lambda: [np.zeros((1, 3), np.int32)] * 3},
+                data=TrainingData(
+                    sampler=None,
+                    validation={"all": lambda: iter([np.zeros((1, 3), np.int32)] * 3)},
+                    validation_bytes=dict,
+                    no_validation=None,
+                    tokenizer_record=None,
+                ),
                 checkpoints=checkpoints,
                 metrics=metrics,
-                peak_flops=1e9,
-                peak_memory=lambda: 12345,
+                device=SimpleNamespace(peak_flops=lambda name: 1e9, peak_memory=lambda: 12345),
                 profile=ProfileWindow(config, state, lambda path: nullcontext()),
                 resumed=found is not None,
+                world=Told(),
             )
             engine.summary = train(run, state)
     return engine

@@ -4,6 +4,7 @@ step.
 
 import itertools
 import json
+import logging
 import os
 import resource
 import shutil
@@ -24,7 +25,6 @@ from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, TokenizerError
-from common.log import LOG, start_log
 from common.parallel.run import Run
 from common.resolve.derive import length_in_steps, resolve_config
 from common.tokenizer import load_tokenizer
@@ -103,15 +103,13 @@ def test_another_tokenizer_than_that_of_the_data(
 
 
 def test_more_rows_than_tokens(
-    pair: Path, tmp_path: Path, given: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    pair: Path, tmp_path: Path, given: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     (remark,) = remarks(pair, tmp_path, vocab_size=1001)
     # 8 x 1001 of 8 x 1001 + 16 x 8 + 12 x 64 + 13 x 8 + 16 parameters are the table's
     assert "no token uses 900 rows of the embedding, 80% of all parameters" in remark
-    start_log()
     open_tokenizer(make_config(pair, tmp_path, vocab_size=1001))
-    LOG.handlers.clear()
-    assert "no token uses 900 rows" in capsys.readouterr().out, "predict says so too"
+    assert "no token uses 900 rows" in caplog.text, "predict says so too"
 
 
 def test_a_tokenizer_that_is_not_there_or_broken(
@@ -345,18 +343,16 @@ def test_a_validation_reads_every_window_of_every_part_once(
 
 
 def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(
-    sets: list[str | float], capsys: pytest.CaptureFixture[str]
+    sets: list[str | float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """22,242 + 89, half of them from each."""
     config = blend_config(sets, train={"max_epochs": 1, "micro_batch_size": 1})
     data, config = open_all(config)
     assert data.samples_per_epoch == config.train.max_steps == 22242 + 89
-    start_log()
+    caplog.set_level(logging.INFO)
     announce(config, data, "cpu", Start(), TrainState())
-    LOG.handlers.clear()
-    said = capsys.readouterr().out
-    assert "length: 22331 steps = 1.00 epochs of 22,331 samples\n" in said
-    assert "blend: big 0.5 -> 0.502 epochs, small 0.5 -> 125 epochs\n" in said
+    assert "length: 22331 steps = 1.00 epochs of 22,331 samples" in caplog.messages
+    assert "blend: big 0.5 -> 0.502 epochs, small 0.5 -> 125 epochs" in caplog.messages
 
 
 def test_a_part_without_a_validation_document_leaves_the_others(sets: list[str | float]) -> None:

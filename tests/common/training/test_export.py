@@ -3,12 +3,10 @@ and the library's own reading.
 """
 
 import json
-import os
 import re
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.errors import CheckpointError, ConfigError, StorageError
+from common.errors import CheckpointError
 from common.inputs import make_run
 from common.parallel.run import Run
 from common.resolve.derive import resolve_mode
@@ -210,42 +208,6 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "weights").exists()
 
 
-@pytest.fixture
-def small_disk() -> Iterator[Callable[[int], None]]:
-    """No file may grow beyond a limit: writing fails in the middle, as on a full disk, but as "File
-    too large".
-    """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_leaves_nothing_half(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
-    write_parts(tmp_path)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    small_disk(50_000)
-    message = "weights: the export could not be written: File too large; an older export is"
-    with pytest.raises(StorageError, match=f"{message} untouched"):
-        export(*to_export(config_of(tmp_path)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", *names])
-    small_disk(resource.RLIM_INFINITY)
-    export(*to_export(config_of(tmp_path)))
-    exported = tmp_path / "weights" / "model.safetensors"
-    inode = os.stat(exported).st_ino
-    small_disk(50_000)
-    with pytest.raises(StorageError):
-        export(*to_export(config_of(tmp_path)))
-    assert os.stat(exported).st_ino == inode
-    read_manifest(exported.parent)
-
-
-def test_formats_and_backends(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"export\.format=mindir is for backend mindspore"):
-        config_of(tmp_path, export={"format": "mindir"})
-    with pytest.raises(ConfigError, match=r"export\.batch_size=3 is for export\.format=mindir"):
-        config_of(tmp_path, backend="mindspore", export={"format": "safetensors", "batch_size": 3})
-
-
 def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,7 +226,7 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
         (files, here),
         ({"folder": str(tmp_path / "gone")}, {}),
     ):
-        prompts = {"prompt": ["a"], "top_k": 5, "strategy": "sampling"}
+        prompts = {"prompt": ["a"], "output_folder": "texts", "top_k": 5, "strategy": "sampling"}
         export(*to_export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts)))
         found = {path.name: path.read_bytes() for path in (tmp_path / "weights").iterdir()}
         settings = yaml.safe_load(found.pop("model.yaml"))
@@ -273,7 +235,8 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
             name: f"content of {source}" for name, source in names.items()
         }
         assert ("tokenizer" in settings.get("data", {})) == bool(names)
-        assert settings["predict"]["top_k"] == 5 and "prompt" not in settings["predict"]
+        assert settings["predict"]["top_k"] == 5
+        assert not settings["predict"].keys() & {"prompt", "output_folder"}
     assert f"{tmp_path / 'gone'} is not there; the export holds no tokenizer" in caplog.text
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.checkpoint.manifest import read_manifest
+from common.checkpoint.state import TrainState
 from common.dataset import Batch
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.training.loop import perplexity
 from common.training.metrics import read_metrics
 from common.training.outliers import NO_LIMITS
-from common.training.steps import Agreements
+from common.training.steps import Steps
 from common.weights.names import flops_per_token
 from tests.common.training.scripted import Scripted, batches, start
 from tests.tiny import require_equal, rows_of
@@ -137,9 +138,13 @@ def test_ranks_agree_as_late_as_results_come() -> None:
         answer = 15 if len(asked) == 3 else value
         return lambda: answer
 
-    agreements = Agreements(SimpleNamespace(start_max=start_max))  # type: ignore[arg-type]
-    assert [agreements.largest(0, under_way) for under_way in (1, 1, 1, 1)] == [0, 0, 0, 15]
-    assert agreements.largest(2, 0) == 2 and asked == [0, 0, 0, 0, 2]
+    run: Any = SimpleNamespace(world=SimpleNamespace(start_max=start_max), batches=iter(()))
+    state = TrainState(step=-1)
+    steps = Steps(run, state)
+    steps._asked = 0
+    assert [steps.agree(0) for _ in range(4)] == [0, 0, 0, 15]
+    state.step = 0
+    assert steps.agree(2) == 2 and asked == [0, 0, 0, 0, 2]
 
 
 def test_a_trace_has_steps_of_its_own(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from common.log import LOG, start_log
 from common.parallel.run import Run
 from common.training.loop import validation_figures
-from common.training.report import STYLES, make_report, use_style
+from common.training.report import STYLES, Report, use_style
 from tests.tiny import tiny_config
 
 
@@ -54,7 +54,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
     def say(config: Run, rows: list[dict[str, Any]], samples_per_epoch: int = 800) -> list[str]:
         start_log()
-        report = make_report(config, samples_per_epoch)
+        report = Report(config, samples_per_epoch)
         LOG.handlers[0].setFormatter(logging.Formatter("%(message)s"))
         for row in rows:
             report.validation(VALIDATION | row) if "loss" not in row else report.step(row)

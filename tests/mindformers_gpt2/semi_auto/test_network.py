@@ -16,11 +16,13 @@ from common.dataset import Batch
 from common.parallel.learning_rate import learning_rate
 from common.parallel.operator_plan import operator_strategies, splits_vocabulary
 from common.parallel.run import Run
+from common.parallel.sharding import initial_values
 from common.training.start import Start
+from mindformers_gpt2.checkpoint import fill_weights
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.engine import Engine
-from mindformers_gpt2.model import GPT2, initialise
+from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.semi_auto.network import (
     TrainingGraph,
     build_network,
@@ -69,11 +71,11 @@ def test_loss_and_gradients_are_those_of_the_model() -> None:
     config = make_config()
     network = build_network(config, CPU)
     weights = {parameter.name: parameter for parameter in network.get_parameters()}
-    initialise(weights, config)
+    fill_weights(weights, initial_values(config))
     model = GPT2(config.model, config.precision, network.wte.weight.shape[0], native=False)
     same = {parameter.name: parameter for parameter in model.get_parameters()}
     assert list(same) == list(weights)
-    initialise(same, config)
+    fill_weights(same, initial_values(config))
     tokens = np.random.default_rng(0).integers(0, 101, (4, 17)).astype(np.int32)
     batch = ms.Tensor(tokens[:, :-1].copy()), ms.Tensor(tokens[:, 1:].copy())
     predicted = (config.train.global_batch_size or 0) * 16
@@ -131,7 +133,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     network = build_network(one, CPU)
     step = build_step(network, one, 0)
     step.optimizer.gradient_sync.all_reduce = Alone()
-    initialise(step.master.tensors, one)
+    fill_weights(step.master.tensors, initial_values(one))
     ms.ops.assign(step.limits, ms.Tensor((np.inf, np.inf), ms.float32))
     step.optimizer.set_rates([learning_rate(one.optimizer, number) for number in range(6)])
     for rows, wanted in zip(tokens, expected, strict=True):

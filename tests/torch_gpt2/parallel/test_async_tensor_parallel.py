@@ -3,12 +3,11 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.config.load import build_config
-from common.errors import ConfigError, DeviceError
+from common.errors import DeviceError
 from common.resolve.derive import resolve_config
 from tests.layouts import PIPELINE, SPLIT, TOLERANCE, TORCH
 from tests.ranks import run_ranks
@@ -64,41 +63,13 @@ def test_every_message_of_a_block_joins_its_product(
             assert min(counts) >= 2 * passes
 
 
-def resolve(**changes: Any) -> Any:
-    settings = ASYNC | {"train__compile": True, "train__micro_batch_size": 1} | changes
-    config = build_config(TORCH.job(Path("unused"), Path("unused"), **settings))
-    return resolve_config(config, world_size=2 * config.parallel.pipeline_stage)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"parallel__sequence_parallel": False}, "needs parallel.sequence_parallel=true"),
-        ({"train__compile": False}, "needs train.compile=true or auto, not train.compile=false"),
-        ({"train__compile_mode": "reduce-overhead"}, "needs train.compile_mode=default"),
-        (
-            {
-                "parallel__pipeline_stage": 2,
-                "parallel__pipeline_schedule": "interleaved_zero_bubble",
-                "train__compile": "auto",
-            },
-            "needs a compiled model, not a layout with parallel.pipeline_schedule",
-        ),
-        ({"engine": "deepspeed"}, "needs engine=native, not engine=deepspeed"),
-        ({"quantization": {}}, "needs no section quantization"),
-    ],
-)
-def test_other_settings_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve(**changes)
-    assert words in str(caught.value)
-    assert "leave the key out" in str(caught.value)
-
-
 def test_devices_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ASYNC | {"train__compile": True, "train__micro_batch_size": 1}
+    tree = TORCH.job(Path("unused"), Path("unused"), **settings)
+    config = resolve_config(build_config(tree), world_size=2)
     with pytest.raises(DeviceError, match="and the key needs CUDA GPUs"):
-        check_support(resolve(), select_device("cpu"))
+        check_support(config, select_device("cpu"))
     monkeypatch.setattr(TorchDevice, "compiles", property(lambda device: False))
     device = replace(select_device("cpu"), kind="cuda", name="NVIDIA H100")
     with pytest.raises(DeviceError, match="NVIDIA H100 without Triton, a C compiler or Python"):
-        check_support(resolve(), device)
+        check_support(config, device)

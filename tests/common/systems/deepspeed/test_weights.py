@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError, ConfigError  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
-from tests.common.systems.tiny_weights import refused  # noqa: E402
+from tests.common.systems.tiny_weights import refused, resave  # noqa: E402
 from tests.ranks import ROOT  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -190,16 +190,33 @@ def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
     with FORMATS["deepspeed"].open(folder / "global_step3") as found:
         assert {tensor.dtype for tensor in found.tensors.values()} == {"bfloat16"}
         assert found.run is None and not found.moments
-        assert found.ignored["global_steps"] == "where training stood, without moments"
+        assert (
+            found.ignored["global_steps"]
+            == "where training stood, without the state of the optimizer"
+        )
+
+
+@pytest.mark.parametrize(
+    ("why", "spoil"),
+    [
+        (r"of an unknown form \(KeyError", lambda tree: tree.pop("param_groups")),
+        (r"^not of these weights, .*: other shapes", lambda tree: tree["state"].pop(0)),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_leaves_the_weights(
+    saved: Path, tmp_path: Path, why: str, spoil: Callable[[Any], object]
+) -> None:
+    """It is in the files of the weights, so that nobody can take it away."""
+    shutil.copytree(saved / "float32_zero0_pp1_tp1", tmp_path / "run")
+    for file in tmp_path.glob("run/*/mp_rank_*"):
+        resave(file, lambda tree: spoil(tree["optimizer"]))
+    with FORMATS["deepspeed"].open(tmp_path / "run") as found:
+        assert found.run is None and not found.moments
+        assert re.search(f"{why}.*: only weights$", found.ignored["optimizer"])
 
 
 def changed(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def spoil(file: Path) -> None:
-        tree = torch.load(file, weights_only=False)
-        edit(tree)
-        torch.save(tree, file)
-
-    return spoil
+    return lambda file: resave(file, edit)
 
 
 def shorten(tree: Any) -> None:

@@ -1,6 +1,13 @@
-"""GGUF files, read back by the library of llama.cpp's authors."""
+"""GGUF files, read back by the library of llama.cpp's authors, and in llama.cpp.
+
+The campaign builds llama.cpp and runs it; llama_cpp.json keeps what it answered, and the suite
+holds our own model against that. UPDATE_GOLDEN=1 with the campaign replaces the answers.
+"""
 
 import json
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +17,26 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from common.config.resolved import resolve_model
+from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
 from common.errors import CheckpointError
+from common.generation.generate import generate
+from common.generation.prompts import Prompt
 from common.inference.source import find_source
 from common.systems.direct import foreign_format
+from common.systems.gguf import FILE, write_gguf
 from common.systems.hugging_face.weights import open_hugging_face
+from common.systems.weights import Weights
 from common.tokenizer.bpe_files import byte_alphabet
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from common.weights.initial import initial_rows
+from common.weights.names import parameter_shapes
+from tests.common.systems.tiny_weights import as_weights
+from tests.peers import peer_python
 from tools.convert_weight import main
+from torch_gpt2.device import select_device
+from torch_gpt2.model import GPT2
+from torch_gpt2.predict import Decoder
 
 KINDS = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 FILE_TYPES = {
@@ -113,3 +134,202 @@ def test_it_is_written_only(source: Path, tmp_path: Path, capsys: Any) -> None:
         assert foreign_format(path) is None
         with pytest.raises(CheckpointError, match=r"it is a GGUF file .* which is written only"):
             find_source(path)
+
+
+# ---- llama.cpp ----
+
+ANSWERS = Path(__file__).with_name("llama_cpp.json")
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+MODEL = resolve_model(
+    ModelConfig(num_layers=2, hidden_size=64, num_heads=2, seq_length=64, vocab_size=258)
+)
+SEED, SCALE = 32, 12
+"""Deviation of the initial weights. Larger ones give many different tokens with a clear lead."""
+PROMPT = [7, 200, 33, 120, 250, 3, 91, 18]
+NEW = 24
+BOUNDS = {"F32": 1e-3, "F16": 4e-3, "Q8_0": 8e-2, "Q4_0": 8e-2}
+"""Largest difference of logits, as a part of the largest logit. llama.cpp takes gelu from a table
+of float16 (2**-11 = 5e-4). It rounds what it multiplies: for F16 likewise, for Q8_0 and Q4_0 to
+8 bits in blocks. That is 0.5 % of each of nine products in a row; 4 deviations. Twice what was
+seen.
+"""
+TEXTS = [
+    "Hello world", "it's 1234.5 naïve cafés\n\n  x = 1\t", "你好，世界！GPT-2 模型",
+    "🙂 emoji <|endoftext|> again", "To be, or not to be: that is the question",
+]  # fmt: skip
+
+
+DIALOGUE = "<|user|> Hello newword<|bot|>"
+ADDED = {"<|im_end|>": 50257, "<|user|>": 50258, "<|bot|>": 50259, "newword": 50260}
+"""Marks of a dialogue, of which the first ends; the last is a word."""
+
+
+def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = initial_rows(MODEL, SEED, name, shape)
+    return values * np.float32(SCALE if len(shape) == 2 else 1)
+
+
+def dequantized(name: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Content of the file, by the library of llama.cpp's authors."""
+    values = value_of(name, shape)
+    if len(shape) == 1 or name == "wpe.weight":
+        return values
+    type_ = gguf.GGMLQuantizationType[kind]
+    return gguf.quants.dequantize(gguf.quants.quantize(values, type_), type_)
+
+
+def our_model(kind: str) -> GPT2:
+    model = GPT2(MODEL, PrecisionConfig(), MODEL.vocab_size)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(dequantized(name, tuple(parameter.shape), kind)))
+    return model
+
+
+def our_greedy(model: GPT2) -> list[int]:
+    decoder = Decoder(model, select_device("cpu"), 1)
+    prompt = Prompt(text="", ids=PROMPT, new_tokens=NEW)
+    settings = PredictConfig(stop_at_end_of_text=False)
+    (found,) = generate(decoder, [prompt], settings, seed=0, ends=(0,))
+    return found.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_greedy_tokens_are_those_of_llama_cpp(kind: str) -> None:
+    assert our_greedy(our_model(kind)) == json.loads(ANSWERS.read_text())["greedy"][kind]
+
+
+def test_tokens_of_text_are_those_of_llama_cpp(gpt2_vocab_files: tuple[Path, Path]) -> None:
+    tokenizer = GPT2BPETokenizer(*gpt2_vocab_files)
+    ids = json.loads(ANSWERS.read_text())["ids"]
+    assert list(ids) == TEXTS
+    assert {text: tokenizer.encode(text, allow_special=True).tolist() for text in TEXTS} == ids
+
+
+def test_marks_are_those_of_llama_cpp(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
+    copy_tokenizer(tmp_path, gpt2_vocab_files)
+    tokenizer = GPT2BPETokenizer(tmp_path)
+    ids = tokenizer.encode(DIALOGUE, allow_special=True).tolist()
+    end = tokenizer.eod_id
+    assert json.loads(ANSWERS.read_text())["dialogue"] == {
+        "ids": ids, "eos": end, "bos": tokenizer.bos_id, "finish": "stop", "text": "",
+    }  # fmt: skip
+
+
+_SCRIPT = """
+import json, sys
+import numpy as np
+from llama_cpp import GGML_TYPE_F32, Llama
+
+asked = json.loads(sys.argv[1])
+answer = {}
+for kind, file in asked["files"].items():
+    options = dict(n_ctx=64, n_threads=1, n_threads_batch=1, verbose=False, logits_all=True,
+                   type_k=GGML_TYPE_F32, type_v=GGML_TYPE_F32)
+    model = Llama(file, **options)
+    model.eval(asked["known"][kind])
+    logits = np.array(model.scores[: len(asked["known"][kind])]).tolist()
+    model.reset()
+    model.eval(asked["prompt"])
+    tokens = []
+    for _ in range(asked["new"]):
+        tokens.append(int(np.argmax(model.scores[model.n_tokens - 1])))
+        model.eval(tokens[-1:])
+    answer[kind] = {"logits": logits, "greedy": tokens}
+model = Llama(asked["tokenizer"], vocab_only=True, verbose=False)
+ids = {text: model.tokenize(text.encode(), add_bos=False, special=True) for text in asked["texts"]}
+texts = {text: model.detokenize(ids[text], special=True).decode() for text in ids}
+model = Llama(asked["marked"], n_ctx=64, n_threads=1, n_threads_batch=1, verbose=False)
+ids_of_marks = model.tokenize(asked["dialogue"].encode(), add_bos=False, special=True)
+said = model.create_completion(asked["dialogue"], max_tokens=8, temperature=0)["choices"][0]
+marked = {"ids": ids_of_marks, "eos": model.token_eos(), "bos": model.token_bos(),
+          "finish": said["finish_reason"], "text": said["text"]}
+json.dump({"kinds": answer, "ids": ids, "texts": texts, "dialogue": marked}, sys.stdout)
+"""
+
+
+def our_weights() -> Weights:
+    shapes = parameter_shapes(MODEL)
+    return as_weights(MODEL, {name: value_of(name, shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.campaign
+def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
+    """Building it takes 10 minutes of two cores, once."""
+    parts = ("TESTS", "EXAMPLES", "TOOLS", "SERVER")
+    off = [f"-DLLAMA_BUILD_{part}=OFF" for part in parts]
+    flags = " ".join([*off, "-DLLAVA_BUILD=OFF", "-DGGML_OPENMP=OFF"])
+    python = peer_python("llama_cpp", LLAMA_CPP, CMAKE_ARGS=flags, CMAKE_BUILD_PARALLEL_LEVEL="2")
+    asked: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "texts": TEXTS, "files": {}, "known": {}}
+    models = {kind: our_model(kind) for kind in KINDS.values()}
+    tokens = {kind: our_greedy(model) for kind, model in models.items()}
+    for dtype, kind in KINDS.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        write_gguf(folder, our_weights(), dtype)
+        asked["files"][kind] = str(folder / FILE)
+        asked["known"][kind] = PROMPT + tokens[kind]
+    asked["tokenizer"] = str(with_tokenizer(tmp_path / "bpe", gpt2_vocab_files))
+    asked |= {"marked": str(with_marks(tmp_path / "marks", gpt2_vocab_files))}
+    asked |= {"dialogue": DIALOGUE}
+    words = [python, "-c", _SCRIPT, json.dumps(asked)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    for kind, model in models.items():
+        with torch.no_grad():
+            expected = model.logits(model(torch.tensor([asked["known"][kind]])))[0].numpy()
+        answer = found["kinds"][kind]
+        difference = np.abs(np.array(answer["logits"]) - expected)
+        same = [*np.equal(answer["greedy"], tokens[kind]), False].index(False)
+        print(
+            f"llama.cpp {kind}: logits differ by {difference.max():.3g} (deviation"
+            f" {np.sqrt((difference**2).mean()):.3g}) of {np.abs(expected).max():.3g};"
+            f" the first {same} of {NEW} greedy tokens are equal"
+        )
+        assert difference.max() < BOUNDS[kind] * np.abs(expected).max()
+    assert found["texts"] == {text: text for text in TEXTS}
+    answers = {
+        "by": LLAMA_CPP,
+        "greedy": {kind: answer["greedy"] for kind, answer in found["kinds"].items()},
+        "ids": found["ids"],
+        "dialogue": found["dialogue"],
+    }
+    if os.environ.get("UPDATE_GOLDEN"):
+        text = json.dumps(answers, ensure_ascii=False, indent=1)
+        ANSWERS.write_text(re.sub(r"\n   *(\d+|\])", r" \1", text) + "\n")
+    assert answers == json.loads(ANSWERS.read_text())
+
+
+def with_tokenizer(folder: Path, files: tuple[Path, Path]) -> Path:
+    folder.mkdir()
+    copy_tokenizer(folder, files, added=False)
+    return written(folder, 50260, {})  # more than the tokenizer has
+
+
+def copy_tokenizer(folder: Path, files: tuple[Path, Path], *, added: bool = True) -> None:
+    for file, name in zip(files, ("vocab.json", "merges.txt"), strict=True):
+        (folder / name).write_bytes(file.read_bytes())
+    if not added:
+        return
+    (folder / "added_tokens.json").write_text(json.dumps(ADDED))
+    marks = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|user|>", "<|bot|>"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(marks))
+
+
+def with_marks(folder: Path, files: tuple[Path, Path]) -> Path:
+    """The model says the end at once."""
+    folder.mkdir()
+    copy_tokenizer(folder, files)
+    table = np.zeros((50261, MODEL.hidden_size), np.float32)
+    table[ADDED["<|im_end|>"]] = 1
+    ones = np.ones(MODEL.hidden_size, np.float32)
+    return written(folder, 50261, {"wte.weight": table, "ln_f.bias": ones})
+
+
+def written(folder: Path, rows: int, values: dict[str, np.ndarray]) -> Path:
+    """Write the file of a model whose other weights are 0."""
+    model = MODEL.model_copy(update={"vocab_size": rows})
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model).items()}
+    write_gguf(folder, as_weights(model, zeros | values), "float32")
+    return folder / FILE

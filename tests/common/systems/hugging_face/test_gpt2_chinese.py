@@ -60,7 +60,7 @@ def test_a_folder_of_gpt2_chinese_is_read(
     assert detect(source) == "hf"
     result = convert(source, tmp_path / "hf", target_format="hf", verify=True)
     masks = ["causal mask of an old file"] * 4
-    assert sorted(result.ignored.values()) == [*masks, "tied to transformer.wte.weight"]
+    assert sorted(result["ignored"].values()) == [*masks, "tied to transformer.wte.weight"]
     assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (source / "vocab.txt").read_bytes()
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     ids = torch.arange(32).reshape(2, 16) * 401

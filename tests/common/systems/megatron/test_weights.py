@@ -22,8 +22,6 @@ pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
-from common.errors import ConfigError  # noqa: E402
-from common.systems.megatron import read as megatron_optimizer  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.run_state import (  # noqa: E402
     MODEL_YAML,
@@ -35,7 +33,13 @@ from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
 from tests.common.systems.test_refusals import MODEL as SMALL, RUN  # noqa: E402
-from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
+from tests.common.systems.tiny_weights import (  # noqa: E402
+    as_weights,
+    random_arrays,
+    refused,
+    require_arrays,
+    resave,
+)
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
@@ -49,20 +53,13 @@ ARGS = SIZES | {
     "attention_dropout": 0.0, "make_vocab_size_divisible_by": 8, "layernorm_epsilon": 1e-5,
 }  # fmt: skip
 HEAD = 6
+MOMENTS = ("exp_avg", "exp_avg_sq")
 FILE = "model_optim_rng.pt"
 
 
 def load(file: Path) -> Any:
     with torch.serialization.safe_globals([argparse.Namespace]):
         return torch.load(file, weights_only=True)
-
-
-def equal(folder: Path, format: str, arrays: dict[str, Any]) -> Weights:
-    with FORMATS[format].open(folder) as found:
-        assert found.tensors.keys() == arrays.keys()
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
-        return found
 
 
 def fused_by_hand(parts: list[Any], heads: range, version: int) -> Any:
@@ -125,11 +122,11 @@ def test_old_files_are_read_in_the_order_of_their_version(tmp_path: Path, versio
         torch.save(saved, folder / FILE)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert detect(tmp_path) == detect(tmp_path / "iter_0000007") == "megatron"
-    found = equal(tmp_path, "megatron", {**arrays, "wte.weight": table})
+    found = require_arrays(tmp_path, "megatron", {**arrays, "wte.weight": table})
     assert found.model.vocab_size == 112
     assert "all 112 rows are kept" in found.ignored["padded_vocab_size"]
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": MODEL.model_dump()}))
-    found = equal(tmp_path / "iter_0000007", "megatron", arrays)
+    found = require_arrays(tmp_path / "iter_0000007", "megatron", arrays)
     assert "rows that pad the vocabulary" in found.ignored.values()
 
 
@@ -278,7 +275,7 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
         assert state["step"] == 4
         near(state["exp_avg"], 2 * parameter.data, rtol=0, atol=0, msg=name)
         near(state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name)
-    found = equal(tmp_path, "megatron_core", arrays)
+    found = require_arrays(tmp_path, "megatron_core", arrays)
     assert found.run == half_run(form) and found.tensors["ln_f.bias"].dtype == "float32"
 
 
@@ -316,7 +313,7 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
     torch.save(saved, folder / FILE)
     (tmp_path / "in" / "latest_checkpointed_iteration.txt").write_text("2\n")
     result = convert(tmp_path / "in", tmp_path / "out", target_format="torch_gpt2", verify=True)
-    assert (result.source_format, result.step) == ("megatron_core", 2)
+    assert (result["from"], result["step"]) == ("megatron_core", 2)
     with FORMATS["torch_gpt2"].open(tmp_path / "out") as found:
         assert found.run is not None
         state, engine = found.run["state"], found.run["engine"]
@@ -357,25 +354,30 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
         content["args"].pipeline_model_parallel_size = 2
         torch.save(content, file)
     assert detect(tmp_path) == "megatron_core"
-    equal(tmp_path, "megatron_core", arrays)
+    require_arrays(tmp_path, "megatron_core", arrays)
 
 
 def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -> None:
     write_megatron(tmp_path, as_weights(MODEL, random_arrays(MODEL)), None)
     file = tmp_path / "release" / "mp_rank_00" / FILE
     optimizer = {"optimizer": {"param_groups": [{"params": [0]}]}, "grad_scaler": {}}
-    torch.save(load(file) | {"optimizer": optimizer, "iteration": 9}, file)
-    found = equal(tmp_path, "megatron", random_arrays(MODEL))
+    resave(file, lambda saved: saved.update(optimizer=optimizer, iteration=9))
+    found = require_arrays(tmp_path, "megatron", random_arrays(MODEL))
     assert "by the distributed optimizer" in found.ignored["optimizer"]
 
 
 @pytest.mark.parametrize("scaler", [[1], {"growth_tracker": 2.5}, {"hysteresis_tracker": True}])
-def test_a_scaler_that_is_none_is_one_error(scaler: Any) -> None:
-    first = types.SimpleNamespace(path=Path("x"))
-    shards = types.SimpleNamespace(first=first, args=types.SimpleNamespace())
-    state = megatron_optimizer.SavedState(moments={}, scaler=scaler)
-    with pytest.raises(ConfigError, match="x: its counters or its loss scale are not numbers"):
-        megatron_optimizer.run_of(shards, state, 3)
+def test_a_scaler_that_is_none_is_one_error(tmp_path: Path, capsys: Any, scaler: Any) -> None:
+    (source := tmp_path / "source").mkdir()
+    arrays = random_arrays(MODEL)
+    moments = {f"{name}.{part}": array for name, array in arrays.items() for part in MOMENTS}
+    write_megatron(
+        source, as_weights(MODEL, arrays, moments=moments, run=half_run("float16")), None
+    )
+    (source / "model.yaml").unlink()
+    file = source / "iter_0000005" / "mp_rank_00" / FILE
+    resave(file, lambda saved: saved["optimizer"].update(grad_scaler=scaler))
+    refused(capsys, source, f"{FILE}: its counters or its loss scale are not numbers")
 
 
 CONVERTERS = {"orig_vocab_size": 50257} | dict.fromkeys(
@@ -417,9 +419,7 @@ def changed(edit: Callable[[Any], Any], files: str = RANKS) -> Callable[[Path], 
 
     def spoil(folder: Path) -> None:
         for file in folder.glob(f"release/{files}"):
-            saved = load(file)
-            edit(saved)
-            torch.save(saved, file)
+            resave(file, edit)
 
     return spoil
 
@@ -461,23 +461,19 @@ BAD: dict[str, Callable[[Path], object]] = {
         changed(lambda saved: saved.update(checkpoint_version=2.0), LAST),
     "hidden_size is 48, and mp_rank_00_000 says 24":
         changed(lambda saved: vars(saved["args"]).update(hidden_size=48), LAST),
-    "a stage with 100000000 layers is none of a GPT-2":
-        changed(lambda saved: of_encoder(saved).update({"layers.99999999.x": torch.zeros(24)})),
+    "unexpected language_model.encoder.layers.100000001.x": changed(
+        lambda saved: of_encoder(saved).update({"layers.99999999.x": torch.zeros(24)}),
+        f"mp_rank_*_001/{FILE}"),
     "num_heads is 2, and .* says num_attention_heads=4; fix the first": other_heads,
     "missing language_model.encoder.layers.4.input_layernorm.weight": with_args(num_layers=5),
     "apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False":
         with_args(apply_layernorm_1p=True),
-    "position_embedding_type='rope'; our model is GPT-2, which has":
-        with_args(position_embedding_type="rope"),
     "its args lack hidden_size; put the section model": with_args(hidden_size=None),
-    "its args lack max_position_embeddings": with_args(max_position_embeddings=None),
     "vocab_multiple='8' of the model":
         with_args(vocab_size=None, make_vocab_size_divisible_by="8"),
-    "training had None tensor x 2 pipeline ranks; copy":
-        with_args(tensor_model_parallel_size=None),
     "training had 2 tensor x 1000000000000 pipeline ranks; copy":
         with_args(pipeline_model_parallel_size=10**12),
-    "names iter_0000040, and no such folder is beside it":
+    "names 'iter_0000040', and no such folder is beside it":
         lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("40"),
     "Megatron's format torch_dist.*--ckpt-format torch":
         lambda folder: [shutil.rmtree(rank) for rank in folder.glob("release/*")]
@@ -517,7 +513,7 @@ def test_ranks_of_the_target(good: Path, tmp_path: Path, capsys: Any) -> None:
     assert main([*words, "--to", "megatron_core", "--verify"]) == 0
     ranks = sorted((tmp_path / "out" / "release").iterdir())
     assert [path.name for path in ranks] == ["mp_rank_00", "mp_rank_01"]
-    equal(tmp_path / "out", "megatron_core", random_arrays(MODEL))
+    require_arrays(tmp_path / "out", "megatron_core", random_arrays(MODEL))
     assert detect(ranks[1]) == "megatron_core", "a rank's folder stands for all"
 
 

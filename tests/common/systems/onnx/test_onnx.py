@@ -1,7 +1,9 @@
-"""ONNX folders against transformers, and their quantized weights against the numbers that they
-stand for.
+"""ONNX folders against transformers, in serving and in Hugging Face's optimum too, and their
+quantized weights against the numbers that they stand for.
 """
 
+import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,9 +22,11 @@ from common.generation.exported import ExportedDecoder
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
-from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, write_onnx
+from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, OnnxSlots, write_onnx
 from common.systems.onnx.model import BLOCK, quantize_blocks
 from common.systems.weights import Weight, Weights
+from tests.mixed_load import prompts, run
+from tests.peers import peer_python
 from tools.convert_weight import main
 
 VOCABULARY, POSITIONS, HEADS = 131, 40, 4
@@ -211,3 +215,97 @@ def test_bad_input(oracle: Oracle, tmp_path: Path, capsys: Any) -> None:
     (folder / DATA_FILE).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"onnxruntime .* cannot open it"):
         OnnxModel(folder / GRAPH_FILE)
+
+
+# ---- serving ----
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_mixed_load_is_transformers(oracle: Oracle, tmp_path: Path, window: int | None) -> None:
+    """24 sequences in four slots; each token is transformers' after the same context."""
+    net, source = oracle
+    model = OnnxModel(write(tmp_path / "onnx", source) / GRAPH_FILE)
+    given = prompts(VOCABULARY, None if window else POSITIONS)
+    found, engine = run(OnnxSlots(model, 4), given, window)
+    for prompt, tokens in zip(given, found, strict=True):
+        ids = prompt.ids + tokens
+        if window is None:
+            with torch.no_grad():
+                best = net(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+            assert tokens == best[len(prompt.ids) - 1 : -1]
+        for end in range(len(prompt.ids), len(ids)) if window else ():
+            context = np.array([ids[:end][1 - window :]])
+            assert ids[end] == logits_of(net, context)[0, -1].argmax()
+        assert len(tokens) == prompt.new_tokens
+    assert (engine.counts.reused_tokens > 100) == (window is None)
+
+
+def test_a_graph_without_a_cache_is_refused(oracle: Oracle, tmp_path: Path) -> None:
+    folder = write(tmp_path / "onnx", oracle[1], cache=False)
+    with pytest.raises(ConfigError, match=r"export\.cache=true"):
+        OnnxSlots(OnnxModel(folder / GRAPH_FILE), 2)
+
+
+# ---- Hugging Face's optimum ----
+
+PEER = ("optimum-onnx==0.1.0", "transformers==4.57.6")
+"""The last release, and the last transformers that it takes: not those of this environment."""
+NEW = 12
+CASES: dict[str, dict[str, object]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3, "length_penalty": 0.5},
+}
+
+_SCRIPT = """
+import json, sys
+import torch
+from optimum.onnxruntime import ORTModelForCausalLM
+
+asked = json.loads(sys.argv[1])
+found = {}
+for kind, folder in asked["folders"].items():
+    model = ORTModelForCausalLM.from_pretrained(folder, use_cache=kind == "cache")
+    ids, mask = torch.tensor(asked["ids"]), torch.tensor(asked["mask"])
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    found[kind] = {"logits": logits.tolist()}
+    for name, options in asked["cases"].items():
+        rows = model.generate(ids, attention_mask=mask, **asked["options"], **options)
+        found[kind][name] = rows[:, ids.shape[1]:].tolist()
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.mark.campaign
+def test_optimum_generates_what_transformers_does(oracle: Oracle, tmp_path: Path) -> None:
+    net, source = oracle
+    folders = {"cache": tmp_path / "cache", "no cache": tmp_path / "plain"}
+    words = ["--to", "onnx", "--input", str(source), "--output", str(folders["cache"])]
+    assert main(words) == 0
+    write(folders["no cache"], source, cache=False)
+    (folders["no cache"] / "config.json").write_bytes(
+        (folders["cache"] / "config.json").read_bytes()
+    )
+    ids = np.random.default_rng(0).integers(1, VOCABULARY, (3, 9))
+    mask = np.ones_like(ids)
+    mask[0, :4] = mask[2, :1] = 0  # padding on the left
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    asked = {
+        "folders": {kind: str(folder) for kind, folder in folders.items()},
+        "ids": ids.tolist(), "mask": mask.tolist(), "options": options, "cases": CASES,
+    }  # fmt: skip
+    command = [peer_python("optimum", *PEER), "-c", _SCRIPT, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    given = {"attention_mask": torch.from_numpy(mask)}
+    with torch.no_grad():
+        positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        logits = net(torch.from_numpy(ids), position_ids=positions, **given).logits.numpy()
+    for kind, found in json.loads(done.stdout).items():
+        difference = np.abs(np.array(found["logits"]) - logits)[mask == 1].max()
+        print(f"optimum, {kind}: logits differ by {difference:.2g} of {np.abs(logits).max():.3g}")
+        assert difference < 2e-5
+        for name, case in CASES.items():
+            expected = net.generate(torch.from_numpy(ids), **given, **options, **case)
+            assert found[name] == expected[:, ids.shape[1] :].tolist(), (kind, name)

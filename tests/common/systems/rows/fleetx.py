@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.systems.fleetx.config import DIALECT
-from tests.common.systems.foreign_runs import Sentinel
-
-__all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
+from tests.common.systems.foreign_runs import Rows, Sentinel
 
 MINIMAL: dict[str, Any] = {
     "Global.local_batch_size": 8, "Global.micro_batch_size": 4,
@@ -49,7 +47,7 @@ WITHOUT_DEFAULT: dict[str, str] = {
     **dict.fromkeys(("Global.global_batch_size", "Model.ffn_hidden_size"), _DERIVED),
     **dict.fromkeys(
         (key for key in DIALECT.table if "Quantization." in key),
-        "PaddleSlim's, which quantization.py sets, or as here",
+        "PaddleSlim's, which config.py sets, or as here",
     ),
     "Generation.input_text": "a script there has its own prompt, which compat/fleetx gives",
 }  # fmt: skip
@@ -131,3 +129,4 @@ SENTINELS = [
     Sentinel("Profiler.scheduler", [1, 5], "the second to the fifth: counted from 0, without 5",
              {"profile.start": 2, "profile.stop": 5}, {"Profiler.enable": True}),
 ]  # fmt: skip
+ROWS = {"fleetx": Rows(DIALECT, MINIMAL, WITHOUT_DEFAULT, BESIDE, SENTINELS)}

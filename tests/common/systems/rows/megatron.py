@@ -10,9 +10,7 @@ from typing import Any
 
 from common.dialects.rules import MapTo, Switch
 from common.systems.megatron.flags import DIALECT
-from tests.common.systems.foreign_runs import Sentinel
-
-__all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
+from tests.common.systems.foreign_runs import Rows, Sentinel
 
 MINIMAL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8,
@@ -118,3 +116,4 @@ SENTINELS = [
     ),
     Sentinel("seed", -1, "ValueError: a seed should be positive", "seed: input should be"),
 ]  # fmt: skip
+ROWS = {"megatron": Rows(DIALECT, MINIMAL, WITHOUT_DEFAULT, BESIDE, SENTINELS)}

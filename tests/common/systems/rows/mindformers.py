@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.systems.mindformers.config import DIALECT
-from tests.common.systems.foreign_runs import Sentinel
-
-__all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
+from tests.common.systems.foreign_runs import Rows, Sentinel
 
 MINIMAL: dict[str, Any] = {
     "context.device_target": "Ascend", "seed": 0,
@@ -168,3 +166,4 @@ SENTINELS = [
              {"profile.start": 1, "profile.memory": False},
              _PROFILE | {"context.device_target": "CPU"}),
 ]  # fmt: skip
+ROWS = {"mindformers": Rows(DIALECT, MINIMAL, WITHOUT_DEFAULT, BESIDE, SENTINELS)}

@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.systems.oneflow.flags import DIALECT
-from tests.common.systems.foreign_runs import Sentinel
-
-__all__ = ["BESIDE", "DIALECT", "MINIMAL", "SENTINELS", "WITHOUT_DEFAULT"]
+from tests.common.systems.foreign_runs import Rows, Sentinel
 
 MINIMAL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "micro_batch_size": 1,
@@ -64,3 +62,4 @@ SENTINELS = [
     Sentinel("log_interval", 0, "it ends at step 1: step_ % 0", "logging.interval: input"),
     Sentinel("train_samples", 0, "0 steps", "expected a whole number above 0", {"train_iters": ""}),
 ]  # fmt: skip
+ROWS = {"oneflow": Rows(DIALECT, MINIMAL, WITHOUT_DEFAULT, BESIDE, SENTINELS)}
