@@ -138,9 +138,10 @@ class QuantizedReader:
             or scales.dtype != np.float32
             or not (np.isfinite(scales) & (scales > 0)).all()
         ):
+            found = f"{scales.dtype} {list(scales.shape)}" if scales.size else "not there"
             raise CheckpointError(
-                f"{self._path}: {name} is missing or wrong; expected finite numbers above 0 of"
-                f" float32 {shape}; {_REMEDY}"
+                f"{self._path}: {name} is {found}; expected float32 {shape}, all finite and above"
+                f" 0; {_REMEDY}"
             )
         return scales
 
