@@ -389,7 +389,8 @@ def _warn_of_rounded_products(device: TorchDevice) -> None:
             "precision.compute=float32: on this Ascend torch_npu multiplies float32 matrices in"
             " float16; set precision=fp16 to have its loss scale too, or backend=mindspore"
         )
-    if device.kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    # get_float32_matmul_precision() raises where a model has run on the CPU in this process
+    if device.kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         LOG.warning(
             "precision.compute=float32: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 multiplies float32"
             " matrices in TF32, with 10 bits of fraction; unset it to have all 23"

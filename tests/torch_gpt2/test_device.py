@@ -89,16 +89,21 @@ def test_rounded_products_of_float32_are_said(
     setting: str,
     words: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
+    """Also behind a training on a processor where oneDNN multiplies."""
+    torch.backends.cuda.matmul.allow_tf32 = setting == "high"
     module = SimpleNamespace(is_bf16_supported=lambda **_: name != "Ascend910")
     kind = "npu" if name.startswith("Ascend") else "cuda"
     device = TorchDevice(kind=kind, index=0, name=name, module=module)
-    for precision, said in (("float32", words), ("fp16", "")):
-        caplog.clear()
-        check_support(tiny_config(device="auto", precision=precision), device)
-        assert said in caplog.text and bool(caplog.text) is bool(said)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    try:
+        for precision, said in (("float32", words), ("fp16", "")):
+            caplog.clear()
+            check_support(tiny_config(device="auto", precision=precision), device)
+            assert said in caplog.text and bool(caplog.text) is bool(said)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
 def test_each_process_has_its_device() -> None:
