@@ -133,9 +133,6 @@ class FleetXDataset(TokenFiles):
             self.tokens, *(array for array in (lens, documents) if array is not None)
         )
 
-    def __reduce__(self) -> tuple[type[FleetXDataset], tuple[str]]:
-        return FleetXDataset, (str(self.prefix),)
-
     @property
     def document_count(self) -> int:
         return len(self._lens) if self._documents is None else len(self._documents) - 1

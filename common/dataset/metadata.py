@@ -78,13 +78,16 @@ def read_metadata(path: Path) -> Metadata | None:
         raw = read_json_mapping(path, error=DataError)
         if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
+        if unknown := ", ".join(raw.keys() - Metadata.__dataclass_fields__):
+            raise TypeError(f"unknown keys {unknown[:100]}")
         metadata = Metadata(**raw)
         counts = (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents)
         eod = () if metadata.eod_id is None else (metadata.eod_id,)
         for number in (*counts, metadata.vocab_size, *eod):
             if type(number) is not int or not 0 <= number < 2**63:
                 raise TypeError(f"{str(number)[:40]!r} where a whole number is expected")
-        "".join((metadata.tokenizer, metadata.tokenizer_sha256))  # raises for anything but texts
+        if not type(metadata.tokenizer) is type(metadata.tokenizer_sha256) is str:
+            raise TypeError("a tokenizer or a digest that is no text")
         options = require_mapping(metadata.options, f"{path}: options", error=DataError)
         files: list[Any] = list(metadata.sources)
         sources = tuple(SourceFile(**each) for each in files)

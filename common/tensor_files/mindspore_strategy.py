@@ -20,7 +20,7 @@ import numpy as np
 
 from common.errors import CheckpointError
 from common.files import atomic_write
-from common.structured_files import MalformedError, parse_json, read_bytes, require_mapping
+from common.structured_files import parse_json, read_bytes, require_mapping
 from common.tensor_files.arrays import Bytes
 from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_packed
 
@@ -126,14 +126,14 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     content = read_bytes(path, limit=_MAX_BYTES, error=CheckpointError)
     try:
         is_json = content[:1] == b"{"
-        found = _from_json(content) if is_json else _from_protobuf(np.frombuffer(content, np.uint8))
+        return _from_json(content) if is_json else _from_protobuf(np.frombuffer(content, np.uint8))
     except (ValueError, TypeError, AttributeError, LookupError, CheckpointError) as error:
-        reason = error.problem if isinstance(error, MalformedError) else error
+        own = isinstance(error, (ValueError, CheckpointError))  # others have Python's words
+        reason = getattr(error, "problem", error) if own else "of another form"
         raise CheckpointError(
             f"{path}: not a whole strategy file of MindSpore: {reason}; expected its protobuf or"
             " JSON: copy it again from the run"
         ) from None
-    return found
 
 
 def _from_protobuf(content: Bytes) -> dict[int, dict[str, Layout]]:

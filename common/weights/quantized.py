@@ -75,7 +75,7 @@ class QuantizedReader:
         """
         self._path = path
         self._reader = reader
-        self.says_once = cache(
+        self.say_once = cache(
             lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32")
         )
         names = list(reader.keys())  # safe_open is not a mapping
@@ -159,7 +159,7 @@ class _Slice:
         return shape
 
     def __getitem__(self, spans: Any) -> NDArray[np.float32]:
-        self.file.says_once()
+        self.file.say_once()
         rows = spans[0] if isinstance(spans, tuple) else spans
         values: NDArray[np.float32] = self.stored[spans] * self.scales[rows, None]
         return values

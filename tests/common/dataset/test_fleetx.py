@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,6 @@ def test_samples_equal_those_of_a_pair(tmp_path, write_pair, offsets_of) -> None
             for data in (ours, pair)
         ]
         assert (rows[0] == rows[1]).all()
-    assert pickle.loads(pickle.dumps(ours)).content_key == ours.content_key
 
 
 @pytest.mark.parametrize("given_as", ["data", "data_ids.npy", "data_idx.npz", ""])
