@@ -295,7 +295,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
         lambda folder: shutil.rmtree(folder / "rank_6"),
     "the file of rank 4 is missing":
         lambda folder: [shutil.rmtree(folder / f"rank_{rank}") for rank in range(4, 8)],
-    r"describes the stages 0 of .4. ranks, and here are the files of ranks 0, .*; give the strat":
+    r"describes the stages 0 of .4. ranks, and here are the files of ranks 0, .*; give the ":
         lambda folder: (folder / STRATEGY_1).unlink(),
     r"describes the stages 1 of .4. ranks, and here are the files of ranks 0, ":
         lambda folder: (folder / STRATEGY_0).unlink(),
