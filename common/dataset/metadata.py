@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def read_metadata(path: Path) -> Metadata | None:
         raw = read_json_mapping(path, error=DataError)
         if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
-        if unknown := ", ".join(raw.keys() - Metadata.__dataclass_fields__):
+        if unknown := ", ".join(raw.keys() - {each.name for each in fields(Metadata)}):
             raise TypeError(f"unknown keys {unknown[:100]}")
         metadata = Metadata(**raw)
         counts = (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents)
