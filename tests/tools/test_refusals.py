@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = {
     "PYTHON": sys.executable,
     "ROOT": str(ROOT),
-    "MANY": ",".join(map(str, range(2000))),
     "TRAIN": "none CONFIG [0,2] train train.global_batch_size=null",
     "CONFIG": str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"),
 }
