@@ -136,10 +136,8 @@ def run_attempts(
     Raises ConfigError, with nothing started, if a log cannot be written or this host's port is not
     available, and RunError if not all hosts come.
     """
-    job = make_job(0)
     with closing(Terminal()) as terminal:
-        channel = HostChannel(job.hosts or _ALONE, restarts=most > 0, say=terminal.say)
-        return _Supervisor(job, make_job, most, folder, channel, terminal).run()
+        return _Supervisor(make_job, most, folder, terminal).run()
 
 
 def why_not(outcome: Outcome, before: Sequence[Outcome], most: int) -> str:
@@ -181,21 +179,16 @@ class _Supervisor:
     """Supervisor of all attempts of a run on this host."""
 
     def __init__(
-        self,
-        job: Job,
-        make_job: Callable[[int], Job],
-        most: int,
-        folder: Path | None,
-        channel: HostChannel,
-        terminal: Terminal,
+        self, make_job: Callable[[int], Job], most: int, folder: Path | None, terminal: Terminal
     ) -> None:
-        self._job, self._make_job, self._most, self._folder = job, make_job, most, folder
-        self._channel, self._terminal = channel, terminal
-        hosts = job.hosts or _ALONE
+        self._make_job, self._most, self._folder = make_job, most, folder
+        self._job, self._terminal = make_job(0), terminal
+        hosts = self._job.hosts or _ALONE
+        self._channel = HostChannel(hosts, restarts=most > 0, say=terminal.say)
         own = hosts.all[hosts.own]
         self._is_first, self._others = hosts.own == 0, len(hosts.all) - 1
-        self._address = own.address if job.hosts else None
-        self._here = f" at {own}" if job.hosts else ""
+        self._address = own.address if self._job.hosts else None
+        self._here = f" at {own}" if self._job.hosts else ""
         self._number = 0
         """Number of the attempt, from 0, as host 0 counts."""
         self._before: list[Outcome] = []
@@ -483,11 +476,6 @@ class _Supervisor:
         """Tell whether every rank here has ended; helpers may still run."""
         return all(process.code is not None for process in self._ranks)
 
-    @property
-    def _is_stopped(self) -> bool:
-        """Tell whether a process here has ended otherwise than well."""
-        return any(process.code for process in self._processes)
-
     def _look(self) -> None:
         for process in self._processes:
             process.read_heartbeat(time.monotonic())
@@ -499,10 +487,11 @@ class _Supervisor:
             self._channel.set_life(
                 states=[asdict(state) for state in states],
                 done=self._done,
-                stopped=self._is_stopped,
+                stopped=any(process.code for process in self._processes),
             )
         if not self._stops:
-            self._look_for_stalls(states)
+            if self._is_first:
+                self._look_for_stalls(states)
         elif time.monotonic() - self._stops[0][1] > self._job.stall_limit:
             left = [state.rank for state in states]
             text = (
@@ -514,8 +503,6 @@ class _Supervisor:
 
     def _look_for_stalls(self, states: list[RankState]) -> None:
         """Look for stalled ranks of all hosts: each by itself would blame its own for others'."""
-        if not self._is_first:
-            return
         lives = self._lives.values()
         states = states + [RankState(**one) for life in lives for one in life.get("states", ())]
         if not any(state.idle > self._job.stall_limit for state in states):
@@ -570,7 +557,9 @@ class _Supervisor:
         """Return how the attempt ends; host 0 decides for all, and tells."""
         first = next(iter(self._failures), None)
         failure = next((one for one in self._failures if one.certain), first)
-        ends = [self._is_stopped, *(life.get("stopped") for life in self._lives.values())]
+        # whether a process has ended otherwise than well
+        ends = [process.code for process in self._processes]
+        ends += [life.get("stopped") for life in self._lives.values()]
         code = 128 + self._stops[0][0] if self._stops and any(ends) else 0
         outcome = self._outcome(code if failure is None else failure.code, failure)
         if failure is not None:
