@@ -387,21 +387,28 @@ def test_an_end_that_comes_with_the_begin_is_heard(launch: Launch, port: int) ->
 def test_what_host_0_says_while_ranks_are_ended_is_heard(
     launch: Launch, port: int, tmp_path: Path, again: bool
 ) -> None:
-    """It has left when host 1 is ready, or begins anew with an attempt of the same number."""
+    """It has left when host 1 is ready, or begins anew with an attempt of the same number, in which
+    the stop of a rank in the one before does not count.
+    """
+    mark = str(tmp_path / "mark")
+    once = f"if not os.path.exists({mark!r}): open({mark!r}, 'w'); sys.exit(143)\n"
 
     def end(code: int, then: str) -> None:
         failure = {"text": "rank 0 has failed", "code": code, "ranks": [2], "stalled": True}
         control.tell("end", code=code, then=then, failure=failure)
 
     control = HostChannel(hosts(0, port), restarts=True)
-    second = launch(1, SLEEP, most=5)
+    second = launch(1, SLEEP, "import os, sys\n" + once + SLEEP, most=5)
     gather(control, 0, 30.0)
     until_ready(tmp_path, [2])
+    while not heard(control, "life").get("stopped"):
+        pass
     end(7, "restarted" if again else "so")  # host 1 waits a second for stacks
     control.close()
     if again:
         control = HostChannel(hosts(0, port), restarts=True)
         gather(control, 0, 30.0)
+        until_ready(tmp_path, [3])
         until(lambda: "most recent" not in log(tmp_path, 2) and "ready" in log(tmp_path, 2))
         end(9, "so")
     code, output = second.end()
