@@ -204,15 +204,15 @@ class HostChannel:
         answer = link.hello()
         kind = answer.get("kind")
         if kind == "welcome":
-            self.own = int(answer["host"])
+            self.own = int(answer.get("host", self.own))
             self._links[0] = link
             self._in_thread(self._serve, 0, link)
             return self._call()
         link.close()
         if kind == "refused":
-            raise ConfigError(f"{first} at port {port} {answer['text']}")
+            raise ConfigError(f"{first} at port {port} {answer.get('text')}")
         if kind == "later":
-            return f"{first}: it is not ready for this host yet, or has another as this one", True
+            return f"{first}: it is not ready for this host yet, or has one in its place", True
         return f"{first}: something else answers at its port {port}", False
 
     def tell(self, kind: str, **values: Any) -> None:
