@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset, IndexedWriter
+from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.token_files import TokenFiles
 from common.dataset.workers import TokenizerChoice
@@ -46,6 +46,10 @@ def write_pair(tmp_path: Path) -> WritePair:
 def offsets_of() -> Callable[[TokenFiles], list[int]]:
     """The first token of each document, and the number of tokens."""
     return lambda data: [data.tokens_before(n) for n in range(data.document_count + 1)]
+
+
+def windows_of(data: Path | TokenFiles, seq_length: int, **changes: Any) -> GPTDataset:
+    return GPTDataset(data, seq_length=seq_length, **{**WHOLE, **changes})
 
 
 def files_of(prefix: Path, *endings: str) -> list[bytes]:
