@@ -71,9 +71,7 @@ def write(path: Path, texts: list[str]) -> Path:
 
 
 @pytest.mark.parametrize(("pieces", "least"), [(1, 0), (3, 10), (8, 0), (20, 12)])
-def test_pieces_equal_those_of_gpt2_chinese(
-    tmp_path: Path, vocabulary: TokenizerChoice, pieces: int, least: int
-) -> None:
+def test_pieces_equal_those_of_gpt2_chinese(tmp_path, vocabulary, pieces, least) -> None:
     texts = [text.replace("[SEP]", "[ SEP ]") for text in TEXTS]
     source = write(tmp_path / "train.json", texts)
     texts = ["" if text.isspace() else text for text in texts]
@@ -86,9 +84,7 @@ def test_pieces_equal_those_of_gpt2_chinese(
     assert not list(tmp_path.glob("*spool*"))
 
 
-def test_pieces_are_read_as_the_documents_that_they_were(
-    tmp_path: Path, vocabulary: TokenizerChoice
-) -> None:
+def test_pieces_are_read_as_the_documents_that_they_were(tmp_path, vocabulary) -> None:
     source, folder = write(tmp_path / "train.json", TEXTS * 4), tmp_path / "pieces"
     run(folder, vocabulary, source, format="pieces", pieces=12)
     pair = IndexedDataset(run(tmp_path / "a", vocabulary, source))
@@ -110,18 +106,14 @@ def test_pieces_are_read_as_the_documents_that_they_were(
         ("", "all 0 documents"),
     ],
 )
-def test_an_invalid_id_is_refused(
-    tmp_path: Path, vocabulary: TokenizerChoice, content: str, message: str
-) -> None:
+def test_an_invalid_id_is_refused(tmp_path, vocabulary, content, message) -> None:
     source = tmp_path / "tokenized_train_0.txt"
     source.write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         run(tmp_path, vocabulary, source, input_format=CorpusFormat.IDS)
 
 
-def test_a_missing_piece_one_too_many_and_short_documents_are_refused(
-    tmp_path: Path, vocabulary: TokenizerChoice
-) -> None:
+def test_a_missing_piece_one_too_many_and_short_documents_are_refused(tmp_path, vocabulary) -> None:
     source = write(tmp_path / "train.json", TEXTS)
     run(tmp_path, vocabulary, source, format="pieces", pieces=3)
     with pytest.raises(ConfigError, match=r"tokenized_train_2.txt: is of an earlier run"):
@@ -134,9 +126,7 @@ def test_a_missing_piece_one_too_many_and_short_documents_are_refused(
 
 
 @pytest.mark.parametrize("name", ["train.json", "train.txt"])
-def test_gbk_is_named_and_read_when_said(
-    tmp_path: Path, vocabulary: TokenizerChoice, name: str
-) -> None:
+def test_gbk_is_named_and_read_when_said(tmp_path, vocabulary, name) -> None:
     text = "她说：你好。" * 30
     content = json.dumps([text], ensure_ascii=False) if name.endswith("json") else text
     source, utf8 = tmp_path / name, tmp_path / f"utf8.{name}"

@@ -101,9 +101,7 @@ def mindspore_reads(source: Path | list[Path]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])
-def test_padded_rows_are_refused_unless_their_padding_is_left_out(
-    kind: str, tmp_path: Path
-) -> None:
+def test_padded_rows_are_refused_unless_their_padding_is_left_out(kind, tmp_path) -> None:
     """A thousand rows are looked at when the file is opened, the others when they are read."""
     rows, masks = tokens_of(3000, 9), np.ones((3000, 9), dtype=kind)
     schema = MASKED | {"attention_mask": {"type": kind, "shape": [-1]}}
@@ -134,9 +132,7 @@ def all_rows(samples: Any) -> np.ndarray:
         ("wiki-train", MIXED),
     ],
 )
-def test_rows_are_those_that_mindspore_reads(
-    tmp_path: Path, schema: dict[str, Any], name: str
-) -> None:
+def test_rows_are_those_that_mindspore_reads(tmp_path, schema, name) -> None:
     rows = tokens_of(2000, 9)  # several pages, of both kinds
     path = write(tmp_path / name, rows, schema)
     left_by_killed_writer = tmp_path / ".data.mindrecord.77.tmp"
@@ -178,9 +174,7 @@ def test_shards_are_read_in_order_from_any_of_them(tmp_path: Path) -> None:
     wide=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_any_number_of_rows_and_pages(
-    tmp_path: Path, rows: int, width: int, shards: int, wide: bool, seed: int
-) -> None:
+def test_any_number_of_rows_and_pages(tmp_path, rows, width, shards, wide, seed) -> None:
     tokens = tokens_of(rows, width, seed)
     folder = tmp_path / "property"
     shutil.rmtree(folder, ignore_errors=True)
@@ -222,9 +216,7 @@ def test_splits_are_disjoint_and_cover_all_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("seq_length", "shards"), [(4, 1), (10, 12)])
-def test_written_rows_are_the_windows_of_the_pair(
-    tmp_path: Path, write_pair: Any, seq_length: int, shards: int
-) -> None:
+def test_written_rows_are_the_windows_of_the_pair(tmp_path, write_pair, seq_length, shards) -> None:
     from mindformers_gpt2.mindrecord import write_mindrecord
 
     prefix = write_pair([40, 1, 88, 301, 20], dtype="int32")
@@ -259,7 +251,7 @@ def test_written_rows_are_the_windows_of_the_pair(
     ],
 )
 def test_what_cannot_be_written_leaves_nothing(
-    tmp_path: Path, write_pair: Any, name: str, seq_length: int, shards: int, message: str
+    tmp_path, write_pair, name, seq_length, shards, message
 ) -> None:
     from mindformers_gpt2.mindrecord import write_mindrecord
 

@@ -53,9 +53,7 @@ def files(prefix: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 8, 200])
-def test_merged_shards_have_the_bytes_of_one_process(
-    tmp_path: Path, options: PreprocessOptions, count: int
-) -> None:
+def test_merged_shards_have_the_bytes_of_one_process(tmp_path, options, count) -> None:
     whole = preprocess(options).prefixes[0]
     parts = shards(options, count)
     merge_datasets(parts, tmp_path / "merged")
@@ -65,9 +63,7 @@ def test_merged_shards_have_the_bytes_of_one_process(
         assert max(sizes) < 0.4 * sum(sizes)
 
 
-def test_a_finished_shard_is_kept_and_one_of_other_inputs_is_not(
-    tmp_path: Path, options: PreprocessOptions
-) -> None:
+def test_a_finished_shard_is_kept_and_one_of_other_inputs_is_not(tmp_path, options) -> None:
     second = replace(options, shard=Shard(number=2, count=3))
     first, again = preprocess(second), preprocess(second)
     assert not first.kept and again.kept
@@ -87,9 +83,7 @@ def test_a_shard_of_empty_documents_keeps_them(tmp_path: Path, options: Preproce
     assert IndexedDataset(whole).document_count == 9002
 
 
-def test_shards_that_do_not_make_a_whole_are_refused(
-    tmp_path: Path, options: PreprocessOptions
-) -> None:
+def test_shards_that_do_not_make_a_whole_are_refused(tmp_path, options) -> None:
     def refused(message: str, *parts: Path, output: str = "merged") -> None:
         with pytest.raises((ConfigError, DataError, StorageError), match=message):
             merge_datasets(parts, tmp_path / output)

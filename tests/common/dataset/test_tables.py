@@ -65,9 +65,7 @@ KINDS = ["parquet", "parquet-dict", "stream", "zstd", "file", "large", "view", "
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_gives_the_bytes_of_json_lines(
-    pa: Any, tmp_path: Path, run: Callable[..., Path], kind: str
-) -> None:
+def test_a_table_gives_the_bytes_of_json_lines(pa, tmp_path, run, kind) -> None:
     rows: Any = texts() * 2 if kind.endswith("dict") else texts()
     expected = files_of(run(as_json_lines(tmp_path / "a.jsonl", rows), json_keys=("body",)))
     types = {"large": pa.large_string(), "view": pa.string_view()}
@@ -85,7 +83,7 @@ def test_a_table_gives_the_bytes_of_json_lines(
 
 @pytest.mark.parametrize("count", [3, 8, 40])
 def test_merged_shards_of_many_files_have_the_bytes_of_one_process(
-    pa: Any, tmp_path: Path, run: Callable[..., Path], count: int
+    pa, tmp_path, run, count
 ) -> None:
     rows = texts()
     (tmp_path / "more").mkdir()
@@ -233,14 +231,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a.gz", {}, "is gzipped parquet, which is compressed inside"),
     ],
 )
-def test_a_table_that_cannot_be_read(
-    broken: Path,
-    tmp_path: Path,
-    run: Callable[..., Path],
-    name: str,
-    options: dict[str, Any],
-    message: str,
-) -> None:
+def test_a_table_that_cannot_be_read(broken, tmp_path, run, name, options, message) -> None:
     """An error of a later file comes before the work."""
     first = as_json_lines(tmp_path / "a.jsonl", ["x"])
     for inputs in ([broken / name], [first, broken / name]):
@@ -271,15 +262,7 @@ def test_a_table_that_cannot_be_read(
         ("folder", None, {"_data_files": [{"filename": "a.arrow"}]}, "a.arrow: is not there, thou"),
     ],
 )
-def test_folders_that_cannot_be_read(
-    pa: Any,
-    tmp_path: Path,
-    run: Callable[..., Path],
-    folder: str,
-    split: str | None,
-    state: Any,
-    message: str,
-) -> None:
+def test_folders_that_cannot_be_read(pa, tmp_path, run, folder, split, state, message) -> None:
     path = DATA / folder
     if folder == "folder":
         path = tmp_path / folder
@@ -291,9 +274,7 @@ def test_folders_that_cannot_be_read(
     assert message in str(caught.value)
 
 
-def test_without_pyarrow_the_extra_is_named(
-    tmp_path: Path, run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_the_extra_is_named(tmp_path, run, monkeypatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pyarrow, which reads .*a\.parquet, is not installed"):

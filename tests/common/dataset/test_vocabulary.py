@@ -49,9 +49,7 @@ TOO_SMALL = r"has 101 tokens and model\.vocab_size=100 is less; set model\.vocab
         ),
     ],
 )
-def test_what_is_said_of_vocabularies(
-    data: list[Any], tokenizer: Any, vocab_size: int, said: str | None
-) -> None:
+def test_what_is_said_of_vocabularies(data, tokenizer, vocab_size, said) -> None:
     """Of a vocabulary beyond the model as an error, of others as one remark, of equal ones
     nothing.
     """
