@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.dataset import Blend, GPTDataset, open_samples, parse_blend, part_names, windows_by_part
-from common.dataset.blend import FINEST, quantise
+from common.dataset.blend import FINEST
 from common.errors import DataError
 from tests.common.dataset.conftest import WHOLE, windows_of
 
@@ -56,17 +54,6 @@ def test_each_data_set_stays_near_its_share_from_any_sample_on(counts, start) ->
         assert (np.abs(np.cumsum(mine) - wanted) < 2).all()
 
 
-@settings(max_examples=80, deadline=None)
-@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_quantising_stays_within_one(weights) -> None:
-    counts = quantise(weights, ["x"] * len(weights), 100_000)
-    assert sum(counts) <= 100_000
-    assert all(
-        abs(count - weight / math.fsum(weights) * sum(counts)) < 1
-        for count, weight in zip(counts, weights, strict=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("weights", "counts"),
     [
@@ -86,28 +73,15 @@ def test_shares_are_exact_down_to_one_in_two_billion(weights, counts) -> None:
         assert np.bincount(numbers).tolist() == counts
 
 
-@pytest.fixture(scope="module")
-def helpers():
-    """megatron-core's compiled helpers, without the package, whose import takes seconds."""
-    found = importlib.util.find_spec("megatron")
-    folders = [Path(path) for path in found.submodule_search_locations] if found else []
-    files = [path for folder in folders for path in folder.glob("core/datasets/helpers_cpp*.so")]
-    if not files:
-        pytest.skip("megatron-core is not installed")
-    spec = importlib.util.spec_from_file_location("helpers_cpp", files[0])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     "weights",
     [[0.5, 0.3, 0.2], [0.9998, 0.00014, 0.00006], [7, 1, 1, 1, 0.25], np.arange(1, 300).tolist()],
 )
-def test_counts_are_those_of_megatron_core(helpers, weights) -> None:
+def test_counts_are_those_of_megatron_core(weights) -> None:
     """Megatron takes the data set that lacks most. Its data sets hold 1.005 times their samples
     (megatron/core/datasets/blended_megatron_dataset_builder.py), and ours need no more.
     """
+    helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp")
     size, count = 100_000, len(weights)
     theirs, inner = np.zeros(size, np.int16), np.zeros(size, np.int64)
     shares = np.array(weights) / sum(weights)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from common.dataset import GPTDataset, open_samples
 from common.dataset.mindrecord import MindRecordSamples, is_mindrecord, metadata_paths
@@ -124,27 +122,28 @@ def all_rows(samples: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "schema"),
+    ("name", "schema", "width"),
     [
-        ("data.mindrecord", INT32),
-        ("wiki-train", ids("int32", 9)),
-        ("data.mindrecord", MASKED),
-        ("wiki-train", MIXED),
+        ("data.mindrecord", INT32, 9),
+        ("wiki-train", ids("int32", 8), 8),
+        ("data.mindrecord", MASKED, 299),
+        ("wiki-train", MIXED, 3),
+        ("data.mindrecord", MIXED, 4098),
     ],
 )
-def test_rows_are_those_that_mindspore_reads(tmp_path, schema, name) -> None:
-    rows = tokens_of(2000, 9)  # several pages, of both kinds
+def test_rows_are_those_that_mindspore_reads(tmp_path, schema, name, width) -> None:
+    rows = tokens_of(2000 if width < 4000 else 40, width)  # several pages, of both kinds
     path = write(tmp_path / name, rows, schema)
     left_by_killed_writer = tmp_path / ".data.mindrecord.77.tmp"
     left_by_killed_writer.mkdir()
     write(left_by_killed_writer / "data.mindrecord", rows)
     assert is_mindrecord(path) and is_mindrecord(tmp_path)
     for source in (path, tmp_path):
-        samples = MindRecordSamples(source, seq_length=8, shuffle=False, **WHOLE)
+        samples = MindRecordSamples(source, seq_length=width - 1, shuffle=False, **WHOLE)
         assert (all_rows(samples) == rows).all()
     assert (mindspore_reads(path) == rows).all()
-    mixed = np.random.default_rng(1).integers(0, 6000, 300)
-    assert (samples.read(mixed) == rows[mixed % 2000]).all()
+    mixed = np.random.default_rng(1).integers(0, 3 * len(rows), 300)
+    assert (samples.read(mixed) == rows[mixed % len(rows)]).all()
     assert samples.read(mixed).dtype == np.int32
     assert samples.source(0) == path
 
@@ -162,29 +161,6 @@ def test_shards_are_read_in_order_from_any_of_them(tmp_path: Path) -> None:
     for source in sources:
         with pytest.raises(DataError, match=r"10: not found, but .* one of 11 shards; copy all"):
             MindRecordSamples(source, seq_length=8, **WHOLE)
-
-
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    rows=st.integers(1, 1500),
-    width=st.integers(2, 300),
-    shards=st.integers(1, 4),
-    wide=st.booleans(),
-    seed=st.integers(0, 9),
-)
-def test_any_number_of_rows_and_pages(tmp_path, rows, width, shards, wide, seed) -> None:
-    tokens = tokens_of(rows, width, seed)
-    folder = tmp_path / "property"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    write(folder / "data.mindrecord", tokens, MIXED if wide else INT32, shards=shards)
-    found = all_rows(MindRecordSamples(folder, seq_length=width - 1, shuffle=False, **WHOLE))
-    if shards == 1:
-        assert (found == tokens).all()
-    else:  # FileWriter deals them to the shards by chance
-        assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, tokens.tolist()))
 
 
 def test_epochs_are_different_permutations_and_resume_anywhere(tmp_path: Path) -> None:

@@ -75,24 +75,6 @@ def test_two_epochs_have_nothing_in_common() -> None:
     assert (places[:1000] == places[1000:]).mean() < 0.01  # one of 1000 by chance
 
 
-def test_cycles_are_those_of_chance() -> None:
-    """A permutation of n has 1 fixed number and 1 + 1/2 + ... + 1/n cycles on average."""
-    n, fixed, cycles = 1009, [], []
-    for key in range(300):
-        order = permuted(np.arange(n), n, f"cycle {key}")
-        fixed.append(int((order == np.arange(n)).sum()))
-        left, count = set(range(n)), 0
-        while left:
-            count, at = count + 1, next(iter(left))
-            while at in left:
-                left.remove(at)
-                at = int(order[at])
-        cycles.append(count)
-    expected = sum(1 / k for k in range(1, n + 1))
-    assert abs(np.mean(fixed) - 1) < 4 / math.sqrt(300)
-    assert abs(np.mean(cycles) - expected) < 4 * math.sqrt(expected / 300)
-
-
 def test_each_epoch_is_whole_whatever_is_asked_for_at_once() -> None:
     ids = np.arange(1234, 1234 + 5 * 300)
     epochs, places = shuffled(ids, 300, "x")

@@ -89,16 +89,6 @@ def test_windows_begin_elsewhere_in_each_epoch(write_pair) -> None:
     assert min(np.bincount(begins, minlength=8)) > 8, "25 of each on average"
 
 
-def test_a_batch_is_of_many_places(write_pair) -> None:
-    """Pairs of a batch that lie within 1 % of the split are as many as chance gives: 1.99 %."""
-    dataset = windows_of(write_pair([1000] * 60), 2)
-    n = dataset.samples_per_epoch
-    batches = [dataset.identities(np.arange(64) + 64 * k)[:, 1] for k in range(n // 64)]
-    near = sum(int((np.abs(b[:, None] - b) < n // 100).sum()) - 64 for b in batches) / 2
-    expected = len(batches) * 64 * 63 / 2 * 0.0199
-    assert abs(near - expected) < 5 * np.sqrt(expected)
-
-
 def test_the_order_is_frozen(write_pair) -> None:
     """A change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say
     so.
