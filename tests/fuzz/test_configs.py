@@ -153,14 +153,13 @@ def accept_or_refuse(
     mode: tuple[str, int | None, bool],
     words: list[str] | tuple[str, ...] = (),
     tree: dict[str, Any] | None = None,
-    fault: Fault | None = None,
-    faulty: str = "config.yaml",
+    faults: dict[str, Fault | None] | None = None,
 ) -> None:
-    """tree: what the config must be equal to. fault: of the file ``faulty``."""
+    """tree: what the config must be equal to. faults: of files, by their names."""
     with judge.folder() as folder:
         for name, content in {"config.yaml": text, "base.yaml": "seed: 1\n"}.items():
             (folder / name).write_text(content, encoding="utf-8", errors="surrogatepass")
-        spoil(folder / faulty, fault)
+            spoil(folder / name, (faults or {}).get(name))
         with judge(str(folder), *NAMES):
             config = use(folder / "config.yaml", words, *mode)
             save_config(config, folder / "again.yaml")
@@ -236,7 +235,8 @@ def test_keys_of_the_schema_in_a_file_or_as_words(judge, tree, mode, pairs, word
 
 
 @given(tree=TREES, fault=FAULTS, faulty=st.sampled_from(("config.yaml", "base.yaml")), mode=MODES)
+@example(tree=PLAIN, fault=Fault("missing file"), faulty="base.yaml", mode=MODE)
+@example(tree=PLAIN, fault=None, faulty="base.yaml", mode=MODE)
 def test_a_file_with_a_fault(judge, tree, fault, faulty, mode) -> None:
-    if faulty == "base.yaml":
-        tree = tree | {"base": [*tree.get("base", []), faulty]}
-    accept_or_refuse(judge, to_yaml(tree), mode, fault=fault, faulty=faulty)
+    bases = {"base": [*tree.get("base", []), faulty]} if faulty == "base.yaml" else {}
+    accept_or_refuse(judge, to_yaml(tree | bases), mode, faults={faulty: fault})

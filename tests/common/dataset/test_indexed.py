@@ -16,7 +16,7 @@ from common.dataset import IndexedDataset, IndexedWriter, token_dtype
 from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
 from common.dataset.indexed import HEADER
 from common.dataset.preprocess import PreprocessResult, preprocess
-from common.errors import DataError, StorageError
+from common.errors import DataError
 from tests.common.dataset.conftest import files_of, write_table
 
 
@@ -269,22 +269,6 @@ def test_nothing_is_left_behind_by_a_failure(tmp_path, write_pair, writer) -> No
     assert IndexedDataset(prefix).sizes[:].tolist() == [3, 7]
     write_pair([1])
     assert IndexedDataset(prefix).sizes[:].tolist() == [1]
-
-
-def test_a_rewrite_that_cannot_be_published_keeps_the_old_pair(write_pair, monkeypatch) -> None:
-    prefix = write_pair([3, 7])
-    before = files_of(prefix)
-    unlink = Path.unlink
-
-    def refuse(path: Path, *, missing_ok: bool = False) -> None:
-        if path.suffix == ".idx":
-            raise PermissionError(13, "Permission denied", str(path))
-        unlink(path, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(StorageError, match=r"an older file of this name is untouched"):
-        write_pair([4])
-    assert files_of(prefix) == before and len(list(prefix.parent.iterdir())) == 2
 
 
 @pytest.mark.parametrize("writer", [IndexedWriter, FleetXWriter])

@@ -82,13 +82,6 @@ def test_each_token_is_an_input_once_an_epoch_and_others_are_left_over(write_pai
     assert len(left_over) > 100
 
 
-def test_windows_begin_elsewhere_in_each_epoch(write_pair) -> None:
-    dataset = windows_of(write_pair([997]), 8)
-    n = dataset.samples_per_epoch
-    begins = [int(dataset.read(np.arange(n) + epoch * n)[:, 0].min() % 8) for epoch in range(200)]
-    assert min(np.bincount(begins, minlength=8)) > 8, "25 of each on average"
-
-
 def test_the_order_is_frozen(write_pair) -> None:
     """A change of these numbers breaks the resumption of every run: raise ORDER_VERSION and say
     so.
