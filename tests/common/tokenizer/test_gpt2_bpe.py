@@ -47,14 +47,6 @@ def test_surrogates_are_refused_with_their_place(tokenizer: GPT2BPETokenizer) ->
             tokenizer.encode("<|endoftext|>" + surrogate, allow_special=True)
 
 
-def test_empty_input(tokenizer: GPT2BPETokenizer) -> None:
-    assert tokenizer.encode("").shape == (0,)
-    assert tokenizer.encode_packed([]).rows() == []
-    assert [len(ids) for ids in tokenizer.encode_packed(["", "a", ""]).rows()] == [0, 1, 0]
-    assert tokenizer.encode_packed([]).offsets.tolist() == [0]
-    assert tokenizer.decode([]) == ""
-
-
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 50256), max_size=50))
 def test_decode_joins_the_bytes_of_tokens(tokenizer: GPT2BPETokenizer, ids: list[int]) -> None:
