@@ -73,13 +73,3 @@ def test_two_epochs_have_nothing_in_common() -> None:
     epochs, places = shuffled(np.arange(2000), 1000, "windows")
     assert epochs.tolist() == [0] * 1000 + [1] * 1000
     assert (places[:1000] == places[1000:]).mean() < 0.01  # one of 1000 by chance
-
-
-def test_each_epoch_is_whole_whatever_is_asked_for_at_once() -> None:
-    ids = np.arange(1234, 1234 + 5 * 300)
-    epochs, places = shuffled(ids, 300, "x")
-    assert (epochs == ids // 300).all()
-    for epoch in range(5, 9):
-        assert sorted(places[epochs == epoch].tolist()) == list(range(300))
-    mixed = np.random.default_rng(0).permutation(len(ids))
-    assert (shuffled(ids[mixed], 300, "x")[1] == places[mixed]).all()
