@@ -1,29 +1,55 @@
-"""Every key that a user may give acts: some code reads it, and not only its schema."""
+"""Every key that a user may give acts: some code reads it, and not only its schema. Tables have a
+row for every name that the schema takes, and for every part of an update rule.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from common.config.hints import schema_keys
+from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
+from common.config.tokenizer_kinds import TokenizerKind
+from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
+from common.evaluation.text import DETOKENIZERS
+from common.flags import make_parser
+from common.systems.config import COMMAND_LINES, DIALECTS
+from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
+from common.systems.oneflow.read import MOMENTS as OF_ONEFLOW
+from common.tokenizer import TOKENIZERS
+from common.training.report import STYLES
+from common.training.trackers import STORES
 from tests.key_reads import Source
+from tools.convert_config import Request
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = ROOT / "common" / "config" / "schema.py"
 FOLDERS = ("common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "tools")
 PLANTED = {
     "ModelConfig": ('activation: Literal["gelu_tanh", "relu"] = "gelu_tanh"', "model.activation"),
-    "ParallelConfig": ("context_parallel: Count = 1", "parallel.context_parallel"),
     "TrainConfig": ("interval: Count = 1", "train.interval"),
-    "ValidationConfig": ('name: Text = "x"', "validation.name"),
-    "ProfileConfig": ("seed: Count = 1", "profile.seed"),
     "OptimizerConfig": ('state: Text = "x"', "optimizer.state"),
-    "DataConfig": ("count: Count = 1", "data.count"),
     "LossScaleConfig": ("momentum: Count = 1", "loss_scale.momentum"),
 }
 """Keys that no code reads, added to the schema before the search. Other sections have keys of some
 of these names, and other objects such attributes.
+"""
+SCHEMAS: dict[str, dict[str, str]] = {
+    "common.config.schema.RunConfig": {
+        "model.dropout": "resolved.py gives it to the three rates, which are read",
+        **dict.fromkeys((key for _, key in PLANTED.values()), "planted"),
+    },
+    "common.study.definition.Definition": {},
+    "common.serving.protocol.CompletionRequest": {
+        "best_of": "must equal n, which is read",
+        "user": "names a client: accepted, unused",
+        "stream_options.include_obfuscation": "accepted, unused",
+    },
+}
+"""Keys that nothing reads by name, and the reason. A key that is only read from a dump or by a
+variable name belongs there too.
 """
 
 
@@ -39,33 +65,37 @@ def source() -> Source:
     return Source(ROOT, [*files, ROOT / "run_gpt2.py"], {SCHEMA: text})
 
 
-@pytest.mark.parametrize(
-    ("root", "own", "why_not"),
-    [
-        (
-            "common.config.schema.RunConfig",
-            "common.config.",
-            {
-                "model.dropout": "resolved.py gives it to the three rates, which are read",
-                **dict.fromkeys((key for _, key in PLANTED.values()), "planted"),
-            },
-        ),
-        ("common.study.definition.Definition", "common.study.definition", {}),
-        (
-            "common.serving.protocol.CompletionRequest",
-            "common.serving.protocol",
-            {
-                "best_of": "must equal n, which is read",
-                "user": "names a client: accepted, unused",
-                "stream_options.include_obfuscation": "accepted, unused",
-            },
-        ),
-    ],
-)
-def test_every_key_is_read(source: Source, root: str, own: str, why_not: dict[str, str]) -> None:
-    """why_not: keys that nothing reads by name, and the reason. A key that is only read from a dump
-    or by a variable name belongs there too.
-    """
-    assert source.unread_keys(root, own) == why_not.keys(), (
+@pytest.mark.parametrize("root", SCHEMAS)
+def test_every_key_is_read(source: Source, root: str) -> None:
+    own = root.rpartition(".")[0].replace("config.schema", "config.")
+    assert source.unread_keys(root, own) == SCHEMAS[root].keys(), (
         "read each key where it acts, from a config with an annotated type, or take it out"
     )
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        (RULES, get_args(RuleName)),
+        (TOKENIZERS, get_args(TokenizerKind)),
+        (STYLES, get_args(LoggingConfig.model_fields["style"].annotation)),
+        (STORES | {"tensorboard": None}, get_args(Tracker)),  # which this project writes itself
+        (DETOKENIZERS, get_args(EvaluationConfig.model_fields["detokenize"].annotation)),
+        (OF_MINDFORMERS, STATE_PARTS),
+        (OF_ONEFLOW, STATE_PARTS),
+    ],
+)
+def test_every_name_has_a_row(table: dict[str, Any], names: Any) -> None:
+    assert table.keys() == set(names)
+
+
+def test_the_converter_knows_every_dialect() -> None:
+    (option,) = (each for each in make_parser(None, Request)._actions if each.dest == "system")
+    of_files = {"mindformers", "fleetx", "gpt2_chinese"}
+    assert len(of_files) == len(DIALECTS)
+    assert set(option.choices or ()) == of_files | COMMAND_LINES.keys()
+
+
+def test_a_rule_is_known_by_its_parts() -> None:
+    kept = (("exp_avg_sq", "exp_avg"), ("momentum_buffer",), (), ("sum",))
+    assert [rule_keeping(parts) for parts in kept] == ["adamw", "sgd", "adamw", "adamw"]
