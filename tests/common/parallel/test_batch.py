@@ -20,29 +20,19 @@ from common.parallel.batch import (
 small = st.integers(1, 64)
 
 
-@given(small, small, small)
-def test_any_one_number_may_be_left_out(micro: int, data_parallel: int, accumulation: int) -> None:
-    whole = {"micro_batch": micro, "data_parallel": data_parallel, "accumulation": accumulation}
-    whole["global_batch"] = micro * data_parallel * accumulation
+@given(small, small, small, st.integers(1, 5000))
+def test_a_plan_multiplies_out_and_any_one_number_may_be_left_out(
+    micro: int, data_parallel: int, accumulation: int, total: int
+) -> None:
+    given = {"micro_batch": micro, "data_parallel": data_parallel, "accumulation": accumulation}
+    whole = given | {"global_batch": micro * data_parallel * accumulation}
     plan = plan_batch(**whole)
     for name in ("micro_batch", "accumulation", "global_batch"):
         assert plan_batch(**{key: value for key, value in whole.items() if key != name}) == plan
-
-
-@given(small, small, small, st.integers(1, 5000))
-def test_a_plan_always_multiplies_out(
-    micro: int, data_parallel: int, accumulation: int, total: int
-) -> None:
-    try:
-        words = {"micro_batch": micro, "data_parallel": data_parallel}
-        plan = plan_batch(global_batch=total, accumulation=accumulation, **words)
-    except ConfigError as error:
-        assert total != micro * data_parallel * accumulation
-        numbers = (total, micro, data_parallel, accumulation)
-        assert all(str(number) in str(error) for number in numbers)
-    else:
-        product = plan.micro_batch * plan.data_parallel * plan.accumulation
-        assert plan.global_batch == product == total
+    if total != plan.global_batch:
+        with pytest.raises(ConfigError) as caught:
+            plan_batch(**given, global_batch=total)
+        assert all(str(number) in str(caught.value) for number in (total, *given.values()))
 
 
 @pytest.mark.parametrize(
@@ -61,9 +51,8 @@ def test_known_layouts(given: tuple[int, int, int], accumulation: int) -> None:
 
 
 def world(size: int, tensor: int, pipeline: int, data: int | None = None) -> int:
-    return plan_data_parallel(
-        world_size=size, model_parallel=tensor, pipeline_stage=pipeline, data_parallel=data
-    )
+    axes = {"model_parallel": tensor, "pipeline_stage": pipeline, "data_parallel": data}
+    return plan_data_parallel(world_size=size, **axes)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +62,6 @@ def world(size: int, tensor: int, pipeline: int, data: int | None = None) -> int
         (
             lambda: plan_batch(global_batch=10, micro_batch=4, data_parallel=2),
             r"=10 is not a multiple of micro batch x data parallel = 8.*choose 8 or 16",
-        ),
-        (
-            lambda: plan_batch(global_batch=3, micro_batch=4, data_parallel=2),
-            r"global_batch_size=3 .* choose 8$",
         ),
         (lambda: world(2**40, 1, 1), f"{MAX_RANKS} is the most"),
         (lambda: world(32, 2, 4, 1), "= 8 processes, but 32 are running"),
@@ -93,12 +78,12 @@ def test_divisors(number: int) -> None:
     assert list(divisors(number)) == [part for part in range(1, number + 1) if number % part == 0]
 
 
-# a power, the largest prime below, 6720 divisors
-@pytest.mark.parametrize("whole", [2**40, 2**40 - 87, 2**42, 963761198400])
+# the largest prime below 2^40, 6720 divisors
+@pytest.mark.parametrize("whole", [2**40 - 87, 963761198400])
 def test_divisors_of_the_largest_numbers_are_named_at_once(whole: int) -> None:
     start = time.process_time()
     with pytest.raises(ConfigError, match=r"; choose \d+(,| or)") as caught:
-        check_divides("part", 2**39 + 1 if whole == 2**40 - 87 else 7 * 17 * 31, "whole", whole)
+        check_divides("part", 2**39 + 1 if whole % 2 else 7 * 17 * 31, "whole", whole)
     assert time.process_time() - start < 2
     assert len(str(caught.value)) < 300
 

@@ -1,81 +1,66 @@
 """Sizes of a growing batch, against megatron-core's calculator and counting step by step."""
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
 from common.parallel.batch import plan_batch
-from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, describe_ramp, micro_batches
-
-RAMPS = {
-    "one increment": (8, (4, 4, 16)),
-    "thirds": (16, (4, 4, 10)),
-    "long": (1536, (32, 32, 5_859)),
-    "jumps sizes": (64, (8, 8, 20)),
-    "one sample": (12, (4, 4, 1)),
-    "unaligned": (40, (10, 6, 977)),
-}
+from common.parallel.ramp import batch_sizes, check_ramp, describe_ramp, micro_batches
 
 
-def drawn(count: int) -> dict[str, tuple[int, tuple[int, int, int]]]:
+def drawn(count: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
     generator = random.Random(0)
-    found = {}
-    for number in range(count):
+    for _ in range(count):
         start, increment = generator.randint(1, 9), generator.randint(1, 9)
         full = start + increment * generator.randint(1, 12)
-        found[f"drawn {number}"] = (full, (start, increment, generator.randint(1, 900)))
-    return found
+        yield full, (start, increment, generator.randint(1, 900))
 
 
-CASES = RAMPS | drawn(40)
-STEPS = {
-    "three": (32, [[0, 4], [10, 8], [100, 32]]),
-    "jumps a size": (32, [[0, 16], [10, 17], [12, 32]]),
-    "one": (8, [[0, 8]]),
-}
+CASES = [
+    (8, (4, 4, 16)),
+    (16, (4, 4, 10)),
+    (1536, (32, 32, 5_859)),
+    (64, (8, 8, 20)),  # jumps sizes
+    (12, (4, 4, 1)),
+    (40, (10, 6, 977)),
+    *drawn(12),
+]
+STEPS = [(32, [[0, 4], [10, 8], [100, 32]]), (32, [[0, 16], [10, 17], [12, 32]]), (8, [[0, 8]])]
 
 
-def walk(sizes: BatchSizes, end: int) -> list[int]:
-    """The samples consumed before each step, until ``end`` is passed."""
-    positions = [0]
-    while positions[-1] <= end:
-        positions.append(positions[-1] + sizes.at(positions[-1]))
-    return positions
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_sizes_are_megatrons(case: str) -> None:
+def test_the_sizes_are_megatrons() -> None:
     theirs = pytest.importorskip(
         "megatron.core.num_microbatches_calculator", reason="megatron-core is not installed"
     )
-    full, ramp = CASES[case]
+    for full, ramp in CASES:
+        sizes = batch_sizes(full, ramp)
+        calculator = theirs.RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, *ramp)
+        for consumed in range(ramp[2] + 2 * full):
+            calculator.update(consumed, consistency_check=True)
+            assert sizes.at(consumed) == calculator.get_current_global_batch_size()
+
+
+def test_a_size_begins_with_the_batch_at_or_after_its_first_sample() -> None:
+    for full, steps in STEPS:
+        sizes = batch_sizes(full, steps)
+        for consumed in range(200):
+            assert sizes.at(consumed) == [size for first, size in steps if first <= consumed][-1]
+        check_ramp(plan_batch(global_batch=full, micro_batch=1, data_parallel=1), steps)
+    full, steps = STEPS[0]
+    assert micro_batches(full, steps, 2) == (1, 2)
+    text = "4 samples, 8 from sample 10, 32 from sample 100; full after step 14"
+    assert describe_ramp(batch_sizes(full, steps)) == text  # 4 x 3 and 8 x 11 are 100
+
+
+@pytest.mark.parametrize(("full", "ramp"), [*CASES, *STEPS])
+def test_steps_and_samples_are_those_of_counting(full: int, ramp: Any) -> None:
     sizes = batch_sizes(full, ramp)
-    calculator = theirs.RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, *ramp)
-    for consumed in range(ramp[2] + 2 * full):
-        calculator.update(consumed, consistency_check=True)
-        assert sizes.at(consumed) == calculator.get_current_global_batch_size() == calculator.get()
-
-
-@pytest.mark.parametrize("case", STEPS)
-def test_a_size_begins_with_the_batch_at_or_after_its_first_sample(case: str) -> None:
-    full, steps = STEPS[case]
-    sizes = batch_sizes(full, steps)
-    for consumed in range(200):
-        assert sizes.at(consumed) == [size for first, size in steps if first <= consumed][-1]
-    plan = plan_batch(global_batch=full, micro_batch=1, data_parallel=1)
-    check_ramp(plan, steps)
-    if case == "three":
-        assert micro_batches(full, steps, 2) == (1, 2)
-        text = "4 samples, 8 from sample 10, 32 from sample 100; full after step 14"
-        assert describe_ramp(sizes) == text  # 4 x 3 and 8 x 11 are 100
-
-
-@pytest.mark.parametrize("case", CASES | STEPS)
-def test_steps_and_samples_are_those_of_counting(case: str) -> None:
-    full, ramp = (CASES | STEPS)[case]
-    sizes = batch_sizes(full, ramp)
-    positions = walk(sizes, (ramp[2] if case in CASES else ramp[-1][0]) + 3 * full)
+    positions = [0]  # the samples consumed before each step
+    while positions[-1] <= (ramp[-1] if (full, ramp) in CASES else ramp[-1][0]) + 3 * full:
+        positions.append(positions[-1] + sizes.at(positions[-1]))
     assert [sizes.samples_after(step) for step in range(len(positions))] == positions
     step = 0
     for samples in range(positions[-1]):

@@ -15,68 +15,40 @@ LAYOUTS = [
     (1, 8, 16), (3, 2, 5), (5, 3, 2),
 ]  # fmt: skip
 """data, tensor, pipeline"""
-MEGATRON = {
-    GroupKind.TENSOR: "tp",
-    GroupKind.DATA: "dp",
-    GroupKind.PIPELINE: "pp",
-}
+MEGATRON = {GroupKind.TENSOR: "tp", GroupKind.DATA: "dp", GroupKind.PIPELINE: "pp"}
 
 
-def topology_and_megatrons(layout: tuple[int, int, int]) -> tuple[Topology, Any]:
-    """Also its module."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_and_coordinates_are_megatrons(layout: tuple[int, int, int]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = pytest.importorskip("megatron.core.parallel_state")
     data, tensor, pipeline = layout
     sizes = {"tp": tensor, "ep": 1, "dp": data, "pp": pipeline, "cp": 1}
     theirs = state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp")
-    return Topology(data=data, tensor=tensor, pipeline=pipeline), theirs
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", MEGATRON)
-def test_groups_are_megatrons(layout: tuple[int, int, int], kind: GroupKind) -> None:
-    topology, theirs = topology_and_megatrons(layout)
-    wanted = theirs.get_ranks(MEGATRON[kind])
-    assert topology.groups(kind) == wanted
-    for group in wanted:
-        for rank in group:
-            assert [*topology.group(kind, rank)] == group
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_coordinates_are_places_in_megatrons_groups(layout: tuple[int, int, int]) -> None:
-    topology, theirs = topology_and_megatrons(layout)
-    places = {
-        axis: {rank: place for group in theirs.get_ranks(name) for place, rank in enumerate(group)}
-        for axis, name in (("tensor", "tp"), ("data", "dp"), ("pipeline", "pp"))
-    }
+    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
+    places: dict[str, dict[int, int]] = {}
+    for kind, name in MEGATRON.items():
+        wanted = theirs.get_ranks(name)
+        assert topology.groups(kind) == wanted
+        assert all([*topology.group(kind, rank)] == group for group in wanted for rank in group)
+        places[kind.value] = {rank: place for group in wanted for place, rank in enumerate(group)}
+    wanted = [state.default_embedding_ranks(ranks) for ranks in theirs.get_ranks("pp")]
+    assert topology.groups(GroupKind.EMBEDDING) == wanted
+    holders = {rank for group in wanted for rank in group}
     for rank in range(topology.world_size):
         at = Coordinates(**{axis: place[rank] for axis, place in places.items()})
         assert topology.coordinates(rank) == at and topology.rank(at) == rank
         assert topology.holds_embedding(rank) == (at.pipeline == 0)
-        assert topology.holds_head(rank) == (at.pipeline == layout[2] - 1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_tied_embedding_is_shared_by_megatrons_embedding_groups(
-    layout: tuple[int, int, int],
-) -> None:
-    topology, theirs = topology_and_megatrons(layout)
-    from megatron.core.parallel_state import default_embedding_ranks
-
-    wanted = [default_embedding_ranks(ranks) for ranks in theirs.get_ranks("pp")]
-    assert topology.groups(GroupKind.EMBEDDING) == wanted
-    holders = {rank for group in wanted for rank in group}
-    for rank in range(topology.world_size):
+        assert topology.holds_head(rank) == (at.pipeline == pipeline - 1)
         assert (rank in topology.group(GroupKind.EMBEDDING, rank)) == (rank in holders)
 
 
-@pytest.mark.parametrize("rank", [-1, 32, 1000])
-def test_a_rank_outside_the_world(rank: int) -> None:
+def test_a_rank_outside_the_world() -> None:
     expected = "is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to 31"
-    with pytest.raises(ConfigError, match=f"rank {rank} {expected}"):
-        Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
+    for rank in (-1, 32):
+        with pytest.raises(ConfigError, match=f"rank {rank} {expected}"):
+            Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
 
 
 @pytest.mark.parametrize(
@@ -112,23 +84,23 @@ def test_layers_of_virtual_and_uneven_stages() -> None:
                 assert topology.place_of_stage(topology.stage_of_layer(layer, 8)) == place
 
 
-FOUR = {"pipeline_stage": 4}
-
-
 @pytest.mark.parametrize(
-    ("layout", "stages"),
+    ("schedule", "virtual", "stages"),
     [
-        (FOUR, 4),
-        (FOUR | {"pipeline_schedule": "gpipe", "virtual_stages": 1}, 4),
-        (FOUR | {"pipeline_schedule": "interleaved_1f1b"}, 8),
-        (FOUR | {"pipeline_schedule": "interleaved_zero_bubble", "virtual_stages": 3}, 12),
-        (FOUR | {"pipeline_schedule": "zbv_zero_bubble"}, 8),
-        ({"pipeline_schedule": "zbv_zero_bubble"}, 1),
+        ("1f1b", None, 4),
+        ("gpipe", 1, 4),
+        ("interleaved_1f1b", None, 8),
+        ("interleaved_zero_bubble", 3, 12),
+        ("zbv_zero_bubble", None, 8),
     ],
 )
-def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages: int) -> None:
-    topology = topology_of(ParallelConfig(**layout), 1)
-    assert topology.stages == stages and topology.v_shape == (stages == 8 and "zbv" in str(layout))
+def test_virtual_stages_follow_from_the_schedule(
+    schedule: Any, virtual: int | None, stages: int
+) -> None:
+    keys = {"pipeline_schedule": schedule, "virtual_stages": virtual}
+    topology = topology_of(ParallelConfig(pipeline_stage=4, **keys), 1)
+    assert topology.stages == stages and topology.v_shape == (schedule == "zbv_zero_bubble")
+    assert topology_of(ParallelConfig(pipeline_schedule=schedule), 1).stages == 1
 
 
 @pytest.mark.parametrize(
@@ -140,7 +112,7 @@ def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages:
             "has 2 per rank; leave virtual_stages out",
         ),
         (
-            {"pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3},
+            {"virtual_stages": 3, "pipeline_schedule": "interleaved_1f1b"},
             "2 x 3 virtual stages = 6 do not divide",
         ),
         ({"stage_layers": [3, 2, 3]}, "names 3 stages, but parallel.pipeline_stage=2 makes 2;"),
