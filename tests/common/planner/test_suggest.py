@@ -99,28 +99,25 @@ def test_every_suggestion_can_be_pasted(words: tuple[str, ...], ranks: int) -> N
         assert make_plan(resolve_on(again, A100, world_size=8)) == layout.plan
 
 
-@pytest.mark.parametrize(
-    ("sections", "devices", "layout", "reason"),
-    [
-        ({}, 12, (1, 12, 1), "tensor parallel would leave a server of 8 devices"),
-        ({}, 12, (3, 4, 1), "parallel.model_parallel=4 does not divide model.num_heads=6"),
-        ({}, 12, (4, 1, 3), "parallel.pipeline_stage=3 does not divide model.num_layers=4"),
-        ({"train": {"global_batch_size": 4}}, 6, (6, 1, 1), "train.global_batch_size=4 is no"),
-        ({"train": {"global_batch_size": 4}}, 8, (4, 1, 2),
-         "1f1b needs at least 2 micro batches, one per stage, not 1"),
-    ],
-)  # fmt: skip
-def test_reasons(sections: Any, devices: int, layout: Axes, reason: str) -> None:
-    found = reasons(suggest(small(**sections), devices, ASCEND))
-    assert found[layout].startswith(reason)
-    if devices == 12:
-        assert not {(12, 1, 1), (6, 2, 1), (3, 1, 4), (1, 3, 4), (1, 6, 2)} & {*found}
+def test_reasons() -> None:
+    found = reasons(suggest(small(), 12, ASCEND))
+    assert not {(12, 1, 1), (6, 2, 1), (3, 1, 4), (1, 3, 4), (1, 6, 2)} & {*found}
+    found |= reasons(suggest(small(train={"global_batch_size": 4}), 8, ASCEND))
+    for layout, reason in (
+        ((1, 12, 1), "tensor parallel would leave a server of 8 devices"),
+        ((3, 4, 1), "parallel.model_parallel=4 does not divide model.num_heads=6"),
+        ((4, 1, 3), "parallel.pipeline_stage=3 does not divide model.num_layers=4"),
+        ((8, 1, 1), "train.global_batch_size=4 is no"),
+        ((4, 1, 2), "1f1b needs at least 2 micro batches, one per stage, not 1"),
+    ):
+        assert found[layout].startswith(reason)
 
 
-@pytest.mark.parametrize("devices", [0, -3, 999999937])
-def test_no_devices_and_more_than_any_cluster_has(devices: int) -> None:
-    with pytest.raises(ConfigError, match=f"--devices {devices}: .*at least 1 and at most 262144"):
-        suggest(small(), devices, ASCEND)
+def test_no_devices_and_more_than_any_cluster_has() -> None:
+    for devices in (0, 999999937):
+        said = f"--devices {devices}: .*at least 1 and at most 262144"
+        with pytest.raises(ConfigError, match=said):
+            suggest(small(), devices, ASCEND)
 
 
 def test_nothing_fits() -> None:
@@ -174,27 +171,27 @@ def tried_one_by_one(config: Run, at: Axes) -> Layout | None:
     return best
 
 
-@pytest.mark.parametrize("memory", [8, 24, 80])
+@pytest.mark.parametrize("memory", [8, 24])
 @pytest.mark.parametrize(
-    "sections",
+    ("schedule", "sections"),
     [
-        {},
-        {"backend": "mindspore"},
-        {"engine": "deepspeed"},
-        {"parallel": {"pipeline_schedule": "interleaved_1f1b"}},
-        {"parallel": {"pipeline_schedule": "interleaved_zero_bubble"}},
-        {
-            "parallel": {"pipeline_schedule": "zbv_zero_bubble"},
-            "precision": {"compute": "bfloat16"},
-        },
+        ("1f1b", {}),
+        ("1f1b", {"backend": "mindspore"}),
+        ("1f1b", {"engine": "deepspeed"}),
+        ("interleaved_1f1b", {}),
+        ("interleaved_zero_bubble", {}),
+        ("zbv_zero_bubble", {"precision": {"compute": "bfloat16"}}),
     ],
 )
-def test_nothing_is_lost_by_what_is_not_tried(sections: dict[str, Any], memory: int) -> None:
+def test_nothing_is_lost_by_what_is_not_tried(
+    schedule: str, sections: dict[str, Any], memory: int
+) -> None:
     """Some ranks and less recomputation settle what all ranks and every way would: the same
     layouts, in the same time.
     """
     model, context = {**LARGE, "vocab_size": 50257}, {"max_device_memory": f"{memory}GB"}
-    config = small(model=model, train={"global_batch_size": 48}, context=context, **sections)
+    sections = sections | {"context": context, "parallel": {"pipeline_schedule": schedule}}
+    config = small(model=model, train={"global_batch_size": 48}, **sections)
     found = suggest(config, 24, ASCEND)
     wanted = [
         tried_one_by_one(config, at)
@@ -210,17 +207,15 @@ def test_nothing_is_lost_by_what_is_not_tried(sections: dict[str, Any], memory: 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "model", "count"),
+    ("schedule", "model"),
     [
-        ("1f1b", {"num_layers": 2**40, "hidden_size": 48, "num_heads": 6}, 0),
-        ("1f1b", {"num_layers": 221760}, None),
-        ("zbv_zero_bubble", {"num_layers": 221760}, None),
-        ("interleaved_zero_bubble", {"num_layers": 5040, "hidden_size": 840, "num_heads": 840},
-         None),
+        ("1f1b", {"num_layers": 2**40, "hidden_size": 48, "num_heads": 6}),  # fits nowhere
+        ("1f1b", {"num_layers": 221760}),
+        ("interleaved_zero_bubble", {"num_layers": 5040, "hidden_size": 840, "num_heads": 840}),
     ],
-)  # fmt: skip
+)
 def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(
-    schedule: str, model: dict[str, int], count: int | None
+    schedule: str, model: dict[str, int]
 ) -> None:
     """221760 = 2^6 x 3^2 x 5 x 7 x 11 devices have 4536 layouts, and a batch of 4 samples a device
     divides among them all.
@@ -228,11 +223,10 @@ def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(
     start = time.process_time()
     model = {**LARGE, "hidden_size": 5120, "num_heads": 40, "vocab_size": 50257, **model}
     train, parallel = {"global_batch_size": 4 * 221760}, {"pipeline_schedule": schedule}
-    found = suggest(
-        small(model=model, train=train, parallel=parallel), 221760, require_accelerator("910B1")
-    )
+    config = small(model=model, train=train, parallel=parallel)
+    found = suggest(config, 221760, require_accelerator("910B1"))
     assert len(found.fitting) + len(reasons(found)) == 4536
-    assert count is None or len(found.fitting) == count
+    assert model["num_layers"] < 2**40 or not found.fitting
     assert time.process_time() - start < 30, "counted one by one it never ends, or takes minutes"
 
 
